@@ -1,27 +1,34 @@
 """Each rank's own state in a checkpoint: random numbers, buffers, sums of the epoch, exchange, callbacks.
 
-It travels between ranks as JSON and safetensors. If the number of ranks is unchanged, each restores its own
-state bitwise. If not, rank 0 takes all sums of the epoch so far, every rank takes rank 0's buffers and
-callbacks, and random numbers get new seeds.
+Rank 0 gathers the states of all ranks for a checkpoint, in a temporary file unless they are small.
+
+If the number of ranks is unchanged, each restores its own state bitwise. If not, rank 0 takes all sums of
+the epoch so far, every rank takes rank 0's buffers and callbacks, and random numbers get new seeds.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import torch
-from safetensors.torch import load, save
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.collectives.base import gather_bytes
+from ringspark.estimators.collectives.base import gather_bytes, num_bytes
 from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.objective.metric_set import section
 from ringspark.estimators.training.running import Running
 from ringspark.models.generators import random_state, seed_rank, set_random_state
+
+# States of up to this many bytes together travel in one message, and stay in memory.
+_SMALL_BYTES = 1 << 20
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
@@ -79,17 +86,126 @@ class RankState:
         return cls(tensors=exchange | result | noise | running.sums.state(), values=values)
 
 
-def gather_ranks(mine: RankState, world: Collective) -> list[RankState]:
-    """Returns every rank's state in rank order on rank 0, none on the others. Runs on every rank."""
-    if world.size == 1:
-        return [mine]
-    texts = gather_bytes(world, json.dumps(mine.values).encode(), to_all=False)
-    tensors = save({key: tensor.contiguous() for key, tensor in mine.tensors.items()})
-    files = gather_bytes(world, tensors, to_all=False)
-    return [
-        RankState(tensors=load(file), values=json.loads(text))
-        for text, file in zip(texts, files, strict=True)
+class GatheredRanks:
+    """The states of all ranks; empty on other ranks than rank 0.
+
+    Attributes:
+        values: JSON values of each rank.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[dict[str, Any]] = (),
+        file: IO[bytes] | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        """Takes over an open file of the tensors "<rank>/<name>".
+
+        Args:
+            error: The reason why there is no file.
+        """
+        self.values = values
+        self._file = file
+        self._error = error
+        if file is not None:
+            weakref.finalize(self, file.close)
+
+    def write(self, target: IO[bytes]) -> None:
+        """Writes the tensors as a `.safetensors` file.
+
+        Raises:
+            OSError: The folder for temporary files had no room for them.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._file is None:
+            tensor_file.write({}, target)
+            return
+        self._file.seek(0)
+        shutil.copyfileobj(self._file, target, tensor_file.BLOCK_BYTES)
+
+
+def gather_ranks(
+    mine: RankState, world: Collective, progress: Callable[[], None] = lambda: None
+) -> GatheredRanks:
+    """Gathers every rank's state on rank 0, which holds the tensors of one other rank at a time.
+
+    Runs on every rank.
+
+    Args:
+        progress: Called after each message.
+    """
+    own = {name: mine.tensors[name] for name in tensor_file.ordered(mine.tensors)}
+    shapes = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.items()}
+    texts = gather_bytes(world, json.dumps([mine.values, shapes]).encode(), to_all=False)
+    found = [json.loads(text) for text in texts]
+    tensors = [
+        {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            for name, (dtype, shape) in of.items()
+        }
+        for _, of in found
     ]
+    data = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in own.values()])
+    lengths = [int(length) for length in world.all_gather(torch.tensor([len(data)]), [1] * world.size)]
+    file: IO[bytes] | None = None
+    error: Exception | None = None
+    for ranks in _group(lengths):
+        counts = [length if rank in ranks else 0 for rank, length in enumerate(lengths)]
+        pieces = world.gather(data if world.rank in ranks else data[:0], counts)
+        # If there is no room, the other ranks still send: the training goes on without this checkpoint.
+        if world.rank == 0 and error is None:
+            try:
+                if file is None:
+                    file, starts = _open_file(own, tensors)
+                for rank in ranks:
+                    _write_rank(file, pieces[rank], rank, tensors[rank], starts)
+            except (OSError, ValueError) as caught:
+                error = caught
+        # The next message needs its memory.
+        del pieces
+        progress()
+    return GatheredRanks([values for values, _ in found], file, error)
+
+
+def _group(lengths: Sequence[int]) -> Iterator[range]:
+    """Yields ranks that send together: some with little, or one with much."""
+    first = 0
+    for rank in range(1, len(lengths) + 1):
+        if rank == len(lengths) or sum(lengths[first : rank + 1]) > _SMALL_BYTES:
+            yield range(first, rank)
+            first = rank
+
+
+def _open_file(
+    own: Mapping[str, torch.Tensor], tensors: Sequence[Mapping[str, torch.Tensor]]
+) -> tuple[IO[bytes], dict[str, int]]:
+    """Opens a file with the header of all ranks' tensors; returns where each tensor starts.
+
+    Raises:
+        ValueError: No checkpoint can hold a tensor.
+    """
+    tensor_file.check_state(own)
+    header, starts = tensor_file.header_of(
+        {f"{rank}/{name}": tensor for rank, of in enumerate(tensors) for name, tensor in of.items()}
+    )
+    file: Any = tempfile.SpooledTemporaryFile(max_size=_SMALL_BYTES, prefix="ringspark-")  # noqa: SIM115
+    file.write(header)
+    return file, starts
+
+
+def _write_rank(
+    file: IO[bytes],
+    data: torch.Tensor,
+    rank: int,
+    tensors: Mapping[str, torch.Tensor],
+    starts: Mapping[str, int],
+) -> None:
+    """Writes one rank's tensors, which are end to end in `data`, to their places."""
+    pieces = torch.split(data, [num_bytes([tensor]) for tensor in tensors.values()])
+    for name, piece in zip(tensors, pieces, strict=True):
+        file.seek(starts[f"{rank}/{name}"])
+        file.write(piece.numpy())  # type: ignore[call-overload]
 
 
 def restore_rank(running: Running, states: Sequence[RankState], mesh: Mesh, seed: int) -> None:

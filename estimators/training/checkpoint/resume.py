@@ -145,7 +145,7 @@ class Recovery:
         if not all(free):
             self._note(state.step, reason or "the one before is still being written")
             return
-        ranks = gather_ranks(RankState.of(running, self._mesh), self._mesh.world)
+        ranks = gather_ranks(RankState.of(running, self._mesh), self._mesh.world, self._status.tick)
         position = self._position(running)
         average = None if self._config.ema_decay is None else running.average.values
         snapshot = None

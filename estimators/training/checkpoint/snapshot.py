@@ -20,8 +20,9 @@ Invariant: a `Snapshot` shares no memory with the training, so it may be written
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import IO, Any
 
 import torch
@@ -38,7 +39,7 @@ from ringspark.estimators.training.checkpoint.parts import (
     file_of,
     files_of,
 )
-from ringspark.estimators.training.checkpoint.rank_state import RankState
+from ringspark.estimators.training.checkpoint.rank_state import GatheredRanks
 from ringspark.estimators.training.checkpoint.record import FileSum, Position, Record
 from ringspark.estimators.training.checkpoint.weights import (
     WEIGHTS,
@@ -59,7 +60,7 @@ class Snapshot:
     """A rank's copy of what it writes of a training, on the CPU: all of it, or a part.
 
     Attributes:
-        ranks: Empty but for the first part.
+        ranks: The states of all ranks; empty except in the first part.
         average: None if the training keeps none.
         record: Lacks the digests of the unwritten files.
         num_tensors: Weights of the whole network.
@@ -67,7 +68,7 @@ class Snapshot:
 
     weights: dict[str, torch.Tensor]
     optimizer: dict[str, torch.Tensor]
-    ranks: dict[str, torch.Tensor]
+    ranks: GatheredRanks
     average: dict[str, torch.Tensor] | None
     record: Record
     num_tensors: int
@@ -77,7 +78,7 @@ class Snapshot:
 def take_snapshot(
     sync: GradientSync,
     position: Position,
-    ranks: Sequence[RankState] = (),
+    ranks: GatheredRanks | None = None,
     writes: bool = True,
     progress: Callable[[], None] = lambda: None,
     average: Mapping[str, torch.Tensor] | None = None,
@@ -85,7 +86,7 @@ def take_snapshot(
     """Copies a training. Runs on every rank; those that write nothing get None.
 
     Args:
-        ranks: Each rank's own state, in rank order; on rank 0.
+        ranks: The states of all ranks; None for none.
         writes: Whether this rank copies a whole network: rank 0, which gets all of the optimizer's state.
             Of a network that is spread, each rank copies what its part of the checkpoint has.
         progress: Called after each copied tensor.
@@ -95,6 +96,7 @@ def take_snapshot(
         ValueError: The optimizer keeps something that cannot be saved.
         FloatingPointError: A trained weight is not finite; raised on rank 0.
     """
+    ranks = ranks or GatheredRanks()
     state = sync.optimizer_state()
     weights = sync.network.state_dict()
     if (layout := layout_of(sync.network)) is not None:
@@ -116,7 +118,7 @@ def take_snapshot(
     return Snapshot(
         weights=copies,
         optimizer=_copies(_tensors_of(state), progress),
-        ranks=_joined(ranks),
+        ranks=ranks,
         average=averaged or None,
         record=_record(sync, position, values, ranks),
         num_tensors=len(copies),
@@ -129,7 +131,7 @@ def _take_part(
     state: OptimizerState,
     weights: Mapping[str, torch.Tensor],
     position: Position,
-    ranks: Sequence[RankState],
+    ranks: GatheredRanks,
     progress: Callable[[], None],
     average: Mapping[str, torch.Tensor] | None,
 ) -> Snapshot | None:
@@ -158,7 +160,7 @@ def _take_part(
     return Snapshot(
         weights=copies[WEIGHTS],
         optimizer=copies[OPTIMIZER],
-        ranks=_joined(ranks),
+        ranks=ranks,
         average=copies[AVERAGE] if AVERAGE in pieces and pieces[AVERAGE].total else None,
         record=record,
         num_tensors=pieces[WEIGHTS].total,
@@ -167,19 +169,15 @@ def _take_part(
 
 
 def _record(
-    sync: GradientSync, position: Position, values: dict[str, dict[str, Any]], ranks: Sequence[RankState]
+    sync: GradientSync, position: Position, values: dict[str, dict[str, Any]], ranks: GatheredRanks
 ) -> Record:
     return Record(
         position=position,
         optimizer=type(sync.optimizer).__name__,
         optimizer_values=values,
         optimizer_groups=[group_values(group) for group in sync.optimizer.param_groups],
-        ranks=[own.values for own in ranks],
+        ranks=list(ranks.values),
     )
-
-
-def _joined(ranks: Sequence[RankState]) -> dict[str, torch.Tensor]:
-    return {f"{rank}/{key}": tensor for rank, own in enumerate(ranks) for key, tensor in own.tensors.items()}
 
 
 def _tensors_of(state: OptimizerState) -> dict[str, torch.Tensor]:
@@ -280,16 +278,17 @@ def write_part(uri: str, snapshot: Snapshot, check: Callable[[], None] = lambda:
         check: As in `write_snapshot`.
     """
     part = snapshot.part
-    contents = {
-        file_of(kind, part.number, part.of, part.token): own for kind, own in contents_of(snapshot).items()
+    writes: dict[str, Callable[[Any], object]] = {
+        file_of(kind, part.number, part.of, part.token): partial(tensor_file.write, own)
+        for kind, own in contents_of(snapshot).items()
     }
     if not part.number:
-        contents[RANKS] = snapshot.ranks
+        writes[RANKS] = snapshot.ranks.write
     files = {}
-    for name, tensors in contents.items():
+    for name, write in writes.items():
         with replacing(uri, name) as target:
             summed = _Summing(target, check)
-            tensor_file.write(tensors, summed)  # type: ignore[arg-type]
+            write(summed)
         files[name] = FileSum(bytes=summed.num_bytes, sha256=summed.digest.hexdigest())
     return files
 

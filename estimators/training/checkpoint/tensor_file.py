@@ -88,28 +88,40 @@ def write(state: Mapping[str, torch.Tensor], file: IO[bytes], solo: Solo | None 
         ValueError: Like `check_state`.
     """
     check_state(state)
-    names = ordered(state)
-    header: dict[str, object] = {}
-    end = 0
-    for name in names:
-        start, end = end, end + state[name].numel() * state[name].element_size()
-        header[name] = {
-            "dtype": _NAMES[state[name].dtype],
-            "shape": list(state[name].shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    file.write(len(text).to_bytes(8, "little") + text)
+    header, _ = header_of(state)
+    file.write(header)
     has_parts = _has_parts(state)
-    for name in names:
+    for name in ordered(state):
         for block in _blocks(state[name]):
             file.write(block)
             if solo is not None:
                 solo.progress()
         if solo is not None and has_parts:
             solo.end()
-    return 8 + len(text) + end
+    return len(header) + sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+
+
+def header_of(state: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
+    """Returns what a file begins with, and the byte at which each tensor starts.
+
+    Args:
+        state: Dtypes and shapes count alone, so the tensors may be on the device "meta".
+    """
+    entries: dict[str, object] = {}
+    starts: dict[str, int] = {}
+    end = 0
+    for name in ordered(state):
+        start, end = end, end + state[name].numel() * state[name].element_size()
+        entries[name] = {
+            "dtype": _NAMES[state[name].dtype],
+            "shape": list(state[name].shape),
+            "data_offsets": [start, end],
+        }
+        starts[name] = start
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + start for name, start in starts.items()}
 
 
 def assist(state: Mapping[str, torch.Tensor], solo: Solo | None = None) -> None:

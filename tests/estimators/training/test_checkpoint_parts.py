@@ -34,6 +34,7 @@ from ringspark.estimators.training.checkpoint.folders import (
     steps_in,
 )
 from ringspark.estimators.training.checkpoint.parts import JoinedFiles, Part, places_of
+from ringspark.estimators.training.checkpoint.rank_state import GatheredRanks
 from ringspark.estimators.training.checkpoint.reading import verify
 from ringspark.estimators.training.checkpoint.record import Position, Record
 from ringspark.estimators.training.checkpoint.snapshot import Snapshot, take_snapshot
@@ -65,7 +66,7 @@ def _snapshots(step: int, seconds: float = 60.0) -> list[Snapshot]:
         Snapshot(
             weights=own,
             optimizer={f"{name}/m": tensor for name, tensor in own.items() if name != "w"},
-            ranks={},
+            ranks=GatheredRanks(),
             average=None,
             record=record,
             num_tensors=3,

@@ -1,8 +1,10 @@
-"""A resume takes no more memory in a larger gang."""
+"""The states of ranks in a checkpoint; a larger gang needs no more memory for them."""
 
 from __future__ import annotations
 
+import io
 import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,11 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from peak_memory import memory_use
 from small_training import config_of
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.in_process import run_in_turns
 from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.training.checkpoint import tensor_file
+from ringspark.estimators.training.checkpoint.rank_state import RankState, gather_ranks
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -31,14 +37,17 @@ MakeShards = Callable[..., ShardManifest]
 
 
 def _peaks(config: TrainConfig, collective: Collective, device: str, status: Status) -> str:
-    """Trains a step, and the rest from its checkpoint; returns the peak bytes of the resume."""
+    """Trains a step, and the rest from its checkpoint; returns the most bytes of `save` and `load`."""
     found = {}
-    load = Recovery.load
 
-    def measured(*arguments: Any) -> None:
-        found["load"] = memory_use(lambda: load(*arguments)).peak
+    def measure(name: str, function: Callable[..., None]) -> None:
+        def measured(*arguments: Any) -> None:
+            found[name] = memory_use(lambda: function(*arguments)).peak
 
-    Recovery.load = measured  # type: ignore[method-assign]
+        setattr(Recovery, name, measured)
+
+    measure("save", Recovery.save)
+    measure("load", Recovery.load)
     for epochs in (1, 2):
         train_worker(replace(config, epochs=epochs), collective, None, device, status)
     return json.dumps(found)
@@ -46,6 +55,7 @@ def _peaks(config: TrainConfig, collective: Collective, device: str, status: Sta
 
 @pytest.mark.distributed
 def test_a_rank_holds_the_state_of_one_other_rank_at_most(make_shards: MakeShards, tmp_path: Path) -> None:
+    """Besides its own, and the copy that rank 0 writes."""
     rng = np.random.default_rng(0)
     manifest = make_shards({"x": rng.normal(size=(64, WIDTH)).astype(np.float32), "y": np.zeros(64)})
     assert LOCAL_STEPS.convert is not None
@@ -61,4 +71,38 @@ def test_a_rank_holds_the_state_of_one_other_rank_at_most(make_shards: MakeShard
     )
     texts = run_spawned(5, "torch", partial(_peaks, config), timeout_seconds=120)
     peaks = [json.loads(text) for text in texts]
-    assert max(own["load"] for own in peaks) < 3 * STATE_BYTES, peaks
+    assert {name for own in peaks for name in own} == {"save", "load"}
+    assert max(peak for own in peaks for peak in own.values()) < 3 * STATE_BYTES, peaks
+
+
+def _state(rank: int) -> RankState:
+    """A rank's state; rank 1 has more than travels with others."""
+    tensors = {
+        "bytes": torch.full((5,), rank, dtype=torch.uint8),
+        "flag": torch.tensor(True),
+        "none": torch.zeros(0),
+        "turned": torch.arange(6.0).view(2, 3).t() + rank,
+        "weights": torch.rand(1 << 18 if rank == 1 else 3, dtype=torch.float64),
+    }
+    return RankState(tensors=tensors, values={"rank": rank})
+
+
+def test_the_gathered_states_are_the_file_of_all_tensors() -> None:
+    states = [_state(rank) for rank in range(4)]
+    first, *others = run_in_turns(4, lambda world: gather_ranks(states[world.rank], world))
+    assert [own["rank"] for own in first.values] == [0, 1, 2, 3]
+    assert not any(ranks.values for ranks in others)
+    whole = {f"{rank}/{k}": t for rank, own in enumerate(states) for k, t in own.tensors.items()}
+    expected, found = io.BytesIO(), io.BytesIO()
+    tensor_file.write(whole, expected)
+    first.write(found)
+    assert found.getvalue() == expected.getvalue()
+
+
+def test_a_full_folder_for_temporary_files_costs_the_checkpoint_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    first, _ = run_in_turns(2, lambda world: gather_ranks(_state(world.rank), world))
+    with pytest.raises(OSError, match="missing"):
+        first.write(io.BytesIO())
