@@ -11,7 +11,6 @@ import functools
 import hashlib
 import inspect
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -36,7 +35,7 @@ _FREE = {"shards_uri", "run_uri", "own_metrics", "pause_after"} | {
 _NAMES = {setting.field: setting.name for setting in SETTINGS.values() if setting.field} | {
     "output_widths": "the model's outputs"
 }
-# Relative tolerance: sums of floats differ with the order of the rows.
+# Relative to the size of what was added up.
 _TOLERANCE = 1e-6
 
 
@@ -94,8 +93,11 @@ def data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
     for split in sorted(old.stats.keys() & new.stats.keys()):
         for name in sorted(old.stats[split].keys() & new.stats[split].keys()):
             before, now = (m.stats[split][name].without_overflows().to_json() for m in (old, new))
+            size = max(abs(before[key] or 0) for key in ("minimum", "maximum"))
+            # Sums round by the size of what they add up; the order of the rows changes nothing else.
+            rounded = {"mean": size, "deviations": size * size * before["values"]}
             for key in sorted(before.keys() | now.keys()):
-                if not _equal(before.get(key), now.get(key)):
+                if not _equal(before.get(key), now.get(key), rounded.get(key, 0.0)):
                     found.append(
                         f"{key} of column {name!r}: {_short(before.get(key))} -> {_short(now.get(key))}"
                     )
@@ -225,14 +227,9 @@ def _bytes(tensor: torch.Tensor) -> Any:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def _equal(left: Any, right: Any) -> bool:
+def _equal(left: Any, right: Any, size: float) -> bool:
     if isinstance(left, float) and isinstance(right, float):
-        scale = max(abs(left), abs(right), 1.0)
-        return (
-            left == right
-            or (math.isnan(left) and math.isnan(right))
-            or abs(left - right) < (_TOLERANCE * scale)
-        )
+        return left == right or abs(left - right) <= _TOLERANCE * size
     return bool(left == right)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.run.folder import RunFolder
-from ringspark.estimators.run.identity import differences, identity_of
+from ringspark.estimators.run.identity import data_differences, differences, identity_of
 from ringspark.estimators.training.objective.heads import Head, make_heads, with_outputs
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 
@@ -149,6 +149,17 @@ def test_a_run_with_another_setting_of_a_transform_or_loss_is_another_run(
             layer.eval()
     assert differences(given(make(0.5)), given(used)) == []
     assert len(differences(given(make(0.5)), given(make(0.1)))) == 1
+
+
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e15])
+def test_other_rows_are_told_from_another_order_at_every_size(make_shards: Any, size: float) -> None:
+    rows = np.random.default_rng(0).normal(size=997) * size
+    first, other_order, other_rows = (
+        make_shards({"x": values}, name=f"rows-{number}", num_files=3)
+        for number, values in enumerate((rows, rows[::-1], np.sign(rows) * np.sqrt(np.abs(rows) * size)))
+    )
+    assert data_differences(first, other_order) == []
+    assert data_differences(first, other_rows)
 
 
 def _of_each_per_member(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
