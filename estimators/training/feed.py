@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
+# Bytes to which torch aligns tensors on CPUs.
+ALIGNMENT = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -135,7 +138,9 @@ def to_tensor(values: Array, device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(as_input(values))
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
+    # A matrix product rounds otherwise where rows are not aligned, and a resumed reader cuts its blocks
+    # elsewhere: the copy lies as torch aligns all of its own tensors.
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def to_batch(

@@ -1,0 +1,21 @@
+"""Batches as tensors: the place of a column in memory changes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from ringspark.estimators.training.feed import to_tensor
+
+
+def test_rows_give_the_same_bits_wherever_they_lie_in_memory() -> None:
+    """The reader cuts batches out of larger blocks, at other places after a resume."""
+    rows = np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32)
+    network = nn.Linear(6, 8)
+    found = set()
+    for offset in range(16):
+        column = np.empty(rows.size + offset, np.float32)[offset:].reshape(rows.shape)
+        column[:] = rows
+        found.add(network(to_tensor(column, torch.device("cpu"))).detach().numpy().tobytes())
+    assert len(found) == 1, f"{len(found)} results of the same rows"
