@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ringspark.models import TabularNet
+from ringspark.models import ModelSpec, TabularNet
 from ringspark.models.tabular import embedding_dim
 
 
@@ -59,3 +59,12 @@ def test_arguments_out_of_range_are_refused(arguments: dict[str, object], messag
     good: dict[str, object] = {"cardinalities": [3], "num_numeric": 1, "hidden": [2], "out_features": 1}
     with pytest.raises(ValueError, match=message):
         TabularNet(**{**good, **arguments})  # type: ignore[arg-type]
+
+
+def test_an_ensemble_predicts_the_mean_of_its_members() -> None:
+    sizes = {"members": 3, "cardinalities": [4], "num_numeric": 2, "hidden": [5], "out_features": 1}
+    network = ModelSpec("tabular_ensemble", sizes).build()
+    rows = torch.tensor([[1], [3]]), torch.randn(2, 2)
+    each = network(*rows)
+    assert each.shape == (2, 3, 1)
+    assert torch.equal(network.eval()(*rows), each.mean(1))

@@ -99,3 +99,12 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (folder / "0.json").write_text(json.dumps([{"step": "one"}]))
     with pytest.raises(ValueError, match=r"0\.json is damaged \(.*'epoch' is missing\); remove it"):
         read_steps(str(tmp_path))
+
+
+def test_later_steps_of_a_start_before_a_resume_are_forgotten(tmp_path: Path) -> None:
+    common = {"epoch": 1, "rows": 1, "seconds": 1.0, "train_loss": 1.0, "learning_rate": 1.0}
+    (tmp_path / run_layout.STEPS).mkdir()
+    for number, steps in enumerate(([1, 2, 3, 4], [3])):
+        text = json.dumps([{"step": step} | common for step in steps])
+        (tmp_path / run_layout.STEPS / f"{number}.json").write_text(text)
+    assert [record.step for record in read_steps(str(tmp_path))] == [1, 2, 3]

@@ -12,7 +12,7 @@ import pytest
 
 from ringspark.pipelines.foreign import row_pages
 from ringspark.pipelines.foreign.row_pages import KeptPages, PageReader, can_cut, leaves_of
-from ringspark.pipelines.foreign.thrift_compact import ThriftError, read_struct, write_struct
+from ringspark.pipelines.foreign.thrift_compact import I32, LIST, ThriftError, read_struct, write_struct
 
 ROWS = 3_000
 # (rows, stop): within one page, over several, at either end, one row.
@@ -201,3 +201,9 @@ def test_thrift_data_are_written_as_they_were_read_and_never_read_past_their_end
     for stop in range(0, len(footer) - 1, 7):
         with pytest.raises(ThriftError):
             read_struct(footer[:stop])
+
+
+@pytest.mark.parametrize("length", [14, 15, 16])
+def test_lists_around_the_largest_short_length_are_read_as_written(length: int) -> None:
+    fields = {1: (LIST, (I32, list(range(length))))}
+    assert read_struct(write_struct(fields))[0] == fields
