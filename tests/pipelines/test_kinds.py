@@ -608,6 +608,12 @@ def test_npy_of_either_byte_order_is_read_and_no_pickle() -> None:
             kind.encode(pa.array([bad]))
 
 
+def test_sparse_rows_with_more_values_than_indices_are_refused() -> None:
+    parts = pa.array([[0, 1], [2]], pa.list_(pa.int32())), pa.array([[1.0], [2.0, 3.0]])
+    with pytest.raises(ValueError, match="has other numbers of indices than of values"):
+        Sparse(dtype="float64", size=3).decode(parts)
+
+
 def test_an_image_that_ends_too_early_is_named_when_it_is_read() -> None:
     buffer = io.BytesIO()
     from PIL import Image

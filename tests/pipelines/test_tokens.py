@@ -47,6 +47,7 @@ def test_a_batch_is_as_long_as_its_longest_text_and_at_least_one() -> None:
     none = batch(kind)
     assert none["x.ids"].shape == none["x.mask"].shape == (0, 1)
     assert batch(Tokens.of(words(), 6, padding="max_length"), "a")["x.ids"].shape == (1, 6)
+    assert batch(Tokens.of(words(), 4, too_long="refuse"), "b c")["x.ids"].shape == (1, 4)
 
 
 def test_every_form_of_a_tokenizer_gives_the_same_ids(tmp_path: Path) -> None:
