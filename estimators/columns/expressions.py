@@ -42,8 +42,9 @@ def input_expression(column: Column, data_type: DataType, *, wants_floats: bool 
 
 
 def class_name(number: Column, labels: Sequence[str]) -> Column:
-    """Returns the string of a class; null for a null, and for the class of all unknown strings."""
-    return F.get(_texts(labels), number.cast("int"))
+    """Returns the string of a class; null for null and NaN, and for the class of all unknown strings."""
+    # Spark's cast of a NaN to a whole number is 0, or an error.
+    return F.when(~F.isnan(number), F.get(_texts(labels), number.cast("int")))
 
 
 def class_of(text: Column, labels: Sequence[str]) -> Column:

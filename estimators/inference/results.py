@@ -132,19 +132,15 @@ class Classes(Results):
         return [self.raw(outputs), self.probabilities(outputs), self.decide(outputs)]
 
     def decide(self, outputs: Array) -> Array:
-        """Returns the predicted class of each row, (rows,) float64."""
+        """Returns the predicted class of each row, (rows,) float64; NaN for a row with a NaN."""
         if self.thresholds is None:
-            best: Array = outputs.argmax(axis=1)
-            if self.num_classes == 2:
-                # Of two classes the first is taken where one is NaN.
-                low, high = (0.0, outputs[:, 0]) if self.width == 1 else outputs.T
-                best = high > low
-            return best.astype(np.float64)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            scaled = self.probabilities(outputs) / np.asarray(self.thresholds)
-        # As in Spark, 0 / 0 never wins, anything else / 0 always wins, and the first of equals wins.
-        best = np.where(np.isnan(scaled), -np.inf, scaled).argmax(axis=1)
-        return best.astype(np.float64)
+            scaled = self.raw(outputs)
+        else:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                scaled = self.probabilities(outputs) / np.asarray(self.thresholds)
+            # As in Spark, 0 / 0 never wins, anything else / 0 always wins, and the first of equals wins.
+            scaled = np.where(np.isnan(scaled), -np.inf, scaled)
+        return np.where(np.isnan(outputs).any(axis=1), np.nan, scaled.argmax(axis=1))
 
     def raw(self, outputs: Array) -> Array:
         """Returns the raw predictions, (rows, classes)."""

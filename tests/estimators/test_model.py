@@ -27,6 +27,7 @@ from ringspark.estimators import (
     trained_model,
     user_code,
 )
+from ringspark.estimators.columns.expressions import class_name
 from ringspark.estimators.columns.feeds import Feed
 from ringspark.estimators.inference import predict
 from ringspark.estimators.inference.device import choose_inference_device
@@ -350,15 +351,27 @@ def test_a_nan_that_the_network_gives_is_no_null(spark: Any, tmp_path: Path) -> 
     assert second == 0
 
 
-@pytest.mark.parametrize("rows", [[[float("inf")], [1.0]], [[float("inf"), 1.0], [1.0, float("inf")]]])
-def test_one_vector_gets_the_class_of_transform_where_the_network_gives_nan(
-    spark: Any, tmp_path: Path, rows: list[list[float]]
+@pytest.mark.parametrize("thresholds", [None, [0.2, 0.5, 0.3]])
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_a_nan_among_the_logits_makes_the_class_nan(
+    spark: Any, tmp_path: Path, width: int, thresholds: list[float] | None
 ) -> None:
+    rows = [[float("inf") if i == hit else 1.0 for i in range(width)] for hit in range(-1, width)]
     frame = spark.createDataFrame(list(enumerate(rows)), "id long, features array<double>")
     module = Echo()
     nn.init.zeros_(module.scale)
-    model = make(TorchClassificationModel, module, tmp_path, [(len(rows[0]),)])
-    assert [model.predict(row) for row in rows] == values_of(model.transform(frame), "prediction")
+    if thresholds is not None:
+        thresholds = thresholds[: max(2, width)]
+    model = make(TorchClassificationModel, module, tmp_path, [(width,)], thresholds=thresholds)
+    found = values_of(model.transform(frame), "prediction")
+    assert np.isnan(found).tolist() == [False, *[True] * width]
+    np.testing.assert_equal([model.predict(row) for row in rows], found)
+
+
+def test_a_class_that_is_nan_has_no_name(spark: Any) -> None:
+    frame = spark.createDataFrame([(0, float("nan")), (1, 1.0), (2, None)], "id int, number double")
+    named = frame.withColumn("name", class_name(F.col("number"), ["a", "b"]))
+    assert values_of(named, "name") == [None, "b", None]
 
 
 @pytest.mark.parametrize("width", [4, 70])
