@@ -55,13 +55,7 @@ class Feed:
             ValueError: A row is null or NaN, or has another shape.
         """
         if self.kind is None:
-            values = to_input(
-                self.name,
-                column,
-                self.shape,
-                fills_nulls=self.fills_nulls,
-                is_whole=self.dtype == "int64",
-            )
+            values = to_input(self.name, column, self.shape, fills_nulls=self.fills_nulls)
             return values.astype(self.dtype, copy=False) if self.dtype else values
         return self._argument(self._made(self.kind, column))
 
@@ -160,7 +154,6 @@ def to_input(
     row_shape: tuple[int, ...] | None = None,
     *,
     fills_nulls: bool = False,
-    is_whole: bool = False,
 ) -> Array:
     """Converts an Arrow column of numbers, or of (nested) lists of numbers, to the module's input.
 
@@ -169,14 +162,12 @@ def to_input(
         column: The column as Spark hands it over.
         row_shape: Shape that every row must have; None accepts any shape that all rows share.
         fills_nulls: Whether null rows become zeros.
-        is_whole: Whether the training had whole numbers, which pandas may hold as floats.
 
     Raises:
-        ValueError: A value is null or NaN, or no whole number, or an array's length differs from the others
-            or `row_shape`.
+        ValueError: A value is null or NaN, or an array's length differs from the others or `row_shape`.
     """
     if fills_nulls and row_shape is not None and column.null_count:
-        return _with_zeros(name, column, row_shape, is_whole=is_whole)
+        return _with_zeros(name, column, row_shape)
     leaf, shape = column, [len(column)]
     while is_list(leaf.type):
         if leaf.null_count:
@@ -201,10 +192,7 @@ def to_input(
             f"column {name!r} has {_describe(shape[1:])}, the model was trained on {_describe(row_shape)}; "
             "give the column that was made in the same way"
         )
-    values = _numbers(leaf)
-    if is_whole and values.dtype.kind == "f":
-        values = _whole(name, values)
-    return as_input(values.reshape(shape))
+    return as_input(_numbers(leaf).reshape(shape))
 
 
 def _numbers(leaf: pa.Array) -> Array:
@@ -223,23 +211,10 @@ def _holds_nan(leaf: pa.Array) -> bool:
         return bool(np.isnan(values.sum())) and bool(np.isnan(values).any())
 
 
-def _whole(name: str, values: Array) -> Array:
-    """Returns floats as int64, before fp32 rounds them."""
-    with np.errstate(invalid="ignore"):
-        whole = values.astype(np.int64)
-    wrong = values[whole != values]
-    if len(wrong):
-        raise ValueError(
-            f"column {name!r} held whole numbers in the training, got {wrong[0]}; round it first, or give "
-            "the column of that type"
-        )
-    return whole
-
-
-def _with_zeros(name: str, column: pa.Array, row_shape: tuple[int, ...], *, is_whole: bool) -> Array:
+def _with_zeros(name: str, column: pa.Array, row_shape: tuple[int, ...]) -> Array:
     """Replaces null rows by zeros of the other rows' shape."""
     there = column.is_valid()
-    present = to_input(name, column.filter(there), row_shape, is_whole=is_whole)
+    present = to_input(name, column.filter(there), row_shape)
     filled = np.zeros((len(column), *row_shape), dtype=present.dtype if len(present) else np.float32)
     filled[there.to_numpy(zero_copy_only=False)] = present
     return filled
