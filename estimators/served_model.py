@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from pyspark.sql.types import DoubleType
+from pyspark.sql.types import DoubleType, StructType
 
 from ringspark.estimators.columns.inputs import ModelInput
 from ringspark.estimators.inference.frames import predict_frame, spark_alone
@@ -89,13 +89,28 @@ class ServedModel:
         """
         frame = model_input if isinstance(model_input, pd.DataFrame) else pd.DataFrame(model_input)
         names, results = self.stage._outputs()
-        return predict_frame(
+        predicted = predict_frame(
             self.stage._predictor(results=results),
             self.stage._inputs,
             self.stage.inputColumns(),
             names,
             frame,
         )
+        if name := _class_name(self.stage):
+            # The class after the last is that of all strings that are not known.
+            classes = np.array([*self.stage._labels, None], dtype=object)
+            numbers = predicted[self.stage.getPredictionCol()].to_numpy(np.int64)
+            predicted[name] = pd.Series(
+                classes[np.minimum(numbers, len(classes) - 1)], index=predicted.index, dtype=object
+            )
+        return predicted
+
+
+def _class_name(stage: TorchModel) -> str | None:
+    """Returns the name of the column of the classes' names; None if there is none."""
+    if not isinstance(stage, TorchClassificationModel):
+        return None
+    return next((field.name for field in stage._class_name_fields(StructType())), None)
 
 
 def _stage(folder: str) -> TorchModel:
@@ -131,11 +146,12 @@ def _signature(model: TorchModel) -> Any:
     return ModelSignature(
         inputs=Schema([ColSpec(nested(kind), name) for name, kind in sources]),
         outputs=Schema(
-            [
+            [  # type: ignore[arg-type]  # a list of its subclass
                 ColSpec(DataType.double if isinstance(of, DoubleType) else Repeated(DataType.double), name)
                 for name, of in types
                 if name
             ]
+            + [ColSpec(DataType.string, name, required=False) for name in [_class_name(model)] if name]
         ),
     )
 

@@ -18,12 +18,25 @@ import torch
 from PIL import Image as Pillow
 from torch import nn
 
-from ringspark.estimators import TorchRegressionModel, TorchRegressor
+from ringspark.estimators import TorchClassificationModel, TorchRegressionModel, TorchRegressor
 from ringspark.estimators.columns.feeds import Feed, make_inputs, to_input
 from ringspark.estimators.columns.inputs import ModelInput, bind
 from ringspark.estimators.inference.frames import _fed
+from ringspark.estimators.served_model import ServedModel, _signature
+from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.estimators.training.feed import to_tensor
-from ringspark.pipelines import Binary, Column, Image, Ragged, Scalar, open_reader, write_shards
+from ringspark.models import ModelSpec
+from ringspark.pipelines import (
+    Array,
+    Binary,
+    Column,
+    Image,
+    Ragged,
+    Scalar,
+    Vocabulary,
+    open_reader,
+    write_shards,
+)
 from ringspark.pipelines.manifest import ShardFile
 from ringspark.pipelines.writing.joined_reports import join_reports
 from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
@@ -409,16 +422,34 @@ def _of_pandas(values: list[Any], kind: Scalar, *, fills_nulls: bool = False) ->
     return list(made.tolist())
 
 
-def test_whole_numbers_that_pandas_holds_as_floats_stay_whole() -> None:
-    assert _of_pandas([1.0, 16_777_217.0], Scalar("int64")) == [1, 16_777_217]
-    for wrong in (1.7, np.inf):
-        with pytest.raises(ValueError, match=f"column 'x' held whole numbers in the training, got {wrong}; "):
-            _of_pandas([1.0, wrong], Scalar("int64"))
-
-
 @pytest.mark.parametrize("dtype", ["int64", "float64", "bool"])
 def test_a_null_of_pandas_is_filled_where_the_training_kept_nulls(dtype: str) -> None:
     assert _of_pandas([1, None], Scalar(dtype), fills_nulls=True) == [1, 0]
     assert _of_pandas([None, None], Scalar(dtype), fills_nulls=True) == [0, 0]
     with pytest.raises(ValueError, match="column 'x' has a null or NaN"):
         _of_pandas([1, None], Scalar(dtype))
+
+
+def test_a_served_classifier_of_strings_names_its_classes(tmp_path: Path) -> None:
+    spec = ModelSpec("linear", {"in_features": 1, "out_features": 3})
+    network = spec.build()
+    with torch.no_grad():
+        network.linear.weight.copy_(torch.tensor([[-1.0], [0.0], [1.0]]))
+        network.linear.bias.copy_(torch.tensor([0.0, 0.5, 0.0]))
+    save_checkpoint(str(tmp_path), network)
+    columns = (
+        Column(name="features", kind=Array("float32", (1,))),
+        Column(name="label", kind=Vocabulary(words=("no", "maybe"))),
+    )
+    model = TorchClassificationModel(model=spec)._set_trained(
+        str(tmp_path), [(3,)], None, columns=columns, label_columns=["label"]
+    )
+    found = ServedModel(model).predict(pd.DataFrame({"features": [[-2.0], [0.0], [2.0]]}))
+    # The last class is that of all strings that are not known.
+    assert found["predictedLabel"].tolist() == ["no", "maybe", None]
+    outputs = ["rawPrediction", "probability", "prediction", "predictedLabel"]
+    assert list(found.columns) == outputs
+    pytest.importorskip("mlflow")
+    assert _signature(model).outputs.input_names() == outputs
+    plain = model.copy({model.predictedLabelCol: ""})
+    assert list(ServedModel(plain).predict(pd.DataFrame({"features": [[1.0]]})).columns) == outputs[:-1]
