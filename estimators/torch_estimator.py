@@ -25,13 +25,13 @@ from ringspark.estimators.launch.python_daemon import choose_daemon
 from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.launch.train_task import PackedObjects, TrainTask
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.memory import check_budget, check_on_driver, is_on_driver, limits_on_driver
 from ringspark.estimators.run.folder import RunFolder, check_run_uri
 from ringspark.estimators.run.identity import identity_of
 from ringspark.estimators.run.shard_states import ShardStates
 from ringspark.estimators.run.shards import run_shards
 from ringspark.estimators.run.tables import FitsOnTables
-from ringspark.estimators.scaling.meshes.automatic import choose_parallelism
 from ringspark.estimators.stages.advice import settings_without_effect
 from ringspark.estimators.stages.declared import plain_values, set_params
 from ringspark.estimators.stages.fit_data import SharedShards
@@ -66,6 +66,9 @@ from ringspark.pipelines.spark_paths import alike, is_remote, resolve
 
 E = TypeVar("E", bound="_TorchEstimator[Any]")
 M = TypeVar("M", bound=TorchModel)
+
+# Import path of the choice of a mesh for `parallelism="auto"`.
+CHOOSE_PARALLELISM = "ringspark.estimators.scaling.meshes.automatic:choose_parallelism"
 
 
 class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, MLReadable[Any], Generic[M]):  # type: ignore[type-arg]
@@ -249,7 +252,7 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
         remote: bool,
     ) -> TrainConfig:
         """Returns the config with the mesh that the planner chooses, or that the run was begun with."""
-        choice = choose_parallelism(
+        choice = load_object(CHOOSE_PARALLELISM)(
             config,
             objects,
             manifest,
@@ -260,7 +263,8 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
             is_here=is_on_driver(conf, remote),
         )
         run.note(run_layout.PARALLELISM, f"{choice.told}\n")
-        return choice.config
+        planned: TrainConfig = choice.config
+        return planned
 
     def _trained_model(
         self,

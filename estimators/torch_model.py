@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from pyspark.ml.linalg import DenseVector
 from pyspark.sql import Column, DataFrame
@@ -20,16 +20,8 @@ from ringspark.estimators.columns.inputs import (
 )
 from ringspark.estimators.columns.schema import field_named
 from ringspark.estimators.inference.evaluate import Evaluation
-from ringspark.estimators.inference.held_out import (
-    ROWS,
-    Attributions,
-    Question,
-    check_choices,
-    held_out_findings,
-)
 from ringspark.estimators.inference.results import Classes, Results, Values
-from ringspark.estimators.report import summary_facts, write_report
-from ringspark.estimators.report.page import check_packages
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.stages.model_params import (
     _ClassifierParams,
     _EvaluatedParams,
@@ -45,6 +37,9 @@ __all__ = ["TorchClassificationModel", "TorchModel", "TorchRegressionModel"]
 
 # Names of the two columns that `evaluate` compares.
 _OUTPUT, _LABEL = "__ringspark_output", "__ringspark_label"
+
+# Import path of the report with predictions for held-out rows.
+HELD_OUT_REPORT = "ringspark.estimators.inference.held_out:HeldOutReport"
 
 
 class _EvaluatedModel(TorchModel, _EvaluatedParams):
@@ -81,8 +76,8 @@ class _EvaluatedModel(TorchModel, _EvaluatedParams):
         path: str | os.PathLike[str],
         data: DataFrame | None = None,
         *,
-        attributions: Attributions = "permutation",
-        rows: int = ROWS,
+        attributions: Literal["permutation", "captum", "none"] = "permutation",
+        rows: int = 10_000,
         seed: int = 0,
     ) -> None:
         """Writes one HTML page about the training to the file `path` on any store.
@@ -107,8 +102,7 @@ class _EvaluatedModel(TorchModel, _EvaluatedParams):
         if data is None:
             super().report(path)
             return
-        check_packages()
-        check_choices(attributions, rows, seed)
+        report = load_object(HELD_OUT_REPORT)(attributions, rows, seed)
         summary = self.summary
         check_frame(data, "report")
         exact = is_case_sensitive(data.sparkSession)
@@ -116,23 +110,19 @@ class _EvaluatedModel(TorchModel, _EvaluatedParams):
         label, numbers = self._label(data.schema, exact)
         columns = self._needed(bound)
         predictor = self._predictor([item.feed for item in bound])
-        found = held_out_findings(
+        report.write(
+            summary,
+            path,
             data,
             columns,
             numbers,
-            Question(
-                predictor=replace(predictor, keeps_rows=len(columns) > len(bound), use_gpu=False),
-                inputs=self._inputs,
-                fields=source_columns(self._inputs, self.inputColumns(), data.schema, exact),
-                evaluation=self._evaluation(label),
-                classes=self._classes_or_none(),
-                names=self._labels,
-            ),
-            attributions=attributions,
-            rows=rows,
-            seed=seed,
+            predictor=replace(predictor, keeps_rows=len(columns) > len(bound), use_gpu=False),
+            inputs=self._inputs,
+            fields=source_columns(self._inputs, self.inputColumns(), data.schema, exact),
+            evaluation=self._evaluation(label),
+            classes=self._classes_or_none(),
+            names=self._labels,
         )
-        write_report(summary_facts(summary, found), path)
 
     def _label(self, schema: StructType, exact: bool) -> tuple[StructField, Column]:
         """Returns the label's column, and its numbers."""

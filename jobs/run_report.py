@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> None:
         ValueError: The folder holds no run.
         ImportError: A package of the report is missing.
     """
-    from ringspark.estimators.report import report
+    from ringspark.estimators.lazy_imports import load_object
 
-    report(args.run_uri, args.path)
+    load_object("ringspark.estimators.report:report")(args.run_uri, args.path)
     print(f"report: {args.path}")

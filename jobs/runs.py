@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ringspark.jobs import cli
 
 if TYPE_CHECKING:
-    from ringspark.estimators.report.facts import RunFacts
+    from ringspark.estimators.run.facts import RunFacts
     from ringspark.estimators.run.listing import ListedRun
 
 DESCRIPTION = "List, show and remove the folders of trainings."
@@ -83,7 +83,7 @@ def _ago(run: ListedRun) -> str:
 
 
 def _show(uri: str, *, everything: bool, logs: bool) -> None:
-    from ringspark.estimators.report.facts import read_run
+    from ringspark.estimators.run.facts import read_run
     from ringspark.estimators.run.listing import look
 
     listed, facts = look(uri), read_run(uri)

@@ -6,6 +6,7 @@ same DataFrame gives the same sample.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -21,18 +22,19 @@ from ringspark.estimators.inference.evaluate import Evaluation
 from ringspark.estimators.inference.predict import PIECE_BYTES, Predictor, cached_module, inputs_of
 from ringspark.estimators.inference.results import Classes
 from ringspark.estimators.names import nearest
+from ringspark.estimators.report import report_summary
 from ringspark.estimators.report.held_out.features import features_of
 from ringspark.estimators.report.held_out.findings import HeldOut
 from ringspark.estimators.report.held_out.gradients import check_captum, integrated_gradients
 from ringspark.estimators.report.held_out.permutation import permutation_importance
 from ringspark.estimators.report.held_out.scores import class_findings, log_loss, number_findings
+from ringspark.estimators.report.page import check_packages
 from ringspark.estimators.training.feed import Array
 from ringspark.pipelines.kinds import Struct
 from ringspark.pipelines.kinds.structs import dotted
 
 Attributions = Literal["permutation", "captum", "none"]
 
-ROWS = 10_000
 # Rows of which attributions are computed: a pass over them for each feature and each repetition.
 ATTRIBUTED_ROWS = 2_000
 _ORDER = "__ringspark_order"
@@ -76,6 +78,43 @@ def check_choices(attributions: str, rows: int, seed: int) -> None:
             raise ValueError(f"{name} of a report must be a whole number of at least {least}, got {value!r}")
     if attributions == "captum":
         check_captum()
+
+
+class HeldOutReport:
+    """Writes the report of a model with its predictions for held-out rows.
+
+    Raises:
+        ValueError: An option is out of its range.
+        ImportError: A package is not installed.
+    """
+
+    def __init__(self, attributions: str, rows: int, seed: int) -> None:
+        check_packages()
+        check_choices(attributions, rows, seed)
+        self._options: dict[str, Any] = {"attributions": attributions, "rows": rows, "seed": seed}
+
+    def write(
+        self,
+        summary: Any,
+        path: str | os.PathLike[str],
+        dataset: DataFrame,
+        columns: Sequence[Column],
+        label: Column,
+        **question: Any,
+    ) -> None:
+        """Predicts a sample of the rows, and writes the page.
+
+        Args:
+            summary: The `TrainingSummary`.
+            columns: The predictor's inputs, as `prediction_expression` takes them.
+            label: Label of each row.
+            question: The attributes of `Question`.
+
+        Raises:
+            ValueError: There are no rows, or the labels do not fit the predictions.
+        """
+        found = held_out_findings(dataset, columns, label, Question(**question), **self._options)
+        report_summary(summary, path, found)
 
 
 def held_out_findings(

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.memory.columns import Column
-from ringspark.estimators.memory.cut_plan import plan_cut
 from ringspark.estimators.memory.report import DEFAULTS, MemoryPlan, changed_settings
 from ringspark.estimators.memory.search import suggestions
 from ringspark.estimators.memory.sharing import communication_bytes, num_sharers, shares
@@ -18,6 +18,9 @@ from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.estimators.training.tuning.freezing import tuned
 from ringspark.models import ModelSpec
 from ringspark.models.skeleton import build_skeleton, skeleton
+
+# Import path of the plan for a network that ranks share.
+PLAN_CUT = "ringspark.estimators.memory.cut_plan:plan_cut"
 
 
 class Planner:
@@ -96,7 +99,7 @@ class Planner:
 
     def _cut_plan_of(self, config: TrainConfig, budget: int | None) -> MemoryPlan:
         """Returns the plan of the rank that needs most, of those that share one copy of the network."""
-        found = plan_cut(config, self._objects, self.network, self._inputs, self._labels)
+        found = load_object(PLAN_CUT)(config, self._objects, self.network, self._inputs, self._labels)
         peak, own = found.peak, found.rank
         share = shares(config.sharding, num_sharers(config))
         parts: dict[str, Any] = {part: int(n * share.get(part, 1.0)) for part, n in own.parts.items()}

@@ -1,41 +1,24 @@
 """Strategies that spread a network over the ranks: one file per strategy, one registry."""
 
+from collections.abc import Mapping
+
+from ringspark.estimators.lazy_imports import LazyRegistry
 from ringspark.estimators.parallel.base import Strategy
-from ringspark.estimators.parallel.data.compressed_sum import CompressedGradients
-from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.exchange import Exchange
-from ringspark.estimators.parallel.local.averaging import LocalAveraging
-from ringspark.estimators.parallel.local.diloco import DiLoCo
-from ringspark.estimators.parallel.local.elastic import Elastic
-from ringspark.estimators.parallel.server.hogwild import Hogwild
-from ringspark.estimators.parallel.server.parameter_server import ParameterServer
-from ringspark.estimators.parallel.sharded.fully_sharded import FullySharded
-from ringspark.estimators.parallel.sharded.zero import ShardedGradients, ShardedOptimizer
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    "data_parallel": DataParallel,
-    "compressed": CompressedGradients,
-    "zero1": ShardedOptimizer,
-    "zero2": ShardedGradients,
-    "zero3": FullySharded,
-    "parameter_server": ParameterServer,
-    "hogwild": Hogwild,
-    "local_average": LocalAveraging,
-    "diloco": DiLoCo,
-    "elastic": Elastic,
-}
+STRATEGIES: Mapping[str, type[Strategy]] = LazyRegistry(
+    {
+        "data_parallel": "ringspark.estimators.parallel.data.data_parallel:DataParallel",
+        "compressed": "ringspark.estimators.parallel.data.compressed_sum:CompressedGradients",
+        "zero1": "ringspark.estimators.parallel.sharded.zero:ShardedOptimizer",
+        "zero2": "ringspark.estimators.parallel.sharded.zero:ShardedGradients",
+        "zero3": "ringspark.estimators.parallel.sharded.fully_sharded:FullySharded",
+        "parameter_server": "ringspark.estimators.parallel.server.parameter_server:ParameterServer",
+        "hogwild": "ringspark.estimators.parallel.server.hogwild:Hogwild",
+        "local_average": "ringspark.estimators.parallel.local.averaging:LocalAveraging",
+        "diloco": "ringspark.estimators.parallel.local.diloco:DiLoCo",
+        "elastic": "ringspark.estimators.parallel.local.elastic:Elastic",
+    }
+)
 
-__all__ = [
-    "STRATEGIES",
-    "DataParallel",
-    "DiLoCo",
-    "Elastic",
-    "Exchange",
-    "FullySharded",
-    "Hogwild",
-    "LocalAveraging",
-    "ParameterServer",
-    "ShardedGradients",
-    "ShardedOptimizer",
-    "Strategy",
-]
+__all__ = ["STRATEGIES", "Exchange", "Strategy"]

@@ -20,7 +20,7 @@ class Exchange:
         seed: Seed of random choices that an exchange makes.
         compression: Name and options of the compressor of gradients, such as {"name": "powersgd", "rank": 2}.
         consistency: How far apart the ranks may run, such as {"name": "ssp", "staleness": 3}; see
-            `server.consistency`.
+            `parallel.consistency`.
         timeout_seconds: The longest wait for a rank that takes no step.
         local_steps: 1 if the ranks exchange in every step; else the setting `localSteps` with all its keys.
     """

@@ -28,22 +28,28 @@ def report(run_uri: str | os.PathLike[str], path: str | os.PathLike[str]) -> Non
         ValueError: The folder holds no run.
     """
     # Imported here, so that this room costs nothing before a page is asked for.
-    from ringspark.estimators.report.facts import Facts, read_run
+    from ringspark.estimators.report.facts import Facts
+    from ringspark.estimators.run.facts import read_run
 
     write_report(Facts(run=read_run(os.fspath(run_uri))), path)
 
 
-def summary_facts(summary: Any, held_out: HeldOut | None = None) -> Facts:
-    """Returns the content of the page about a finished training.
+def report_summary(summary: Any, path: str | os.PathLike[str], held_out: HeldOut | None = None) -> None:
+    """Writes the page about a finished training to the file `path`, on any store.
 
-    The summary tells what the folder told when the training ended, also where the folder is gone.
+    The page shows the summary's numbers, and whatever the run folder still holds.
 
     Args:
         summary: The `TrainingSummary`.
-    """
-    from ringspark.estimators.report.facts import Facts, run_of_summary
+        held_out: Predictions for held-out rows.
 
-    return Facts(run=run_of_summary(summary), held_out=held_out)
+    Raises:
+        ImportError: jinja2 or matplotlib is not installed.
+    """
+    from ringspark.estimators.report.facts import Facts
+    from ringspark.estimators.run.facts import run_of_summary
+
+    write_report(Facts(run=run_of_summary(summary), held_out=held_out), path)
 
 
 def loss_figure(summary: Any) -> Figure:
@@ -53,9 +59,9 @@ def loss_figure(summary: Any) -> Figure:
         ImportError: matplotlib is not installed.
     """
     from ringspark.estimators.report.drawing import figure_of
-    from ringspark.estimators.report.facts import Outcome, RunFacts
     from ringspark.estimators.report.page import check_packages
     from ringspark.estimators.report.sections.curves import draw_losses
+    from ringspark.estimators.run.facts import Outcome, RunFacts
 
     check_packages("a plot", ("matplotlib",))
     run = RunFacts(

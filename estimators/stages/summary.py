@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.report import loss_figure, summary_facts, write_report
-from ringspark.estimators.tracking.timeline import write_trace
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.training import rank_log
 from ringspark.estimators.training.finished import Finished
 from ringspark.estimators.training.history import EpochRecord
@@ -21,6 +20,11 @@ from ringspark.pipelines.typed_json import added, parse_object, record
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+# Import paths of the reports and of the trace of the ranks' timelines.
+REPORT = "ringspark.estimators.report"
+WRITE_TRACE = "ringspark.estimators.tracking.timeline:write_trace"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +107,7 @@ class TrainingSummary:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        return loss_figure(self)
+        return load_object(f"{REPORT}:loss_figure")(self)  # type: ignore[no-any-return]
 
     def timeline(self, path: str) -> str:
         """Writes where the time of the recorded steps went as a trace for Perfetto; returns `path`.
@@ -114,7 +118,7 @@ class TrainingSummary:
         Raises:
             ValueError: The training recorded none (`timelineEverySteps`), or its folder is gone.
         """
-        return write_trace(self.run_uri, path)
+        return load_object(WRITE_TRACE)(self.run_uri, path)  # type: ignore[no-any-return]
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes one HTML page about the training, complete in itself, to a file of any store.
@@ -127,7 +131,7 @@ class TrainingSummary:
         Raises:
             ImportError: A package of the report is not installed.
         """
-        write_report(summary_facts(self), path)
+        load_object(f"{REPORT}:report_summary")(self, path)
 
     def logs(self, rank: int | None = None) -> list[str]:
         """Returns what the ranks printed, each line as "[rank 1 host-a] ...".

@@ -17,7 +17,7 @@ from torch import nn
 
 from ringspark.estimators.collectives import collective_class
 from ringspark.estimators.names import check_name
-from ringspark.estimators.parallel.server.parameter_server import check_optimizer
+from ringspark.estimators.parallel.consistency import check_optimizer
 from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, is_elementwise
 from ringspark.estimators.training.arguments import layout_in, with_arguments
 from ringspark.estimators.training.batch_sizes import Steps

@@ -25,8 +25,8 @@ from links import link_refusal, shaped_hosts
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
-from ringspark.estimators.training.observation.clocks import now_ns
 from ringspark.estimators.training.observation.overlap import hidden_and_total
+from ringspark.estimators.training.observation.timeline import now_ns
 from ringspark.models import ModelSpec
 
 GANGS = ("torch", "horovod")

@@ -22,7 +22,7 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, Exchange
-from ringspark.estimators.parallel.server.consistency import Consistency
+from ringspark.estimators.parallel.consistency import Consistency
 from ringspark.estimators.parallel.server.table import Table
 from ringspark.estimators.training.phase import Status
 

@@ -43,15 +43,9 @@ from ringspark.estimators.tracking.trace_picture import trace_picture
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.feed import Batch
+from ringspark.estimators.training.observation.rank_timeline import MOST_SPANS, WRITE_SHARE, RankTimeline
 from ringspark.estimators.training.observation.span_file import read_spans
-from ringspark.estimators.training.observation.timeline import (
-    MOST_SPANS,
-    NO_TIMELINE,
-    WRITE_SHARE,
-    RankTimeline,
-    StepKind,
-    Timeline,
-)
+from ringspark.estimators.training.observation.timeline import NO_TIMELINE, StepKind, Timeline
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest

@@ -1,4 +1,4 @@
-"""Ways to sum gradients in fewer bytes: one file a compressor, one registry."""
+"""Gradient compression: one file per compressor, one registry."""
 
 from __future__ import annotations
 
@@ -6,33 +6,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from ringspark.estimators.collectives.compressors.base import Compressor, Sent
-from ringspark.estimators.collectives.compressors.gradiveq import GradiVeQ
 from ringspark.estimators.collectives.compressors.options import resolved
-from ringspark.estimators.collectives.compressors.powersgd import PowerSgd
-from ringspark.estimators.collectives.compressors.qsgd import Qsgd
-from ringspark.estimators.collectives.compressors.randomk import RandomK
-from ringspark.estimators.collectives.compressors.sign import Sign
-from ringspark.estimators.collectives.compressors.sixteen_bits import Bf16, Fp16
-from ringspark.estimators.collectives.compressors.sparsify import Sparsify
-from ringspark.estimators.collectives.compressors.topk import TopK
-from ringspark.estimators.collectives.compressors.whole import Whole
+from ringspark.estimators.lazy_imports import LazyRegistry
 from ringspark.estimators.names import nearest
 
 # Stands for no compressor, unless gradients are to be summed in two levels.
 NONE = "none"
 
-COMPRESSORS: dict[str, type[Compressor]] = {
-    NONE: Whole,
-    "fp16": Fp16,
-    "bf16": Bf16,
-    "topk": TopK,
-    "randomk": RandomK,
-    "sparsify": Sparsify,
-    "qsgd": Qsgd,
-    "sign": Sign,
-    "powersgd": PowerSgd,
-    "gradiveq": GradiVeQ,
-}
+COMPRESSORS: Mapping[str, type[Compressor]] = LazyRegistry(
+    {
+        NONE: "ringspark.estimators.collectives.compressors.whole:Whole",
+        "fp16": "ringspark.estimators.collectives.compressors.sixteen_bits:Fp16",
+        "bf16": "ringspark.estimators.collectives.compressors.sixteen_bits:Bf16",
+        "topk": "ringspark.estimators.collectives.compressors.topk:TopK",
+        "randomk": "ringspark.estimators.collectives.compressors.randomk:RandomK",
+        "sparsify": "ringspark.estimators.collectives.compressors.sparsify:Sparsify",
+        "qsgd": "ringspark.estimators.collectives.compressors.qsgd:Qsgd",
+        "sign": "ringspark.estimators.collectives.compressors.sign:Sign",
+        "powersgd": "ringspark.estimators.collectives.compressors.powersgd:PowerSgd",
+        "gradiveq": "ringspark.estimators.collectives.compressors.gradiveq:GradiVeQ",
+    }
+)
 
 
 def resolved_compression(value: str | Mapping[str, Any], subject: str = "a compression") -> dict[str, Any]:
@@ -52,7 +46,7 @@ def resolved_compression(value: str | Mapping[str, Any], subject: str = "a compr
             f"'rank': 2}}, got {value!r}"
         )
     given = {"name": value} if isinstance(value, str) else dict(value)
-    name = given.pop("name", None)
+    name: Any = given.pop("name", None)
     if name not in COMPRESSORS:
         raise ValueError(
             f"{subject} must be one of {', '.join(COMPRESSORS)}, got {name!r}"

@@ -15,7 +15,7 @@ import torch
 from ringspark.estimators.collectives.base import Collective
 from ringspark.estimators.collectives.compressors.base import COMMON, Compressor, Sent
 from ringspark.estimators.collectives.compressors.options import Option, feedback
-from ringspark.estimators.collectives.compressors.two_rounds import in_buckets
+from ringspark.estimators.collectives.compressors.packing import in_buckets
 
 
 def _count(default: int, words: str) -> Option:

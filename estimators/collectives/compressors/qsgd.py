@@ -7,13 +7,8 @@ import torch
 from ringspark.estimators.collectives.base import Collective
 from ringspark.estimators.collectives.compressors.base import COMMON, Compressor, Sent, generator_for
 from ringspark.estimators.collectives.compressors.options import Option, feedback
-from ringspark.estimators.collectives.compressors.two_rounds import (
-    as_bytes,
-    in_buckets,
-    pack,
-    sum_of_codes,
-    unpack,
-)
+from ringspark.estimators.collectives.compressors.packing import in_buckets, pack, unpack
+from ringspark.estimators.collectives.compressors.two_rounds import as_bytes, sum_of_codes
 
 # Numbers with one largest size: 4 bytes beside 256 at 4 bits.
 _BUCKET = 512

@@ -154,8 +154,8 @@ def _check_hooks(module: nn.Module, sizes: Mapping[str, int], options: Mapping[s
             "inputs; put it on a layer, or in a method that links() returns"
         )
     schedule = options.get("schedule", "1f1b")
-    delays = schedule_of(schedule, options.get("virtual", 1)).delays
-    if delays is not None and has_gradient_hook(module):
+    is_delayed = schedule_of(schedule, options.get("virtual", 1)).is_delayed
+    if is_delayed and has_gradient_hook(module):
         raise ValueError(
             f"model {name} has gradient hooks on its weights, which schedule {schedule!r} does not run, "
             "because it differentiates copies of the weights; set schedule='1f1b', or remove the hooks"

@@ -32,11 +32,11 @@ from ringspark.estimators.collectives.shared_memory import (
     send_descriptors,
 )
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, Scaler
+from ringspark.estimators.parallel.consistency import Consistency
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.exchange import Exchange
 from ringspark.estimators.parallel.local.rank_optimizer import load_tensors, state_tensors
 from ringspark.estimators.parallel.server.client import ParameterClient
-from ringspark.estimators.parallel.server.consistency import Consistency
 from ringspark.estimators.parallel.server.parameter_server import open_service
 from ringspark.estimators.parallel.server.server import ShardServer
 from ringspark.estimators.parallel.server.table import Table

@@ -13,7 +13,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,16 +20,16 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, Scaler
+from ringspark.estimators.parallel.consistency import Consistency, check_optimizer
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.exchange import Exchange
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, check_known
 from ringspark.estimators.parallel.server.client import ParameterClient
-from ringspark.estimators.parallel.server.consistency import Consistency
 from ringspark.estimators.parallel.server.links import Link, OwnLink, RemoteLink
 from ringspark.estimators.parallel.server.server import ShardServer
 from ringspark.estimators.parallel.server.table import Table
 from ringspark.estimators.parallel.sharded.piece_state import gather_state, load_state
-from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, Shard, flat, is_elementwise
+from ringspark.estimators.parallel.sharded.pieces import Shard, flat
 from ringspark.estimators.parallel.sharded.shard_layout import Piece
 
 _TOKEN_BYTES = 32
@@ -67,20 +66,6 @@ class ParameterServer:
             table, pieces, shard.parameters, settings, collective, consistency, exchange.timeout_seconds
         )
         return ServedSync(module, settings, shard, optimizer, table, server, client, collective)
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, consistency: Mapping[str, Any]) -> None:
-    """Refuses an optimizer that cannot step a part of a parameter by itself.
-
-    Raises:
-        ValueError: It looks at whole parameters.
-    """
-    if not is_elementwise(optimizer):
-        raise ValueError(
-            f"consistency {consistency['name']!r} cuts parameters anywhere, and optimizer "
-            f"{type(optimizer).__name__} looks at whole ones; take one of "
-            f"{', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}, or set consistency='bsp'"
-        )
 
 
 def open_service(

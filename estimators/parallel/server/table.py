@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from ringspark.estimators.parallel.base import follow
+from ringspark.estimators.parallel.consistency import Consistency
 from ringspark.estimators.parallel.server.clocks import Clocks
-from ringspark.estimators.parallel.server.consistency import Consistency
 from ringspark.estimators.parallel.sharded.pieces import without_empty_groups
 
 # One worker's gradients of a clock, by the parameter's index, and its optimizer's settings by group.

@@ -28,8 +28,9 @@ from ringspark.estimators.report.drawing import (
     plain,
     whole_ticks,
 )
-from ringspark.estimators.report.facts import Facts, RunFacts
+from ringspark.estimators.report.facts import Facts
 from ringspark.estimators.report.sections.headline import entries_of
+from ringspark.estimators.run.facts import RunFacts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from ringspark.estimators.report.content import Block, Cards, Section, Table, Text, seconds, show
-from ringspark.estimators.report.facts import Facts, RunFacts
+from ringspark.estimators.report.facts import Facts
+from ringspark.estimators.run.facts import RunFacts
 from ringspark.estimators.training.objective.metrics import METRICS
 from ringspark.estimators.training.objective.own_metrics import direction, metric_of
 from ringspark.estimators.training.settings.config import TrainConfig

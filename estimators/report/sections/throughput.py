@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from ringspark.estimators.report.content import Block, Chart, Section, Table, seconds
 from ringspark.estimators.report.drawing import BLUE, GREEN, drawn, line, whole_ticks
-from ringspark.estimators.report.facts import Facts, RunFacts
+from ringspark.estimators.report.facts import Facts
+from ringspark.estimators.run.facts import RunFacts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,15 +13,12 @@ Clock Synchronization"). The middle of the two is taken, and half their distance
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from ringspark.estimators.collectives import Collective
-
-Clock = Callable[[], int]
-"""Returns nanoseconds that never go back, from any start."""
+from ringspark.estimators.training.observation.timeline import Clock, now_ns
 
 ROUNDS = 16
 
@@ -52,11 +49,6 @@ class ClockOffset:
     at_ns: int
     offset_ns: int
     error_ns: int
-
-
-def now_ns() -> int:
-    """The clock of every rank."""
-    return time.perf_counter_ns()
 
 
 def measure_offset(

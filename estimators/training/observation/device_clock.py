@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ringspark.estimators.training.observation.clocks import Clock
 from ringspark.estimators.training.observation.span_file import Span
+from ringspark.estimators.training.observation.timeline import Clock
 
 _NS_PER_MS = 1e6
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.observation.epoch_meter import EpochMeter
 from ringspark.estimators.training.observation.overlap import NO_OVERLAP, Overlap, StepOverlap
 from ringspark.estimators.training.observation.profiler import NO_PROFILER, Profiler, profiler_of
-from ringspark.estimators.training.observation.timeline import NO_TIMELINE, RankTimeline, Timeline
+from ringspark.estimators.training.observation.timeline import NO_TIMELINE, RANK_TIMELINE, Timeline
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step_log import StepLog
 
@@ -41,7 +42,8 @@ class Observation:
         """Returns what the settings ask for. Runs on every rank."""
         timeline: Timeline = NO_TIMELINE
         if config.timeline_every_steps is not None:
-            timeline = RankTimeline(config.timeline_every_steps, mesh.world, config.run_uri, device)
+            make = load_object(RANK_TIMELINE)
+            timeline = make(config.timeline_every_steps, mesh.world, config.run_uri, device)
         overlap: Overlap = NO_OVERLAP
         if mesh.world.size > 1 and device.type == "cpu":
             is_pipeline = mesh.sizes.get("pipeline", 1) > 1

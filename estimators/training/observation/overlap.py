@@ -25,7 +25,6 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.operation_times import OperationTime
 from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
-from ringspark.estimators.training.observation.clocks import now_ns
 from ringspark.estimators.training.observation.intervals import (
     Interval,
     difference,
@@ -33,7 +32,7 @@ from ringspark.estimators.training.observation.intervals import (
     length,
     union,
 )
-from ringspark.estimators.training.observation.timeline import RareKind, StepKind, Timeline
+from ringspark.estimators.training.observation.timeline import RareKind, StepKind, Timeline, now_ns
 
 # Distance of the measured steps. A prime, so that whatever happens every few steps is seen as often as it is.
 MEASURED_EVERY = 13

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from ringspark.estimators.parallel.server.consistency import Consistency
+from ringspark.estimators.parallel.consistency import Consistency
 from ringspark.estimators.training.batch_sizes import BatchSizes
 from ringspark.estimators.training.objective.own_metrics import OwnMetric
 from ringspark.estimators.training.settings import (
@@ -85,7 +85,7 @@ class TrainConfig:
         activation_compression: Encoding of saved activations: see `saved_tensors`.
         sharding: Parts of the training's state that are split over the ranks: see `STRATEGIES`.
         gradient_compression: Name and options of a compressor, see `collectives.compressors`.
-        consistency: How far apart the ranks may run, with all options: see `parallel.server.consistency`.
+        consistency: How far apart the ranks may run, with all options: see `parallel.consistency`.
         local_steps: 1, or how ranks step on their own and meet: see `settings.local_training`.
         max_grad_norm: Bound of the global gradient's 2-norm; None for no clipping.
         checkpoint_every_steps: Steps between two checkpoints of the whole training; None for none.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ringspark.estimators.names import nearest
-from ringspark.estimators.parallel.server.consistency import CONSISTENCIES, CORRECTIONS
+from ringspark.estimators.parallel.consistency import CONSISTENCIES, CORRECTIONS
 from ringspark.estimators.training.settings.declaration import Setting
 
 

@@ -30,8 +30,8 @@ from ringspark.estimators.collectives.rendezvous.channel import prove_as_client
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.parallel.consistency import Consistency
 from ringspark.estimators.parallel.server import wire
-from ringspark.estimators.parallel.server.consistency import Consistency
 from ringspark.estimators.parallel.server.links import OwnLink, RemoteLink
 from ringspark.estimators.parallel.server.parameter_server import ServedSync
 from ringspark.estimators.parallel.server.server import ShardServer

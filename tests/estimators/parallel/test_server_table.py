@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ringspark.estimators.parallel.consistency import Consistency
 from ringspark.estimators.parallel.server.clocks import Clocks
-from ringspark.estimators.parallel.server.consistency import Consistency
 from ringspark.estimators.parallel.server.table import Table, WorkerLeftError
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -29,10 +29,10 @@ from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.tracking.timeline import chrome_trace, slices_of, spans_of, time_shares
 from ringspark.estimators.training.observation import intervals
-from ringspark.estimators.training.observation.clocks import ClockOffset, SharedMoment, now_ns
+from ringspark.estimators.training.observation.clocks import ClockOffset, SharedMoment
 from ringspark.estimators.training.observation.overlap import StepOverlap, hidden_and_total
 from ringspark.estimators.training.observation.span_file import OperationSpan, RankSpans, StepSpans
-from ringspark.estimators.training.observation.timeline import NO_TIMELINE
+from ringspark.estimators.training.observation.timeline import NO_TIMELINE, now_ns
 from ringspark.estimators.training.phase import Status
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest

@@ -22,16 +22,11 @@ from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.launch.local import run_spawned, train_here
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.tracking.timeline import OTHER, Slice, slices_of, spans_of, time_shares
-from ringspark.estimators.training.observation import background_file, timeline
-from ringspark.estimators.training.observation.clocks import (
-    ClockOffset,
-    SharedMoment,
-    measure_offset,
-    now_ns,
-    offset_at,
-)
+from ringspark.estimators.training.observation import background_file
+from ringspark.estimators.training.observation import rank_timeline as timeline
+from ringspark.estimators.training.observation.clocks import ClockOffset, SharedMoment, measure_offset, offset_at
 from ringspark.estimators.training.observation.span_file import RankSpans, StepSpans, read_spans
-from ringspark.estimators.training.observation.timeline import NO_TIMELINE
+from ringspark.estimators.training.observation.timeline import NO_TIMELINE, now_ns
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec

@@ -13,9 +13,7 @@ from torch import nn
 
 from ringspark.estimators.parallel.model.pipeline.actions import Action, Arrival, Kind, Steps
 from ringspark.estimators.parallel.model.pipeline.exchange import Exchange, Place
-from ringspark.estimators.parallel.model.pipeline.in_time import Give, LiveInTime
 from ringspark.estimators.parallel.model.pipeline.split_backward import WeightPass, input_pass
-from ringspark.estimators.parallel.model.pipeline.stages_in_time import ADDS_IN_CHUNKS, StagesInTime
 from ringspark.estimators.parallel.model.pipeline.timeline import Recorder
 from ringspark.estimators.parallel.model.pipeline.wire import Values, Wait, Wire
 from ringspark.models.chain import as_values
@@ -61,8 +59,7 @@ class Executor:
         self.most_live = 0
         self._place = place
         self._exchange = Exchange(place, wire)
-        self._in_time = StagesInTime(place, self._exchange)
-        self._live: dict[tuple[int, int], _Live | LiveInTime] = {}
+        self._live: dict[tuple[int, int], Any] = {}
 
     def train(
         self,
@@ -87,7 +84,9 @@ class Executor:
                 self._exchange.expect(step)
                 continue
             if step.kind is Kind.FORWARD:
-                self._keep_forward(module, step, inputs, loss, added, first_micro)
+                index = step.micro - first_micro
+                arguments = tuple(inputs[index]) if step.stage == 0 else ()
+                self._keep_forward(module, step, arguments, _bind_index(loss, index), partial(added, index))
                 self.most_live = max(self.most_live, len(self._live))
             else:
                 self._backward(step)
@@ -101,16 +100,7 @@ class Executor:
         for stage in stages:
             if stage > 0 and not self._place.is_own(stage - 1):
                 self._exchange.expect(Arrival(True, stage, micro, self._place.owners[stage - 1]))
-            sent: list[Wait] = []
-            returned: list[Any] = []
-            give = self._giver(stage, micro, sent, returned)
-            if self._place.sections[stage]:
-                with self.weights(micro), self.around():
-                    self._in_time.forward(module, stage, micro, inputs, give, nullcontext)
-            else:
-                values = tuple(inputs) if stage == 0 else self._exchange.arrived(True, stage, micro)
-                give(self._forward(module, stage, micro, values), 0)
-            result = returned[0] if returned else None
+            result, sent = self._evaluate(module, stage, micro, inputs)
             if sent:
                 self._exchange.keep(sent)
         # The others may still be busy with what was sent; the next micro-batch need not wait for them.
@@ -134,36 +124,18 @@ class Executor:
         with self.weights(micro), self.around():
             return module(*values, stage=stage)
 
-    def _keep_forward(
-        self,
-        module: nn.Module,
-        action: Action,
-        inputs: Sequence[Sequence[torch.Tensor]],
-        loss: Loss,
-        added: Added,
-        first_micro: int,
-    ) -> None:
-        """Runs a forward pass, and keeps what its backward pass needs: not the network's outputs, then."""
-        _, stage, micro = action
-        index = micro - first_micro
-        arguments = tuple(inputs[index]) if stage == 0 else ()
-        if self._place.sections[stage]:
-            self._keep_in_time(module, action, arguments, lambda y: loss(y, index), partial(added, index))
-            return
-        values = arguments if stage == 0 else self._exchange.arrived(True, stage, micro)
-        with self.recorder.span(action):
-            result = self._forward(module, stage, micro, values)
-            if stage == self._place.last:
-                scalar = loss(result, index)
-                self._live[stage, micro] = _Live(values, [scalar] if scalar.requires_grad else [])
-            else:
-                own = added(index)
-        if stage != self._place.last:
-            outputs = as_values(result, self._place.firsts[stage + 1])
-            live = self._live[stage, micro] = _Live(values, _wanted((*outputs, own)))
-            live.sent = self._exchange.hand_on(outputs, stage, micro)
+    def _evaluate(
+        self, module: nn.Module, stage: int, micro: int, inputs: Sequence[torch.Tensor]
+    ) -> tuple[Any, list[Wait]]:
+        """Runs one stage without gradients; returns the network's outputs or None, and sends to wait for."""
+        values = tuple(inputs) if stage == 0 else self._exchange.arrived(True, stage, micro)
+        result = self._forward(module, stage, micro, values)
+        if stage == self._place.last:
+            return result, []
+        outputs = as_values(result, self._place.firsts[stage + 1])
+        return None, [self._exchange.hand_on(outputs, stage, micro)]
 
-    def _keep_in_time(
+    def _keep_forward(
         self,
         module: nn.Module,
         action: Action,
@@ -171,43 +143,30 @@ class Executor:
         loss: Callable[[Any], torch.Tensor],
         added: Callable[[], torch.Tensor | None],
     ) -> None:
-        """Runs a forward pass chunk by chunk."""
+        """Runs a forward pass, and keeps the inputs and results of its backward pass.
+
+        Args:
+            arguments: The arguments of the network if the stage is the first.
+            loss: Returns the loss of the network's outputs.
+            added: Returns what the stage adds to the loss.
+        """
         _, stage, micro = action
-        live = self._live[stage, micro] = LiveInTime([])
-        returned: list[Any] = []
-        give = self._giver(stage, micro, live.sent, returned)
-        span = partial(self.recorder.span, action)
-        # One context for all chunks: it collects what the layers report of the micro-batch.
-        with self.weights(micro), self.around():
-            live.sections = self._in_time.forward(module, stage, micro, arguments, give, span)
-        if stage == self._place.last:
-            # As for whole rows, outside of what is around forward passes: in fp32.
-            with self.recorder.span(action):
-                live.sections[-1][0].results = _wanted((loss(returned.pop()),))
-        elif added() is not None:
-            raise ValueError(ADDS_IN_CHUNKS)
-
-    def _giver(self, stage: int, micro: int, sent: list[Wait], returned: list[Any]) -> Give:
-        """Returns what takes the results of a stage, whole or chunk by chunk: it hands on or returns them."""
-
-        def give(result: Any, chunk: int) -> list[torch.Tensor]:
+        values = arguments if stage == 0 else self._exchange.arrived(True, stage, micro)
+        with self.recorder.span(action):
+            result = self._forward(module, stage, micro, values)
             if stage == self._place.last:
-                returned.append(result)
-                return []
+                scalar = loss(result)
+                self._live[stage, micro] = _Live(values, [scalar] if scalar.requires_grad else [])
+            else:
+                own = added()
+        if stage != self._place.last:
             outputs = as_values(result, self._place.firsts[stage + 1])
-            sent.append(self._exchange.hand_on(outputs, stage, micro, chunk))
-            return _wanted(outputs)
-
-        return give
+            live = self._live[stage, micro] = _Live(values, wanted((*outputs, own)))
+            live.sent = self._exchange.hand_on(outputs, stage, micro)
 
     def _backward(self, action: Action) -> None:
         kind, stage, micro = action
-        live = self._live[stage, micro]
-        if isinstance(live, LiveInTime):
-            with self.weights(micro):
-                self._in_time.backward(stage, micro, live, partial(self.recorder.span, action))
-            del self._live[stage, micro]
-            return
+        live: _Live = self._live[stage, micro]
         if kind is not Kind.WEIGHT:
             arrived: list[torch.Tensor] = []
             if stage != self._place.last:
@@ -218,7 +177,7 @@ class Executor:
                 # Nobody sends gradients of what has not arrived, so this does not wait.
                 live.sent()
         with self.recorder.span(action), self.weights(micro):
-            inputs = _wanted(live.inputs)
+            inputs = wanted(live.inputs)
             if kind is Kind.INPUT:
                 # Without inputs that want gradients there is nothing to split: all is done with the weights.
                 if live.results and inputs:
@@ -236,7 +195,11 @@ class Executor:
             del self._live[stage, micro]
 
 
-def _wanted(values: Values) -> list[torch.Tensor]:
+def _bind_index(loss: Loss, index: int) -> Callable[[Any], torch.Tensor]:
+    return lambda outputs: loss(outputs, index)
+
+
+def wanted(values: Values) -> list[torch.Tensor]:
     """Returns the values that require gradients."""
     return [value for value in values if value is not None and value.requires_grad]
 
@@ -244,7 +207,7 @@ def _wanted(values: Values) -> list[torch.Tensor]:
 def _taken(inputs: Values) -> list[torch.Tensor]:
     """Returns the gradients of a stage's inputs, and leaves none there."""
     gradients = []
-    for value in _wanted(inputs):
+    for value in wanted(inputs):
         gradients.append(torch.zeros_like(value) if value.grad is None else value.grad)
         value.grad = None
     return gradients

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,15 +13,15 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.parallel.mesh import Mesh
-from ringspark.estimators.parallel.model.pipeline.actions import Progress, Steps, with_arrivals
+from ringspark.estimators.parallel.model.pipeline.actions import Steps, with_arrivals
 from ringspark.estimators.parallel.model.pipeline.cutting import (
     cut_by_names,
     cut_stages,
     measured_costs,
     parameter_counts,
 )
-from ringspark.estimators.parallel.model.pipeline.delayed import Backlog, DelayedStep
 from ringspark.estimators.parallel.model.pipeline.exchange import Place
 from ringspark.estimators.parallel.model.pipeline.executor import Added, Context, Executor, Loss
 from ringspark.estimators.parallel.model.pipeline.schedules import Schedule, schedule_of
@@ -29,11 +29,13 @@ from ringspark.estimators.parallel.model.pipeline.sections import sections_of, s
 from ringspark.estimators.parallel.model.pipeline.stage import keep_stages
 from ringspark.estimators.parallel.model.pipeline.ties import TiedGradients, find_ties
 from ringspark.estimators.parallel.model.pipeline.timeline import Timed
-from ringspark.estimators.parallel.model.pipeline.versions import WeightVersion
 from ringspark.estimators.parallel.model.pipeline.wire import PointToPoint, Wire
 from ringspark.models.chain import Link, links_of
 from ringspark.models.reports import CountedLayer, counted_layers
 from ringspark.models.skeleton import skeleton
+
+# Runs stages that pass values to each other in chunks of the sequence.
+CHUNKED_EXECUTOR = "ringspark.estimators.parallel.model.pipeline.chunked_executor:ChunkedExecutor"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,8 @@ def pipelined(
     layers = counted_layers(network)
     keep_stages(network, {s: own for s, own in enumerate(stages) if owners[s] == collective.rank})
     place = _place(collective.rank, owners, stages, schedule, options)
-    return PipelinePasses(
+    kind = PipelinePasses if schedule.passes is None else load_object(schedule.passes)
+    passes: PipelinePasses = kind(
         network,
         collective,
         place,
@@ -101,6 +104,7 @@ def pipelined(
         device or torch.device("cpu"),
         layers,
     )
+    return passes
 
 
 def _place(
@@ -136,7 +140,7 @@ def _place(
     )
 
 
-def _nothing_added(index: int) -> None:
+def nothing_added(index: int) -> None:
     return
 
 
@@ -153,8 +157,10 @@ class PipelinePasses:
         num_stages: Number of stages of all ranks.
         stages: Numbers of this rank's stages.
         virtual: How many they are.
-        late: Whether the gradients are those of an earlier step, so that `drain` is needed before anybody
-            validates or saves the network.
+        late: Whether gradients belong to an earlier step, so that `drain` is needed before a validation or
+            a checkpoint.
+        steps_under_way: Number of steps whose gradients are still to come; equal on all ranks that took the
+            same steps.
     """
 
     def __init__(
@@ -178,18 +184,11 @@ class PipelinePasses:
         self._ties = ties
         self._schedule = schedule
         self._num_ranks, self.virtual = collective.size, options.virtual
-        self._executor = Executor(place, Wire(cast(PointToPoint, collective), device))
+        executor = load_object(CHUNKED_EXECUTOR) if any(place.streams) else Executor
+        self._executor: Executor = executor(place, Wire(cast(PointToPoint, collective), device))
         collective.on_leave(self._executor.drop)
         self._plans: dict[int, Steps] = {}
-        self._backlog: Backlog | None = None
-        if schedule.delays is not None:
-            self._delays = schedule.delays(collective.size, options.num_micro)
-            self._backlog = Backlog(self._delays)
-            self._progress = Progress(len(place.owners))
-            # Of this rank's stage, by the number of the step; and the step of each micro-batch under way.
-            self._versions: dict[int, WeightVersion] = {}
-            self._step_of: dict[int, int] = {}
-            self._executor.weights = self._weights_of
+        self.late = False
 
     @property
     def has_outputs(self) -> bool:
@@ -197,13 +196,8 @@ class PipelinePasses:
         return self._place.is_own(self._place.last)
 
     @property
-    def late(self) -> bool:
-        return self._backlog is not None and max(self._delays) > 0
-
-    @property
     def steps_under_way(self) -> int:
-        """Number of steps whose gradients are still to come; equal on all ranks that took the same steps."""
-        return 0 if self._backlog is None else self._backlog.steps_left
+        return 0
 
     @property
     def most_live(self) -> int:
@@ -224,7 +218,7 @@ class PipelinePasses:
         micro_batches: Sequence[Sequence[torch.Tensor]],
         loss: Loss,
         around: Context = nullcontext,
-        added: Added = _nothing_added,
+        added: Added = nothing_added,
     ) -> bool:
         """Adds the gradients of a step to `.grad`, summed over the micro-batches and not divided.
 
@@ -240,10 +234,6 @@ class PipelinePasses:
             Whether there are gradients: not if the step has no rows. Of a schedule without a flush they are
             those of an earlier step, and there are none in the first steps.
         """
-        if self._backlog is not None:
-            return self._train_late(
-                self._backlog.step(len(micro_batches)), micro_batches, loss, around, added
-            )
         if not micro_batches:
             return False
         self._executor.around = around
@@ -259,10 +249,7 @@ class PipelinePasses:
         Returns:
             Like `train`.
         """
-        if self._backlog is None:
-            return False
-        step = self._backlog.step(0, is_drain=True)
-        return self._train_late(step, (), _no_loss, nullcontext, _nothing_added)
+        return False
 
     def evaluate(self, inputs: Sequence[torch.Tensor], around: Context = nullcontext) -> Any:
         """Returns the network's outputs where the last stage is, None elsewhere; computes no gradients.
@@ -289,36 +276,6 @@ class PipelinePasses:
             self._plans[num_micro] = with_arrivals(orders, self._place.owners)[self._place.rank]
         return self._plans[num_micro]
 
-    def _train_late(
-        self,
-        step: DelayedStep,
-        micro_batches: Sequence[Sequence[torch.Tensor]],
-        loss: Loss,
-        around: Context,
-        added: Added,
-    ) -> bool:
-        (stage,) = self.stages
-        self._step_of |= dict.fromkeys(step.micros, step.number)
-        if step.micros and self._delays[stage]:
-            self._versions[step.number] = WeightVersion(self.network)
-        orders = step.orders[::-1]  # by rank: rank 0 has the last stage
-        steps = with_arrivals(orders, self._place.owners, self._progress)[self._place.rank]
-        self._executor.around = around
-        self._executor.train(self.module, steps, micro_batches, loss, added, step.micros.start)
-        number = step.released.get(stage)
-        if number is not None and number in self._versions:
-            self._versions.pop(number).release()
-        self._progress.forget(step.finished)
-        self._executor.forget(step.finished)
-        for micro in step.finished:
-            self._step_of.pop(micro, None)
-        self._ties.add(step.released)
-        return number is not None
-
-    def _weights_of(self, micro: int) -> AbstractContextManager[object]:
-        version = self._versions.get(self._step_of.get(micro, -1))
-        return nullcontext() if version is None else version.in_place()
-
 
 def _measured(
     network: nn.Module, links: Sequence[Link], sample: Sequence[torch.Tensor]
@@ -338,7 +295,3 @@ def _of_first_rank(world: Collective, numbers: Sequence[float]) -> list[float]:
     mine = torch.tensor(list(numbers), dtype=torch.float64).numpy().tobytes()
     first = gather_bytes(world, mine)[0]
     return list(torch.frombuffer(bytearray(first), dtype=torch.float64).tolist())
-
-
-def _no_loss(outputs: Any, index: int) -> torch.Tensor:
-    raise AssertionError("a step without rows has no losses")

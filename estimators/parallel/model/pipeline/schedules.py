@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ringspark.estimators.parallel.model.pipeline import delayed, orders
+from ringspark.estimators.parallel.model.pipeline import orders
 from ringspark.estimators.parallel.model.pipeline.orders import Orders
 
 
@@ -15,20 +15,24 @@ class Schedule:
     """One way to work through a step.
 
     Attributes:
-        order: (ranks, stages a rank, micro-batches) -> actions by place along the pipeline; None for a
-            schedule without a flush.
-        delays: (ranks, micro-batches) -> how many steps each stage's gradients are late; None if they are
-            not.
+        order: (ranks, stages per rank, micro-batches) -> actions of each position in the pipeline; None for
+            a schedule without a flush.
+        passes: Import path of the subclass of `PipelinePasses` that runs it; None for `PipelinePasses`.
         virtual: The least and the most stages a rank.
         splits: Whether a backward pass is made in two halves.
         is_v: Whether the stages go down the ranks and up again, instead of round and round.
     """
 
     order: Callable[[int, int, int], Orders] | None = None
-    delays: Callable[[int, int], list[int]] | None = None
+    passes: str | None = None
     virtual: tuple[int, int] = (1, 1)
     splits: bool = False
     is_v: bool = False
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether the optimizer applies the gradients of earlier steps, because there is no flush."""
+        return self.order is None
 
     def owners(self, num_ranks: int, virtual: int) -> list[int]:
         """Returns the rank of each stage. Rank 0 has the last one, where the losses are known."""
@@ -53,8 +57,8 @@ SCHEDULES: dict[str, Schedule] = {
     "interleaved": Schedule(order=orders.interleaved, virtual=(2, _MANY)),
     "zero_bubble": Schedule(order=orders.zero_bubble, virtual=(1, _MANY), splits=True),
     "zbv": Schedule(order=orders.zbv, virtual=(2, 2), splits=True, is_v=True),
-    "pipedream": Schedule(delays=delayed.late_by_depth),
-    "2bw": Schedule(delays=delayed.one_step_late),
+    "pipedream": Schedule(passes="ringspark.estimators.parallel.model.pipeline.delayed_passes:PipeDream"),
+    "2bw": Schedule(passes="ringspark.estimators.parallel.model.pipeline.delayed_passes:DoubleBuffered"),
 }
 
 

@@ -19,6 +19,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.pipeline import (
     SCHEDULES,
@@ -444,7 +445,7 @@ def _late_trainings(
     found: dict[str, Any] = {}
     for schedule, family, num_micro in cases:
         whole, passes = _made(family, mesh, schedule, num_micro=num_micro)
-        make = SCHEDULES[schedule].delays
+        make = load_object(SCHEDULES[schedule].passes).delays
         assert make is not None
         delays, stage_of = make(collective.size, num_micro), _stage_of(family, whole, collective.size)
         optimizers = [_optimizer(network, "sgd") for network in (whole, passes.network)]

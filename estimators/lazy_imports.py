@@ -1,0 +1,78 @@
+"""Imports objects on first use, by their import paths: "package.module:name".
+
+The registries of the core name the variants of `ringspark.extras` this way. So the core imports without that
+folder, and a training loads only the variants that its settings name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def load_object(path: str) -> Any:
+    """Returns the object at an import path.
+
+    Args:
+        path: "package.module:name".
+
+    Raises:
+        ImportError: The module is not installed.
+    """
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+class LazyRegistry(Mapping[str, T]):
+    """Maps names to objects; imports each object when it is read.
+
+    Attributes:
+        paths: Import path of each object, by name.
+    """
+
+    def __init__(self, paths: Mapping[str, str]) -> None:
+        self.paths = dict(paths)
+
+    def __getitem__(self, name: str) -> T:
+        return load_object(self.paths[name])  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.paths)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
+def make_getattr(module: str, paths: Mapping[str, str]) -> Callable[[str], Any]:
+    """Returns a `__getattr__` for a module whose public names are imported on first use.
+
+    Args:
+        module: Name of the module that gets the function.
+        paths: Import path of each public name.
+    """
+
+    def get(name: str) -> Any:
+        if name not in paths:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return load_object(paths[name])
+
+    return get
+
+
+def forward_to(module: str) -> Callable[[str], Any]:
+    """Returns a `__getattr__` for a module that has moved: its names are imported from the new one.
+
+    Args:
+        module: New name of the module.
+    """
+
+    def get(name: str) -> Any:
+        # Python asks every module for such names; an answer from elsewhere would confuse the import system.
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        return getattr(import_module(module), name)
+
+    return get

@@ -1,0 +1,254 @@
+"""Reads the folder of a run, whether the run is training, has failed or has finished.
+
+Invariant: a missing or damaged file leaves its attribute empty and is named in `problems` or `missing`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+from ringspark.estimators import run_layout
+from ringspark.estimators.failures import Failure
+from ringspark.estimators.lazy_imports import load_object
+from ringspark.estimators.training.data_facts import DataFacts
+from ringspark.estimators.training.finished import Finished
+from ringspark.estimators.training.history import EpochRecord, Progress, read_history, read_progress
+from ringspark.estimators.training.run_notes import Environment
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.training.step_log import StepRecord, read_steps
+from ringspark.pipelines import ShardManifest, storage
+from ringspark.pipelines.typed_json import parse_object, record
+
+T = TypeVar("T")
+
+# Import path of the function that reads the timelines of the ranks.
+TIME_SHARES = "ringspark.estimators.tracking.timeline:time_shares"
+
+# File -> what is told of it.
+_EXPECTED = {
+    run_layout.CONFIG: "settings",
+    run_layout.ENVIRONMENT: "hosts, versions and memory",
+    run_layout.DATA: "statistics of the data",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a finished run left; the attributes are those of `TrainingSummary`."""
+
+    rows: int
+    steps: int
+    seconds: float
+    bytes_sent: int
+    model_epoch: int
+    stop_reason: str | None
+    restart_reasons: tuple[str, ...]
+    resumed_steps: tuple[int, ...]
+    checkpoint_errors: tuple[str, ...]
+    non_finite: tuple[str, ...]
+
+    @classmethod
+    def of_summary(cls, summary: Any) -> Outcome:
+        """Returns the outcome that a `TrainingSummary` tells."""
+        return cls(**{f.name: getattr(summary, f.name) for f in fields(cls)})
+
+    @classmethod
+    def of(cls, finished: Finished) -> Outcome:
+        result = finished.result
+        return cls(
+            rows=result.rows,
+            steps=result.steps,
+            seconds=result.seconds,
+            bytes_sent=result.bytes_sent,
+            model_epoch=result.checkpoint_epoch,
+            stop_reason=result.stop_reason,
+            restart_reasons=finished.restarts,
+            resumed_steps=result.resumed_steps,
+            checkpoint_errors=result.checkpoint_errors,
+            non_finite=tuple(map(str, result.non_finite)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastSign:
+    """The last sign of life of one rank of a run that has not finished.
+
+    Attributes:
+        failure: Type and message of its failure; empty if it has not failed.
+    """
+
+    rank: int
+    host: str
+    phase: str
+    failure: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """The content of a run's folder.
+
+    Attributes:
+        outcome: None if the run has not finished.
+        time_shares: Rank -> kind of work -> share of its time, from 0 to 1.
+        problems: One sentence per file that could not be read.
+        missing: File that a run of this version has -> what the page cannot tell without it.
+    """
+
+    run_uri: str
+    outcome: Outcome | None = None
+    config: TrainConfig | None = None
+    history: tuple[EpochRecord, ...] = ()
+    steps: tuple[StepRecord, ...] = ()
+    progress: Progress | None = None
+    environment: Environment = field(default_factory=Environment)
+    data: DataFacts | None = None
+    signs: tuple[LastSign, ...] = ()
+    time_shares: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """Rows seen so far, over all epochs and ranks."""
+        return self._so_far[0]
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps so far."""
+        return self._so_far[1]
+
+    @property
+    def seconds(self) -> float:
+        """Training time so far, in seconds."""
+        return self._so_far[2]
+
+    @property
+    def rows_per_second(self) -> float:
+        """Rate over the epochs, their validation included; NaN before the first rows.
+
+        The start of a training, with its imports and its first connections, is no part of the rate.
+        """
+        rows, seconds = sum(r.rows for r in self.history), sum(r.seconds for r in self.history)
+        if not rows:
+            rows, _, seconds = self._so_far
+        return rows / seconds if rows and seconds else math.nan
+
+    @property
+    def _so_far(self) -> tuple[int, int, float]:
+        """Rows, steps and seconds of the same moment, the last that any file tells of."""
+        if self.outcome is not None:
+            return self.outcome.rows, self.outcome.steps, self.outcome.seconds
+        steps, seconds = sum(r.steps for r in self.history), sum(r.seconds for r in self.history)
+        told = [
+            (steps, sum(r.rows for r in self.history), seconds),
+            *((r.step, r.rows, r.seconds) for r in self.steps[-1:]),
+            *((p.step, p.rows, p.seconds) for p in [self.progress] if p is not None),
+        ]
+        steps, rows, seconds = max(told)
+        return rows, steps, seconds
+
+
+def read_run(run_uri: str) -> RunFacts:
+    """Reads the folder of a run, also while it trains.
+
+    Raises:
+        ValueError: There is no run in the folder.
+    """
+    uri = storage.normalize(run_uri)
+    names = set(storage.list_names(uri))
+    marks = {run_layout.OWNER, run_layout.CONFIG, run_layout.HISTORY, run_layout.RESULT, run_layout.PROGRESS}
+    if not names & marks:
+        raise ValueError(
+            f"{uri!r} holds no run of a training; give the runUri of one, or a summary's run_uri"
+        )
+    problems: list[str] = []
+
+    def tried(name: str, read: Callable[[], T], otherwise: T) -> T:
+        try:
+            return read()
+        except FileNotFoundError:
+            return otherwise
+        except (ValueError, OSError) as error:
+            problems.append(f"{name} could not be read: {error}")
+            return otherwise
+
+    def text(name: str) -> bytes:
+        return storage.read_bytes(storage.join(uri, name))
+
+    finished = tried(
+        run_layout.RESULT,
+        lambda: record(Finished, parse_object(text(run_layout.RESULT), allow_nan=True)),
+        None,
+    )
+    config = tried(run_layout.CONFIG, lambda: TrainConfig.from_json(text(run_layout.CONFIG).decode()), None)
+    no_history: tuple[EpochRecord, ...] = ()
+    history = tried(run_layout.HISTORY, lambda: tuple(read_history(uri)), no_history)
+    return RunFacts(
+        run_uri=uri,
+        outcome=None if finished is None else Outcome.of(finished),
+        config=config,
+        history=history if finished is None else finished.result.history,
+        steps=tried(run_layout.STEPS, lambda: tuple(read_steps(uri)), ()),
+        progress=tried(run_layout.PROGRESS, lambda: read_progress(uri), None),
+        environment=tried(
+            run_layout.ENVIRONMENT,
+            lambda: Environment.from_json(text(run_layout.ENVIRONMENT)),
+            Environment(),
+        ),
+        data=tried(run_layout.DATA, lambda: _data(uri, config), None),
+        signs=tried(run_layout.HEARTBEAT, lambda: _signs(uri), ()),
+        time_shares=tried(run_layout.TIMELINE, lambda: _time_shares(uri), {}),
+        problems=tuple(problems),
+        missing={name: told for name, told in _EXPECTED.items() if name not in names},
+    )
+
+
+def run_of_summary(summary: Any) -> RunFacts:
+    """Returns the run of a `TrainingSummary`: its history and counts, and what its folder still holds."""
+    try:
+        found = read_run(summary.run_uri)
+    except (ValueError, OSError) as error:
+        found = RunFacts(run_uri=summary.run_uri, problems=(f"the run's folder tells nothing more: {error}",))
+    return replace(found, outcome=Outcome.of_summary(summary), history=tuple(summary.epochs))
+
+
+def _data(uri: str, config: TrainConfig | None) -> DataFacts | None:
+    try:
+        return DataFacts.from_json(storage.read_bytes(storage.join(uri, run_layout.DATA)))
+    except FileNotFoundError:
+        # Written by a version before, or the ranks have not begun.
+        if config is None or not storage.exists(storage.join(config.shards_uri, "manifest.json")):
+            return None
+        return DataFacts.of(ShardManifest.load(config.shards_uri))
+
+
+def _signs(uri: str) -> tuple[LastSign, ...]:
+    """Returns what the files of the ranks tell; of a finished run there are none."""
+    folder = storage.join(uri, run_layout.HEARTBEAT)
+    found = []
+    for name in storage.list_names(folder):
+        if not name.endswith(".json"):
+            continue
+        with suppress(ValueError, FileNotFoundError):
+            beat = parse_object(storage.read_bytes(storage.join(folder, name)))
+            failure = Failure.from_json(beat["failure"]) if beat.get("failure") else None
+            found.append(
+                LastSign(
+                    rank=int(beat.get("rank", -1)),
+                    host=str(beat.get("host", "")),
+                    phase=str(beat.get("phase", "")),
+                    failure="" if failure is None else f"{failure.type}: {failure.message}",
+                )
+            )
+    return tuple(sorted(found, key=lambda sign: sign.rank))
+
+
+def _time_shares(uri: str) -> dict[int, dict[str, float]]:
+    """Returns rank -> kind of work -> share of the rank's time; empty where no timeline was kept."""
+    if not storage.list_names(storage.join(uri, run_layout.TIMELINE)):
+        return {}
+    return load_object(TIME_SHARES)(uri)  # type: ignore[no-any-return]
