@@ -2,7 +2,7 @@
 PYTHON = $(shell python3.11 -c "" 2>/dev/null && echo python3.11 || echo python3)
 VENV_PYTHON := .venv/bin/python
 FLOOR_PYTHON := .venv-floor/bin/python
-PACKAGES := pipelines models estimators jobs
+PACKAGES := pipelines models estimators extras jobs
 # What the oldest set has to pass: the stages, in every mode that tests/test_modes.py knows, and the readers.
 FLOOR_TESTS := tests/estimators/test_conformance.py tests/estimators/test_stages.py tests/test_modes.py \
 	tests/pipelines/test_readers.py tests/pipelines/readers/test_petastorm_compat.py
@@ -11,7 +11,7 @@ ARGS ?=
 # The set-up finishes before what needs it, also under `make -j`.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help python setup setup-floor setup-peers demo test test-all test-floor lint docs bench bench-peers faults mutants package clean
+.PHONY: help python setup setup-floor setup-peers demo test test-extras test-all test-floor lint docs bench bench-peers faults mutants package clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,11 +33,14 @@ demo: setup ## Train the flights example end to end; options in ARGS="..."
 	@$(VENV_PYTHON) jobs/demo.py $(ARGS)
 
 # Suites run side by side: threads that wait for work in a loop take the cores from each other.
-test test-all test-floor: export OMP_NUM_THREADS = 1
+test test-extras test-all test-floor: export OMP_NUM_THREADS = 1
 
 # Two processes, each with one Spark session; a file stays in one of them, with what its tests share.
-test: setup ## Run all tests that are not slow, under 10 minutes; pytest's options in ARGS="..."
-	@$(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
+test: setup ## Run the core's tests that are not slow, under 10 minutes; pytest's options in ARGS="..."
+	@$(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m "not slow and not extras" $(ARGS)
+
+test-extras: setup ## Run the tests of ringspark.extras that are not slow; pytest's options in ARGS="..."
+	@$(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m "extras and not slow" $(ARGS)
 
 test-all: test-floor ## Run every test, in both environments; options in ARGS="..."
 	@$(VENV_PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)

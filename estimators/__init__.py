@@ -4,20 +4,13 @@ Each name is imported when it is asked for: a machine without Spark trains from 
 job prints its help before torch is there.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ringspark.estimators.lazy_imports import make_getattr
 
 if TYPE_CHECKING:
     from ringspark.estimators.failures import TrainingCancelledError, WorkerError
     from ringspark.estimators.memory import MemoryPlan, plan_memory
-    from ringspark.estimators.scaling import (
-        ParallelismPlan,
-        ScalingPlan,
-        fit_scaling,
-        plan_parallelism,
-        plan_scaling,
-    )
-    from ringspark.estimators.sequence_windows import SequenceWindows
     from ringspark.estimators.torch_estimator import TorchClassifier, TorchEstimator, TorchRegressor
     from ringspark.estimators.torch_model import (
         TorchClassificationModel,
@@ -25,26 +18,34 @@ if TYPE_CHECKING:
         TorchRegressionModel,
     )
     from ringspark.estimators.training.callbacks import Callback, TrainingState
+    from ringspark.extras.planning import (
+        ParallelismPlan,
+        ScalingPlan,
+        fit_scaling,
+        plan_parallelism,
+        plan_scaling,
+    )
+    from ringspark.extras.windows.sequence_windows import SequenceWindows
 
-_MODULES = {
-    "Callback": "training.callbacks",
-    "MemoryPlan": "memory",
-    "ParallelismPlan": "scaling",
-    "ScalingPlan": "scaling",
-    "SequenceWindows": "sequence_windows",
-    "TorchClassifier": "torch_estimator",
-    "TorchEstimator": "torch_estimator",
-    "TorchRegressor": "torch_estimator",
-    "TorchClassificationModel": "torch_model",
-    "TorchModel": "torch_model",
-    "TorchRegressionModel": "torch_model",
-    "TrainingCancelledError": "failures",
-    "TrainingState": "training.callbacks",
-    "WorkerError": "failures",
-    "fit_scaling": "scaling",
-    "plan_memory": "memory",
-    "plan_parallelism": "scaling",
-    "plan_scaling": "scaling",
+_PATHS = {
+    "Callback": "ringspark.estimators.training.callbacks:Callback",
+    "MemoryPlan": "ringspark.estimators.memory:MemoryPlan",
+    "ParallelismPlan": "ringspark.extras.planning:ParallelismPlan",
+    "ScalingPlan": "ringspark.extras.planning:ScalingPlan",
+    "SequenceWindows": "ringspark.extras.windows.sequence_windows:SequenceWindows",
+    "TorchClassifier": "ringspark.estimators.torch_estimator:TorchClassifier",
+    "TorchEstimator": "ringspark.estimators.torch_estimator:TorchEstimator",
+    "TorchRegressor": "ringspark.estimators.torch_estimator:TorchRegressor",
+    "TorchClassificationModel": "ringspark.estimators.torch_model:TorchClassificationModel",
+    "TorchModel": "ringspark.estimators.torch_model:TorchModel",
+    "TorchRegressionModel": "ringspark.estimators.torch_model:TorchRegressionModel",
+    "TrainingCancelledError": "ringspark.estimators.failures:TrainingCancelledError",
+    "TrainingState": "ringspark.estimators.training.callbacks:TrainingState",
+    "WorkerError": "ringspark.estimators.failures:WorkerError",
+    "fit_scaling": "ringspark.extras.planning:fit_scaling",
+    "plan_memory": "ringspark.estimators.memory:plan_memory",
+    "plan_parallelism": "ringspark.extras.planning:plan_parallelism",
+    "plan_scaling": "ringspark.extras.planning:plan_scaling",
 }
 
 __all__ = [
@@ -69,10 +70,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = make_getattr(__name__, _PATHS)
 
 
 def __dir__() -> list[str]:

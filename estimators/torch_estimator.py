@@ -54,7 +54,7 @@ from ringspark.estimators.training.arguments import with_arguments
 from ringspark.estimators.training.data_check import check_columns
 from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.finished import Finished
-from ringspark.estimators.training.objective.heads import make_heads
+from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.parallelism import AUTO
@@ -68,7 +68,7 @@ E = TypeVar("E", bound="_TorchEstimator[Any]")
 M = TypeVar("M", bound=TorchModel)
 
 # Import path of the choice of a mesh for `parallelism="auto"`.
-CHOOSE_PARALLELISM = "ringspark.estimators.scaling.meshes.automatic:choose_parallelism"
+CHOOSE_PARALLELISM = "ringspark.extras.planning.meshes.automatic:choose_parallelism"
 
 
 class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, MLReadable[Any], Generic[M]):  # type: ignore[type-arg]

@@ -39,7 +39,7 @@ __all__ = ["TorchClassificationModel", "TorchModel", "TorchRegressionModel"]
 _OUTPUT, _LABEL = "__ringspark_output", "__ringspark_label"
 
 # Import path of the report with predictions for held-out rows.
-HELD_OUT_REPORT = "ringspark.estimators.inference.held_out:HeldOutReport"
+HELD_OUT_REPORT = "ringspark.extras.report.held_out.held_out_report:HeldOutReport"
 
 
 class _EvaluatedModel(TorchModel, _EvaluatedParams):

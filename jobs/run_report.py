@@ -25,5 +25,5 @@ def run(args: argparse.Namespace) -> None:
     """
     from ringspark.estimators.lazy_imports import load_object
 
-    load_object("ringspark.estimators.report:report")(args.run_uri, args.path)
+    load_object("ringspark.extras.report:report")(args.run_uri, args.path)
     print(f"report: {args.path}")

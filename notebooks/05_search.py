@@ -16,8 +16,8 @@ from pyspark.ml.evaluation import BinaryClassificationEvaluator
 from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchClassifier
-from ringspark.estimators.search import Choice, OptunaSearch, Uniform
-from ringspark.estimators.tuning import lr_range_test
+from ringspark.extras.search import Choice, OptunaSearch, Uniform
+from ringspark.extras.tuning import lr_range_test
 from ringspark.models import ModelSpec
 
 # A folder that the driver and all workers reach.

@@ -19,7 +19,7 @@ import zipfile
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "pipelines", "models", "estimators", "jobs")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "pipelines", "models", "estimators", "extras", "jobs")
 
 
 def build_wheel(root: Path, folder: Path) -> Path:

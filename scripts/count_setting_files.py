@@ -18,7 +18,7 @@ from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.estimators.training.settings.table import SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("pipelines", "models", "estimators", "jobs")
+ROOMS = ("pipelines", "models", "estimators", "extras", "jobs")
 DECLARED_IN = "estimators/training/settings"
 # What a config is called where it is read.
 CONFIGS = frozenset({"config", "_config"})

@@ -34,7 +34,7 @@ from typing import Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tests" / "mutants"
-ROOMS = ("pipelines", "models", "estimators", "jobs")
+ROOMS = ("pipelines", "models", "estimators", "extras", "jobs")
 
 Verdict = Literal["killed", "survived", "error"]
 

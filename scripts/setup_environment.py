@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("pipelines", "models", "estimators", "jobs")
+PACKAGES = ("pipelines", "models", "estimators", "extras", "jobs")
 
 # The pins of `.venv-floor` have wheels for this Python, and not for every later one.
 PYTHON = (3, 11)

@@ -40,6 +40,8 @@ DAEMON = ("spark.python.daemon.module", "ringspark.estimators.launch.python_daem
 
 SLOW_SECONDS = 10.0
 
+EXTRAS = Path(__file__).parent / "extras"
+
 MakeShards = Callable[..., ShardManifest]
 
 
@@ -126,6 +128,13 @@ def make_shards(tmp_path: Path) -> MakeShards:
         )
 
     return make
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives every test of the folder `extras` the mark of that name."""
+    for item in items:
+        if EXTRAS in item.path.parents:
+            item.add_marker("extras")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

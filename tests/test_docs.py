@@ -57,7 +57,7 @@ def test_the_pages_are_built_without_a_warning_and_hold_each_public_name(tmp_pat
 
 WITH_EXAMPLES = [
     path
-    for package in ("pipelines", "models", "estimators")
+    for package in ("pipelines", "models", "estimators", "extras")
     for path in sorted((ROOT / package).rglob("*.py"))
     if ">>> " in path.read_text()
 ]

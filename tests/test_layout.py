@@ -10,12 +10,14 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path
+from importlib import import_module
+from pathlib import Path, PurePosixPath
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("pipelines", "models", "estimators", "jobs")
+CORE = ("pipelines", "models", "estimators", "jobs")
+ROOMS = (*CORE, "extras")
 
 # Folder -> what nothing below it imports, at no level of nesting: a lazy import counts too.
 FORBIDDEN: dict[str, tuple[str, ...]] = {
@@ -39,23 +41,32 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "estimators/names",
         "estimators/user_code",
         "estimators/run_layout",
+        "estimators/lazy_imports",
     ),
     ("estimators/collectives",),
     ("estimators/parallel",),
     ("estimators/training",),
     ("estimators/columns", "estimators/tracking", "estimators/memory"),
-    ("estimators/report",),
     ("estimators/stages", "estimators/inference"),
-    ("estimators/launch", "estimators/run", "estimators/scaling"),
+    ("estimators/launch", "estimators/run"),
     (
         "estimators/checked_fit",
         "estimators/torch_estimator",
         "estimators/torch_model",
         "estimators/trained_model",
-        "estimators/sequence_windows",
     ),
-    ("estimators/search", "estimators/tuning"),
-    ("estimators",),  # the public names, each imported when it is asked for
+    ("estimators",),  # the public names, each imported on first use, and the old names of moved modules
+    (
+        "extras/asynchronous",
+        "extras/compressors",
+        "extras/local_sgd",
+        "extras/schedules",
+        "extras/timeline",
+        "extras/windows",
+    ),
+    ("extras/planning", "extras/report"),
+    ("extras/search", "extras/tuning"),
+    ("extras",),
     ("jobs",),
 )
 
@@ -218,14 +229,49 @@ def imports_of_rooms() -> Iterator[tuple[str, str]]:
             )
 
 
+# The public names of the core include names of extras, for type checkers alone.
+PUBLIC_NAMES = "estimators"
+
+
 def test_no_room_imports_a_higher_floor() -> None:
     climbing = sorted(
         f"{importer} imports {imported}"
         for importer, imported in set(imports_of_rooms())
         # `from ringspark.estimators import names` names the folder too.
-        if imported not in ROOMS and floor_of(imported) > floor_of(importer)
+        if imported not in ROOMS and importer != PUBLIC_NAMES and floor_of(imported) > floor_of(importer)
     )
     assert climbing == []
+
+
+def test_the_core_never_imports_extras() -> None:
+    """The registries of the core name extras by import paths, which are strings."""
+    found = {
+        f"{importer} imports {imported}"
+        for importer, imported in imports_of_rooms()
+        if imported.startswith("extras") and not importer.startswith("extras") and importer != PUBLIC_NAMES
+    }
+    assert found == set()
+
+
+def import_paths_of_extras() -> set[str]:
+    """Returns the strings of the core that name a module or an object of extras."""
+    return {
+        node.value
+        for path in itertools.chain.from_iterable(sources(room) for room in CORE)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"ringspark\.extras[\w.]*(:\w+)?", node.value)
+    }
+
+
+@pytest.mark.extras
+def test_every_import_path_of_extras_leads_to_an_object() -> None:
+    paths = import_paths_of_extras()
+    assert len(paths) > 10
+    for path in paths:
+        module, _, name = path.partition(":")
+        assert not name or hasattr(import_module(module), name), path
 
 
 # Types alone: nothing is imported when the program runs.
@@ -239,6 +285,26 @@ def test_no_two_files_import_each_other_however_far_around() -> None:
         if importer != imported:
             order.add(importer, imported)
     assert list(order.static_order())  # raises CycleError, which names the files
+
+
+def folder_of(path: str) -> PurePosixPath:
+    """Returns the folder of a file without its ending, or the folder itself."""
+    return PurePosixPath(path) if (ROOT / path).is_dir() else PurePosixPath(path).parent
+
+
+def test_no_two_folders_import_each_other_however_far_around() -> None:
+    """Folders inside a room obey the ladder too; a folder and the folder around it may share files."""
+    order: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
+    for importer, imported in set(imports_of_rooms()) - TYPES_ONLY:
+        above, below = folder_of(importer), folder_of(imported)
+        if (
+            importer != PUBLIC_NAMES
+            and above != below
+            and above not in below.parents
+            and below not in above.parents
+        ):
+            order.add(str(above), str(below))
+    assert list(order.static_order())  # raises CycleError, which names the folders
 
 
 # Settings whose name stands in more than 4 places, and why.

@@ -230,7 +230,7 @@ def make_checkout(root: Path, cache: Path) -> Checkout:
     ):
         (root / source).parent.mkdir(parents=True, exist_ok=True)
         (root / source).write_bytes((ROOT / source).read_bytes())
-    for folder in ("pipelines", "models", "estimators", "jobs", "tools"):
+    for folder in ("pipelines", "models", "estimators", "extras", "jobs", "tools"):
         (root / folder).mkdir()
     fake_tool(root / "tools", "java", """echo 'openjdk version "17.0.1"' >&2""")
     fake_tool(root / "tools", "c++", "exit 0")
@@ -278,7 +278,8 @@ def test_set_up_installs_in_order(checkout: Checkout) -> None:
     for setting in ("WITH_PYTORCH", "WITH_GLOO", "WITHOUT_MPI", "WITHOUT_TENSORFLOW", "WITHOUT_MXNET"):
         assert f"'HOROVOD_{setting}': '1'" in built_with
     links = {path.name: path.resolve() for path in (checkout.root / ".dev" / "ringspark").iterdir()}
-    assert links == {name: checkout.root / name for name in ("pipelines", "models", "estimators", "jobs")}
+    packages = ("pipelines", "models", "estimators", "extras", "jobs")
+    assert links == {name: checkout.root / name for name in packages}
 
 
 def test_second_run_does_nothing(checkout: Checkout, tmp_path: Path) -> None:

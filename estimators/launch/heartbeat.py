@@ -23,7 +23,7 @@ from typing import Any
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.failures import Failure
-from ringspark.estimators.run.owner import read_owner
+from ringspark.estimators.launch.owner import read_owner
 from ringspark.estimators.training.phase import Status
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import parse_object, record

@@ -26,9 +26,9 @@ from ringspark.estimators.launch.gang import GangStage
 from ringspark.estimators.launch.gang_task import GangTask, Work
 from ringspark.estimators.launch.heartbeat import Beat, Pulse
 from ringspark.estimators.launch.monitor import NO_ROOM, Monitor
+from ringspark.estimators.launch.owner import write_owner
 from ringspark.estimators.launch.rank_output import await_output, with_last_lines
 from ringspark.estimators.launch.spark_job import SparkJob, cancellable, lost_workers, was_cancelled
-from ringspark.estimators.run.owner import write_owner
 from ringspark.estimators.stages.session import spark_conf
 from ringspark.estimators.training.settings.config import TrainConfig
 

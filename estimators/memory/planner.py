@@ -12,15 +12,15 @@ from ringspark.estimators.memory.report import DEFAULTS, MemoryPlan, changed_set
 from ringspark.estimators.memory.search import suggestions
 from ringspark.estimators.memory.sharing import communication_bytes, num_sharers, shares
 from ringspark.estimators.memory.step import StepBytes, UpdateBytes, measure_step
+from ringspark.estimators.training.finetuning.freezing import tuned
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.table import SETTINGS
-from ringspark.estimators.training.tuning.freezing import tuned
 from ringspark.models import ModelSpec
 from ringspark.models.skeleton import build_skeleton, skeleton
 
 # Import path of the plan for a network that ranks share.
-PLAN_CUT = "ringspark.estimators.memory.cut_plan:plan_cut"
+PLAN_CUT = "ringspark.extras.planning.meshes.cut_plan:plan_cut"
 
 
 class Planner:

@@ -12,12 +12,11 @@ from torch import nn
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.collectives.compressors import is_asked
 from ringspark.estimators.parallel.data.compressed_sum import compressed_parameters
-from ringspark.estimators.parallel.data.gradient_buckets import deal
+from ringspark.estimators.parallel.data.gradient_buckets import BUCKET_BYTES, deal
 from ringspark.estimators.parallel.data.gradient_sum import bucket_bytes_of, deal_by_ranks
 from ringspark.estimators.parallel.data.sparse_rows import sparse_parameters
 from ringspark.estimators.parallel.model.expert import expert_names
 from ringspark.estimators.parallel.sharded.fully_sharded import blocks_of
-from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
 from ringspark.estimators.training.settings.config import TrainConfig
 
 # Which parts each way of sharding splits over the ranks (Rajbhandari et al. 2020, "ZeRO").

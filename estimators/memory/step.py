@@ -35,8 +35,8 @@ from ringspark.estimators.parallel.base import PlainSync
 from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_inputs, prepared
 from ringspark.estimators.training.driver_check import own_optimizer
 from ringspark.estimators.training.feed import Batch
+from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.objective.criterion import Criterion
-from ringspark.estimators.training.objective.heads import make_heads
 from ringspark.estimators.training.precision import LossScaler, keep_norms_fp32
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.estimators.training.step import Recipe, forward_backward, global_weights

@@ -11,7 +11,7 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.exchange import Exchange
-from ringspark.estimators.parallel.model.layout import layout_of
+from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, load_by_name, state_by_name
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]

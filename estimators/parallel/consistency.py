@@ -14,10 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, is_elementwise
-
 # Name -> the options that it takes, with their defaults; None stands for one that must be given.
 CONSISTENCIES: dict[str, dict[str, Any]] = {
     "bsp": {},
@@ -50,17 +46,3 @@ class Consistency:
     def in_step(self) -> bool:
         """Whether nobody reads between two updates of a step, so that the step can be taken as one."""
         return self.bound == 0
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, consistency: Mapping[str, Any]) -> None:
-    """Refuses an optimizer that needs whole parameters, because each server holds parts of them.
-
-    Raises:
-        ValueError: It needs whole parameters.
-    """
-    if not is_elementwise(optimizer):
-        raise ValueError(
-            f"consistency {consistency['name']!r} cuts parameters anywhere, and optimizer "
-            f"{type(optimizer).__name__} looks at whole ones; take one of "
-            f"{', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}, or set consistency='bsp'"
-        )

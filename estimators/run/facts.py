@@ -26,7 +26,7 @@ from ringspark.pipelines.typed_json import parse_object, record
 T = TypeVar("T")
 
 # Import path of the function that reads the timelines of the ranks.
-TIME_SHARES = "ringspark.estimators.tracking.timeline:time_shares"
+TIME_SHARES = "ringspark.extras.timeline.trace:time_shares"
 
 # File -> what is told of it.
 _EXPECTED = {

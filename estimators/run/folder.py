@@ -16,8 +16,8 @@ from typing import Any
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.failures import TrainingCancelledError, WorkerError
+from ringspark.estimators.launch.owner import read_owner, write_owner
 from ringspark.estimators.run.identity import FORMAT_VERSION, differences
-from ringspark.estimators.run.owner import read_owner, write_owner
 from ringspark.estimators.run.stored_runs import store_clock
 from ringspark.estimators.stages.fit_data import discard
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, is_committed, steps_in

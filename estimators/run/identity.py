@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from ringspark.estimators.training.objective.heads import make_heads
+from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.pipelines import ShardManifest

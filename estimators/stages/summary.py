@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 # Import paths of the reports and of the trace of the ranks' timelines.
-REPORT = "ringspark.estimators.report"
-WRITE_TRACE = "ringspark.estimators.tracking.timeline:write_trace"
+REPORT = "ringspark.extras.report"
+WRITE_TRACE = "ringspark.extras.timeline.trace:write_trace"
 
 
 @dataclass(frozen=True, kw_only=True)

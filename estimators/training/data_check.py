@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from ringspark.estimators.training.arguments import layout_in
-from ringspark.estimators.training.objective.heads import Head, ignored_label
+from ringspark.estimators.training.make_heads import ignored_label
+from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import resolve_loss
 from ringspark.estimators.training.probe import PROBE_ROWS, Shape
 from ringspark.estimators.training.settings.choices import Task

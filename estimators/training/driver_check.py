@@ -17,8 +17,7 @@ from torch import nn
 
 from ringspark.estimators.collectives import collective_class
 from ringspark.estimators.names import check_name
-from ringspark.estimators.parallel.consistency import check_optimizer
-from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, is_elementwise
+from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, check_optimizer, is_elementwise
 from ringspark.estimators.training.arguments import layout_in, with_arguments
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.batch_transforms import takes_labels, try_transform
@@ -30,8 +29,12 @@ from ringspark.estimators.training.data_check import (
     check_regression,
 )
 from ringspark.estimators.training.feed import zeros
+from ringspark.estimators.training.finetuning.adapter_check import check_adapters
+from ringspark.estimators.training.finetuning.freezing import tuned
+from ringspark.estimators.training.finetuning.pretrained import check_pretrained
+from ringspark.estimators.training.make_heads import make_heads, with_outputs
 from ringspark.estimators.training.mesh_check import check_mesh
-from ringspark.estimators.training.objective.heads import Head, make_heads, with_outputs
+from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import resolve_loss
 from ringspark.estimators.training.objective.metrics import check_metrics
 from ringspark.estimators.training.objective.own_metrics import (
@@ -48,9 +51,6 @@ from ringspark.estimators.training.probe import PROBE_ROWS, Shape, probe, sample
 from ringspark.estimators.training.schema_check import check_network, check_schema, monitored
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.estimators.training.settings.rules import makes_dense
-from ringspark.estimators.training.tuning.adapter_check import check_adapters
-from ringspark.estimators.training.tuning.freezing import tuned
-from ringspark.estimators.training.tuning.pretrained import check_pretrained
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.outputs import as_outputs
 from ringspark.models.process_state import forked_random

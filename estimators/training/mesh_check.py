@@ -31,9 +31,9 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.in_process import RankError, run_in_turns
 from ringspark.estimators.parallel.base import GradientSync, PlainSync
 from ringspark.estimators.parallel.data.data_parallel import synchronize
+from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.expert_sum import ExpertSum
-from ringspark.estimators.parallel.model.layout import layout_of
 from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
 from ringspark.estimators.parallel.model.spread import partial_gradients, spread
 from ringspark.estimators.training.arguments import Layout, layout_in

@@ -13,6 +13,7 @@ from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
 from ringspark.estimators.parallel.model.spread import partial_gradients
+from ringspark.estimators.training.average import Average
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.batch_transforms import BatchTransform, prepared, takes_labels
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
@@ -28,7 +29,6 @@ from ringspark.estimators.training.passes import Passes, PipelinedPasses, WholeP
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.step import Recipe
-from ringspark.estimators.training.tuning.average import Average
 
 
 def _nothing(number: int, count: int, rows: int) -> None:

@@ -16,13 +16,14 @@ from ringspark.estimators.names import nearest
 from ringspark.estimators.parallel.model.spread import check_spread
 from ringspark.estimators.training.arguments import Layout, arguments_of, layout_of
 from ringspark.estimators.training.batch_transforms import takes_labels
-from ringspark.estimators.training.objective.heads import Head, make_heads, with_outputs
+from ringspark.estimators.training.finetuning.freezing import tuned
+from ringspark.estimators.training.make_heads import make_heads, with_outputs
+from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.metrics import METRICS
 from ringspark.estimators.training.objective.own_metrics import higher_is_better, metric_of
 from ringspark.estimators.training.objective.own_states import is_torchmetric
 from ringspark.estimators.training.optimizers.groups import group_parameters
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.tuning.freezing import tuned
 from ringspark.models import ModelSpec
 from ringspark.models.registry import MODELS
 from ringspark.models.skeleton import build_skeleton, skeleton

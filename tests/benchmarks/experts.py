@@ -24,7 +24,7 @@ import pandas as pd
 import torch
 
 from ringspark.estimators import TorchEstimator
-from ringspark.estimators.scaling.layers import count_layers
+from ringspark.extras.planning.layers import count_layers
 from ringspark.jobs import cli, docstrings
 from ringspark.models import ModelSpec
 

@@ -29,7 +29,7 @@ from ringspark.estimators.training.callbacks import Callbacks
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.history import RunLog
-from ringspark.estimators.training.objective.heads import make_heads
+from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.observation.observed import Observation
 from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.optimizers.schedules import make_rates

@@ -31,24 +31,23 @@ from plan_memory import _num_bytes, _tensors
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.parallel import Exchange
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.spread import spread
-from ringspark.estimators.scaling import plan_parallelism
-from ringspark.estimators.scaling.meshes import ParallelismPlan
-from ringspark.estimators.training import worker
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.history import RunLog
-from ringspark.estimators.training.objective.heads import make_heads
+from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.observation.observed import Observation
 from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
+from ringspark.estimators.training.rank_network import wrap_network
 from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.trainer import Trainer
+from ringspark.extras.planning import plan_parallelism
+from ringspark.extras.planning.meshes import ParallelismPlan
 from ringspark.models import ModelSpec
 
 RANKS = 4
@@ -166,8 +165,7 @@ class Rounds:
         if mesh.cuts_network:
             num_micro = config.gradient_accumulation
             pipeline = spread(module, mesh, config.parallelism, num_micro, sample, place)
-        exchange = Exchange(micro_batches=config.gradient_accumulation)
-        sync = worker._tied(config, UserObjects(), module, mesh, exchange, place)
+        sync = wrap_network(config, UserObjects(), module, mesh, place)
         sync.ranks_differ |= mesh.cuts_network
         log = opened.enter_context(RunLog(folder, writes=False))
         observation = opened.enter_context(Observation.of(config, mesh, place))

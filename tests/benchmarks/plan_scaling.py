@@ -30,9 +30,9 @@ from read_rate import write
 from ringspark.estimators import user_code
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.launch.train_task import TrainTask
-from ringspark.estimators.scaling import FORMS, ScalingPlan, fit_scaling, plan_scaling
 from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.planning import FORMS, ScalingPlan, fit_scaling, plan_scaling
 from ringspark.pipelines import ShardManifest
 
 BERT = {1: 399.0, 2: 214.0, 4: 118.0, 8: 61.0}

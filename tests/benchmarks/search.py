@@ -36,7 +36,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchClassifier
-from ringspark.estimators.search import Choice, OptunaSearch, PopulationSearch, Uniform
+from ringspark.extras.search import Choice, OptunaSearch, PopulationSearch, Uniform
 from ringspark.jobs import cli, flights
 from ringspark.models import ModelSpec
 

@@ -36,8 +36,8 @@ from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.environment import environment
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.launch.train_task import TrainTask
+from ringspark.estimators.parallel.data.gradient_buckets import BUCKET_BYTES
 from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
-from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
 from ringspark.estimators.training import worker
 from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.phase import Status

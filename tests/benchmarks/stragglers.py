@@ -23,8 +23,8 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.consistency import Consistency
-from ringspark.estimators.parallel.server.table import Table
 from ringspark.estimators.training.phase import Status
+from ringspark.extras.asynchronous.table import Table
 
 RANKS = 4
 STEP_SECONDS = 0.004

@@ -38,15 +38,15 @@ from ringspark.estimators import user_code
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned, train_here
 from ringspark.estimators.launch.train_task import TrainTask
-from ringspark.estimators.tracking.timeline import chrome_trace, time_shares
-from ringspark.estimators.tracking.trace_picture import trace_picture
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.feed import Batch
-from ringspark.estimators.training.observation.rank_timeline import MOST_SPANS, WRITE_SHARE, RankTimeline
-from ringspark.estimators.training.observation.span_file import read_spans
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE, StepKind, Timeline
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.timeline.rank_timeline import MOST_SPANS, WRITE_SHARE, RankTimeline
+from ringspark.extras.timeline.span_file import read_spans
+from ringspark.extras.timeline.trace import chrome_trace, time_shares
+from ringspark.extras.timeline.trace_picture import trace_picture
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 

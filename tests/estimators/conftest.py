@@ -5,15 +5,14 @@ A new stage is tested by `test_conformance.py` the moment it is listed in `STAGE
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
-import pyspark
 import pytest
 from pyspark.ml.evaluation import Evaluator, MulticlassClassificationEvaluator, RegressionEvaluator
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
+from spark_stages import SPARK_STAGES_RUN, spark_saves, spark_stages
 
 from ringspark.estimators import (
     TorchClassificationModel,
@@ -25,11 +24,8 @@ from ringspark.estimators import (
 )
 from ringspark.models import ModelSpec
 
-MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
-IS_CONNECT = MASTER == "connect" or MASTER.startswith("sc://")
-SPARK = tuple(int(part) for part in pyspark.__version__.split(".")[:2])
-# Spark's own stages, evaluators included, are proxies of Java objects; until 4.0 Connect had none.
-SPARK_STAGES_RUN = not IS_CONNECT or SPARK >= (4, 0)
+__all__ = ["spark_saves", "spark_stages"]
+
 ROWS = 96
 
 
@@ -104,20 +100,6 @@ def case(request: pytest.FixtureRequest) -> StageCase:
 def listed() -> list[StageCase]:
     """All of `STAGES`."""
     return STAGES
-
-
-@pytest.fixture
-def spark_stages() -> None:
-    """Skips a test that is about Spark's own stages where Spark cannot run them."""
-    if not SPARK_STAGES_RUN:
-        pytest.skip(f"pyspark {pyspark.__version__} has no pyspark.ml.feature on Spark Connect")
-
-
-@pytest.fixture
-def spark_saves() -> None:
-    """Skips a test that saves a stage of Spark's around ours where Spark cannot save one."""
-    if not SPARK_STAGES_RUN:
-        pytest.skip(f"pyspark {pyspark.__version__} has no pyspark.ml.Pipeline.save on Spark Connect")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch._dynamo  # noqa: F401 (its import makes a temporary folder, which no row is to blame for)
-from bad_input_table import BAD_INPUTS, Place
+from bad_input_table import BAD_INPUTS, OF_EXTRAS, Place
 from waiting import wait_for
 
 pytestmark = pytest.mark.spark
@@ -21,7 +21,11 @@ def place(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(spark, tmp_path_factory.mktemp("place"))
 
 
-@pytest.mark.parametrize("row", BAD_INPUTS, ids=lambda row: row.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[pytest.mark.extras] if row.name in OF_EXTRAS else []) for row in BAD_INPUTS],
+    ids=lambda row: row.name.replace(" ", "-"),
+)
 def test_a_bad_input_is_refused_in_one_sentence(
     place: Place, row: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,9 +18,9 @@ from waiting import wait_for
 from ringspark.estimators import Callback, TorchRegressor, TrainingCancelledError, TrainingState
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.heartbeat import read_beats
+from ringspark.estimators.launch.owner import read_owner
 from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.run.folder import RunFolder
-from ringspark.estimators.run.owner import read_owner
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
 

@@ -33,7 +33,7 @@ def _commit() -> str:
     root = Path(__file__).resolve().parents[2]
 
     def git(*command: str) -> str:
-        packages = ["--", "pipelines", "models", "estimators"]
+        packages = ["--", "pipelines", "models", "estimators", "extras"]
         done = subprocess.run(["git", *command, *packages], cwd=root, capture_output=True, text=True)
         return done.stdout.strip()
 

@@ -14,7 +14,7 @@ import torch
 
 from ringspark.estimators import TorchRegressionModel, TorchRegressor
 from ringspark.estimators.launch.heartbeat import Beat
-from ringspark.estimators.parallel.model.cut import Cut, Spread, join
+from ringspark.estimators.parallel.cut import Cut, Spread, join
 from ringspark.estimators.run.folder import Begun, RunFolder
 from ringspark.estimators.training import history
 from ringspark.estimators.training.checkpoint import tensor_file

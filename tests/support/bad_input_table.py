@@ -28,7 +28,6 @@ from tokenizers import models as tokenizer_models
 from torch import nn
 
 from ringspark.estimators import (
-    SequenceWindows,
     TorchClassificationModel,
     TorchClassifier,
     TorchEstimator,
@@ -1036,18 +1035,25 @@ WINDOWS = [
     R("windows: time in words", lambda p: fit_windows(p, timeCol="text"),
       "timeCol 'text' has type string", "make it a timestamp"),
     R("windows: over a stream",
-      lambda p: SequenceWindows(keyCols=[], timeCol="value", valueCols="value", steps=2).transform(
+      lambda p: windows(keyCols=[], timeCol="value", valueCols="value", steps=2).transform(
           p.spark.readStream.format("rate").load()),
       "takes no stream", "foreachBatch"),
 ]
 # fmt: on
 
 
+def windows(**params: Any) -> Any:
+    # Imported here, because `ringspark.extras` may be missing.
+    from ringspark.estimators import SequenceWindows
+
+    return SequenceWindows(**params)
+
+
 def fit_windows(place: Place, **changes: Any) -> Any:
     """A fit on windows over the table's rows, each with some Params changed."""
     params = {"keyCols": "never", "timeCol": "many", "valueCols": "half", "steps": 2} | changes
     table = place.table.drop("features").withColumn("zero_whole", F.col("zero").cast("int"))
-    return place.fit(run=lambda estimator: estimator.fit(SequenceWindows(**params).transform(table)))
+    return place.fit(run=lambda estimator: estimator.fit(windows(**params).transform(table)))
 
 
 # fmt: off
@@ -1169,3 +1175,6 @@ BAD_INPUTS = [
     *JOB_LINES,
     *TABLES,
 ]
+
+# Names of the rows whose check is in `ringspark.extras`.
+OF_EXTRAS = frozenset(row.name for row in WINDOWS)

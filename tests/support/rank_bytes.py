@@ -25,7 +25,7 @@ from torch import nn
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.training import worker
+from ringspark.estimators.training import rank_network, worker
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
@@ -138,10 +138,10 @@ def _unpack(kept: Any) -> Any:
 def _counting(config: TrainConfig, collective: Collective, device: str, status: Status) -> str:
     """Trains; returns the most bytes of each kind when the backward passes of a step are over."""
     found = dict.fromkeys(KINDS, 0)
-    tied = worker._tied
+    wrap = rank_network.wrap_network
 
     def watched(*arguments: Any) -> Any:
-        sync = tied(*arguments)
+        sync = wrap(*arguments)
         reduce = sync.reduce
 
         def counted(*given: Any) -> None:
@@ -152,7 +152,7 @@ def _counting(config: TrainConfig, collective: Collective, device: str, status: 
         sync.reduce = counted  # type: ignore[method-assign]
         return sync
 
-    worker._tied = watched
+    rank_network.wrap_network = watched
     saved = SavedBytes()
     with saved:
         worker.train_worker(config, collective, None, device, status)

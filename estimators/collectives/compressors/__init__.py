@@ -13,18 +13,18 @@ from ringspark.estimators.names import nearest
 # Stands for no compressor, unless gradients are to be summed in two levels.
 NONE = "none"
 
-COMPRESSORS: Mapping[str, type[Compressor]] = LazyRegistry(
+COMPRESSORS: LazyRegistry[type[Compressor]] = LazyRegistry(
     {
         NONE: "ringspark.estimators.collectives.compressors.whole:Whole",
         "fp16": "ringspark.estimators.collectives.compressors.sixteen_bits:Fp16",
         "bf16": "ringspark.estimators.collectives.compressors.sixteen_bits:Bf16",
         "topk": "ringspark.estimators.collectives.compressors.topk:TopK",
-        "randomk": "ringspark.estimators.collectives.compressors.randomk:RandomK",
-        "sparsify": "ringspark.estimators.collectives.compressors.sparsify:Sparsify",
-        "qsgd": "ringspark.estimators.collectives.compressors.qsgd:Qsgd",
-        "sign": "ringspark.estimators.collectives.compressors.sign:Sign",
+        "randomk": "ringspark.extras.compressors.randomk:RandomK",
+        "sparsify": "ringspark.extras.compressors.sparsify:Sparsify",
+        "qsgd": "ringspark.extras.compressors.qsgd:Qsgd",
+        "sign": "ringspark.extras.compressors.sign:Sign",
         "powersgd": "ringspark.estimators.collectives.compressors.powersgd:PowerSgd",
-        "gradiveq": "ringspark.estimators.collectives.compressors.gradiveq:GradiVeQ",
+        "gradiveq": "ringspark.extras.compressors.gradiveq:GradiVeQ",
     }
 )
 

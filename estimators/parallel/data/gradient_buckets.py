@@ -12,6 +12,9 @@ from torch import nn
 
 from ringspark.estimators.parallel.base import refuse_sparse
 
+# The same size as in DistributedDataParallel: large enough for the network's speed, small enough for overlap.
+BUCKET_BYTES = 25 << 20
+
 
 class GradientBucket:
     """The gradients of some parameters of one dtype, then one number each: how many ranks had a gradient.

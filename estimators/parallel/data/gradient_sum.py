@@ -24,9 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.parallel.base import PlainSync
-from ringspark.estimators.parallel.data.gradient_buckets import GradientBucket, deal
+from ringspark.estimators.parallel.data.gradient_buckets import BUCKET_BYTES, GradientBucket, deal
 from ringspark.estimators.parallel.data.sparse_rows import SparseRows, sparse_parameters
-from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
 
 Ranks = TypeVar("Ranks")
 

@@ -21,6 +21,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.parallel.cut import length_of_part
 
 
 def copied(x: torch.Tensor, collective: Collective) -> torch.Tensor:
@@ -79,11 +80,6 @@ def scaled_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     """Returns `x` as it is, and multiplies its gradient; nothing is exchanged."""
     result: torch.Tensor = _ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
     return result
-
-
-def length_of_part(length: int, rank: int, size: int) -> int:
-    """Returns the length of a rank's part: the first ranks have one more where the parts are uneven."""
-    return length // size + (rank < length % size)
 
 
 def cut_along(x: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:

@@ -16,8 +16,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.model.communication import exchanged, length_of_part
-from ringspark.estimators.parallel.model.cut import Cut, part_of
+from ringspark.estimators.parallel.cut import Cut, length_of_part, part_of
+from ringspark.estimators.parallel.model.communication import exchanged
 from ringspark.models.experts.layer import Experts, MixtureOfExperts
 from ringspark.models.module_hooks import find_hook, has_gradient_hook
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringspark.estimators.parallel.cut import Cut
+from ringspark.estimators.parallel.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.mesh import Mesh
-from ringspark.estimators.parallel.model.cut import Cut
 from ringspark.estimators.parallel.model.expert import spread_experts
-from ringspark.estimators.parallel.model.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.model.pipeline.cutting import cut_by_names, cut_stages
 from ringspark.estimators.parallel.model.pipeline.passes import PipelineOptions, PipelinePasses, pipelined
 from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of

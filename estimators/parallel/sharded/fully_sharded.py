@@ -30,9 +30,9 @@ from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.exchange import Exchange
+from ringspark.estimators.parallel.first_weights import give_first_weights, waits
+from ringspark.estimators.parallel.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.mesh import AXES, Mesh, Sharers
-from ringspark.estimators.parallel.model.first_weights import give_first_weights, waits
-from ringspark.estimators.parallel.model.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.optimizer_state import OptimizerState
 from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, is_elementwise
 from ringspark.models.outputs import as_outputs

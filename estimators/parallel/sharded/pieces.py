@@ -6,7 +6,7 @@ network, and a rank writes the received pieces of others directly where the netw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,13 +14,8 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.sharded.shard_layout import (
-    BUCKET_BYTES,
-    Piece,
-    even_layout,
-    fill_buckets,
-    whole_layout,
-)
+from ringspark.estimators.parallel.data.gradient_buckets import BUCKET_BYTES
+from ringspark.estimators.parallel.sharded.shard_layout import Piece, even_layout, fill_buckets, whole_layout
 
 # Optimizers in which each element of the state depends only on its own parameter and gradient, so that a
 # parameter may be cut anywhere. They are listed by class instead of name, as a user's factory may make one.
@@ -256,3 +251,17 @@ def without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     finally:
         optimizer.param_groups = groups
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, consistency: Mapping[str, Any]) -> None:
+    """Refuses an optimizer that needs whole parameters, because each server holds parts of them.
+
+    Raises:
+        ValueError: It needs whole parameters.
+    """
+    if not is_elementwise(optimizer):
+        raise ValueError(
+            f"consistency {consistency['name']!r} cuts parameters anywhere, and optimizer "
+            f"{type(optimizer).__name__} looks at whole ones; take one of "
+            f"{', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}, or set consistency='bsp'"
+        )

@@ -13,9 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-# The same size as in DistributedDataParallel: large enough for the network's speed, small enough for overlap.
-BUCKET_BYTES = 25 << 20
-
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:

@@ -31,8 +31,8 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, Scaler
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.exchange import Exchange
+from ringspark.estimators.parallel.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.mesh import Sharers
-from ringspark.estimators.parallel.model.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, check_known
 from ringspark.estimators.parallel.sharded.piece_state import gather_state, load_state
 from ringspark.estimators.parallel.sharded.pieces import Shard, without_empty_groups

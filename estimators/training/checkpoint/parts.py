@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.parallel.model.cut import Spread, join
+from ringspark.estimators.parallel.cut import Spread, join
 from ringspark.estimators.parallel.optimizer_state import StateValue
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.record import FileSum

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ringspark.estimators.parallel.base import GradientSync
-from ringspark.estimators.parallel.model.layout import layout_of
+from ringspark.estimators.parallel.layout import layout_of
+from ringspark.estimators.training.average import Average
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.parts import (
     JoinedFiles,
@@ -31,7 +32,6 @@ from ringspark.estimators.training.checkpoint.weights import (
     local_file,
     read_info,
 )
-from ringspark.estimators.training.tuning.average import Average
 from ringspark.pipelines import storage
 
 

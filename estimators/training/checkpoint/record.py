@@ -11,7 +11,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ringspark.estimators.parallel.model.cut import Spread
+from ringspark.estimators.parallel.cut import Spread
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.non_finite import NonFiniteStep
 from ringspark.pipelines.typed_json import OtherFormatError, added, record, versioned

@@ -29,7 +29,7 @@ import torch
 
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.base import GradientSync
-from ringspark.estimators.parallel.model.layout import ModelLayout, layout_of
+from ringspark.estimators.parallel.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, whole
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.parts import (

@@ -25,8 +25,8 @@ import torch
 from fsspec.spec import AbstractBufferedFile
 from torch import nn
 
+from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import Mesh
-from ringspark.estimators.parallel.model.layout import layout_of
 from ringspark.estimators.parallel.optimizer_state import part_of
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.solo import Solo

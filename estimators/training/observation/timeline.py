@@ -28,7 +28,7 @@ from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
 
 # Import path of the implementation that records, with the arguments of `RankTimeline`.
-RANK_TIMELINE = "ringspark.estimators.training.observation.rank_timeline:RankTimeline"
+RANK_TIMELINE = "ringspark.extras.timeline.rank_timeline:RankTimeline"
 
 StepKind = Literal["read", "transform", "forward", "backward", "exchange", "step"]
 RareKind = Literal["checkpoint", "validation"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringspark.estimators.parallel.model.layout import layout_of
+from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.training.optimizers.groups import group_parameters
 from ringspark.estimators.training.optimizers.registry import make_optimizer
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ringspark.estimators.names import nearest
-from ringspark.estimators.parallel.model.layout import layout_of
+from ringspark.estimators.parallel.layout import layout_of
 
 # Keys of one entry of `parameterGroups`, and torch.optim's names for them.
 GROUP_KEYS = {"params": "params", "learningRate": "lr", "weightDecay": "weight_decay"}

@@ -62,7 +62,7 @@ class TrainConfig:
         freeze: Patterns over names of parameters that are not trained.
         lora: Arguments of `models.lora.add_lora`, and patterns over what is trained beside; None for none.
         pretrained: Place of the first weights, see `tuning.pretrained`; None for those of the model.
-        ema_decay: Decay of the average of the weights, see `tuning.average`; None for no average.
+        ema_decay: Decay of the average of the weights, see `training.average`; None for no average.
         metrics: Names of `METRICS` or of `UserObjects.metrics`, over training and validation rows.
         own_metrics: The latter, as `check_training` found them.
         monitor: Entry of the history that decides which epoch is best; "" for the validation loss, or the

@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from registries import list_available, names_of
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.compressors import COMPRESSORS, Compressor, resolved_compression
 from ringspark.estimators.collectives.compressors.options import resolved
-from ringspark.estimators.collectives.compressors.sparsify import chances_for
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.sharing_member import SharingMember
 from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.training.phase import Status
 
 SHAPES = [torch.Size((60, 50)), torch.Size((8, 4, 16)), torch.Size((33, 40))]
@@ -70,10 +71,11 @@ def _noise(rank: int) -> torch.Tensor:
 
 
 def _contract(collective: Collective, device: str, status: Status) -> str:
-    results = [{name: _of_one(name, collective) | _drawn(name, collective) for name in COMPRESSORS}]
+    names = list_available(COMPRESSORS)
+    results = [{name: _of_one(name, collective) | _drawn(name, collective) for name in names}]
     if isinstance(collective, SharingMember):
         collective.share(None)
-        results.append({name: _of_one(name, collective) for name in COMPRESSORS})
+        results.append({name: _of_one(name, collective) for name in names})
     return json.dumps(results)
 
 
@@ -154,7 +156,7 @@ def _each(gang: tuple[str, int], compressor: str) -> list[list[dict[str, Any]]]:
 pytestmark = pytest.mark.distributed
 over_all = [
     pytest.mark.parametrize("gang", GANGS),
-    pytest.mark.parametrize("compressor", COMPRESSORS),
+    pytest.mark.parametrize("compressor", names_of(COMPRESSORS)),
 ]
 
 
@@ -195,6 +197,7 @@ def test_sixteen_bits_round_no_more_than_their_fraction_allows(gang: tuple[str, 
             assert 0 < max(rank["rounding"] for rank in road) <= most, compressor
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("gang", GANGS)
 def test_random_compressors_are_right_on_average(gang: tuple[str, int]) -> None:
     unbiased = [name for name, kind in COMPRESSORS.items() if kind.unbiased]
@@ -283,6 +286,7 @@ def test_fp16_takes_very_large_and_very_small_numbers_of_fp32(dtype: torch.dtype
         torch.testing.assert_close(total, vector, rtol=2**-11, atol=0)
 
 
+@pytest.mark.extras
 def test_signs_without_feedback_go_the_wrong_way_and_with_it_the_right_one() -> None:
     """A gradient of 4 in one step of four and of -1 in the others, beside a large one that sets the size."""
     shape, local = [torch.Size((1, 2))], LocalCollective()
@@ -301,7 +305,7 @@ def test_signs_without_feedback_go_the_wrong_way_and_with_it_the_right_one() -> 
     assert sums[True] == pytest.approx(100, abs=10)
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", names_of(COMPRESSORS))
 def test_residuals_stay_of_the_size_of_some_gradients(name: str) -> None:
     """What sends more than there is leaves more than there was, and doubles it in the next step."""
     compressor, residual = _made(name, feedback=True), torch.zeros(ELEMENTS)
@@ -311,6 +315,7 @@ def test_residuals_stay_of_the_size_of_some_gradients(name: str) -> None:
     assert float(residual.square().mean().sqrt()) < 30
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_the_variance_of_levels_is_within_the_bound_of_the_paper(bits: int) -> None:
     values = resolved_compression({"name": "qsgd", "bits": bits, "feedback": True})
@@ -323,7 +328,9 @@ def test_the_variance_of_levels_is_within_the_bound_of_the_paper(bits: int) -> N
     assert 0 < variance <= min(512 / levels**2, math.sqrt(512) / levels)
 
 
+@pytest.mark.extras
 def test_the_chances_add_up_to_the_share_and_grow_with_the_size() -> None:
+    chances_for = load_object("ringspark.extras.compressors.sparsify:chances_for")
     vector = torch.cat([torch.tensor([1e6, -1e6]), torch.linspace(0, 1, 998), torch.zeros(0)])
     chances = chances_for(vector, 0.1)
     assert float(chances.sum()) == pytest.approx(100, rel=1e-4)

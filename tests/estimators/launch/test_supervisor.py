@@ -33,9 +33,9 @@ from ringspark.estimators.launch.heartbeat import (
     read_beats,
 )
 from ringspark.estimators.launch.monitor import Monitor
+from ringspark.estimators.launch.owner import write_owner
 from ringspark.estimators.launch.spark_job import lost_workers, was_cancelled
 from ringspark.estimators.launch.supervisor import Supervisor
-from ringspark.estimators.run.owner import write_owner
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from registries import names_of
 from small_training import config_of, train_gang, weights_of
 
 from ringspark.estimators import WorkerError
@@ -101,7 +102,7 @@ def test_fp16_trains_with_residuals_that_its_loss_scale_does_not_touch(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", names_of(COMPRESSORS))
 def test_every_compressor_trains_nearly_as_whole_gradients_do(
     make_shards: MakeShards, tmp_path: Path, name: str
 ) -> None:

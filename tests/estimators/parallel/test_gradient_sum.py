@@ -18,13 +18,13 @@ from ringspark.estimators.collectives import Collective, Member
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.torch_collective import TorchCollective
 from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.parallel.data.gradient_buckets import BUCKET_BYTES
 from ringspark.estimators.parallel.data.gradient_sum import (
     FLAT_BYTES,
     NETWORK_FLAT_BYTES,
     SummedGradients,
     bucket_bytes_of,
 )
-from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
 from ringspark.estimators.parallel.sharded.zero import ShardedSync, whole_gang
 
 

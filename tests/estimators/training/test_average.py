@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ringspark.estimators.training.tuning.average import Average
+from ringspark.estimators.training.average import Average
 
 
 def test_the_trained_weights_come_back_after_an_error() -> None:

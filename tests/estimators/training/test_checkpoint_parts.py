@@ -23,8 +23,8 @@ from small_training import config_of
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.base import PlainSync
+from ringspark.estimators.parallel.cut import Cut, Spread
 from ringspark.estimators.parallel.mesh import Mesh
-from ringspark.estimators.parallel.model.cut import Cut, Spread
 from ringspark.estimators.parallel.model.spread import spread
 from ringspark.estimators.training.checkpoint.folders import (
     copy_checkpoint,

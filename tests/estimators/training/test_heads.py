@@ -14,7 +14,8 @@ from torch import nn
 
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.run.identity import data_differences, differences, identity_of
-from ringspark.estimators.training.objective.heads import Head, make_heads, with_outputs
+from ringspark.estimators.training.make_heads import make_heads, with_outputs
+from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 
 ROWS = 12

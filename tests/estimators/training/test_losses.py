@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from ringspark.estimators.training.make_heads import ignored_label
 from ringspark.estimators.training.objective.criterion import Criterion, row_weights
-from ringspark.estimators.training.objective.heads import Head, ignored_label
+from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import (
     LOSSES,
     NOT_OF_OUTPUT_AND_LABEL,

@@ -17,8 +17,8 @@ from torch import nn
 
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.finetuning.pretrained import check_pretrained, load_pretrained
 from ringspark.estimators.training.settings.config import UserObjects
-from ringspark.estimators.training.tuning.pretrained import check_pretrained, load_pretrained
 from ringspark.models import ModelSpec
 from ringspark.models.lora import add_lora
 from ringspark.pipelines import ShardManifest

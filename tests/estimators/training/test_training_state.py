@@ -17,7 +17,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
-from ringspark.estimators.parallel.model.cut import Cut, Spread
+from ringspark.estimators.parallel.cut import Cut, Spread
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.parts import JoinedFiles
 from ringspark.estimators.training.checkpoint.reading import load_training_state

@@ -23,8 +23,8 @@ from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint.reading import verify
 from ringspark.estimators.training.checkpoint.weights import read_adapter
 from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.finetuning.freezing import tune
 from ringspark.estimators.training.settings.config import UserObjects
-from ringspark.estimators.training.tuning.freezing import tune
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest

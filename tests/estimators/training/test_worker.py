@@ -197,7 +197,9 @@ def test_shuffle_is_obeyed_and_every_row_is_seen_once(
     rows = np.arange(100, dtype=np.float32)
     manifest = make_shards({"x": rows, "y": rows}, row_group_rows=16, num_files=1)
     recorder = _Recorder()
-    monkeypatch.setattr("ringspark.estimators.training.worker.build_module", lambda config, objects: recorder)
+    monkeypatch.setattr(
+        "ringspark.estimators.training.rank_network.build_module", lambda config, objects: recorder
+    )
     config = _config(manifest, tmp_path / "a", model=None, epochs=1, shuffle=shuffle, learning_rate=1e-6)
     train_here(config, UserObjects(module=recorder))
     assert sorted(recorder.seen) == rows.tolist()

@@ -35,7 +35,7 @@ from ringspark.models.reports import CountedLayer, counted_layers
 from ringspark.models.skeleton import skeleton
 
 # Runs stages that pass values to each other in chunks of the sequence.
-CHUNKED_EXECUTOR = "ringspark.estimators.parallel.model.pipeline.chunked_executor:ChunkedExecutor"
+CHUNKED_EXECUTOR = "ringspark.extras.schedules.chunked_executor:ChunkedExecutor"
 
 
 @dataclass(frozen=True, kw_only=True)

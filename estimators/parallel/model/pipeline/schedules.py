@@ -57,8 +57,8 @@ SCHEDULES: dict[str, Schedule] = {
     "interleaved": Schedule(order=orders.interleaved, virtual=(2, _MANY)),
     "zero_bubble": Schedule(order=orders.zero_bubble, virtual=(1, _MANY), splits=True),
     "zbv": Schedule(order=orders.zbv, virtual=(2, 2), splits=True, is_v=True),
-    "pipedream": Schedule(passes="ringspark.estimators.parallel.model.pipeline.delayed_passes:PipeDream"),
-    "2bw": Schedule(passes="ringspark.estimators.parallel.model.pipeline.delayed_passes:DoubleBuffered"),
+    "pipedream": Schedule(passes="ringspark.extras.schedules.delayed_passes:PipeDream"),
+    "2bw": Schedule(passes="ringspark.extras.schedules.delayed_passes:DoubleBuffered"),
 }
 
 

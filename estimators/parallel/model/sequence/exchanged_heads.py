@@ -12,7 +12,8 @@ from typing import ClassVar
 
 import torch
 
-from ringspark.estimators.parallel.model.communication import exchanged, length_of_part
+from ringspark.estimators.parallel.cut import length_of_part
+from ringspark.estimators.parallel.model.communication import exchanged
 from ringspark.estimators.parallel.model.sequence.context import Context
 from ringspark.models.whole_rows import attend
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ringspark.estimators.parallel.model.communication import length_of_part
+from ringspark.estimators.parallel.cut import length_of_part
 
 # First token, and the one behind the last.
 Span = tuple[int, int]

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import torch
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.parallel.cut import length_of_part
 from ringspark.estimators.parallel.model.communication import (
     copied,
     cut_along,
     joined,
     joined_for_parts,
-    length_of_part,
     scaled_gradient,
     scattered,
     summed,

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.parallel.cut import Cut, parameter_part
 from ringspark.estimators.parallel.mesh import Mesh, groups_over
 from ringspark.estimators.parallel.model.communication import copied, joined, part_of_whole, summed
-from ringspark.estimators.parallel.model.cut import Cut, parameter_part
 from ringspark.estimators.parallel.model.stand_in import StandIn
 
 AXIS = "tensor"

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.parallel.cut import Cut, parameter_part, part_of
 from ringspark.estimators.parallel.model.communication import joined
-from ringspark.estimators.parallel.model.cut import Cut, parameter_part, part_of
 from ringspark.estimators.parallel.model.tensor.between import Between
 from ringspark.estimators.parallel.model.tensor.draws import OwnDraws
 from ringspark.estimators.parallel.model.tensor.grid import Grids

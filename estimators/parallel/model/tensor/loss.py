@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.model.communication import joined, length_of_part
+from ringspark.estimators.parallel.cut import length_of_part
+from ringspark.estimators.parallel.model.communication import joined
 from ringspark.estimators.parallel.model.tensor.layers import VocabularyEmbedding
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.names import nearest
-from ringspark.estimators.parallel.model.cut import Cut
+from ringspark.estimators.parallel.cut import Cut
 from ringspark.estimators.parallel.model.tensor.between import PartRows, PartsBetween, WholeBetween
 from ringspark.estimators.parallel.model.tensor.draws import OwnDraws
 from ringspark.estimators.parallel.model.tensor.grid import GridLinear, Grids, grids_without_peers

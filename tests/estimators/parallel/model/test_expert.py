@@ -16,8 +16,8 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.base import GradientSync, PlainSync
+from ringspark.estimators.parallel.cut import join
 from ringspark.estimators.parallel.mesh import AXES, Mesh
-from ringspark.estimators.parallel.model.cut import join
 from ringspark.estimators.parallel.model.expert import expert_names, spread_experts
 from ringspark.estimators.parallel.model.expert_sum import ExpertSum
 from ringspark.estimators.parallel.model.spread import check_spread

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from registries import has_extras
 from torch import nn
 from torch.nn import functional as F
 
@@ -206,7 +207,7 @@ def _all_gradients(
 def test_one_rank_is_a_pipeline_too() -> None:
     """Stages of one rank hand their values to each other, and tied parameters are one there."""
     mesh = Mesh.of(LocalCollective())
-    for schedule in SCHEDULES:
+    for schedule in FLUSHED:
         whole, passes = _made("transformer_lm", mesh, schedule)
         micros = _split(_batch("transformer_lm", 5, 0), (2, 2, 1))
         _whole(whole, micros)
@@ -489,10 +490,12 @@ def _check_late(size: int, cases: list[tuple[str, str, int]]) -> None:
         assert all(value < 1e-6 for name, value in found.items() if "after" in name), text
 
 
+@pytest.mark.extras
 def test_schedules_without_a_flush_are_training_with_late_gradients() -> None:
     _check_late(2, [("2bw", "transformer_lm", 3), ("pipedream", "mlp", 1)])
 
 
+@pytest.mark.extras
 @pytest.mark.slow
 def test_late_gradients_on_four_ranks() -> None:
     cases = [(schedule, "mlp", m) for schedule in ("2bw", "pipedream") for m in (1, 2, 4)]
@@ -503,7 +506,7 @@ def test_late_gradients_on_four_ranks() -> None:
 def _special(collective: Collective, device: str, status: Status) -> str:
     mesh = Mesh.of(collective, {"pipeline": collective.size})
     found: dict[str, float] = {}
-    for schedule in ("1f1b", "zero_bubble", "2bw"):
+    for schedule in ("1f1b", "zero_bubble", *(["2bw"] if has_extras() else [])):
         for case in ("recomputed", "autocast", "frozen"):
             family: str = "mixture" if case == "recomputed" else "transformer_classifier"
             around: Any = nullcontext

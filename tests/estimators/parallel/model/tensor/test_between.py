@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.expert import spread_experts
-from ringspark.estimators.parallel.model.layout import layout_of
 from ringspark.estimators.parallel.model.spread import partial_gradients, spread
 from ringspark.estimators.parallel.model.tensor import region_of, spread_tensor
 from ringspark.estimators.parallel.model.tensor.between import PartsBetween

@@ -1,0 +1,88 @@
+"""Makes the heads of a training from its settings and its data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ringspark.estimators.training.objective.heads import Head
+from ringspark.estimators.training.objective.losses import (
+    ClassLoss,
+    MemberLoss,
+    RowLoss,
+    default_loss,
+    resolve_loss,
+)
+from ringspark.estimators.training.objective.own_metrics import task_of
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.pipelines import ShardManifest
+
+
+def with_outputs(config: TrainConfig, widths: Sequence[int]) -> TrainConfig:
+    """Returns the config with the widths of the network's outputs, and with names for losses "auto"."""
+    losses = tuple(
+        default_loss(config.task, width) if name == "auto" else name
+        for name, width in zip(config.losses, widths, strict=True)
+    )
+    return replace(config, losses=losses, output_widths=tuple(widths))
+
+
+def make_heads(
+    config: TrainConfig, objects: UserObjects, manifest: ShardManifest | None = None
+) -> tuple[Head, ...]:
+    """Returns the heads, in the order of the labels.
+
+    Args:
+        config: Result of `with_outputs`; the memory planner's has no widths, and each counts as 1.
+        manifest: Holds the range of the labels. Without it, no row counts as ignored.
+
+    Raises:
+        ValueError: A metric suits no label.
+    """
+    widths = config.output_widths or (1,) * len(config.label_columns)
+    settings = zip(config.label_columns, config.loss_weights, widths, strict=True)
+    per_row = {metric.name: metric.per_row for metric in config.own_metrics}
+    own = {name: (metric, per_row.get(name, False)) for name, metric in objects.metrics.items()}
+    heads = []
+    for index, (label, weight, width) in enumerate(settings):
+        head = Head(label=label, loss=objects.loss(config, index), weight=weight, width=width)
+        ignored = None
+        if manifest is not None:
+            ignored = ignored_label(resolve_loss(head.loss), manifest.range_of(label))
+        metrics = _metrics_of(head, config, objects.metrics)
+        heads.append(replace(head, metrics=metrics, own_metrics=own, ignored=ignored))
+    for name in config.metrics:
+        if not any(name in head.metrics for head in heads):
+            task = task_of(objects.metrics.get(name, name))
+            raise ValueError(
+                f"metrics {name!r} is of a {task} and suits none of the losses "
+                f"{list(config.losses)}; drop it or set loss"
+            )
+    return tuple(heads)
+
+
+def _metrics_of(head: Head, config: TrainConfig, own: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the metrics of classes if the loss takes classes, else those of values; all for a callable."""
+    task = config.task
+    if task == "any" and isinstance(head.loss, str | nn.Module):
+        task = "classification" if head.takes_classes else "regression"
+    if task == "any":
+        return config.metrics
+    return tuple(name for name in config.metrics if task_of(own.get(name, name)) in (None, task))
+
+
+def ignored_label(loss: RowLoss, label_range: tuple[float, float] | None = None) -> int | None:
+    """Returns the class number of rows that a loss ignores, and metrics must too; None if there is none.
+
+    Args:
+        label_range: Smallest and largest label of all rows, if known; a number outside of it is no row's.
+    """
+    inner = loss.member if isinstance(loss, MemberLoss) else loss
+    if not isinstance(inner, ClassLoss):
+        return None
+    if label_range is not None and not label_range[0] <= inner.ignored <= label_range[1]:
+        return None
+    return inner.ignored

@@ -1,0 +1,193 @@
+"""Makes the network of one rank: builds it, shards it, and wraps it with its optimizer.
+
+The steps are methods in the order of their calls. Each runs on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from ringspark.estimators.parallel import STRATEGIES, Exchange
+from ringspark.estimators.parallel.base import GradientSync, PlainSync, refuse_sparse
+from ringspark.estimators.parallel.first_weights import give_first_weights, put_off, waits
+from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.model.expert_sum import ExpertSum
+from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
+from ringspark.estimators.parallel.model.sharded import sharded
+from ringspark.estimators.parallel.model.spread import partial_gradients, spread
+from ringspark.estimators.parallel.sharded.fully_sharded import FullySharded
+from ringspark.estimators.training.checkpoint.solo import Solo
+from ringspark.estimators.training.driver_check import build_module, own_optimizer
+from ringspark.estimators.training.finetuning.pretrained import load_pretrained
+from ringspark.estimators.training.phase import Status
+from ringspark.estimators.training.precision import autocast, keep_norms_fp32
+from ringspark.estimators.training.probe import probe, samples
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
+from ringspark.estimators.training.stage_recompute import policy_of_stage
+from ringspark.models import apply_activation_checkpoint
+from ringspark.models.batch_norm import accept_single_rows
+from ringspark.models.deferred import deferred
+from ringspark.models.generators import seed_constructor
+from ringspark.models.recompute.activation_checkpoint import block_names
+from ringspark.models.skeleton import changed_state, skeleton
+from ringspark.pipelines import ShardManifest
+
+
+class RankNetwork:
+    """The network of one rank.
+
+    Attributes:
+        module: The whole network after `build`, this rank's shard of it after `shard`.
+        pipeline: Passes through the stages of a pipeline; None without one.
+    """
+
+    module: nn.Module
+    pipeline: PipelinePasses | None = None
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        objects: UserObjects,
+        manifest: ShardManifest,
+        mesh: Mesh,
+        device: torch.device,
+        status: Status,
+    ) -> None:
+        self._config, self._objects, self._manifest = config, objects, manifest
+        self._mesh, self._device, self._status = mesh, device, status
+        self._start_state: nn.Module | None = None
+
+    def build(self) -> None:
+        """Builds the whole network, with pretrained weights on rank 0; weights may be deferred."""
+        config, objects = self._config, self._objects
+        self._status.phase = "building the model"
+        seed_constructor(config.seed)
+        found = deferred(partial(build_module, config, objects)) if config.builds_in_parts else None
+        if found is None:
+            module = build_module(config, objects)
+        else:
+            module, first = found
+            put_off(module, first)
+        if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
+            # A first pass initializes lazy layers, as on the driver.
+            probe(module, config, self._manifest, objects)
+        if config.pretrained is not None:
+            self._status.phase = "loading the pretrained weights"
+            solo = Solo(self._mesh, self._status.tick)
+            if self._mesh.writes:
+                # The other ranks receive them with the initial weights.
+                load_pretrained(config.pretrained, module, solo.progress)
+            solo.end()
+        if not waits(module):
+            module = module.to(self._device)
+        accept_single_rows(module)
+        if config.precision != "fp32":
+            keep_norms_fp32(module)
+        self.module = module
+
+    def shard(self) -> None:
+        """Keeps this rank's shard of the network, if the mesh shards it, and initializes deferred weights."""
+        config, mesh, module = self._config, self._mesh, self.module
+        self._blocks = block_names(module)
+        if mesh.cuts_network:
+            self._status.phase = "cutting the network"
+            if not waits(module):
+                with torch.no_grad():
+                    mesh.world.broadcast(list(module.state_dict().values()))
+            sample = None
+            if self._objects.transform_batch is None:
+                sample = samples(config.input_columns, self._manifest)
+            accumulation = config.gradient_accumulation
+            self.pipeline = spread(module, mesh, config.parallelism, accumulation, sample, self._device)
+            if waits(module) and config.sharding != "parameters":
+                give_first_weights(module, mesh, self._device)
+        # After `spread`, which refuses gradient hooks, because this call adds some.
+        self._refuse_sparse_gradients()
+        if not mesh.cuts_network:  # a shard of a network holds connections, which cannot be copied
+            self._start_state = skeleton(module)
+
+    def recompute(self) -> None:
+        """Applies `gradientCheckpointing`."""
+        policy = segment_policy(self._config.gradient_checkpointing)
+        if self.pipeline is not None:
+            policy = policy_of_stage(policy, self._blocks, self.module)
+        apply_activation_checkpoint(self.module, policy)
+
+    def wrap(self) -> GradientSync:
+        """Synchronizes the network with the other ranks, and makes its optimizer."""
+        self._status.phase = "sharing the first weights"
+        sync = wrap_network(self._config, self._objects, self.module, self._mesh, self._device)
+        sync.progress = self._status.tick
+        # Ranks hold different gradient shards, so they must agree on overflow.
+        sync.ranks_differ |= self._mesh.cuts_network
+        return sync
+
+    def changed_state(self) -> tuple[str, ...]:
+        """Returns the names of state that the training has changed and a checkpoint does not hold."""
+        return () if self._start_state is None else tuple(changed_state(self._start_state, self.module))
+
+    def _refuse_sparse_gradients(self) -> None:
+        """Makes embeddings give dense gradients if a rank's gradients are no whole rows."""
+        config, module = self._config, self.module
+        # These two strategies send rows of embeddings, and refuse other sparse gradients themselves.
+        if config.num_workers == 1 or _exchange(config).strategy in ("data_parallel", "compressed"):
+            return
+        for layer in module.modules():
+            if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+                layer.sparse = False
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(partial(refuse_sparse, name))  # type: ignore[no-untyped-call]
+
+
+def wrap_network(
+    config: TrainConfig, objects: UserObjects, module: nn.Module, mesh: Mesh, device: torch.device
+) -> GradientSync:
+    """Synchronizes a rank's shard of the network with the other ranks, and makes its optimizer."""
+    exchange = _exchange(config)
+    make, around = partial(own_optimizer, config, objects), partial(autocast, config.precision, device)
+    is_staged = mesh.sizes["pipeline"] > 1
+    # A pipeline also runs passes without rows itself.
+    passes = 0 if is_staged else config.gradient_accumulation
+    is_frozen = not any(p.requires_grad for p in module.parameters())
+    if mesh.sizes["expert"] > 1 and exchange.sharding == "none" and not (is_staged and is_frozen):
+        return ExpertSum(module, make(module), mesh, rounds=passes, around=around)
+    if is_frozen:
+        # The whole stage is frozen, on all ranks that have it.
+        return PlainSync(module, make(module))
+    is_partial = partial_gradients(module) is not None
+    if (is_staged or is_partial) and exchange.sharding == "gradients":
+        # Gradients must not leave in the backward pass of a micro-batch: other stages, or ranks that had
+        # other tokens, add theirs at the end, and a schedule may release them after the next step's passes.
+        exchange = replace(exchange, sharding="optimizer")
+    if exchange.sharding == "parameters" and (mesh.cuts_network or mesh.sizes["shard"] > 1 or waits(module)):
+        return FullySharded().over(module, make, mesh, exchange, device)
+    if exchange.sharding != "none" and (mesh.sizes["expert"] > 1 or mesh.sizes["shard"] > 1):
+        return sharded(
+            module,
+            make,
+            mesh,
+            passes=passes,
+            micro_batches=exchange.micro_batches,
+            during_backward=exchange.sharding == "gradients",
+            around=around,
+        )
+    return STRATEGIES[exchange.strategy]().prepare(module, make, mesh.gradients, exchange)
+
+
+def _exchange(config: TrainConfig) -> Exchange:
+    return Exchange(
+        micro_batches=config.gradient_accumulation,
+        sharding=config.sharding,
+        compression=config.gradient_compression,
+        noise_scale=config.noise_scale,
+        seed=config.seed,
+        consistency=config.consistency,
+        timeout_seconds=config.timeout_seconds,
+        local_steps=config.local_steps,
+    )

@@ -1,0 +1,5 @@
+"""Moved to `ringspark.extras.tuning`."""
+
+from ringspark.estimators.lazy_imports import forward_to
+
+__getattr__ = forward_to("ringspark.extras.tuning")

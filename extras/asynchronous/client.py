@@ -1,0 +1,145 @@
+"""A worker's view of all servers: push and pull by the index of a parameter.
+
+client.push(index, gradient)      # of the present step
+client.tick()                     # ends the step
+client.pull(index)                # waits until the bound allows it; sees what this worker has pushed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ringspark.estimators.parallel.sharded.pieces import flat
+from ringspark.estimators.parallel.sharded.shard_layout import Piece
+from ringspark.extras.asynchronous.links import Link
+
+_NOT_SENT = ("params", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+
+
+class ParameterClient:
+    """One worker's connections to all servers.
+
+    Attributes:
+        clock: Steps that this worker has ended.
+        progress: Called whenever a worker that this one waits for takes a step.
+        bytes_sent: Payload bytes of all pushes to other ranks.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        pieces: Sequence[Mapping[int, Piece]],
+        parameters: Sequence[torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+        bound: int | None,
+    ) -> None:
+        """Stores its arguments.
+
+        Args:
+            links: To each server, in rank order.
+            pieces: For each server, its pieces by the parameter's index, in its own order.
+            parameters: The worker's own copy of all parameters; their memory order is that of the pieces.
+            optimizer: The settings of its groups, such as the learning rate, travel with each push.
+            bound: See `Consistency`.
+        """
+        self.clock = 0
+        self.progress: Callable[[], None] = lambda: None
+        self.bytes_sent = 0
+        self._links = links
+        self._pieces = pieces
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._bound = bound
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the workers take each step together."""
+        return self._bound == 0
+
+    def push(self, index: int, gradient: torch.Tensor) -> None:
+        """Sends the gradient of one parameter, of the parameter's shape, as part of the present step."""
+        self._send({index: gradient}, ends_step=False)
+
+    def pull(self, index: int) -> torch.Tensor:
+        """Returns the present value of a parameter; waits until this worker is within the bound.
+
+        Raises:
+            CollectiveError: A worker has left, so the training cannot go on.
+        """
+        parameter = self._parameters[index]
+        result = torch.empty_like(parameter)
+        self._read([index], self._bound, {index: result})
+        return result
+
+    def tick(self) -> None:
+        """Ends the present step: this worker's clock goes on."""
+        self.push_step({})
+
+    def push_step(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Sends all gradients of a step, by the parameter's index, and ends the step."""
+        self._send(gradients, ends_step=True)
+        self.clock += 1
+
+    def pull_all(self, bound: int | None) -> None:
+        """Overwrites the worker's parameters by their present values; waits like `pull`."""
+        self._read(None, bound, dict(enumerate(self._parameters)))
+
+    def await_all(self) -> None:
+        """Waits until every worker has pushed as many steps as this one."""
+        self._read([], 0, {})
+
+    def read_all(self) -> None:
+        """`pull_all` under the bound of the consistency."""
+        self.pull_all(self._bound)
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+
+    @torch.no_grad()
+    def _send(self, gradients: Mapping[int, torch.Tensor], *, ends_step: bool) -> None:
+        whole = {index: _in_order(g, self._parameters[index]) for index, g in gradients.items()}
+        groups = [group_settings(group) for group in self._optimizer.param_groups]
+        for link, pieces in zip(self._links, self._pieces, strict=True):
+            own = {
+                index: flat(whole[index])[piece.start : piece.stop].cpu()
+                for index, piece in pieces.items()
+                if index in whole
+            }
+            if own or ends_step:
+                self.bytes_sent += link.push(own, groups, ends_step=ends_step)
+
+    @torch.no_grad()
+    def _read(
+        self, indices: Sequence[int] | None, bound: int | None, into: Mapping[int, torch.Tensor]
+    ) -> None:
+        asked = [
+            [index for index in pieces if indices is None or index in indices] for pieces in self._pieces
+        ]
+        for link, own in zip(self._links, asked, strict=True):
+            link.ask(None if indices is None else own, self.clock, bound)
+        for link, own, pieces in zip(self._links, asked, self._pieces, strict=True):
+            for index, values in zip(own, link.answer(self.progress), strict=True):
+                piece = pieces[index]
+                flat(into[index].data)[piece.start : piece.stop] = values.to(into[index].device)
+
+
+def _in_order(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient in the parameter's own dtype and order of memory."""
+    if gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
+
+
+def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of an optimizer's group that its steps depend on, as plain values."""
+    plain: dict[str, Any] = {"lr": float(group["lr"])}
+    for key, value in group.items():
+        is_plain = isinstance(value, bool | int | float | str) or value is None
+        is_plain = is_plain or (isinstance(value, tuple) and all(isinstance(v, int | float) for v in value))
+        if is_plain and key not in _NOT_SENT and key != "lr":
+            plain[key] = value
+    return plain

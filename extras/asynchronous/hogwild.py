@@ -1,0 +1,210 @@
+"""Hogwild: the ranks of one host train the same weights in shared memory, without a lock.
+
+Recht et al. 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent". Each rank
+computes gradients at whatever the weights are, and its optimizer writes into them while others read and
+write; an update may be lost where two write one element at the same time. The paper's bound is for sparse
+gradients and plain SGD. An optimizer's own state, such as momentum, stays with its rank.
+
+As out of step on a parameter server, a step is that of the mean gradient of the rank's own rows, with the
+rate divided by the number of ranks. Servers without parameters keep the clocks of the ranks: so `settle`
+knows when all have taken their steps, and a rank that is gone is noticed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.base import gather_bytes
+from ringspark.estimators.collectives.shared_memory import (
+    TOKEN_BYTES,
+    connect_to_door,
+    open_door,
+    receive_descriptors,
+    send_descriptors,
+)
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, Scaler
+from ringspark.estimators.parallel.consistency import Consistency
+from ringspark.estimators.parallel.data.data_parallel import DataParallel
+from ringspark.estimators.parallel.exchange import Exchange
+from ringspark.estimators.parallel.sharded.pieces import is_dense, place
+from ringspark.extras.asynchronous.client import ParameterClient
+from ringspark.extras.asynchronous.parameter_server import open_service
+from ringspark.extras.asynchronous.server import ShardServer
+from ringspark.extras.asynchronous.table import Table
+from ringspark.extras.local_sgd.rank_optimizer import load_tensors, state_tensors
+
+# Every parameter begins at a cache line of its own.
+_ALIGNMENT = 64
+_REMEDY = "set consistency='asp', which goes through the network"
+
+
+class Hogwild:
+    """Puts the trained parameters of the ranks of one host into memory that all of them map."""
+
+    def prepare(
+        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, exchange: Exchange
+    ) -> GradientSync:
+        if collective.size == 1:
+            return DataParallel().prepare(module, make_optimizer, collective, exchange)
+        if collective.member.cross_size > 1:
+            raise ValueError(
+                "consistency 'hogwild' trains in the memory of one host, and the workers are on "
+                f"{collective.member.cross_size} hosts; {_REMEDY}"
+            )
+        with torch.no_grad():
+            collective.broadcast(list(module.state_dict().values()))
+        trained = [p for p in module.parameters() if p.requires_grad]
+        if any(p.device.type != "cpu" for p in trained):
+            raise ValueError(f"consistency 'hogwild' trains in the host's memory, not on a GPU; {_REMEDY}")
+        share_memory(trained, collective, exchange.timeout_seconds)
+        optimizer = make_optimizer(module)
+        consistency = Consistency.of(exchange.consistency)
+        seconds = exchange.timeout_seconds
+        table = Table({}, None, collective.size, consistency, seconds)
+        none: list[Mapping[int, object]] = [{} for _ in range(collective.size)]
+        server, client = open_service(
+            table,
+            none,  # type: ignore[arg-type]
+            [],
+            optimizer,
+            collective,
+            consistency,
+            seconds,
+        )
+        return HogwildSync(module, optimizer, server, client, collective)
+
+
+def share_memory(parameters: Sequence[nn.Parameter], collective: Collective, timeout_seconds: float) -> None:
+    """Moves equal parameters to memory that all ranks map, until they leave. Runs on every rank.
+
+    The memory has no name in a file system, so a rank that is killed leaves nothing.
+
+    Args:
+        timeout_seconds: Longest wait of a rank for the memory.
+
+    Raises:
+        ValueError: The ranks do not see the same memory; raised on every rank.
+    """
+    starts, end = [], _ALIGNMENT
+    for parameter in parameters:
+        if not is_dense(parameter):
+            # Its elements would reach into those of the next one.
+            parameter.data = parameter.data.contiguous()
+        starts.append(end)
+        end += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
+    memory = _open_memory(end, collective, timeout_seconds)
+    able = collective.all_gather(torch.tensor([int(memory is not None)]))
+    if memory is None or not all(int(flag) for flag in able):
+        raise ValueError(
+            f"consistency 'hogwild' needs {end:,} bytes of memory that all workers share; run them in one "
+            f"container or without any, with that much memory, or {_REMEDY}"
+        )
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    for parameter, start in zip(parameters, starts, strict=True):
+        elements = whole[start : start + parameter.nbytes].view(parameter.dtype)
+        shared = place(elements, 0, parameter.shape, parameter.stride())
+        if collective.rank == 0:
+            shared.copy_(parameter.data)
+        parameter.data = shared
+    collective.barrier()
+    collective.on_leave(partial(_take_out, parameters))
+
+
+def _open_memory(num_bytes: int, collective: Collective, timeout_seconds: float) -> mmap.mmap | None:
+    """Returns memory that rank 0 makes and sends the other ranks. Runs on every rank.
+
+    Returns:
+        None if rank 0 has not that much memory, or this rank cannot reach it.
+    """
+    with ExitStack() as stack:
+        memory: mmap.mmap | None = None
+        descriptor, door, link = -1, None, None
+        token = secrets.token_bytes(TOKEN_BYTES)
+        if collective.rank == 0:
+            # Only Linux has such memory.
+            with suppress(OSError, AttributeError):
+                descriptor = os.memfd_create("ringspark-hogwild")
+                stack.callback(os.close, descriptor)
+                # Takes the memory now: where it is short, this fails, and writing would end the process.
+                os.posix_fallocate(descriptor, 0, num_bytes)
+                memory = mmap.mmap(descriptor, num_bytes)
+                door = open_door(stack)
+        address = gather_bytes(collective, token + (door.getsockname() if door else b""))[0]
+        token, name = address[:TOKEN_BYTES], address[TOKEN_BYTES:]
+        if collective.rank:
+            link = connect_to_door(name, token, collective.rank, stack, timeout_seconds)
+        # Rank 0 waits for no connection.
+        collective.barrier()
+        with suppress(OSError, ValueError):
+            if door is not None:
+                send_descriptors(door, token, {rank: [descriptor] for rank in range(1, collective.size)})
+            elif link is not None:
+                (descriptor,) = receive_descriptors(link, 1)
+                stack.callback(os.close, descriptor)
+                memory = mmap.mmap(descriptor, num_bytes)
+        return memory
+
+
+def _take_out(parameters: Sequence[nn.Parameter]) -> None:
+    """Gives the network memory of its own again, so that nothing holds the shared one."""
+    for parameter in parameters:
+        parameter.data = parameter.data.clone()
+
+
+class HogwildSync(PlainSync):
+    """Steps on the shared weights at once."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        server: ShardServer,
+        client: ParameterClient,
+        collective: Collective,
+    ) -> None:
+        super().__init__(network, optimizer)
+        self.in_step = False
+        self.loss_factor = float(collective.size)
+        self._server = server
+        self._client = client
+        self._collective = collective
+
+    def step(self, scaler: Scaler) -> None:
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate / self._collective.size
+        scaler.step(self.optimizer)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        self._client.progress = self.progress
+        self._client.tick()
+        # Nothing to wait for; it raises if a rank is gone.
+        self._client.read_all()
+
+    def settle(self) -> None:
+        self._client.progress = self.progress
+        self._client.pull_all(bound=0)
+        # Nobody writes the next step before all have come here.
+        self._collective.barrier()
+
+    def rank_state(self) -> dict[str, torch.Tensor]:
+        self.settle()
+        # What rank 0 has is in the checkpoint's own file.
+        return state_tensors(self.network, self.optimizer) if self._collective.rank else {}
+
+    def load_rank_states(self, states: Sequence[Mapping[str, torch.Tensor]], *, is_same: bool) -> None:
+        # Where the ranks are others, each goes on with the state of rank 0, which all have loaded.
+        if is_same:
+            load_tensors(self.network, self.optimizer, states[self._collective.rank])
+        # All have written the same weights; nobody trains before.
+        self._collective.barrier()

@@ -1,0 +1,133 @@
+"""A worker's way to one server: its own by a call, another rank's over a connection."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ringspark.estimators.collectives.base import CollectiveError
+from ringspark.estimators.collectives.rendezvous.channel import prove_as_client
+from ringspark.extras.asynchronous import wire
+from ringspark.extras.asynchronous.table import Gradients, Groups, Table, WorkerLeftError
+
+# A server that waits for others says so at each of their steps, and gives up by itself; this much later the
+# worker takes it for lost.
+_SPARE_SECONDS = 30.0
+
+Question = dict[str, Any]
+
+
+class Link(Protocol):
+    """Asks and tells one server. Every method raises `CollectiveError` if the training has lost a worker."""
+
+    def push(self, gradients: Gradients, groups: Groups, *, ends_step: bool) -> int:
+        """Tells gradients; returns the bytes sent. See `Table.push`."""
+
+    def ask(self, indices: Sequence[int] | None, clock: int, bound: int | None) -> None:
+        """Begins a pull."""
+
+    def answer(self, progress: Callable[[], None]) -> list[torch.Tensor]:
+        """Waits for the values of the pull that was begun. See `Table.pull`."""
+
+    def close(self) -> None: ...
+
+
+class OwnLink:
+    """To the server in the same process."""
+
+    def __init__(self, table: Table, worker: int) -> None:
+        self._table = table
+        self._worker = worker
+        self._asked: tuple[Sequence[int] | None, int, int | None] = (None, 0, None)
+
+    def push(self, gradients: Gradients, groups: Groups, *, ends_step: bool) -> int:
+        # The trainer reuses the memory of its gradients, and the table may keep them for a while.
+        own = {index: gradient.clone() for index, gradient in gradients.items()}
+        self._table.push(self._worker, own, groups, ends_step=ends_step)
+        return 0
+
+    def ask(self, indices: Sequence[int] | None, clock: int, bound: int | None) -> None:
+        self._asked = (indices, clock, bound)
+
+    def answer(self, progress: Callable[[], None]) -> list[torch.Tensor]:
+        indices, clock, bound = self._asked
+        try:
+            return self._table.pull(self._worker, indices, clock, bound, progress)
+        except WorkerLeftError as error:
+            raise CollectiveError(f"the parameter server cannot go on: {error}") from error
+
+    def close(self) -> None:
+        return
+
+
+class RemoteLink:
+    """To the server of another rank.
+
+    Args:
+        address: Host and port of the server of rank `server`.
+        like: Number of elements and dtype of the pieces it holds, by the parameter's index.
+        timeout_seconds: See `Table`.
+    """
+
+    def __init__(
+        self,
+        server: int,
+        address: tuple[str, int],
+        token: bytes,
+        worker: int,
+        like: dict[int, tuple[int, torch.dtype]],
+        timeout_seconds: float,
+    ) -> None:
+        self._server = server
+        self._like = like
+        self._most = wire.payload_bytes(list(like.values()))
+        self._asked: list[int] = []
+        try:
+            self._connection = socket.create_connection(address, timeout=timeout_seconds)
+            try:
+                self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                prove_as_client(self._connection, token, worker, timeout_seconds)
+            except OSError:
+                self._connection.close()
+                raise
+        except OSError as error:
+            raise CollectiveError(
+                f"the parameter server of rank {server} cannot be reached: {error}"
+            ) from error
+        self._connection.settimeout(timeout_seconds + _SPARE_SECONDS)
+
+    def push(self, gradients: Gradients, groups: Groups, *, ends_step: bool) -> int:
+        header = {"indices": list(gradients), "groups": list(groups), "ends_step": ends_step}
+        try:
+            return wire.send(self._connection, wire.PUSH, header, list(gradients.values()))
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def ask(self, indices: Sequence[int] | None, clock: int, bound: int | None) -> None:
+        self._asked = list(self._like if indices is None else indices)
+        header: Question = {"indices": indices, "clock": clock, "bound": bound}
+        try:
+            wire.send(self._connection, wire.PULL, header)
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def answer(self, progress: Callable[[], None]) -> list[torch.Tensor]:
+        try:
+            while True:
+                kind, header, payload = wire.receive(self._connection, self._most)
+                if kind == wire.VALUES:
+                    return wire.cut(payload, [self._like[index] for index in self._asked])
+                if kind == wire.FAILED:
+                    raise CollectiveError(f"the parameter server cannot go on: {header['error']}")
+                progress()
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _lost(self, error: OSError) -> CollectiveError:
+        return CollectiveError(f"the parameter server of rank {self._server} is lost: {error}")

@@ -1,0 +1,211 @@
+"""Serves one rank's table to the other workers, from threads beside its own training.
+
+Each worker has one connection to each server, so a worker's pull comes after all that it has pushed: it reads
+its own writes. A peer that does not know the token of the run is disconnected. The port is closed as soon as
+every worker has come. A connection that ends, for whatever reason, means that its worker has left.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from ringspark.estimators.collectives.rendezvous.channel import prove_as_server
+from ringspark.estimators.collectives.rendezvous.server import CROWDED_SECONDS, MAX_STRANGERS
+from ringspark.extras.asynchronous import wire
+from ringspark.extras.asynchronous.table import Table, WorkerLeftError
+
+_ACCEPT_SECONDS = 0.5
+# Interval of looking for room, while new connections wait in the system's queue.
+_PAUSE_SECONDS = 0.01
+# Least seconds between two messages that somebody has taken a step: a worker that waits for thousands of
+# steps on one server does not read what the others say meanwhile.
+_NOTICE_SECONDS = 0.1
+
+
+class ShardServer:
+    """Serves a table until `close`.
+
+    Args:
+        host: Address to bind to, by which the other workers reach this one.
+        token: Secret that only the workers of this training know.
+        rank: The worker beside which this server runs; it uses the table itself.
+        size: Number of workers.
+    """
+
+    def __init__(self, table: Table, host: str, token: bytes, rank: int, size: int) -> None:
+        self._table = table
+        self._token = token
+        self._expected = set(range(size)) - {rank}
+        self._lock = threading.Lock()
+        # Connection without a proof -> time at which it was accepted.
+        self._unproved: dict[socket.socket, float] = {}
+        self._workers: dict[int, socket.socket] = {}
+        self._threads: list[threading.Thread] = []
+        self._sent = 0
+        self._closed = False
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._listener.bind(address)
+            self._listener.listen(max(size + MAX_STRANGERS, socket.SOMAXCONN))
+        except OSError:
+            self._listener.close()
+            raise
+        self.port: int = self._listener.getsockname()[1]
+        # The timeout wakes the accepting thread; closing the listener alone would not.
+        self._listener.settimeout(_ACCEPT_SECONDS)
+        self._accepting = threading.Thread(target=self._accept, name="ringspark-parameter-door", daemon=True)
+        self._accepting.start()
+
+    def take_sent(self) -> int:
+        """Returns the bytes of the values sent since the last call."""
+        with self._lock:
+            sent, self._sent = self._sent, 0
+        return sent
+
+    def close(self) -> None:
+        """Ends all connections and threads, and frees the port."""
+        with self._lock:
+            self._closed = True
+            connections = [*self._unproved, *self._workers.values()]
+        self._close_port()
+        # Those that wait in the table go on, to find their connection gone.
+        for worker in self._expected:
+            self._table.leave(worker)
+        for connection in connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._accepting.join(timeout=5)
+        with self._lock:
+            threads = [*self._threads]
+        for thread in threads:
+            thread.join(timeout=5)
+
+    def _close_port(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            with self._lock:
+                if self._closed or self._expected <= set(self._workers):
+                    break
+                has_room = self._has_room()
+            if not has_room:
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                if self._listener.fileno() < 0:
+                    break
+                # No descriptors are left, or a connection broke while it waited; the next may succeed.
+                time.sleep(0.01)
+                continue
+            self._begin(connection)
+        self._close_port()
+
+    def _has_room(self) -> bool:
+        """Returns whether there is room for a connection.
+
+        If there is none, disconnects the oldest peer without a proof after `CROWDED_SECONDS`.
+        """
+        if len(self._unproved) + len(self._workers) < len(self._expected) + MAX_STRANGERS:
+            return True
+        oldest, since = next(iter(self._unproved.items()))
+        if time.monotonic() - since < CROWDED_SECONDS:
+            return False
+        del self._unproved[oldest]
+        with suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def _begin(self, connection: socket.socket) -> None:
+        with self._lock:
+            if self._closed:
+                connection.close()
+                return
+            self._unproved[connection] = time.monotonic()
+            thread = threading.Thread(
+                target=self._serve, args=(connection,), name="ringspark-parameter-server", daemon=True
+            )
+            self._threads = [other for other in self._threads if other.is_alive()] + [thread]
+            thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Serves one peer, from its proof to the end of its connection."""
+        with connection:
+            try:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                worker = prove_as_server(connection, self._token)
+            except OSError:
+                return
+            finally:
+                with self._lock:
+                    self._unproved.pop(connection, None)
+            with self._lock:
+                if self._closed or worker not in self._expected or worker in self._workers:
+                    return
+                self._workers[worker] = connection
+                is_complete = self._expected <= set(self._workers)
+            if is_complete:
+                self._close_port()
+            try:
+                # Whatever a peer sends, it can end only its own connection.
+                with suppress(OSError, ValueError, KeyError, TypeError):
+                    self._work_for(worker, connection)
+            finally:
+                self._table.leave(worker)
+
+    def _work_for(self, worker: int, connection: socket.socket) -> None:
+        held = self._table.held
+        like = {index: (tensor.numel(), tensor.dtype) for index, tensor in held.items()}
+        most = wire.payload_bytes(list(like.values()))
+
+        noticed = 0.0
+
+        def notice() -> None:
+            nonlocal noticed
+            if time.monotonic() - noticed >= _NOTICE_SECONDS:
+                noticed = time.monotonic()
+                wire.send(connection, wire.PROGRESS, {})
+
+        while True:
+            kind, header, payload = wire.receive(connection, most)
+            if kind == wire.PUSH:
+                indices: list[int] = header["indices"]
+                gradients = wire.cut(payload, [like[index] for index in indices])
+                self._table.push(
+                    worker,
+                    dict(zip(indices, gradients, strict=True)),
+                    [_settings(group) for group in header["groups"]],
+                    ends_step=header["ends_step"],
+                )
+                continue
+            try:
+                values = self._table.pull(worker, header["indices"], header["clock"], header["bound"], notice)
+            except WorkerLeftError as error:
+                wire.send(connection, wire.FAILED, {"error": str(error)})
+                return
+            except Exception as error:
+                if error is not self._table.failure:
+                    raise  # a bad request of the peer
+                text = f"the optimizer failed: {type(error).__name__}: {error}"
+                wire.send(connection, wire.FAILED, {"error": text})
+                return
+            with self._lock:
+                # Before they are sent, so that whoever has heard of their arrival counts them.
+                self._sent += wire.payload_bytes([(value.numel(), value.dtype) for value in values])
+            wire.send(connection, wire.VALUES, {}, values)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns a group's settings as torch has them: JSON knows no tuples."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}

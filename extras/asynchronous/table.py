@@ -1,0 +1,228 @@
+"""One server's part of the parameters, the optimizer that steps it, and the workers' clocks.
+
+Under a bound of 0 nobody reads between the updates of one step. So they are kept until all workers have
+pushed, are summed in rank order and applied as one step: the training is that of the gradients' sum, bitwise
+the same whatever the order of arrival. Otherwise each push is applied when it arrives, as a step of its own.
+A worker then pushes the mean gradient of its own rows, and its step has the rate divided by the number of
+workers, so that one push of each moves the weights about as far as one common step; for SGD, exactly as far
+along the same gradients.
+
+A late gradient may be corrected by the rate (Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed
+Deep Learning"): divided by its staleness, counted here in steps of the other workers since its worker has
+read. Workers of equal speed have about 1, and keep their rate.
+
+Threads may share a table: each method holds its lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ringspark.estimators.parallel.base import follow
+from ringspark.estimators.parallel.consistency import Consistency
+from ringspark.estimators.parallel.sharded.pieces import without_empty_groups
+from ringspark.extras.asynchronous.clocks import Clocks
+
+# One worker's gradients of a clock, by the parameter's index, and its optimizer's settings by group.
+Gradients = Mapping[int, torch.Tensor]
+Groups = Sequence[Mapping[str, Any]]
+
+
+class WorkerLeftError(RuntimeError):
+    """A worker has left, or does not move any more, and the training needs it."""
+
+
+class Table:
+    """The pieces of parameters that one server holds.
+
+    Attributes:
+        clocks: The workers' clocks.
+        staleness: How often a push came after so many pushes of other workers since its worker had read.
+        failure: Error that the optimizer raised in a step.
+    """
+
+    def __init__(
+        self,
+        held: Mapping[int, torch.Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        size: int,
+        consistency: Consistency,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        """Takes the pieces as they are.
+
+        Args:
+            held: The optimizer's tensor, 1-D, of each parameter of which this server has a piece.
+            optimizer: Holds them; None if there are none, in a table that only keeps clocks.
+            size: Number of workers.
+            timeout_seconds: The longest wait for a worker that takes no step.
+        """
+        self.held = dict(held)
+        self.clocks = Clocks(size)
+        self.staleness: Counter[int] = Counter()
+        self.failure: Exception | None = None
+        self._optimizer = optimizer
+        self._size = size
+        self._consistency = consistency
+        self._timeout = timeout_seconds
+        self._changed = threading.Condition()
+        self._left: dict[int, int] = {}  # rank -> its clock when it left
+        self._seen = [0] * size  # steps of the others at a worker's last read
+        # By clock and worker: what waits for the pushes of the others.
+        self._waiting: dict[int, dict[int, tuple[dict[int, torch.Tensor], Groups]]] = {}
+        self._moves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def push(self, worker: int, gradients: Gradients, groups: Groups, *, ends_step: bool) -> None:
+        """Takes gradients of a worker's present step.
+
+        Args:
+            gradients: This server's piece of each; a parameter without a gradient is left out.
+            groups: Settings of the optimizer's groups at this step, such as the learning rate.
+            ends_step: Whether they are the last of the worker's step, so that its clock ticks.
+        """
+        with self._changed:
+            if self._consistency.in_step:
+                self._keep(worker, gradients, groups)
+            else:
+                late = self.clocks.of_others(worker) - self._seen[worker]
+                if gradients:
+                    self._step(gradients, groups, self._rate_share(late))
+                if ends_step:
+                    self.staleness[late] += 1
+            if ends_step:
+                self.clocks.tick(worker)
+                self._apply_whole_steps()
+                self._changed.notify_all()
+
+    def pull(
+        self,
+        worker: int,
+        indices: Sequence[int] | None,
+        clock: int,
+        bound: int | None,
+        progress: Callable[[], None] = lambda: None,
+    ) -> list[torch.Tensor]:
+        """Returns copies of pieces, once the reader is at most `bound` steps ahead of the slowest worker.
+
+        Args:
+            indices: Parameters of which to read the pieces; None for all, in the order of `held`.
+            clock: Steps that the reader has pushed.
+            progress: Called whenever a worker that is waited for takes a step.
+
+        Raises:
+            WorkerLeftError: A worker has left, or one that is waited for takes no step for
+                `timeout_seconds`.
+            Exception: The optimizer failed in a step; this is its own error.
+        """
+        while True:
+            with self._changed:
+                if self._may_read(clock, bound):
+                    self._seen[worker] = self.clocks.of_others(worker)
+                    wanted = self.held if indices is None else indices
+                    return [self.held[index].detach().clone() for index in wanted]
+                self._await_step(clock - (bound or 0))
+            # Without the lock: it may send a message, and a peer that reads none must not stop the others.
+            progress()
+
+    def leave(self, worker: int) -> None:
+        """Notes that a worker takes no more steps; who waits for it, or comes after it, gets an error."""
+        with self._changed:
+            self._left.setdefault(worker, self.clocks.pushed[worker])
+            self._changed.notify_all()
+
+    @torch.no_grad()
+    def load(self, values: Mapping[int, torch.Tensor]) -> None:
+        """Overwrites pieces."""
+        with self._changed:
+            for index, value in values.items():
+                self.held[index].copy_(value)
+
+    def move(self, changes: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Applies the changes that callbacks made to the copy of this server's own worker.
+
+        With staleness 0 the next step applies them, because a slow worker may still read the present values.
+
+        Args:
+            changes: Index of each changed piece -> (values when they were read, values now).
+        """
+        with self._changed:
+            self._moves = dict(changes)
+            if not self._consistency.in_step:
+                self._apply_moves()
+
+    @torch.no_grad()
+    def _apply_moves(self) -> None:
+        for index, (before, after) in self._moves.items():
+            held = self.held[index]
+            held.copy_(follow(held, before, after))
+        self._moves = {}
+
+    def _may_read(self, clock: int, bound: int | None) -> bool:
+        if self.failure is not None:
+            raise self.failure
+        if self._left:
+            rank, at = min(self._left.items())
+            raise WorkerLeftError(f"rank {rank} left the training after its step {at}")
+        return self.clocks.may_read(clock, bound)
+
+    def _await_step(self, needed: int) -> None:
+        """Waits until somebody takes a step towards `needed`, or leaves."""
+        if not self._changed.wait_for(
+            partial(self._has_news, needed, self.clocks.towards(needed)), self._timeout
+        ):
+            rank = self.clocks.behind(needed)[0]
+            raise WorkerLeftError(
+                f"rank {rank} has taken no step for {self._timeout:g} s after its step "
+                f"{self.clocks.pushed[rank]}, and step {needed} is waited for"
+            )
+
+    def _has_news(self, needed: int, before: int) -> bool:
+        return self.failure is not None or bool(self._left) or self.clocks.towards(needed) > before
+
+    def _rate_share(self, late: int) -> float:
+        steps = late / (self._size - 1) if self._consistency.corrects and self._size > 1 else 0.0
+        return 1.0 / self._size / max(1.0, steps)
+
+    def _keep(self, worker: int, gradients: Gradients, groups: Groups) -> None:
+        of_clock = self._waiting.setdefault(self.clocks.pushed[worker], {})
+        kept, _ = of_clock.get(worker, ({}, groups))
+        for index, gradient in gradients.items():
+            kept[index] = kept[index] + gradient if index in kept else gradient
+        of_clock[worker] = (kept, groups)
+
+    def _apply_whole_steps(self) -> None:
+        """Applies the steps that all workers have ended, in order."""
+        for clock in sorted(clock for clock in self._waiting if clock < self.clocks.slowest):
+            of_clock = self._waiting.pop(clock)
+            self._apply_moves()
+            sums: dict[int, torch.Tensor] = {}
+            for worker in sorted(of_clock):
+                for index, gradient in of_clock[worker][0].items():
+                    sums[index] = sums[index] + gradient if index in sums else gradient
+            if sums:
+                self._step(sums, of_clock[min(of_clock)][1], 1.0)
+
+    def _step(self, gradients: Gradients, groups: Groups, rate_share: float) -> None:
+        """Takes a step of the optimizer; a parameter without a gradient stays as it is."""
+        assert self._optimizer is not None
+        for index, tensor in self.held.items():
+            gradient = gradients.get(index)
+            tensor.grad = None if gradient is None else gradient.to(tensor)
+        for group, settings in zip(self._optimizer.param_groups, groups, strict=True):
+            group.update(settings)
+            group["lr"] = settings["lr"] * rate_share
+        try:
+            with without_empty_groups(self._optimizer):
+                self._optimizer.step()
+        except Exception as error:
+            # A push has no answer, so each worker gets the error at its next read.
+            self.failure = error
+            self._changed.notify_all()
+        for tensor in self.held.values():
+            tensor.grad = None

@@ -1,0 +1,1 @@
+"""Gradient compressors for special cases; see `ringspark.estimators.collectives.compressors`."""

@@ -1,0 +1,108 @@
+"""Gradients in their own principal components, which add up in the ring (Yu et al. 2018, "GradiVeQ").
+
+A gradient is cut into slices, and slices of one tensor vary together. In a few steps the gradients travel
+whole, and the sums show along which few directions the slices vary most. For many steps then only the
+slices' components along these travel: linear, so the ring adds them up. Then the directions are found anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ringspark.estimators.collectives.base import Collective
+from ringspark.estimators.collectives.compressors.base import COMMON, Compressor, Sent
+from ringspark.estimators.collectives.compressors.options import Option, feedback
+from ringspark.extras.compressors.packing import in_buckets
+
+
+def _count(default: int, words: str) -> Option:
+    return Option(
+        default=default,
+        holds=lambda number: bool(number >= 1),
+        rule="a whole number of at least 1",
+        words=words,
+    )
+
+
+class GradiVeQ(Compressor):
+    """`components` numbers for each slice, except in the steps that look for the directions.
+
+    The directions come from rank 0, because another processor may round them otherwise.
+    """
+
+    OPTIONS = {
+        **COMMON,
+        "feedback": feedback(True),
+        "slice": _count(256, "numbers of a slice"),
+        "components": _count(16, "numbers that are sent for a slice"),
+        "samples": _count(5, "steps that travel whole, to find the directions"),
+        "refresh": _count(200, "steps that are compressed before the directions are found anew"),
+    }
+
+    def __init__(self, shapes: list[torch.Size], seed: int, options: Mapping[str, Any]) -> None:
+        super().__init__(shapes, seed, options)
+        self._done = 0  # steps of the present period
+        self._spread: list[torch.Tensor] = []  # sums of the slices' outer products, (slice, slice) a tensor
+        self._bases: list[torch.Tensor] = []  # directions, (slice, components) a tensor
+
+    @classmethod
+    def helps(cls, shape: torch.Size, options: Mapping[str, Any]) -> bool:
+        return bool(options["components"] < options["slice"] <= shape.numel())
+
+    def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
+        samples = self.options["samples"]
+        if self._done < samples:
+            sent = self._whole(vector, collective)
+        else:
+            sent = self._compressed(vector, collective)
+        self._done = (self._done + 1) % (samples + self.options["refresh"])
+        return sent
+
+    def _whole(self, vector: torch.Tensor, collective: Collective) -> Sent:
+        total = collective.all_reduce(vector)
+        slices = [self._slices(piece) for piece in self._pieces(total)]
+        spread = [one.T @ one for one in slices]
+        self._spread = [a + b for a, b in zip(self._spread, spread, strict=True)] if self._done else spread
+        if self._done + 1 == self.options["samples"]:
+            # The eigenvectors come in the order of their values, ascending.
+            kept = self.options["components"]
+            self._bases = [torch.linalg.eigh(s).eigenvectors[:, -kept:].contiguous() for s in self._spread]
+            collective.broadcast(self._bases)
+            self._spread = []
+        return Sent(total, torch.zeros_like(vector))
+
+    def _compressed(self, vector: torch.Tensor, collective: Collective) -> Sent:
+        codes = [
+            self._slices(piece) @ basis
+            for piece, basis in zip(self._pieces(vector), self._bases, strict=True)
+        ]
+        own = torch.cat([code.view(-1) for code in codes])
+        summed = collective.all_reduce(own)
+        return Sent(self._decoded(summed, codes), vector - self._decoded(own, codes))
+
+    def _decoded(self, joined: torch.Tensor, like: list[torch.Tensor]) -> torch.Tensor:
+        codes = [
+            part.view(c.shape)
+            for part, c in zip(torch.split(joined, [c.numel() for c in like]), like, strict=True)
+        ]
+        pieces = zip(codes, self._bases, self.sizes, strict=True)
+        return torch.cat([(code @ basis.T).view(-1)[:size] for code, basis, size in pieces])
+
+    def _slices(self, piece: torch.Tensor) -> torch.Tensor:
+        return in_buckets(piece, self.options["slice"])
+
+    def state(self) -> dict[str, torch.Tensor]:
+        bases = {f"basis.{number}": basis for number, basis in enumerate(self._bases)}
+        spread = {f"spread.{number}": matrix for number, matrix in enumerate(self._spread)}
+        return {"done": torch.tensor([self._done]), **bases, **spread}
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        def of(kind: str) -> list[torch.Tensor]:
+            count = sum(key.startswith(f"{kind}.") for key in state)
+            return [state[f"{kind}.{number}"].clone() for number in range(count)]
+
+        self._done = int(state["done"]) if state else 0
+        self._bases, self._spread = of("basis"), of("spread")

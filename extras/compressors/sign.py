@@ -1,0 +1,45 @@
+"""One bit a number: its sign, times the mean size of its bucket (Karimireddy et al. 2019, "EF-SGD")."""
+
+from __future__ import annotations
+
+import torch
+
+from ringspark.estimators.collectives.base import Collective
+from ringspark.estimators.collectives.compressors.base import COMMON, Compressor, Sent, generator_for
+from ringspark.estimators.collectives.compressors.options import feedback
+from ringspark.estimators.collectives.compressors.two_rounds import as_bytes, sum_of_codes
+from ringspark.extras.compressors.packing import in_buckets, pack, unpack
+
+# Numbers with one mean size: 4 bytes beside 256.
+_BUCKET = 2048
+
+
+class _Signs:
+    def num_bytes(self, elements: int) -> int:
+        buckets = -(-elements // _BUCKET)
+        return 4 * buckets + _BUCKET // 8 * buckets
+
+    def encode(self, values: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+        buckets = in_buckets(values, _BUCKET)
+        # The zeros that fill the last bucket up are no numbers of it.
+        counts = torch.full((len(buckets),), _BUCKET, device=values.device)
+        counts[-1:] -= -len(values) % _BUCKET
+        means = (buckets.abs().sum(1) / counts).float()
+        return torch.cat([as_bytes(means), pack((buckets >= 0).to(torch.uint8).view(-1), 1)])
+
+    def decode(self, code: torch.Tensor, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        end = 4 * -(-elements // _BUCKET)
+        means = code[:end].clone().view(torch.float32).to(dtype)
+        signs = unpack(code[end:], 1).view(-1, _BUCKET).to(dtype).mul_(2).sub_(1)
+        return (signs * means[:, None]).view(-1)[:elements]
+
+
+class Sign(Compressor):
+    """One bit a number. Without feedback it may go the wrong way, as rare large gradients lose against many
+    small ones."""
+
+    OPTIONS = {**COMMON, "feedback": feedback(True)}
+
+    def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
+        random = generator_for(vector)
+        return sum_of_codes(vector, _Signs(), collective, random, has_feedback=self.has_feedback)

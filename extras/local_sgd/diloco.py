@@ -1,0 +1,189 @@
+"""DiLoCo: what the ranks moved in a period is the gradient of an outer optimizer.
+
+Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models": the outer gradient
+is the weights at the period's start minus the average of the ranks' weights at its end; the outer optimizer
+is SGD with Nesterov momentum. Its state is equal on all ranks without an exchange.
+
+Streaming (Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"): the parameters are cut
+in F fragments, of which one meets every H / F steps, in turn. Its outer gradient is sent tau steps before it
+is used; meanwhile the ranks go on. Then each rank's weights are
+alpha * its own + (1 - alpha) * those of the outer optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, follow
+from ringspark.estimators.parallel.exchange import Exchange
+from ringspark.extras.local_sgd.compact_sum import start_average
+from ringspark.extras.local_sgd.flat_weights import FlatWeights, fragments_of
+from ringspark.extras.local_sgd.local_sync import LocalSync
+
+
+@torch.no_grad()
+def outer_step(
+    start: torch.Tensor, momentum: torch.Tensor, gradient: torch.Tensor, rate: float, decay: float
+) -> None:
+    """Takes one step of SGD with Nesterov momentum, in place on `start` and `momentum`, all (weights,)."""
+    momentum.mul_(decay).add_(gradient)
+    start.sub_(gradient + decay * momentum, alpha=rate)
+
+
+@dataclass
+class Fragment:
+    """Parameters that meet together.
+
+    Attributes:
+        start: The outer optimizer's weights, (weights,).
+        momentum: Its momentum, (weights,).
+        is_settled: Whether the ranks' weights are `start`.
+        pending: Waits for the outer gradient under way and returns it; None if none is.
+    """
+
+    weights: FlatWeights
+    start: torch.Tensor
+    momentum: torch.Tensor
+    is_settled: bool = True
+    pending: Callable[[], torch.Tensor] | None = None
+
+
+class DiLoCo:
+    """Own steps, then one of the outer optimizer."""
+
+    def prepare(
+        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, exchange: Exchange
+    ) -> GradientSync:
+        with torch.no_grad():
+            collective.broadcast(list(module.state_dict().values()))
+        assert isinstance(exchange.local_steps, Mapping)
+        return OuterSync(module, make_optimizer(module), collective, exchange.local_steps)
+
+
+class OuterSync(LocalSync):
+    """Fragments that meet in turn; with one fragment all weights meet at once."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        collective: Collective,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self._settings = settings
+        self._fragments: list[Fragment] = []
+        self._turn = 0
+        super().__init__(module, optimizer, collective, settings)
+        if settings["delay"]:
+            collective.operations.sees_all = False  # an exchange takes several steps
+        # An error keeps this object alive, and an exchange under way would keep the connections open.
+        collective.on_leave(self._drop)
+
+    def _begin_local(self) -> None:
+        self._fragments = []
+        for weights in fragments_of(self._trained, self._settings["fragments"]):
+            start = weights.read()
+            self._fragments.append(Fragment(weights, start, torch.zeros_like(start)))
+
+    def _drop(self) -> None:
+        for fragment in self._fragments:
+            fragment.pending = None
+
+    def _after_step(self) -> None:
+        for fragment in self._fragments:
+            fragment.is_settled = False
+        if self._period is None:
+            return
+        between = self._period // len(self._fragments)
+        if self._position == between - self._settings["delay"]:
+            self._send(self._turn)
+        if self._position == between:
+            self._receive(self._turn, self._settings["alpha"])
+            self._position = 0
+            self._turn = (self._turn + 1) % len(self._fragments)
+            if self._turn == 0:
+                self._statistics.average()
+
+    def _end_epoch(self) -> None:
+        # What is under way ends first, then the others meet, in the same order on all ranks.
+        for number, fragment in enumerate(self._fragments):
+            if fragment.pending is not None:
+                self._receive(number, 0.0)
+        for number, fragment in enumerate(self._fragments):
+            if not fragment.is_settled:
+                self._send(number)
+                self._receive(number, 0.0)
+        if self._position or self._turn:
+            self._statistics.average()
+        self._position = self._turn = 0
+
+    def _follow(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        sizes = [len(fragment.start) for fragment in self._fragments]
+        moves = zip(torch.split(before, sizes), torch.split(after, sizes), strict=True)
+        for fragment, move in zip(self._fragments, moves, strict=True):
+            fragment.start = follow(fragment.start, *move)
+
+    def _send(self, number: int) -> None:
+        """Begins to average the outer gradient of a fragment."""
+        fragment = self._fragments[number]
+        gradient = fragment.start - fragment.weights.read()
+        fragment.pending = start_average(
+            gradient, fragment.weights.sizes, self._collective, self._settings["send"], f"local.{number}"
+        )
+
+    def _receive(self, number: int, alpha: float) -> None:
+        """Takes the outer step of a fragment, unless a resume by other ranks has dropped its gradient."""
+        fragment = self._fragments[number]
+        if fragment.pending is None:
+            return
+        gradient = fragment.pending()
+        fragment.pending = None
+        outer_step(
+            fragment.start,
+            fragment.momentum,
+            gradient,
+            self._settings["outerRate"],
+            self._settings["outerMomentum"],
+        )
+        if alpha:
+            fragment.weights.write(fragment.start.lerp(fragment.weights.read(), alpha))
+        else:
+            fragment.weights.write(fragment.start)
+        fragment.is_settled = not alpha
+
+    def rank_state(self) -> dict[str, torch.Tensor]:
+        # All ranks wait here, so that what is under way can be saved; it is used when its time comes.
+        for fragment in self._fragments:
+            if fragment.pending is not None:
+                fragment.pending = partial(_same, fragment.pending())
+        return super().rank_state()
+
+    def _shared_state(self) -> dict[str, torch.Tensor]:
+        settled = [f.is_settled for f in self._fragments]
+        state = {"outer": torch.tensor([self._turn, *settled])}
+        for number, fragment in enumerate(self._fragments):
+            state |= {f"start/{number}": fragment.start, f"momentum/{number}": fragment.momentum}
+            if fragment.pending is not None:
+                state[f"pending/{number}"] = fragment.pending()
+        return state
+
+    def _load_shared(self, state: Mapping[str, torch.Tensor], *, is_same: bool) -> None:
+        self._turn, *settled = state["outer"].tolist()
+        for number, fragment in enumerate(self._fragments):
+            fragment.start = state[f"start/{number}"].clone()
+            fragment.momentum = state[f"momentum/{number}"].clone()
+            fragment.is_settled = bool(settled[number])
+            pending = state.get(f"pending/{number}")
+            # Its sum was over other ranks, and the fragment's next one has what it would have brought.
+            fragment.pending = partial(_same, pending.clone()) if is_same and pending is not None else None
+
+
+def _same(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient

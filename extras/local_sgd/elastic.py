@@ -1,0 +1,83 @@
+"""Elastic averaging: the ranks and a centre pull at each other every few steps.
+
+Zhang, Choromanska and LeCun 2015, "Deep learning with Elastic Averaging SGD", synchronous: with d_i = x_i - c
+for rank i's weights x_i and the centre c, x_i becomes x_i - alpha d_i and c becomes c + alpha sum(d_i). The
+ranks explore on their own and never become equal; the model is the centre, which an epoch's end shows. Every
+rank keeps the centre, from the same sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, follow
+from ringspark.estimators.parallel.exchange import Exchange
+from ringspark.extras.local_sgd.local_sync import LocalSync
+
+# The paper's beta: alpha times the number of ranks, with which the centre moves.
+BETA = 0.9
+
+
+class Elastic:
+    """Own steps, then a pull of ranks and centre."""
+
+    def prepare(
+        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, exchange: Exchange
+    ) -> GradientSync:
+        with torch.no_grad():
+            collective.broadcast(list(module.state_dict().values()))
+        assert isinstance(exchange.local_steps, Mapping)
+        return ElasticSync(module, make_optimizer(module), collective, exchange.local_steps)
+
+
+class ElasticSync(LocalSync):
+    """A rank's weights on an elastic band to the centre."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        collective: Collective,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self._alpha: float = BETA / collective.size if settings["alpha"] is None else settings["alpha"]
+        super().__init__(module, optimizer, collective, settings)
+
+    def _begin_local(self) -> None:
+        self._centre = self._weights.read()
+
+    def _after_step(self) -> None:
+        if self._position == self._period:
+            self._pull()
+
+    def _end_epoch(self) -> None:
+        if self._position:
+            self._pull()
+        self._show(self._centre)
+
+    def _follow(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        super()._follow(before, after)
+        self._centre = follow(self._centre, before, after)
+
+    def _pull(self) -> None:
+        own = self._weights.read()
+        away = (own - self._centre).mul_(self._alpha)
+        self._weights.write(own.sub_(away))
+        self._collective.start_sum(away, "local.centre")()
+        self._centre += away
+        self._statistics.average()
+        self._position = 0
+
+    def _shared_state(self) -> dict[str, torch.Tensor]:
+        return {"centre": self._centre}
+
+    def _load_shared(self, state: Mapping[str, torch.Tensor], *, is_same: bool) -> None:
+        self._centre = state["centre"].clone()
+
+    def _weights_of_others(self, ranks: Iterable[torch.Tensor]) -> torch.Tensor:
+        return self._centre

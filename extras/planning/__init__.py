@@ -1,0 +1,19 @@
+"""Predicts how a training scales over workers: from a few measurements here, or from numbers of elsewhere."""
+
+from ringspark.extras.planning.exchange_time import Link
+from ringspark.extras.planning.fit import FORMS, ScalingFit, fit_scaling
+from ringspark.extras.planning.meshes import MeshPlan, ParallelismPlan, plan_parallelism
+from ringspark.extras.planning.plan import plan_scaling
+from ringspark.extras.planning.report import ScalingPlan
+
+__all__ = [
+    "FORMS",
+    "Link",
+    "MeshPlan",
+    "ParallelismPlan",
+    "ScalingFit",
+    "ScalingPlan",
+    "fit_scaling",
+    "plan_parallelism",
+    "plan_scaling",
+]

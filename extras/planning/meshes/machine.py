@@ -1,0 +1,106 @@
+"""What a machine takes for operators and messages, and how its ranks share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from ringspark.estimators.memory.work import Work
+from ringspark.estimators.parallel.model.stand_in import Message
+from ringspark.extras.planning.exchange_time import Link, ring_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Seconds of one rank that has a core or a device for itself.
+
+    Attributes:
+        launch: Seconds of an operator, however small.
+        flop: Seconds of a floating-point operation of a product of matrices.
+        byte: Seconds of a byte that an operator reads or writes.
+    """
+
+    launch: float
+    flop: float
+    byte: float
+
+    def seconds(self, work: Work) -> float:
+        return work.launches * self.launch + self.rest(work)
+
+    def rest(self, work: Work) -> float:
+        """Returns the seconds that grow with the rows."""
+        return work.flops * self.flop + work.num_bytes * self.byte
+
+    def fitted(self, measured: Mapping[float, tuple[Work, float]]) -> Rates:
+        """Returns the rates by which whole steps of two sizes take their measured seconds.
+
+        Products and bytes keep their proportion, which two steps cannot tell apart.
+
+        Args:
+            measured: Rows -> work and seconds of a step.
+        """
+        (few, quick), (many, slow) = measured[min(measured)], measured[max(measured)]
+        grown = self.rest(many) - self.rest(few)
+        scale = (slow - quick) / grown if grown > 0 else 0.0
+        launch = (slow - scale * self.rest(many)) / many.launches
+        if scale <= 0 or launch < 0:
+            # Noise, or a cache that the larger step misses: all of it grows with the work.
+            scale, launch = slow / self.rest(many), 0.0
+        return replace(self, launch=launch, flop=self.flop * scale, byte=self.byte * scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Ranks on hosts.
+
+    Attributes:
+        rates: Of a rank that has a core or a device for itself.
+        inside: Number of ranks that exchange -> their link, on one host where `crowding` is as planned.
+        between: Link between hosts; None if there is one host.
+        wire: Link between two ranks of a host that send to each other alone.
+        ranks_per_host: Ranks of a host.
+        cores_per_host: Ranks that a host runs at full speed.
+    """
+
+    rates: Rates
+    inside: Mapping[int, Link]
+    between: Link | None
+    wire: Link
+    ranks_per_host: int
+    cores_per_host: int
+
+    def crowding(self, workers: int) -> float:
+        """Returns how many ranks share a core."""
+        return max(1.0, min(workers, self.ranks_per_host) / self.cores_per_host)
+
+    def hosts(self, workers: int) -> int:
+        return -(-workers // self.ranks_per_host)
+
+    def link(self, size: int, reach: int) -> Link:
+        """Returns the link of ranks of which the first and the last are `reach` numbers apart, less one."""
+        if reach > self.ranks_per_host and self.between is not None:
+            return self.between
+        near = min(self.inside, key=lambda known: abs(known - size))
+        return self.inside[near]
+
+    def exchange(self, messages: Iterable[Message], size: int, reach: int) -> float:
+        """Returns the seconds of exchanges of all ranks of an axis."""
+        link = self.link(size, reach)
+        return sum(_seconds(message, size, link) for message in messages)
+
+    def sending(self, num_bytes: float, workers: int) -> float:
+        """Returns the seconds of handing values to the next rank of a pipeline."""
+        link = self.wire if workers <= self.ranks_per_host or self.between is None else self.between
+        return link.alpha + num_bytes * link.beta
+
+
+def _seconds(message: Message, size: int, link: Link) -> float:
+    ring = ring_seconds(size, message.num_bytes, link)
+    if message.kind == "all_reduce":
+        return ring
+    if message.kind == "all_to_all":
+        # A rank sends all but its own part of what it has.
+        return (size - 1) * (link.alpha + message.num_bytes / size**2 * link.beta)
+    if message.kind == "shift":
+        return link.alpha + message.num_bytes * link.beta
+    return ring / 2

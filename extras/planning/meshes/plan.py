@@ -1,0 +1,140 @@
+"""`plan_parallelism`: memory and time of every mesh of a number of workers, and which one to take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from torch import nn
+
+from ringspark.estimators.memory.budget import network_name, reason
+from ringspark.estimators.memory.columns import columns_of
+from ringspark.estimators.training.settings import memory as memory_settings
+from ringspark.estimators.training.settings import optimization, python_objects
+from ringspark.estimators.training.settings.byte_sizes import parse_bytes
+from ringspark.extras.planning.described import described
+from ringspark.extras.planning.exchange_time import Link
+from ringspark.extras.planning.meshes.found_machine import ASSUMED, found_machine, given_machine
+from ringspark.extras.planning.meshes.machine import Machine
+from ringspark.extras.planning.meshes.predict import Training, plan_meshes
+from ringspark.extras.planning.meshes.report import ParallelismPlan
+from ringspark.models import ModelSpec
+
+
+def plan_parallelism(
+    model: ModelSpec | nn.Module,
+    batch: tuple[Any, Any],
+    workers: int,
+    memory: int | str | None = None,
+    link: Link | Mapping[str, float] | None = None,
+    *,
+    rows: int | None = None,
+    optimizer: Any = python_objects.OPTIMIZER.default,
+    loss: Any = python_objects.LOSS.default,
+    precision: str = memory_settings.PRECISION.default,
+    gradientCheckpointing: str | int | Sequence[str] = memory_settings.NO_CHECKPOINTING,
+    gradientAccumulation: int | None = None,
+    sharding: str = memory_settings.SHARDING.default,
+    tensorPlan: Mapping[str, Any] | None = None,
+    stepSeconds: Mapping[int, float] | None = None,
+    hostLink: Link | Mapping[str, float] | None = None,
+    workersPerHost: int | None = None,
+    coresPerHost: int | None = None,
+    repeats: int = 5,
+) -> ParallelismPlan:
+    """Predicts memory and time of a step for every mesh over 'data', 'tensor', 'pipeline',
+    'sequence' and 'expert'.
+
+    >>> from ringspark.models import ModelSpec
+    >>> spec = ModelSpec("mlp", {"in_features": 32, "hidden": [4096] * 4, "out_features": 1})
+    >>> rows = (((64, 32), "float32"), ((64,), "float32"))  # inputs, labels of a step over all workers
+    >>> link = {"alpha": 1e-4, "beta": 1e-9}
+    >>> plan = plan_parallelism(spec, rows, 2, "600m", link, stepSeconds={16: 0.5, 64: 0.8})
+    >>> plan.best
+    {'tensor': 2}
+
+    What is not given is measured here, in seconds, on as many processes as there are workers, at most 8. The
+    memory is that of `plan_memory`, on the worker that needs most.
+
+    Args:
+        model: A spec, for which nothing is allocated, or a module, which is not changed.
+        batch: (inputs, labels) of one step over all workers, as `plan_memory` takes them.
+        workers: Number of workers.
+        memory: Bytes of a worker for tensors, as an int or as Spark writes sizes ("4g"); None for no limit.
+        link: Between the workers of a host: a `Link`, or its "alpha" and "beta"; None measures.
+        rows: Rows of a step; None takes the columns' own.
+        optimizer: Name or factory, as the estimators take it.
+        loss: As the estimators take it; "auto" is cross entropy for integer labels, else mean squared error.
+        gradientAccumulation: Micro-batches of a step; None chooses for each mesh.
+        tensorPlan: Which layers 'tensor' cuts, for a network that has no plan of its own.
+        stepSeconds: Rows -> seconds of a step of the whole network on one worker, for two numbers of rows;
+            None measures.
+        hostLink: Between hosts; None for one host.
+        workersPerHost: Workers of a host; None for all.
+        coresPerHost: Workers that a host runs at full speed, its cores or devices; None takes this machine's
+            cores where it is measured, and all workers where everything is given.
+        repeats: Measured rounds, of which the median counts.
+
+    Raises:
+        ValueError: An argument does not suit, or the network does not run without data.
+        WorkerError: A measuring process failed.
+    """
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ValueError(f"workers must be a number of at least 1, got {workers!r}")
+    for name, value in {"workersPerHost": workersPerHost, "coresPerHost": coresPerHost}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value!r}")
+    if stepSeconds is not None and len(stepSeconds) < 2:
+        raise ValueError(f"stepSeconds must hold the seconds of two numbers of rows, got {stepSeconds!r}")
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats!r}")
+    inputs, labels = columns_of(batch, rows)
+    policy = gradientCheckpointing
+    config, objects = described(
+        model,
+        inputs,
+        labels,
+        optimizer,
+        loss,
+        precision=precision,
+        collective="torch",
+        gradient_checkpointing=str(policy) if isinstance(policy, str | int) else tuple(policy),
+        sharding=cast(Any, sharding),
+        parallelism={"plan": dict(tensorPlan)} if tensorPlan else {},
+    )
+    if gradientAccumulation is not None:
+        optimization.GRADIENT_ACCUMULATION.check(gradientAccumulation)
+    limit = None if memory is None else parse_bytes(memory)
+    training = Training.of(config, objects, inputs, labels)
+    try:
+        work = training.step_work()
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"meshes of model {network_name(config, objects)} cannot be planned without data: "
+            f"{reason(error)}; check the batch's shapes, and that no shape in its forward depends on values"
+        ) from error
+    own, between = _link(link, "link"), _link(hostLink, "hostLink")
+    machine: Machine
+    if own is not None and stepSeconds is not None:
+        machine, facts = given_machine(
+            ASSUMED, work, stepSeconds, own, between, workers, workersPerHost, coresPerHost
+        )
+    else:
+        machine, facts = found_machine(
+            training, work, workers, repeats, own, between, stepSeconds, workersPerHost, coresPerHost
+        )
+    meshes = plan_meshes(training, workers, machine, limit, gradientAccumulation)
+    return ParallelismPlan(workers=workers, rows=config.batch_size, meshes=meshes, memory=limit, facts=facts)
+
+
+def _link(given: Link | Mapping[str, float] | None, name: str) -> Link | None:
+    if given is None or isinstance(given, Link):
+        return given
+    if not isinstance(given, Mapping) or given.keys() != {"alpha", "beta"}:
+        raise ValueError(
+            f"{name} must be a Link, or a dict of the seconds of a message and of a byte, such as "
+            f"{{'alpha': 1e-4, 'beta': 1e-9}}, got {given!r}"
+        )
+    return Link(**given)

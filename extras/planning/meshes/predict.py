@@ -1,0 +1,194 @@
+"""Plans every mesh of a training, each with the number of micro-batches that is fastest and fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from ringspark.estimators.memory.budget import reason
+from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.memory.step import know_sizes
+from ringspark.estimators.memory.work import Work
+from ringspark.estimators.training.finetuning.freezing import tuned
+from ringspark.estimators.training.settings.byte_sizes import show_bytes
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.planning.meshes.axes import Spreadable
+from ringspark.extras.planning.meshes.candidates import Candidate, candidates, micro_batches, with_mesh
+from ringspark.extras.planning.meshes.machine import Machine
+from ringspark.extras.planning.meshes.profile import Profile, Profiles
+from ringspark.extras.planning.meshes.report import MeshPlan
+from ringspark.extras.planning.meshes.step_time import step_time
+from ringspark.models import ModelSpec
+from ringspark.models.skeleton import build_skeleton, skeleton
+
+# From rows to the work of a whole step on one worker.
+StepWork = Callable[[int], Work]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A training whose mesh is to be found.
+
+    Attributes:
+        settings: Its settings as they are given.
+        config: The same for one worker; `batch_size` are the rows of a step over all workers.
+        objects: The user's objects.
+        inputs: Columns of all rows of a step.
+        labels: Likewise.
+        network: The network without weights.
+        profiles: What was measured of it on tensors without numbers.
+    """
+
+    settings: TrainConfig
+    config: TrainConfig
+    objects: UserObjects
+    inputs: Sequence[Column]
+    labels: Sequence[Column]
+    network: nn.Module
+    profiles: Profiles
+
+    @classmethod
+    def of(
+        cls,
+        config: TrainConfig,
+        objects: UserObjects,
+        inputs: Sequence[Column],
+        labels: Sequence[Column],
+    ) -> Training:
+        """Builds the network without weights."""
+        settings = config
+        plan = {key: value for key, value in config.parallelism.items() if key == "plan"}
+        config = replace(config, num_workers=1, parallelism=plan, gradient_accumulation=1, min_workers=None)
+        if config.model is not None:
+            network = build_skeleton(ModelSpec.from_json(config.model).build)
+        else:
+            network = skeleton(objects.module)
+        tuned(network, config)
+        know_sizes(network, inputs, objects)
+        profiles = Profiles(config, objects, network, inputs, labels)
+        return cls(
+            settings=settings,
+            config=config,
+            objects=objects,
+            inputs=inputs,
+            labels=labels,
+            network=network,
+            profiles=profiles,
+        )
+
+    def spreadable(self) -> Spreadable:
+        """Returns what `AXIS_RULES` judge."""
+        return Spreadable(config=self.settings, network=self.network)
+
+    def step_work(self) -> StepWork:
+        """Returns the work of a step of the whole network on one worker.
+
+        Raises:
+            Exception: The network does not run on tensors without numbers.
+        """
+        alone = self.profiles.of(Candidate(sizes={}))
+        return lambda rows: alone.pass_work(rows) + alone.many[0].update_work
+
+
+def plan_meshes(
+    training: Training, workers: int, machine: Machine, memory: int | None, num_micro: int | None
+) -> tuple[MeshPlan, ...]:
+    """Plans all meshes, in the order that `ParallelismPlan.meshes` has.
+
+    Args:
+        memory: Bytes of a worker for tensors; None for no limit.
+        num_micro: Micro-batches of a step; None chooses.
+    """
+    best: dict[tuple[tuple[str, int], ...], MeshPlan] = {}
+    for candidate in candidates(training.spreadable(), workers, interleaves=machine.crowding(workers) == 1):
+        plan = _planned(training, workers, candidate, machine, memory, num_micro)
+        key = tuple(sorted(candidate.sizes.items()))
+        best[key] = plan if key not in best else min(best[key], plan, key=_rank)
+    return tuple(sorted(best.values(), key=_rank))
+
+
+def _rank(plan: MeshPlan) -> tuple[int, float]:
+    if plan.fits:
+        return 0, plan.step_seconds
+    return (1, plan.peak) if plan.peak else (2, 0)
+
+
+def _planned(
+    training: Training,
+    workers: int,
+    candidate: Candidate,
+    machine: Machine,
+    memory: int | None,
+    num_micro: int | None,
+) -> MeshPlan:
+    """Returns the plan of one mesh with the number of micro-batches that suits it."""
+    if candidate.refusal:
+        return MeshPlan(sizes=candidate.sizes, options=candidate.options, refusal=candidate.refusal)
+    try:
+        if cuts := training.profiles.cuts(candidate):
+            candidate = replace(candidate, options={**candidate.options, "cuts": cuts})
+        profile = training.profiles.of(candidate)
+    # A network that cannot be run in parts may be trained whole.
+    except Exception as error:
+        told = str(error) if isinstance(error, ValueError) else reason(error)
+        return MeshPlan(sizes=candidate.sizes, options=candidate.options, refusal=told)
+    copies = candidate.size("data") * candidate.size("shard") * candidate.size("expert")
+    rows = training.config.batch_size // copies
+    plans = [
+        _with_micro(training.settings, workers, candidate, profile, machine, memory, count)
+        for count in micro_batches(candidate, rows, num_micro)
+    ]
+    if not plans:
+        told = f"a copy has {rows:,} rows of a step for {num_micro:,} micro-batches"
+        return MeshPlan(sizes=candidate.sizes, options=candidate.options, refusal=told)
+    return _refined(training, workers, candidate, min(plans, key=_rank), memory)
+
+
+def _refined(
+    training: Training, workers: int, candidate: Candidate, plan: MeshPlan, memory: int | None
+) -> MeshPlan:
+    """Returns the plan with its peak measured on the rows that a micro-batch has, not between others."""
+    if not plan.peak:
+        return plan
+    config = with_mesh(training.settings, workers, candidate.parallelism, plan.num_micro)
+    rows = -(-config.batch_size // (config.num_copies * plan.num_micro))
+    peak = training.profiles.exact_peak(candidate, config, rows)
+    return replace(plan, peak=peak.total, at_peak=peak.parts, refusal=_too_much(peak.total, memory))
+
+
+def _too_much(peak: int, memory: int | None) -> str:
+    """Returns why a peak does not fit; "" if it does."""
+    if memory is None or peak <= memory:
+        return ""
+    return f"needs {show_bytes(peak)} per worker, {show_bytes(memory)} are there"
+
+
+def _with_micro(
+    config: TrainConfig,
+    workers: int,
+    candidate: Candidate,
+    profile: Profile,
+    machine: Machine,
+    memory: int | None,
+    num_micro: int,
+) -> MeshPlan:
+    try:
+        config = with_mesh(config, workers, candidate.parallelism, num_micro)
+    except ValueError as error:
+        return MeshPlan(sizes=candidate.sizes, options=candidate.options, refusal=str(error))
+    rows = -(-config.batch_size // (config.num_copies * num_micro))
+    peak = profile.peak(config, rows)
+    time = step_time(config, profile, machine)
+    return MeshPlan(
+        sizes=candidate.sizes,
+        options=candidate.options,
+        num_micro=num_micro,
+        peak=peak.total,
+        at_peak=peak.parts,
+        step_seconds=time.total,
+        exposed_seconds=time.exposed,
+        bubble=time.bubble,
+        refusal=_too_much(peak.total, memory),
+    )

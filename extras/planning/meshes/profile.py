@@ -1,0 +1,189 @@
+"""What each rank of one copy of a network does in a step, for any number of rows: measured on two.
+
+Work, messages and what is kept grow in proportion to the rows above a constant. The highest moment is the
+largest of several such sums, so between the two measured numbers a straight line is never below it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.memory.meter import Peak
+from ringspark.estimators.memory.sharing import communication_bytes, gradients_leave, sums_in_buckets
+from ringspark.estimators.memory.work import Work
+from ringspark.estimators.parallel.model.pipeline.actions import Steps
+from ringspark.estimators.parallel.model.pipeline.cutting import cut_stages
+from ringspark.estimators.parallel.model.stand_in import Message
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.planning.meshes.axes import PLANNED_AXES
+from ringspark.extras.planning.meshes.candidates import Candidate, with_mesh
+from ringspark.extras.planning.meshes.cut_network import CutNetwork, cut_network, link_costs
+from ringspark.extras.planning.meshes.cut_plan import steps_of
+from ringspark.extras.planning.meshes.rank_step import RankBytes, measure_ranks
+from ringspark.extras.planning.meshes.schedule_peak import peak_of_steps
+from ringspark.models.chain import links_of
+
+# How many times fewer rows the smaller of the two measurements has.
+_SPAN = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """One copy of a network on its ranks.
+
+    Attributes:
+        config: The config with which it was measured, of one copy.
+        network: Its parts.
+        rows: The two measured numbers of rows of a micro-batch, ascending.
+        few: Each rank with the fewer rows.
+        many: Each rank with the more rows.
+    """
+
+    config: TrainConfig
+    network: CutNetwork
+    rows: tuple[int, int]
+    few: Sequence[RankBytes]
+    many: Sequence[RankBytes]
+
+    def work(self, rank: int, stage: int, is_forward: bool, rows: float) -> Work:
+        """Returns the work of a pass."""
+        few, many = (side[rank].passes[stage, is_forward].work for side in (self.few, self.many))
+        return Work(
+            launches=many.launches,
+            flops=round(self._at(few.flops, many.flops, rows)),
+            num_bytes=round(self._at(few.num_bytes, many.num_bytes, rows)),
+        )
+
+    def messages(self, rank: int, stage: int, is_forward: bool, rows: float) -> dict[str, list[Message]]:
+        """Returns the exchanges inside the network in a pass, by axis."""
+        few, many = (side[rank].passes[stage, is_forward].messages for side in (self.few, self.many))
+        return {
+            axis: [
+                Message(large.kind, round(self._at(small.num_bytes, large.num_bytes, rows)))
+                for small, large in zip(few[axis], many[axis], strict=True)
+            ]
+            for axis in many
+        }
+
+    def arriving(self, rank: int, stage: int, rows: float) -> float:
+        """Returns the bytes that a stage gets from another rank for a micro-batch."""
+        return self._at(self.few[rank].arriving[stage], self.many[rank].arriving[stage], rows)
+
+    def pass_work(self, rows: float) -> Work:
+        """Returns the work of both passes of all stages."""
+        total = Work()
+        for rank, measured in enumerate(self.many):
+            for stage, is_forward in measured.passes:
+                total += self.work(rank, stage, is_forward, rows)
+        return total
+
+    def peak(self, config: TrainConfig, rows: int) -> Peak:
+        """Returns the highest moment of the rank that needs most.
+
+        Args:
+            config: The config with the whole mesh and the number of micro-batches.
+            rows: Rows of a micro-batch.
+        """
+        peaks = []
+        by_rank = steps_of(config, self.network.owners, config.gradient_accumulation)
+        for part, few, many, steps in zip(self.network.parts, self.few, self.many, by_rank, strict=True):
+            small, large = (_peak(own, config, part.module, steps) for own in (few, many))
+            parts = {part: round(self._at(n, large.parts[part], rows)) for part, n in small.parts.items()}
+            peaks.append(Peak(total=sum(parts.values()), parts=parts))
+        return max(peaks, key=lambda peak: peak.total)
+
+    def _at(self, few: float, many: float, rows: float) -> float:
+        low, high = self.rows
+        return many if low == high else few + (many - few) * (rows - low) / (high - low)
+
+
+def _peak(rank: RankBytes, config: TrainConfig, module: nn.Module, steps: Steps) -> Peak:
+    """Returns a rank's highest moment with the buffers that the whole mesh needs."""
+    rank = replace(
+        rank,
+        communication=communication_bytes(config, module),
+        in_buckets=sums_in_buckets(config),
+        leaves=gradients_leave(config),
+    )
+    return peak_of_steps(rank, steps, config.sharding)
+
+
+class Profiles:
+    """Measures each way to cut a network once, however many meshes have it."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        objects: UserObjects,
+        empty: nn.Module,
+        inputs: Sequence[Column],
+        labels: Sequence[Column],
+    ) -> None:
+        """Args: inputs, labels: Columns of all rows of a step over all workers."""
+        self._config, self._objects, self._empty = config, objects, empty
+        self._inputs, self._labels = inputs, labels
+        # The profiles live as long as this, so that no other gets the id of one.
+        self._found: dict[tuple[object, ...], Profile] = {}
+        self._exact: dict[tuple[int, int], Profile] = {}
+
+    def cuts(self, candidate: Candidate) -> list[str]:
+        """Returns the links that begin the second and later stages, by what each link costs."""
+        stages = candidate.size("pipeline") * candidate.options.get("virtual", 1)
+        if stages == 1:
+            return []
+        rows = max(1, self._config.batch_size // stages)
+        bounds = cut_stages(links_of(self._empty), stages, link_costs(self._empty, self._inputs, rows))
+        return [links_of(self._empty)[begin].name for begin in bounds[1:-1]]
+
+    def of(self, candidate: Candidate) -> Profile:
+        """Returns what is measured of a candidate.
+
+        Raises:
+            Exception: Like `measure_ranks`; ValueError if the network cannot be cut that way.
+        """
+        sizes = dict(candidate.sizes)
+        if self._config.sharding == "none":
+            # Without a part that ranks with other rows split among each other, their number changes nothing.
+            sizes = {axis: size for axis, size in sizes.items() if axis in PLANNED_AXES[1:]}
+        key = (*sorted(sizes.items()), repr(sorted(candidate.options.items())))
+        if key not in self._found:
+            self._found[key] = self._measured(sizes, candidate.options)
+        return self._found[key]
+
+    def exact_peak(self, candidate: Candidate, config: TrainConfig, rows: int) -> Peak:
+        """Returns what `Profile.peak` does, measured with so many rows."""
+        profile = self.of(candidate)
+        if rows in profile.rows:
+            return profile.peak(config, rows)
+        if (id(profile), rows) not in self._exact:
+            own = self._ranks(profile.config, profile.network, rows, profile.few)
+            self._exact[id(profile), rows] = replace(profile, rows=(rows, rows), few=own, many=own)
+        return self._exact[id(profile), rows].peak(config, rows)
+
+    def _measured(self, sizes: Mapping[str, int], options: Mapping[str, Any]) -> Profile:
+        config = with_mesh(self._config, math.prod(sizes.values()), {**sizes, **options}, 1)
+        # Ranks with other rows get a part of them, and a pipeline has at least two micro-batches.
+        most = -(-self._config.batch_size // (2 if sizes.get("pipeline", 1) > 1 else 1))
+        counts = max(1, most // _SPAN), most
+        network = cut_network(self._empty, config.axes, config.parallelism, self._inputs)
+        first = self._ranks(config, network, counts[0], None)
+        second = self._ranks(config, network, counts[1], first)
+        return Profile(config=config, network=network, rows=counts, few=first, many=second)
+
+    def _ranks(
+        self, config: TrainConfig, network: CutNetwork, rows: int, known: Sequence[RankBytes] | None
+    ) -> list[RankBytes]:
+        inputs, labels = (self._columns(side, rows) for side in (self._inputs, self._labels))
+        return measure_ranks(config, self._objects, network, inputs, labels, known)
+
+    def _columns(self, columns: Sequence[Column], rows: int) -> list[Column]:
+        share = rows / self._config.batch_size
+        return [
+            Column(shape=(max(1, round(c.shape[0] * share)), *c.shape[1:]), dtype=c.dtype) for c in columns
+        ]

@@ -1,0 +1,277 @@
+"""Runs the passes and the update of each rank of a cut network on fake tensors: its bytes, work and messages.
+
+Every stage runs alone: on values of the shapes that arrive, with gradients of the shapes that come back. What
+a schedule makes of it is arithmetic: see `schedule_peak`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ringspark.estimators.collectives.base import num_bytes
+from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.memory.meter import SENT, Peak
+from ringspark.estimators.memory.sharing import (
+    communication_bytes,
+    gradients_leave,
+    leaving_buckets,
+    sums_in_buckets,
+)
+from ringspark.estimators.memory.step import FakeStep, UpdateBytes, know_sizes, on_fake_tensors
+from ringspark.estimators.memory.work import Work, WorkCount
+from ringspark.estimators.parallel.model.pipeline.wire import Forms, forms_of, marked
+from ringspark.estimators.parallel.model.stand_in import Message
+from ringspark.estimators.training.feed import Batch
+from ringspark.estimators.training.precision import autocast
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.step import forward, judged, scaled
+from ringspark.extras.planning.meshes.cut_network import CutNetwork, RankPart
+from ringspark.models.chain import as_values, links_of, run_links
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassBytes:
+    """One pass of one stage on one micro-batch.
+
+    Attributes:
+        peaks: Way of sharding -> the moment with the most bytes, with nothing of other micro-batches there.
+        kept: Bytes that are there after it and were not before; below 0 after a backward pass.
+        work: What it computes.
+        messages: Exchanges inside the network, by axis.
+    """
+
+    peaks: Mapping[str, Peak]
+    kept: int
+    work: Work
+    messages: Mapping[str, tuple[Message, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBytes:
+    """One rank's step.
+
+    Attributes:
+        parts: Part -> its bytes, as `plan_memory` names them: parameters, gradients, optimizer state.
+        first: (stage, whether it is the forward pass) -> the pass of a step's first micro-batch.
+        passes: The same of the later ones, when there are gradients already.
+        update: The optimizer's step.
+        update_work: What it computes.
+        batch: Bytes of the rows of one micro-batch.
+        arriving: Bytes of the values that a stage gets from another rank, by stage.
+        returning: Bytes of the gradients of what a stage gives to another rank, by stage.
+        communication: Bytes of buffers in which gradients travel.
+        in_buckets: Whether gradients lie in these once they are summed.
+        leaves: Whether they leave for these in the backward pass.
+    """
+
+    parts: Mapping[str, int]
+    first: Mapping[tuple[int, bool], PassBytes]
+    passes: Mapping[tuple[int, bool], PassBytes]
+    update: UpdateBytes
+    update_work: Work
+    batch: int
+    arriving: Mapping[int, int]
+    returning: Mapping[int, int]
+    communication: int
+    in_buckets: bool
+    leaves: bool
+
+
+# The moment with the most bytes where gradients leave as soon as they are there.
+LEAVING = "leaving"
+
+
+def measure_ranks(
+    config: TrainConfig,
+    objects: UserObjects,
+    network: CutNetwork,
+    inputs: Sequence[Column],
+    labels: Sequence[Column],
+    known: Sequence[RankBytes] | None = None,
+) -> list[RankBytes]:
+    """Measures one micro-batch and one update on each rank of a pipeline, in the order of `network.parts`.
+
+    Args:
+        config: Config with resolved losses and the mesh; the columns' rows count, not its `batch_size`.
+        inputs: Arguments of `forward` for one micro-batch.
+        labels: Labels of its rows.
+        known: Result of an earlier call with other rows, to save the updates.
+
+    Raises:
+        Exception: Like `measure_step`.
+    """
+    know_sizes(network.whole, inputs, objects)
+    forms = _forms(config, objects, network, inputs) if network.is_pipeline else {}
+    found = []
+    for number, part in enumerate(network.parts):
+        count = WorkCount()
+        leaving = {LEAVING: {SENT: 0.0}}
+        with on_fake_tensors(config, objects, part.module, count, weightings=leaving) as step:
+            rank = _Rank(config, network, part, step, count, forms)
+            found.append(rank.measured(inputs, labels, None if known is None else known[number]))
+    return found
+
+
+def _with_batch(update: UpdateBytes, batch: int) -> UpdateBytes:
+    return replace(update, peaks={name: peak.with_parts(batch=batch) for name, peak in update.peaks.items()})
+
+
+class _Rank:
+    """The passes of one rank."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        network: CutNetwork,
+        part: RankPart,
+        step: FakeStep,
+        count: WorkCount,
+        forms: Mapping[int, Forms],
+    ) -> None:
+        self._config, self._network, self._part = config, network, part
+        self._step, self._count, self._forms = step, count, forms
+        self._last = len(network.owners) - 1
+
+    def measured(
+        self, inputs: Sequence[Column], labels: Sequence[Column], known: RankBytes | None
+    ) -> RankBytes:
+        step = self._step
+        batch = Batch(
+            inputs=tuple(c.empty(step.recipe.device) for c in inputs),
+            labels=tuple(c.empty(step.recipe.device) for c in labels),
+            weight=None,
+        )
+        rows = [*batch.inputs, *batch.labels]
+        step.meter.assign(rows, "batch")
+        step.module.train()
+        step.send(leaving_buckets(step.module))
+        if step.transform is not None:
+            batch = step.transform(batch, 0)
+        rounds: list[dict[tuple[int, bool], PassBytes]] = [{}, {}]
+        for passes in rounds:
+            for stage in self._part.stages:
+                passes |= self._stage(stage, batch)
+        if known is not None:
+            # The rows of the batch are there in an update too.
+            return replace(
+                known,
+                first=rounds[0],
+                passes=rounds[1],
+                update=_with_batch(known.update, num_bytes(rows)),
+                batch=num_bytes(rows),
+                arriving={stage: self._bytes_before(stage) for stage in self._part.stages},
+                returning=self._returning(),
+            )
+        self._count.take()
+        update = step.update()
+        work = self._count.take()
+        return RankBytes(
+            parts={
+                "parameters": step.meter.live["parameters"],
+                "gradients": step.meter.live["gradients"] + step.meter.live[SENT],
+                "optimizer_state": update.state,
+            },
+            first=rounds[0],
+            passes=rounds[1],
+            update=update,
+            # Two updates ran: the first made the state.
+            update_work=Work(
+                launches=work.launches // 2, flops=work.flops // 2, num_bytes=work.num_bytes // 2
+            ),
+            batch=num_bytes(rows),
+            arriving={stage: self._bytes_before(stage) for stage in self._part.stages},
+            returning=self._returning(),
+            communication=communication_bytes(self._config, step.module),
+            in_buckets=sums_in_buckets(self._config),
+            leaves=gradients_leave(self._config),
+        )
+
+    def _bytes_before(self, stage: int, *, wanted: bool = False) -> int:
+        """Returns the bytes of the values that a stage gets from another rank, or of those with gradients."""
+        owners = self._network.owners
+        if not 0 < stage < len(owners) or owners[stage - 1] == owners[stage]:
+            return 0
+        forms = [form for form in self._forms[stage] if form and (form.requires_grad or not wanted)]
+        return sum(form.dtype.itemsize * torch.Size(form.shape).numel() for form in forms)
+
+    def _returning(self) -> dict[int, int]:
+        return {stage: self._bytes_before(stage + 1, wanted=True) for stage in self._part.stages}
+
+    def _stage(self, stage: int, batch: Batch) -> dict[tuple[int, bool], PassBytes]:
+        before = self._begin()
+        results, kept, values = self._forward(stage, batch)
+        found = {(stage, True): self._end(before)}
+        before = self._begin()
+        if results:
+            given = [torch.empty_like(r) for r in results] if stage < self._last else None
+            torch.autograd.backward(results, given)
+            del given
+        del results, values
+        found[stage, False] = self._end(before)
+        del kept
+        return found
+
+    def _forward(self, stage: int, batch: Batch) -> tuple[list[torch.Tensor], Any, Any]:
+        """Runs a stage; returns what is differentiated, what the step keeps, and the stage's arguments."""
+        step, module = self._step, self._step.module
+        recipe, keeps = step.recipe, bool(self._config.metrics)
+        if not self._network.is_pipeline:
+            losses, seen = forward(recipe, module, module, batch, keeps_outputs=keeps)
+            return [scaled(recipe, step.sync, losses, float(batch.num_rows))], seen, None
+        values = batch.inputs if stage == 0 else self._values(stage)
+        with autocast(self._config.precision, recipe.device):
+            outputs = module(*values, stage=stage)
+        if stage == self._last:
+            losses, seen = judged(recipe, module, outputs, batch, keeps_outputs=keeps)
+            return [scaled(recipe, step.sync, losses, float(batch.num_rows))], seen, values
+        given = outputs if isinstance(outputs, tuple) else (outputs,)
+        return [v for v in given if v is not None and v.requires_grad], None, (values, given)
+
+    def _values(self, stage: int) -> Any:
+        device, forms = self._step.recipe.device, self._forms[stage]
+        values = tuple(
+            None if f is None else torch.empty(f.shape, dtype=f.dtype, device=device) for f in forms
+        )
+        return marked(values, forms)
+
+    def _begin(self) -> int:
+        self._step.meter.restart()
+        self._count.take()
+        for stand_in in self._network.stand_ins.values():
+            stand_in.messages.clear()
+        return self._step.meter.live["activations"]
+
+    def _end(self, before: int) -> PassBytes:
+        meter = self._step.meter
+        return PassBytes(
+            peaks=dict(meter.peaks),
+            kept=meter.live["activations"] - before,
+            work=self._count.take(),
+            messages={axis: tuple(found.messages) for axis, found in self._network.stand_ins.items()},
+        )
+
+
+def _forms(
+    config: TrainConfig, objects: UserObjects, network: CutNetwork, inputs: Sequence[Column]
+) -> dict[int, Forms]:
+    """Returns the look of the values that arrive at each stage but the first."""
+    forms: dict[int, Forms] = {}
+    with on_fake_tensors(replace(config, gradient_checkpointing="none"), objects, network.whole) as step:
+        step.module.train()
+        links = links_of(step.module)
+        bounds = [[link.name for link in links].index(name) for name in network.firsts]
+        values: Any = tuple(c.empty(step.recipe.device) for c in inputs)
+        around = partial(autocast, config.precision, step.recipe.device)
+        for stage, (begin, end) in enumerate(pairwise(bounds), 1):
+            with around():
+                values = as_values(run_links(links[begin:end], values), links[end])
+            forms[stage] = forms_of(values)
+            # Each stage has a graph of its own.
+            values = marked(tuple(v if v is None else v.detach() for v in values), forms[stage])
+    return forms

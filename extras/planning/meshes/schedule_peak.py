@@ -1,0 +1,68 @@
+"""The highest moment of a rank's step, from what its passes need one by one and the order of a schedule.
+
+A micro-batch between its two passes keeps what its forward pass has saved, values that arrive early and
+gradients that leave late have their places, and the pass that runs has its own temporaries above all that.
+"""
+
+from __future__ import annotations
+
+from ringspark.estimators.memory.meter import Peak
+from ringspark.estimators.parallel.model.pipeline.actions import Action, Arrival, Kind, Steps
+from ringspark.estimators.parallel.model.pipeline.exchange import SENDS_UNDER_WAY
+from ringspark.extras.planning.meshes.rank_step import LEAVING, RankBytes
+
+
+def peak_of_steps(rank: RankBytes, steps: Steps, sharding: str) -> Peak:
+    """Returns the moment of a step with the most bytes on a rank.
+
+    Args:
+        steps: What the rank does in a step, and when it begins to receive.
+        sharding: Way of sharding.
+    """
+    micros = {step.micro for step in steps}
+    # All rows of the step are there from its begin to its end.
+    waiting = rank.batch * (len(micros) - 1)
+    held, ended, on_their_way, sent = 0, 0, 0, 0
+    highest = Peak(total=0, parts={})
+    begun: set[int] = set()
+    for step in steps:
+        if isinstance(step, Arrival):
+            on_their_way += rank.arriving[step.stage] if step.is_forward else rank.returning[step.stage]
+            continue
+        kind, stage, _ = step
+        found = rank.passes if stage in begun else rank.first
+        one, forward_kept = found[stage, kind is Kind.FORWARD], found[stage, True].kept
+        if kind in (Kind.BACKWARD, Kind.WEIGHT):
+            held -= forward_kept
+        # What this pass has received is among its own bytes.
+        if kind is not Kind.WEIGHT:
+            on_their_way -= rank.arriving[stage] if kind is Kind.FORWARD else rank.returning[stage]
+        extra = held + ended + on_their_way + min(sent, SENDS_UNDER_WAY) * rank.arriving[stage]
+        highest = _higher(highest, one.peaks[LEAVING if rank.leaves else sharding], extra, waiting)
+        if kind is Kind.FORWARD:
+            held += forward_kept
+        if kind in (Kind.BACKWARD, Kind.INPUT):
+            sent += rank.arriving[stage] > 0
+        if kind in (Kind.BACKWARD, Kind.WEIGHT):
+            ended += forward_kept + one.kept
+            begun.add(stage)
+    state = rank.update.peaks[sharding].parts.get("optimizer_state", 0)
+    in_passes = highest.with_parts(optimizer_state=state)
+    update = rank.update.peaks[sharding]
+    update = update.with_parts(batch=update.parts["batch"] + waiting)
+    if rank.in_buckets:
+        update = update.with_parts(gradients=0)
+    peak = max(in_passes, update, key=lambda found: found.total)
+    return peak.with_parts(communication=rank.communication)
+
+
+def in_turns(num_micro: int) -> Steps:
+    """Returns the steps of a rank without a pipeline: each micro-batch forward and backward."""
+    return [Action(kind, 0, micro) for micro in range(num_micro) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+
+
+def _higher(highest: Peak, own: Peak, extra: int, waiting: int) -> Peak:
+    if own.total + extra + waiting <= highest.total:
+        return highest
+    parts = own.parts
+    return own.with_parts(activations=parts["activations"] + extra, batch=parts["batch"] + waiting)

@@ -1,0 +1,205 @@
+"""`plan_scaling`: expected step time, efficiency and cost on 1 to 1,024 workers, before anybody rents them.
+
+    step(n) = crowding(n) * (fixed + rows(n) * row + exposed exchange(n))
+
+The first two come from steps of two sizes on one worker, the exchange from sums of two sizes between a few
+ranks, by the closed forms of `exchange_time`. `crowding` is how many ranks share a core of their host.
+Not in it: reading of rows, validation, checkpoints, waiting for a rank that is slower than others, and
+contention for memory among the ranks of a host beyond what the measured gang saw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ringspark.estimators import user_code
+from ringspark.estimators.collectives.base import num_bytes
+from ringspark.estimators.memory.columns import Column, columns_of
+from ringspark.estimators.training.driver_check import build_module
+from ringspark.estimators.training.settings import memory, python_objects
+from ringspark.extras.planning.described import described
+from ringspark.extras.planning.exchange_time import Link, hierarchical_seconds, ring_seconds
+from ringspark.extras.planning.fit import WORKERS
+from ringspark.extras.planning.layers import NetworkWork, count_layers
+from ringspark.extras.planning.rehearsal import LARGEST_BYTES, SMALL_BYTES, Rehearsal, rehearse
+from ringspark.extras.planning.report import Predicted, ScalingPlan
+from ringspark.models import ModelSpec
+
+# The backward pass, behind which an exchange can hide, is about two of three parts of the computation.
+_BACKWARD_SHARE = 2 / 3
+
+
+def plan_scaling(
+    model: ModelSpec | nn.Module,
+    batch: tuple[Any, Any],
+    workers: Sequence[int] = WORKERS,
+    *,
+    rows: int | None = None,
+    batchSize: int | None = None,
+    optimizer: Any = python_objects.OPTIMIZER.default,
+    loss: Any = python_objects.LOSS.default,
+    precision: str = memory.PRECISION.default,
+    collective: str = "torch",
+    stepSeconds: Mapping[int, float] | None = None,
+    link: Link | None = None,
+    hostLink: Link | None = None,
+    workersPerHost: int | None = None,
+    coresPerHost: int | None = None,
+    hierarchical: bool = False,
+    compression: float = 1.0,
+    overlap: float = 0.0,
+    pricePerWorkerHour: float | None = None,
+    gangSize: int = 2,
+    repeats: int = 7,
+) -> ScalingPlan:
+    """Predicts the time of a training step on each number of workers.
+
+    What is not given is measured here, in seconds, on `gangSize` processes.
+
+    Args:
+        model: A spec, or a module, which is not changed.
+        batch: (inputs, labels) of one worker, as `plan_memory` takes them.
+        workers: Numbers of workers, ascending.
+        rows: Rows per worker and step; None takes the columns' own.
+        batchSize: Rows per step over all workers, which then share them; None gives each worker `rows`.
+        optimizer: Name or factory, as the estimators take it.
+        loss: As the estimators take it; "auto" is cross entropy for integer labels, else mean squared error.
+        stepSeconds: Seconds of a step on one worker for two numbers of rows or more; None measures.
+        link: Between the ranks of a host, or of all where there is no `hostLink`; None measures.
+        hostLink: Between hosts.
+        workersPerHost: Workers of a host; None for all.
+        coresPerHost: Workers that a host runs at full speed, its cores or devices; None for all.
+        hierarchical: Whether the ranks of a host sum among themselves first; else one ring goes around.
+        compression: How many times fewer bytes a compressor sends; between hosts only if `hierarchical`.
+        overlap: Share of the exchange that is hidden behind the backward pass, 0 to 1; at most the backward
+            pass's time is. A training measures it: `communication_hidden` in `summary.history`.
+        pricePerWorkerHour: In any currency; None counts worker-seconds.
+        gangSize: Processes that are measured.
+        repeats: Measured rounds, of which the median counts.
+
+    Raises:
+        ValueError: An argument does not suit; the message says why.
+        WorkerError: A measuring process failed.
+    """
+    inputs, labels = columns_of(batch, rows)
+    own_rows = labels[0].shape[0]
+    workers = _checked(workers, batchSize)
+    _check_numbers(
+        compression=(compression, compression >= 1, "at least 1"),
+        overlap=(overlap, 0 <= overlap <= 1, "from 0 to 1"),
+        gangSize=(gangSize, gangSize >= 2, "at least 2"),
+        repeats=(repeats, repeats >= 1, "at least 1"),
+        workersPerHost=(workersPerHost, workersPerHost is None or workersPerHost >= 1, "at least 1"),
+        coresPerHost=(coresPerHost, coresPerHost is None or coresPerHost >= 1, "at least 1"),
+    )
+    if stepSeconds is not None and (
+        len(stepSeconds) < 2 or not all(n > 0 and 0 < s < math.inf for n, s in stepSeconds.items())
+    ):
+        raise ValueError(
+            "stepSeconds must hold the seconds, above 0, of two numbers of rows or more, "
+            f"got {dict(stepSeconds)!r}"
+        )
+    if hierarchical and (hostLink is None or workersPerHost is None):
+        raise ValueError("hierarchical=True needs hostLink and workersPerHost, as one host has one level")
+    config, objects = described(
+        model, inputs, labels, optimizer, loss, precision=precision, collective=collective
+    )
+    module = build_module(config, objects)
+    gradient_bytes = num_bytes(p for p in module.parameters() if p.requires_grad)
+    if stepSeconds is None or link is None:
+        largest = max(own_rows, math.ceil((batchSize or 0) / workers[0]))
+        rehearsal = Rehearsal(
+            config=config,
+            objects=user_code.dumps(objects),
+            inputs=tuple(inputs),
+            labels=tuple(labels),
+            rows=(max(1, largest // 4), largest) if largest > 1 else (1, 2),
+            sizes=(SMALL_BYTES, max(2 * SMALL_BYTES, min(gradient_bytes, LARGEST_BYTES))),
+            repeats=repeats,
+        )
+        found = rehearse(rehearsal, gangSize)
+        stepSeconds = found.step_seconds if stepSeconds is None else stepSeconds
+        link = found.link if link is None else link
+    fixed, per_row = _line(stepSeconds)
+
+    def exchange(n: int) -> float:
+        if hostLink is not None and workersPerHost is not None and n > workersPerHost:
+            if hierarchical:
+                return hierarchical_seconds(n, workersPerHost, gradient_bytes, link, hostLink, compression)
+            return ring_seconds(n, gradient_bytes / compression, hostLink)
+        return ring_seconds(n, gradient_bytes / (1 if hierarchical else compression), link)
+
+    def predicted(n: int, alone: float | None) -> Predicted:
+        own = own_rows if batchSize is None else batchSize / n
+        on_host = min(n, workersPerHost or n)
+        # Ranks of one host also move their bytes by its cores.
+        crowding = max(1.0, on_host / coresPerHost) if coresPerHost else 1.0
+        compute = crowding * (fixed + own * per_row)
+        seconds = crowding * exchange(n) if n > 1 else 0.0
+        exposed = seconds - min(overlap * seconds, _BACKWARD_SHARE * compute)
+        rate = own / (compute + exposed)
+        hourly = 3600.0 if pricePerWorkerHour is None else pricePerWorkerHour
+        return Predicted(
+            workers=n,
+            rows=own,
+            compute_seconds=compute,
+            exchange_seconds=seconds,
+            exposed_seconds=exposed,
+            efficiency=1.0 if alone is None else rate / alone,
+            cost=1e6 / rate / 3600 * hourly,
+        )
+
+    one = predicted(1, None)
+    return ScalingPlan(
+        predictions=tuple(predicted(n, one.rows / one.step_seconds) for n in workers),
+        step_seconds=dict(stepSeconds),
+        fixed_seconds=fixed,
+        row_seconds=per_row,
+        link=link,
+        host_link=hostLink,
+        gradient_bytes=gradient_bytes,
+        network=_network(module, inputs),
+        has_price=pricePerWorkerHour is not None,
+    )
+
+
+def _line(step_seconds: Mapping[int, float]) -> tuple[float, float]:
+    """Returns the fixed seconds and those per row: the line through the least and the most rows.
+
+    Where neither may be below 0, the line goes through the most rows, whose time is measured best.
+    """
+    few, many = min(step_seconds), max(step_seconds)
+    slope = max(0.0, (step_seconds[many] - step_seconds[few]) / (many - few))
+    slope = min(slope, step_seconds[many] / many)
+    return max(0.0, step_seconds[many] - many * slope), slope
+
+
+def _network(module: nn.Module, inputs: Sequence[Column]) -> NetworkWork | None:
+    try:
+        return count_layers(module, [column.empty("meta") for column in inputs])
+    # A forward whose shapes depend on values trains all the same.
+    except Exception:
+        return None
+
+
+def _checked(workers: Sequence[int], batch_size: int | None) -> list[int]:
+    found = sorted({*workers}) if all(isinstance(n, int) and n >= 1 for n in workers) else []
+    if not found:
+        raise ValueError(f"workers must be numbers from 1, got {workers!r}")
+    if batch_size is not None:
+        found = [n for n in found if n <= batch_size]
+        if not found:
+            raise ValueError(
+                f"batchSize must give each worker a row, got {batch_size} for {min(workers)} workers"
+            )
+    return found
+
+
+def _check_numbers(**rules: tuple[object, bool, str]) -> None:
+    for name, (value, holds, rule) in rules.items():
+        if not holds:
+            raise ValueError(f"{name} must be {rule}, got {value!r}")

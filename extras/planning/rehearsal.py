@@ -1,0 +1,135 @@
+"""Measures on a small gang of this machine what the prediction needs: steps at two sizes, sums at two sizes.
+
+The steps are the trainer's own pass and the optimizer's step on random rows, all ranks at a time but each for
+itself. The sums go through the collective that the training would use. Rank 0 keeps the medians.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+
+from ringspark.estimators import user_code
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.parallel.base import PlainSync
+from ringspark.estimators.training.driver_check import build_module, own_optimizer
+from ringspark.estimators.training.feed import Batch
+from ringspark.estimators.training.make_heads import make_heads
+from ringspark.estimators.training.objective.criterion import Criterion
+from ringspark.estimators.training.phase import Status
+from ringspark.estimators.training.precision import LossScaler, keep_norms_fp32
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.training.step import Recipe, forward_backward
+from ringspark.extras.planning.exchange_time import Link, solve_link
+
+SMALL_BYTES, LARGEST_BYTES = 1 << 10, 64 << 20
+WARM_UPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Seconds of a step by its rows, and the link between the ranks."""
+
+    step_seconds: dict[int, float]
+    link: Link
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What each rank of the gang runs.
+
+    Attributes:
+        config: The training's settings; its folders are not used.
+        objects: Pickled `UserObjects`.
+        inputs: Inputs of a batch, and `labels` its labels.
+        rows: Two numbers of rows per step.
+        sizes: Two numbers of bytes per sum.
+        repeats: Measured rounds.
+    """
+
+    config: TrainConfig
+    objects: bytes
+    inputs: tuple[Column, ...]
+    labels: tuple[Column, ...]
+    rows: tuple[int, ...]
+    sizes: tuple[int, int]
+    repeats: int
+
+    def __call__(self, collective: Collective, device: str, status: Status) -> str:
+        status.phase = "measuring steps"
+        torch.manual_seed(0)
+        steps = self.make_steps(torch.device(device))
+        step_seconds = {rows: self.median(step, collective) for rows, step in steps.items()}
+        status.phase = "measuring sums"
+        sums = []
+        for number, size in enumerate(self.sizes if collective.size > 1 else ()):
+            buffer = torch.zeros(size // 4, device=device)
+            sums.append(self.median(partial(_sum, collective, buffer, str(number)), collective))
+        return json.dumps([list(step_seconds.items()), sums])
+
+    def median(self, function: Callable[[], object], collective: Collective) -> float:
+        seconds = []
+        for _ in range(WARM_UPS + self.repeats):
+            collective.barrier()
+            start = time.perf_counter()
+            function()
+            seconds.append(time.perf_counter() - start)
+        return median(seconds[WARM_UPS:])
+
+    def make_steps(self, device: torch.device) -> dict[int, Callable[[], None]]:
+        objects = user_code.loads(self.objects)
+        module = build_module(self.config, objects).to(device).train()
+        if self.config.precision != "fp32":
+            keep_norms_fp32(module)
+        sync = PlainSync(module, own_optimizer(self.config, objects, module))
+        scaler = LossScaler(self.config.precision, device, None, guards=False)
+        criterion = Criterion(make_heads(self.config, objects), device)
+        recipe = Recipe(config=self.config, criterion=criterion, scaler=scaler, device=device)
+
+        def step(batch: Batch) -> None:
+            sync.optimizer.zero_grad()
+            forward_backward(recipe, sync, batch, float(batch.num_rows), keeps_outputs=False)
+            sync.step(scaler)
+            scaler.update()
+
+        made: dict[int, Callable[[], None]] = {}
+        for rows in self.rows:
+            inputs, labels = (tuple(_example(c, rows, device) for c in s) for s in (self.inputs, self.labels))
+            batch = Batch(inputs=inputs, labels=labels, weight=None)
+            made[rows] = partial(step, batch)
+        return made
+
+
+def _sum(collective: Collective, buffer: torch.Tensor, name: str) -> None:
+    collective.start_sum(buffer, name)()
+
+
+def _example(column: Column, rows: int, device: torch.device) -> torch.Tensor:
+    """Returns random rows; whole numbers are 0, which is an id and a class of every network."""
+    shape = (rows, *column.shape[1:])
+    if column.dtype == torch.int64:
+        return torch.zeros(shape, dtype=column.dtype, device=device)
+    return torch.randn(shape, device=device)
+
+
+def rehearse(rehearsal: Rehearsal, num_ranks: int) -> Measured:
+    """Measures on a gang of `num_ranks` processes of this machine.
+
+    Raises:
+        WorkerError: A rank failed, for example since the network does not run on such rows.
+    """
+    texts = run_spawned(num_ranks, rehearsal.config.collective, rehearsal, timeout_seconds=120)
+    steps, sums = json.loads(texts[0])
+    few, many = rehearsal.sizes
+    return Measured(
+        step_seconds={int(rows): seconds for rows, seconds in steps},
+        link=solve_link(num_ranks, (few, sums[0]), (many, sums[1])),
+    )

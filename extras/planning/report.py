@@ -1,0 +1,189 @@
+"""`ScalingPlan`: predicted times over numbers of workers, as numbers and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ringspark.estimators.training.settings.byte_sizes import show_bytes
+from ringspark.extras.planning.exchange_time import Link
+from ringspark.extras.planning.layers import NetworkWork
+from ringspark.pipelines.notebook_table import notebook_table
+
+# A gang whose workers keep this share of their speed is called worthwhile.
+WORTHWHILE = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """One number of workers.
+
+    Attributes:
+        rows: Rows per worker and step.
+        compute_seconds: Of a step, passes and optimizer.
+        exchange_seconds: Of a step, the exchange, hidden behind the backward pass or not.
+        exposed_seconds: The part of the exchange that is not hidden.
+        efficiency: Rows per second of a worker, as a share of those of one worker alone with the first row's
+            settings.
+        cost: Price of a million rows; worker-seconds where no price is given.
+    """
+
+    workers: int
+    rows: float
+    compute_seconds: float
+    exchange_seconds: float
+    exposed_seconds: float
+    efficiency: float
+    cost: float
+
+    @property
+    def step_seconds(self) -> float:
+        return self.compute_seconds + self.exposed_seconds
+
+    @property
+    def rows_per_second(self) -> float:
+        """Of all workers."""
+        return self.workers * self.rows / self.step_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingPlan:
+    """How a training scales.
+
+    Attributes:
+        predictions: One for each number of workers.
+        step_seconds: Measured or given seconds of a step on one worker, by its rows.
+        fixed_seconds: Seconds of a step without rows, and `row_seconds` for each row.
+        link: Between the ranks of a host; `host_link` between hosts, if there are several.
+        gradient_bytes: Bytes that the ranks sum in each step.
+        network: Work and depth of the layers; None if they could not be counted.
+        has_price: Whether the costs are a price.
+    """
+
+    predictions: tuple[Predicted, ...]
+    step_seconds: Mapping[int, float]
+    fixed_seconds: float
+    row_seconds: float
+    link: Link
+    host_link: Link | None
+    gradient_bytes: int
+    network: NetworkWork | None
+    has_price: bool = False
+
+    def of(self, workers: int) -> Predicted:
+        """Returns the prediction for so many workers.
+
+        Raises:
+            KeyError: It was not asked for.
+        """
+        for predicted in self.predictions:
+            if predicted.workers == workers:
+                return predicted
+        raise KeyError(f"{workers} workers are not planned; give them in `workers`")
+
+    @property
+    def verdict(self) -> str:
+        """How many workers are worthwhile, in a sentence."""
+        good = [p.workers for p in self.predictions if p.efficiency >= WORTHWHILE]
+        most = self.predictions[-1]
+        if not good:
+            return f"no planned number of workers keeps {WORTHWHILE:.0%} of one worker's speed"
+        if good[-1] == most.workers:
+            return f"{most.workers:,} workers each keep {most.efficiency:.0%} of one worker's speed"
+        return (
+            f"up to {good[-1]:,} workers each keep at least {WORTHWHILE:.0%} of one worker's speed; "
+            f"with {most.workers:,} they keep {most.efficiency:.0%}, and wait for the exchange in "
+            f"{most.exposed_seconds / most.step_seconds:.0%} of a step"
+        )
+
+    @property
+    def facts(self) -> str:
+        """What the prediction rests on, in a sentence."""
+        between = "" if self.host_link is None else f"; between hosts {link_words(self.host_link)}"
+        return (
+            f"A step takes {show_seconds(self.fixed_seconds)} and {show_seconds(self.row_seconds)} a row; "
+            f"{link_words(self.link)}{between}; the workers sum {show_bytes(self.gradient_bytes)} in each "
+            "step."
+        )
+
+    def table(self) -> str:
+        """Returns a text: what the prediction rests on, a line per number of workers, and the verdict."""
+        return "\n".join([self.facts, aligned(self._header, self._rows()), self.verdict])
+
+    def layers_table(self) -> str:
+        """Returns a text with work and depth of each layer; "" if they could not be counted."""
+        return "" if self.network is None else aligned(_LAYERS_HEADER, self._layers())
+
+    def __str__(self) -> str:
+        layers = self.layers_table()
+        return self.table() + (f"\n\n{layers}" if layers else "")
+
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows: both tables."""
+        shown = notebook_table(self.facts, self._header, self._rows(), self.verdict)
+        if self.network is None:
+            return shown
+        return shown + notebook_table("Work and depth of a forward pass", _LAYERS_HEADER, self._layers())
+
+    @property
+    def _header(self) -> Sequence[str]:
+        cost = "price of a million rows" if self.has_price else "worker-seconds, million rows"
+        return ("workers", "rows each", "step", "exchange", "hidden", "rows/s", "efficiency", cost)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                f"{p.workers:,}",
+                f"{p.rows:,.4g}",
+                show_seconds(p.step_seconds),
+                show_seconds(p.exchange_seconds),
+                f"{1 - p.exposed_seconds / p.exchange_seconds:.0%}" if p.exchange_seconds else "",
+                f"{p.rows_per_second:,.0f}",
+                f"{p.efficiency:.3f}",
+                f"{p.cost:,.4g}",
+            )
+            for p in self.predictions
+        ]
+
+    def _layers(self) -> list[tuple[str, ...]]:
+        assert self.network is not None
+        network = self.network
+        rows: list[tuple[str, ...]] = []
+        for layer in network.layers:
+            rows.append(
+                (
+                    layer.name or "(network)",
+                    layer.kind,
+                    f"{layer.work:,}",
+                    f"{layer.depth:,}",
+                    f"{layer.work / max(1, layer.depth):,.0f}",
+                    f"{layer.parameters:,}",
+                )
+            )
+        total = sum(layer.parameters for layer in network.layers)
+        parallelism = f"{network.work / max(1, network.depth):,.0f}"
+        rows.append(("all", "", f"{network.work:,}", f"{network.depth:,}", parallelism, f"{total:,}"))
+        return rows
+
+
+_LAYERS_HEADER = ("layer", "kind", "work", "depth", "work / depth", "parameters")
+
+
+def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines
+    )
+
+
+def link_words(link: Link) -> str:
+    rate = f"{1e-6 / link.beta:,.0f} MB/s" if link.beta else "no time for bytes"
+    return f"a message {show_seconds(link.alpha)}, {rate}"
+
+
+def show_seconds(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns" if seconds else "0"

@@ -1,0 +1,114 @@
+"""What a section of a report is made of. The template turns each block into HTML and escapes every text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from ringspark.extras.report.facts import Facts
+
+
+class Block:
+    """One block of a section; `kind` chooses its form in the template."""
+
+    kind: ClassVar[str]
+
+
+@dataclass(frozen=True)
+class Text(Block):
+    """A paragraph; `warns` sets it off."""
+
+    text: str
+    warns: bool = False
+    kind: ClassVar[str] = "text"
+
+
+@dataclass(frozen=True)
+class Cards(Block):
+    """A few figures, each with its name."""
+
+    entries: Sequence[tuple[str, str]]
+    kind: ClassVar[str] = "cards"
+
+
+@dataclass(frozen=True)
+class Table(Block):
+    """A table of texts; columns in `words` are set to the left, all others to the right.
+
+    Attributes:
+        note: What is left out, or how to read it.
+        marked: Numbers of the rows that are set off.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: frozenset[int] = frozenset({0})
+    note: str = ""
+    title: str = ""
+    marked: frozenset[int] = field(default_factory=frozenset)
+    kind: ClassVar[str] = "table"
+
+
+@dataclass(frozen=True)
+class Chart(Block):
+    """A drawing: SVG of our own making, and what it shows, for those who cannot see it."""
+
+    svg: str
+    caption: str
+    kind: ClassVar[str] = "chart"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One part of the page.
+
+    Attributes:
+        name: Anchor in the page.
+        make: Returns its blocks; without any, the section is left out.
+    """
+
+    name: str
+    title: str
+    make: Callable[[Facts], Sequence[Block]]
+
+
+def show(value: Any) -> str:
+    """Returns a value as people read it: 12,345, 0.01234, 1.2e-07, "" for None."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("infinite" if value > 0 else "-infinite")
+    if value == 0 or 1e-4 <= abs(value) < 1e5:
+        digits = max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
+        return f"{value:,.{min(digits, 7)}f}" if digits else f"{value:,.0f}"
+    return f"{value:.3e}"
+
+
+def seconds(value: float) -> str:
+    """Returns a time such as "4.21 s" or "1 h 02 min"."""
+    if value < 60:
+        return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
+    minutes = round(value / 60)
+    if value < 3600:
+        return f"{int(value // 60)} min {int(value % 60):02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def first_and_last(count: int, most: int) -> list[int]:
+    """Returns the places of at most `most` of `count` entries: a fifth of them the first, then the last."""
+    if count <= most:
+        return list(range(count))
+    first = most // 5
+    return [*range(first), *range(count - (most - first), count)]
+
+
+def shorten(text: str, most: int = 120) -> str:
+    """Returns a text of bounded length."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,0 +1,16 @@
+"""The content of a report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ringspark.estimators.run.facts import RunFacts
+from ringspark.extras.report.held_out.findings import HeldOut
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """A run, and what its model predicts for held-out rows; None if no rows were given."""
+
+    run: RunFacts
+    held_out: HeldOut | None = None

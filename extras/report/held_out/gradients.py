@@ -1,0 +1,110 @@
+"""Integrated gradients by captum: how much each feature moved the output, from a mean row to the row itself.
+
+Sundararajan, Taly and Yan, Axiomatic Attribution for Deep Networks (2017).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ringspark.estimators.training.feed import Array
+from ringspark.extras.report.held_out.features import Feature
+from ringspark.extras.report.held_out.findings import Attribution
+from ringspark.models.outputs import as_outputs
+
+# Rows of a pass; captum makes 50 points of each.
+ROWS_AT_ONCE = 16
+
+
+def check_captum() -> None:
+    """Refuses to begin without the package.
+
+    Raises:
+        ImportError: It is not installed; the message says how to install it.
+    """
+    if find_spec("captum") is None:
+        raise ImportError(
+            "attributions='captum' needs captum, which is not installed; "
+            "pip install 'ringspark[attribution]', or choose attributions='permutation'"
+        )
+
+
+def integrated_gradients(
+    module: nn.Module, arrays: Sequence[Array], features: Sequence[Feature], *, is_classifier: bool
+) -> Attribution:
+    """Returns the mean absolute attribution of each feature whose values are real numbers.
+
+    The output that is explained is the logit of the class which the model predicts, or the prediction; of
+    several numbers a row, their sum.
+
+    Args:
+        module: In eval mode, on the CPU; it gives one output.
+        arrays: The inputs, each (rows, ...); those of whole numbers stay as they are.
+    """
+    from captum.attr import IntegratedGradients
+
+    real = [place for place, array in enumerate(arrays) if array.dtype.kind == "f"]
+    told = [feature for feature in features if set(feature.inputs) <= set(real)]
+    sums = [np.zeros(arrays[place].shape[1:]) for place in real]
+    means = [torch.from_numpy(arrays[place].mean(axis=0, keepdims=True)) for place in real]
+    rows = len(arrays[0])
+
+    others = [place for place in range(len(arrays)) if place not in real]
+
+    def network(*inputs: torch.Tensor) -> torch.Tensor:
+        # captum hands what stays as it is behind what it changes.
+        given = dict(zip([*real, *others], inputs, strict=True))
+        return as_outputs(module(*(given[place] for place in range(len(arrays)))))[0].flatten(1)
+
+    def explained(*inputs: torch.Tensor) -> torch.Tensor:
+        return (network(*inputs[:-1]) * inputs[-1]).sum(dim=1)
+
+    if real and told:
+        method: Any = IntegratedGradients(explained)
+        for start in range(0, rows, ROWS_AT_ONCE):
+            pieces = [torch.from_numpy(array[start : start + ROWS_AT_ONCE]) for array in arrays]
+            changed, kept = tuple(pieces[p] for p in real), tuple(pieces[p] for p in others)
+            with torch.no_grad():
+                factors = _factors(network(*changed, *kept), is_classifier)
+            found = method.attribute(
+                changed,
+                baselines=tuple(mean.expand_as(piece) for mean, piece in zip(means, changed, strict=True)),
+                additional_forward_args=(*kept, factors),
+            )
+            for total, part in zip(sums, found, strict=True):
+                total += part.detach().abs().sum(dim=0).double().numpy()
+    by_place = dict(zip(real, sums, strict=True))
+    values = [
+        sum(
+            float(by_place[place].sum() if feature.entry is None else by_place[place][feature.entry])
+            for place in feature.inputs
+        )
+        / rows
+        for feature in told
+    ]
+    left_out = [feature.name for feature in features if feature not in told]
+    note = f"Not told of whole numbers: {', '.join(left_out[:10])}." if left_out else ""
+    return Attribution(
+        method="integrated_gradients",
+        features=[feature.name for feature in told],
+        values=values,
+        rows=rows,
+        unit="mean absolute attribution",
+        note=f"Measured from the mean row. {note}".strip(),
+    )
+
+
+def _factors(outputs: torch.Tensor, is_classifier: bool) -> torch.Tensor:
+    """Returns how each number of the output counts in what is explained, for each row."""
+    if not is_classifier:
+        return torch.ones_like(outputs)
+    # One logit speaks for class 1, and against class 0.
+    if outputs.shape[1] == 1:
+        return torch.where(outputs > 0, 1.0, -1.0)
+    return torch.nn.functional.one_hot(outputs.argmax(dim=1), outputs.shape[1]).to(outputs.dtype)

@@ -1,0 +1,251 @@
+"""What a model says of held-out rows, for its report: the driver predicts a bounded random sample.
+
+One Spark job, which brings the model's inputs and the label of the sampled rows alone. The same seed on the
+same DataFrame gives the same sample.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import StructField
+
+from ringspark.estimators.columns.inputs import ModelInput
+from ringspark.estimators.inference.evaluate import Evaluation
+from ringspark.estimators.inference.predict import PIECE_BYTES, Predictor, cached_module, inputs_of
+from ringspark.estimators.inference.results import Classes
+from ringspark.estimators.names import nearest
+from ringspark.estimators.training.feed import Array
+from ringspark.extras.report import report_summary
+from ringspark.extras.report.held_out.features import features_of
+from ringspark.extras.report.held_out.findings import HeldOut
+from ringspark.extras.report.held_out.gradients import check_captum, integrated_gradients
+from ringspark.extras.report.held_out.permutation import permutation_importance
+from ringspark.extras.report.held_out.scores import class_findings, log_loss, number_findings
+from ringspark.extras.report.page import check_packages
+from ringspark.pipelines.kinds import Struct
+from ringspark.pipelines.kinds.structs import dotted
+
+Attributions = Literal["permutation", "captum", "none"]
+
+# Rows of which attributions are computed: a pass over them for each feature and each repetition.
+ATTRIBUTED_ROWS = 2_000
+_ORDER = "__ringspark_order"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A model and what is asked of it.
+
+    Attributes:
+        inputs: The model's inputs.
+        fields: The column of the DataFrame that each is made from.
+        evaluation: Judge of the labels.
+        classes: Form of a classifier's predictions; None for a regression.
+        names: Names of the classes; empty if they are numbers.
+    """
+
+    predictor: Predictor
+    inputs: Sequence[ModelInput]
+    fields: Sequence[StructField]
+    evaluation: Evaluation
+    classes: Classes | None = None
+    names: Sequence[str] = ()
+
+
+def check_choices(attributions: str, rows: int, seed: int) -> None:
+    """Refuses what `report` was asked, before anything is computed.
+
+    Raises:
+        ValueError: A value is out of its range.
+        ImportError: captum is asked for, and not installed.
+    """
+    choices = ("permutation", "captum", "none")
+    if attributions not in choices:
+        raise ValueError(
+            f"attributions must be one of {', '.join(choices)}, got {attributions!r}"
+            f"{nearest(str(attributions), choices)}"
+        )
+    for name, value, least in (("rows", rows, 1), ("seed", seed, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} of a report must be a whole number of at least {least}, got {value!r}")
+    if attributions == "captum":
+        check_captum()
+
+
+class HeldOutReport:
+    """Writes the report of a model with its predictions for held-out rows.
+
+    Raises:
+        ValueError: An option is out of its range.
+        ImportError: A package is not installed.
+    """
+
+    def __init__(self, attributions: str, rows: int, seed: int) -> None:
+        check_packages()
+        check_choices(attributions, rows, seed)
+        self._options: dict[str, Any] = {"attributions": attributions, "rows": rows, "seed": seed}
+
+    def write(
+        self,
+        summary: Any,
+        path: str | os.PathLike[str],
+        dataset: DataFrame,
+        columns: Sequence[Column],
+        label: Column,
+        **question: Any,
+    ) -> None:
+        """Predicts a sample of the rows, and writes the page.
+
+        Args:
+            summary: The `TrainingSummary`.
+            columns: The predictor's inputs, as `prediction_expression` takes them.
+            label: Label of each row.
+            question: The attributes of `Question`.
+
+        Raises:
+            ValueError: There are no rows, or the labels do not fit the predictions.
+        """
+        found = held_out_findings(dataset, columns, label, Question(**question), **self._options)
+        report_summary(summary, path, found)
+
+
+def held_out_findings(
+    dataset: DataFrame,
+    columns: Sequence[Column],
+    label: Column,
+    question: Question,
+    *,
+    attributions: Attributions,
+    rows: int,
+    seed: int,
+) -> HeldOut:
+    """Returns what the model says of a sample of a DataFrame's rows.
+
+    Args:
+        columns: What the predictor needs of each row, as `prediction_expression` takes it.
+
+    Raises:
+        ValueError: A label is null, no class number, or of another shape than the output.
+    """
+    row_bytes = sum(item.column.kind.row_bytes for item in question.inputs if item.column is not None)
+    asked, rows = rows, max(1, min(rows, PIECE_BYTES // max(1, row_bytes)))
+    *pieces, labels = _sample(dataset, [*columns, label], rows + 1, seed)
+    # One row more than wanted tells whether there are more.
+    is_part = len(labels) > rows
+    pieces, labels = [piece[:rows] for piece in pieces], labels[:rows]
+    arrays, valid = inputs_of(question.predictor, pieces)
+    if valid is not None:
+        labels = labels.filter(pa.array(valid))
+    given, problem = question.evaluation.judge(labels)
+    if problem is not None:
+        raise ValueError(problem.replace("before evaluate", "before report"))
+    skipped = 0 if valid is None else int((~valid).sum())
+    module = cached_module(question.predictor)
+
+    def outputs_of(inputs: Sequence[Array]) -> Array:
+        return question.predictor.predict(module, inputs)
+
+    outputs = outputs_of(arrays)
+    notes = [_told_of_sample(len(outputs), is_part, asked, rows, seed)]
+    of_rows = given.reshape(len(outputs), -1)
+    finite = np.isfinite(outputs).all(axis=1) & np.isfinite(of_rows).all(axis=1)
+    if not finite.all():
+        # They have no place in a mean or a bin.
+        outputs, given, infinite = outputs[finite], of_rows[finite].reshape(-1), int((~finite).sum())
+        skipped += infinite
+        notes.append(f"{infinite:,} of them, whose prediction or label is not finite, are left out below.")
+    classes = question.classes
+    if classes is None:
+        numbers = number_findings(outputs.reshape(-1), given, seed=seed, skipped=skipped)
+        found = HeldOut(numbers=numbers, notes=notes)
+    else:
+        ignored = question.evaluation.ignored
+        counted = np.ones(len(given), dtype=bool) if ignored is None else given != ignored
+        found = HeldOut(
+            classes=class_findings(
+                classes.probabilities(outputs)[counted],
+                classes.decide(outputs)[counted].astype(np.int64),
+                given[counted].astype(np.int64),
+                names=question.names,
+                skipped=skipped + int((~counted).sum()),
+                has_thresholds=classes.thresholds is not None,
+            ),
+            notes=notes,
+        )
+    if attributions == "none" or not len(outputs):
+        return found
+    if question.predictor.layout:
+        notes.append("Rows vary in length, so there is no account of the features.")
+        return found
+    told = [array[finite][:ATTRIBUTED_ROWS] for array in arrays]
+    names = [_entry_names(item, field) for item, field in zip(question.inputs, question.fields, strict=True)]
+    features = features_of([field.name for field in question.fields], told, names)
+    if attributions == "captum":
+        is_classifier = classes is not None
+        attribution = integrated_gradients(module, told, features, is_classifier=is_classifier)
+        return replace(found, attribution=attribution)
+    true = given.reshape(len(outputs), -1)[:ATTRIBUTED_ROWS]
+
+    def loss(inputs: Sequence[Array]) -> float:
+        values = outputs_of(inputs)
+        if classes is None:
+            return float(np.sqrt(((values - true) ** 2).mean()))
+        use = true[:, 0] != question.evaluation.ignored
+        return log_loss(classes.probabilities(values)[use], true[use, 0].astype(np.int64))
+
+    attribution = permutation_importance(
+        loss, told, features, unit="RMSE" if classes is None else "log loss", seed=seed
+    )
+    return replace(found, attribution=attribution)
+
+
+def _sample(dataset: DataFrame, columns: Sequence[Column], rows: int, seed: int) -> list[pa.Array]:
+    """Returns at most this many rows of the columns, drawn at random. Runs one Spark job."""
+    names = [f"c{number}" for number in range(len(columns))]
+    given = [column.alias(name) for column, name in zip(columns, names, strict=True)]
+    drawn = dataset.select(*given, F.rand(seed).alias(_ORDER)).orderBy(_ORDER).limit(rows).select(*names)
+    # As bytes of Arrow, which every Spark and every client hands over as they are.
+    batches = [
+        batch
+        for row in drawn.mapInArrow(_packed, "data binary").collect()
+        for batch in pa.ipc.open_stream(bytes(row["data"]))
+    ]
+    if not batches:
+        raise ValueError("report needs held-out rows, and data has none; give others, or leave it out")
+    table = pa.Table.from_batches(batches)
+    return [pa.concat_arrays(column.chunks) for column in table.columns]
+
+
+def _packed(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Turns each batch into one row of bytes. Runs in a Spark task."""
+    for batch in batches:
+        if not batch.num_rows:
+            continue
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        yield pa.RecordBatch.from_pydict({"data": [sink.getvalue().to_pybytes()]})
+
+
+def _told_of_sample(count: int, is_part: bool, asked: int, rows: int, seed: int) -> str:
+    if not is_part:
+        return f"Held-out rows: all {count:,} of the DataFrame that was given."
+    why = f", fewer than the {asked:,} asked for, as they are large" if rows < asked else ""
+    return f"Held-out rows: {count:,} of the DataFrame that was given, drawn at random with seed {seed}{why}."
+
+
+def _entry_names(item: ModelInput, field: StructField) -> list[str]:
+    """Returns the names of the numbers of a row: those of a struct's fields, or a VectorAssembler's."""
+    if item.column is not None and isinstance(item.column.kind, Struct):
+        return [dotted((field.name, *path)) for path in item.column.kind.fields]
+    groups: Any = (field.metadata or {}).get("ml_attr", {}).get("attrs", {})
+    known = sorted((entry["idx"], str(entry.get("name", ""))) for group in groups.values() for entry in group)
+    return [name for _, name in known] if all(name for _, name in known) else []

@@ -1,0 +1,129 @@
+"""Compares predictions with labels: the findings that a report shows of held-out rows. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ringspark.extras.report.held_out.findings import (
+    CONFIDENCE_BINS,
+    ClassFindings,
+    Counts,
+    NumberFindings,
+    Numbers,
+)
+
+# The least probability of which a logarithm is taken: that of float64 is not finite at 0.
+LEAST_PROBABILITY = 1e-15
+RESIDUAL_BINS = 41
+PREDICTION_BINS = 20
+# A mean of few rows would say more about them than about the model.
+BIN_ROWS = 20
+# Points of the scatter plot; each is an element of the page.
+MOST_POINTS = 1000
+
+
+def class_findings(
+    probabilities: Numbers,
+    predicted: Counts,
+    labels: Counts,
+    *,
+    names: Sequence[str] = (),
+    skipped: int = 0,
+    has_thresholds: bool = False,
+) -> ClassFindings:
+    """Compares classes.
+
+    Args:
+        probabilities: (rows, classes).
+        predicted: (rows,), the classes that the model gives.
+        labels: (rows,), the true classes.
+    """
+    pairs, counts = np.unique(np.stack([labels, predicted], axis=1), axis=0, return_counts=True)
+    confidence, right = probabilities.max(axis=1, initial=0.0), probabilities.argmax(axis=1) == labels
+    num_classes = probabilities.shape[1]
+    if num_classes == 2:
+        confidence, right = probabilities[:, 1], labels == 1
+    return ClassFindings(
+        num_classes=num_classes,
+        confusion={(int(true), int(found)): int(n) for (true, found), n in zip(pairs, counts, strict=True)},
+        confidence=_binned(confidence, right),
+        roc=roc_curve(probabilities[:, 1], labels == 1) if num_classes == 2 else None,
+        log_loss=log_loss(probabilities, labels),
+        skipped=skipped,
+        names=names,
+        has_thresholds=has_thresholds,
+    )
+
+
+def log_loss(probabilities: Numbers, labels: Counts) -> float:
+    """Returns the mean of the negative logarithm of the true classes' probabilities; NaN without rows."""
+    if not len(labels):
+        return float("nan")
+    of_true = probabilities[np.arange(len(labels)), labels]
+    return float(-np.log(np.maximum(of_true, LEAST_PROBABILITY)).mean())
+
+
+def roc_curve(
+    scores: Numbers, is_positive: np.ndarray[tuple[int], np.dtype[np.bool_]]
+) -> tuple[Numbers, Numbers] | None:
+    """Returns the rates of false and true positives at each threshold; None if there is one class only."""
+    positives = int(is_positive.sum())
+    if not 0 < positives < len(scores):
+        return None
+    order = np.argsort(-scores, kind="stable")
+    ordered, found = scores[order], is_positive[order]
+    # Rows of one score pass together: whichever came first, none of them is ranked above another.
+    last = np.flatnonzero(np.append(np.diff(ordered) != 0, True))
+    true = np.concatenate([[0.0], np.cumsum(found)[last] / positives])
+    false = np.concatenate([[0.0], np.cumsum(~found)[last] / (len(scores) - positives)])
+    return false, true
+
+
+def number_findings(
+    predicted: Numbers, labels: Numbers, *, seed: int = 0, skipped: int = 0
+) -> NumberFindings:
+    """Compares numbers, each (numbers,)."""
+    residuals = predicted - labels
+    kept = np.random.default_rng(seed).permutation(len(labels))[:MOST_POINTS]
+    counts, edges = np.histogram(residuals, bins=RESIDUAL_BINS, range=_range(residuals))
+    # Bins of equally many predictions; of equal ones some bins are empty.
+    num_bins = min(PREDICTION_BINS, max(1, len(labels) // BIN_ROWS))
+    ends: Numbers = np.zeros(0)
+    if len(labels):
+        ends = np.unique(np.quantile(predicted, np.linspace(0, 1, num_bins + 1)))
+    places = np.searchsorted(ends[1:-1], predicted, side="right") if len(labels) else np.zeros(0, np.int64)
+    bins = [places == number for number in range(max(1, len(ends) - 1))] if len(labels) else []
+    return NumberFindings(
+        numbers=len(labels),
+        total_squares=float(((labels - labels.mean()) ** 2).sum()) if len(labels) else 0.0,
+        sum_squared=float((residuals**2).sum()),
+        sum_absolute=float(np.abs(residuals).sum()),
+        sum_residual=float(residuals.sum()),
+        residual_edges=edges,
+        residual_counts=counts.astype(np.int64),
+        bin_predicted=np.array([predicted[rows].mean() for rows in bins if rows.any()]),
+        bin_true=np.array([labels[rows].mean() for rows in bins if rows.any()]),
+        sample=np.stack([predicted, labels], axis=1)[kept],
+        skipped=skipped,
+    )
+
+
+def _range(values: Numbers) -> tuple[float, float]:
+    """Returns the ends of a histogram; wider than the values where these differ by rounding alone."""
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
+    least = 2 * RESIDUAL_BINS * float(np.spacing(max(abs(low), abs(high))))
+    if high - low > least:
+        return low, high
+    half = max(0.5, least)
+    return (low + high) / 2 - half, (low + high) / 2 + half
+
+
+def _binned(confidence: Numbers, right: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Numbers:
+    places = np.minimum((confidence * CONFIDENCE_BINS).astype(np.int64), CONFIDENCE_BINS - 1)
+    sums = [
+        np.bincount(places, weights=weights, minlength=CONFIDENCE_BINS)
+        for weights in (np.ones(len(confidence)), confidence, right.astype(np.float64))
+    ]
+    return np.stack(sums, axis=1)

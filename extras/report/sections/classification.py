@@ -1,0 +1,148 @@
+"""A classifier on held-out rows: confusion matrix, ROC curve, calibration."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ringspark.extras.report.content import Block, Cards, Chart, Section, Table, Text, show
+from ringspark.extras.report.drawing import BLUE, GRAY, MOST_POINTS, ORANGE, drawn, plain
+from ringspark.extras.report.facts import Facts
+from ringspark.extras.report.held_out.findings import ClassFindings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Classes in the matrix; those with most rows are shown one by one, and all others as one.
+MOST_CLASSES = 20
+MOST_CONFUSIONS = 15
+
+Matrix = npt.NDArray[np.int64]
+
+
+def _make(facts: Facts) -> Sequence[Block]:
+    found = facts.held_out.classes if facts.held_out is not None else None
+    if found is None:
+        return []
+    if not found.rows:
+        return [Text("None of the held-out rows has a label and a prediction.")]
+    cards = [
+        ("held-out rows", show(found.rows)),
+        ("accuracy", f"{found.accuracy:.4f}"),
+        ("log loss", show(found.log_loss)),
+        ("expected calibration error", f"{found.expected_calibration_error:.4f}"),
+    ]
+    note = ""
+    if found.num_classes == 2:
+        cards.insert(2, ("ROC AUC", "" if found.roc is None else f"{found.roc_auc:.4f}"))
+        if found.roc is None:
+            note = " The rows hold one class only, so there is no ROC curve."
+    if found.skipped:
+        note += f" {found.skipped:,} rows without a prediction, or whose label does not count, are left out."
+    if found.has_thresholds:
+        note += " The predicted class is the one that the model's thresholds choose."
+    names, matrix = shown_matrix(found)
+    caption = "Rows by their true class and the predicted one; the shade is the share of the true class."
+    if len(names) < found.num_classes:
+        caption += f" The {MOST_CLASSES} classes with most rows of {found.num_classes:,}; all others are one."
+    blocks: list[Block] = [
+        Cards(cards),
+        Chart(drawn(lambda figure: _draw(figure, found), 3.8), _caption(found) + note),
+        Chart(drawn(lambda figure: _draw_matrix(figure, names, matrix), 1.6 + 0.3 * len(names)), caption),
+    ]
+    return [*blocks, _confusions(found)] if found.num_classes > 2 else blocks
+
+
+def shown_matrix(found: ClassFindings) -> tuple[list[str], Matrix]:
+    """Returns names and rows (true, predicted) of the largest classes; all others are the last."""
+    sizes: Counter[int] = Counter()
+    for (true, _), count in found.confusion.items():
+        sizes[true] += count
+    kept = list(range(found.num_classes))
+    if found.num_classes > MOST_CLASSES + 1:
+        kept = sorted(sorted(kept, key=lambda number: -sizes[number])[:MOST_CLASSES])
+    place = {number: i for i, number in enumerate(kept)}
+    names = [found.name(number) for number in kept]
+    if len(kept) < found.num_classes:
+        names.append(f"{found.num_classes - len(kept):,} others")
+    matrix = np.zeros((len(names), len(names)), dtype=np.int64)
+    for (true, predicted), count in found.confusion.items():
+        matrix[place.get(true, len(kept)), place.get(predicted, len(kept))] += count
+    return names, matrix
+
+
+def _caption(found: ClassFindings) -> str:
+    whose = "its probability" if found.num_classes == 2 else "the predicted class's probability"
+    first = f"Left: ROC curve of class {found.name(1)}. Right: of" if found.roc is not None else "Of"
+    return f"{first} the rows in each of 15 bins of {whose}, the share of this class; below, the bins' rows."
+
+
+def _draw(figure: Figure, found: ClassFindings) -> None:
+    grid = figure.add_gridspec(2, 1 if found.roc is None else 2, height_ratios=[3, 1])
+    if found.roc is not None:
+        axes = figure.add_subplot(grid[:, 0])
+        false, true = found.roc
+        places = np.unique(np.linspace(0, len(false) - 1, MOST_POINTS).astype(np.int64))
+        axes.plot(false[places], true[places], color=BLUE)
+        axes.plot([0, 1], [0, 1], ":", color=GRAY)
+        axes.set(title="ROC", xlabel="false positive rate", ylabel="true positive rate", aspect="equal")
+        axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))
+    upper = figure.add_subplot(grid[0, -1])
+    rows, confidence, right = found.confidence.T
+    known = rows > 0
+    upper.plot([0, 1], [0, 1], ":", color=GRAY, label="perfect")
+    upper.plot(confidence[known] / rows[known], right[known] / rows[known], "o-", color=ORANGE, label="model")
+    share = f"share of class {plain(found.name(1), 14)}" if found.num_classes == 2 else "share that is right"
+    upper.set(title="Calibration", ylabel=share, xlim=(-0.01, 1.01), ylim=(-0.02, 1.02))
+    upper.tick_params(labelbottom=False)
+    upper.legend()
+    lower = figure.add_subplot(grid[1, -1], sharex=upper)
+    lower.bar((np.arange(len(rows)) + 0.5) / len(rows), rows, width=0.9 / len(rows), color=GRAY)
+    whose = f"class {plain(found.name(1), 24)}" if found.num_classes == 2 else "the predicted class"
+    lower.set(xlabel=f"probability of {whose}", ylabel="rows")
+
+
+def _draw_matrix(figure: Figure, names: Sequence[str], matrix: Matrix) -> None:
+    # A small matrix does not take the whole width of the page.
+    part = min(1.0, (3.0 + 0.55 * len(names)) / 10)
+    grid = figure.add_gridspec(1, 2, width_ratios=[part, max(0.01, 1 - part)])
+    axes = figure.add_subplot(grid[0, 0])
+    totals = matrix.sum(axis=1, keepdims=True)
+    shares = np.divide(matrix, totals, out=np.zeros(matrix.shape), where=totals > 0)
+    axes.pcolormesh(shares, cmap="Blues", vmin=0, vmax=1, edgecolors="white", linewidth=0.5)
+    places = np.arange(len(names)) + 0.5
+    is_crowded = len(names) > 6 and max(map(len, names)) > 4
+    axes.set_xticks(places, [plain(name, 14) for name in names], rotation=90 if is_crowded else 0)
+    axes.set_yticks(places, [plain(name, 24) for name in names])
+    axes.invert_yaxis()
+    axes.grid(visible=False)
+    axes.set(xlabel="predicted class", ylabel="true class")
+    size = 8 if len(names) < 12 else 6.5
+    for (row, column), count in np.ndenumerate(matrix):
+        if count:
+            color = "white" if shares[row, column] > 0.55 else "black"
+            text = f"{count:,}" if count < 100_000 else f"{count:.1e}"
+            axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", color=color, fontsize=size)
+
+
+def _confusions(found: ClassFindings) -> Table:
+    totals: Counter[int] = Counter()
+    for (true, _), count in found.confusion.items():
+        totals[true] += count
+    wrong = [(count, pair) for pair, count in found.confusion.items() if pair[0] != pair[1]]
+    wrong.sort(key=lambda entry: (-entry[0], entry[1]))
+    rows = [
+        [found.name(true), found.name(predicted), show(count), f"{100 * count / totals[true]:.1f} %"]
+        for count, (true, predicted) in wrong[:MOST_CONFUSIONS]
+    ]
+    left_out = len(wrong) - len(rows)
+    note = f"{left_out:,} rarer ones are not shown." if left_out else ""
+    header = ["true class", "predicted class", "rows", "of the true class"]
+    return Table(header, rows, words=frozenset({0, 1}), title="Most frequent confusions", note=note)
+
+
+SECTION = Section(name="classes", title="Held-out rows: classes", make=_make)

@@ -1,0 +1,75 @@
+"""The shards: sizes of the splits, kinds and statistics of the columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ringspark.estimators.training.data_facts import DataFacts
+from ringspark.estimators.training.settings.byte_sizes import show_bytes
+from ringspark.extras.report.content import Block, Section, Table, Text, shorten, show
+from ringspark.extras.report.facts import Facts
+
+MOST_COLUMNS = 60
+
+
+def _make(facts: Facts) -> Sequence[Block]:
+    data = facts.run.data
+    if data is None:
+        return []
+    told = "A table that stands as another writer left it" if data.is_table else "Shards"
+    blocks: list[Block] = [Text(f"{told}: {data.uri}"), _splits(data)]
+    if data.skipped_rows:
+        blocks.append(Text(f"{data.skipped_rows:,} rows were left out because they held a null."))
+    blocks.append(_columns(data))
+    return blocks
+
+
+def _splits(data: DataFacts) -> Table:
+    rows = [
+        [
+            split,
+            show(sizes.rows),
+            show(sizes.files),
+            show_bytes(sizes.num_bytes),
+            show(sizes.row_groups),
+            " / ".join(f"{rows:,.0f}" for rows in sizes.group_rows),
+        ]
+        for split, sizes in data.splits.items()
+    ]
+    header = ["split", "rows", "files", "size", "row groups", "their rows: least / median / most"]
+    return Table(header, rows)
+
+
+def _columns(data: DataFacts) -> Table:
+    """Columns with values that are missing or not finite come first; the others in their own order."""
+
+    def bad(name: str) -> int:
+        found = [stats[name] for stats in data.stats.values() if name in stats]
+        return sum(s.nulls + s.nans + s.infs for s in found)
+
+    ordered = sorted(data.columns, key=lambda column: -bad(column.name))
+    shown = ordered[:MOST_COLUMNS]
+    rows = []
+    for column in shown:
+        splits = [split for split in data.stats if column.name in data.stats[split]] or [""]
+        for number, split in enumerate(splits):
+            stats = data.stats[split][column.name] if split else None
+            first = [column.name, shorten(column.kind), column.source] if not number else ["", "", ""]
+            numbers = (
+                [stats.nulls, stats.nans + stats.infs, stats.minimum, stats.maximum, stats.mean, stats.std]
+                if stats is not None
+                else [None] * 6
+            )
+            rows.append([*map(shorten, first), split, *map(show, numbers)])
+    left_out = len(data.columns) - len(shown)
+    note = "Over finite values; those of arrays and vectors together."
+    if left_out:
+        note += (
+            f" {len(shown)} of {len(data.columns):,} columns are shown, those with missing or infinite "
+            "values first."
+        )
+    header = ["column", "in a batch", "Spark type", "split", "nulls", "NaN or infinite", "min", "max", "mean"]
+    return Table([*header, "std"], rows, words=frozenset({0, 1, 2, 3}), note=note)
+
+
+SECTION = Section(name="data", title="Data", make=_make)

@@ -1,0 +1,62 @@
+"""What went wrong on the way: restarts, checkpoints that were not written, steps that were not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ringspark.extras.report.content import Block, Section, Table, Text, first_and_last, shorten, show
+from ringspark.extras.report.facts import Facts
+
+MOST = 30
+
+
+def _make(facts: Facts) -> Sequence[Block]:
+    run = facts.run
+    blocks: list[Block] = []
+    skipped = sum(record.skipped_steps for record in run.history)
+    if run.outcome is not None:
+        outcome = run.outcome
+        lists = [
+            ("Restarts of the workers, and why", outcome.restart_reasons),
+            ("Resumed from", [f"step {step:,}" for step in outcome.resumed_steps]),
+            ("Checkpoints that could not be written", outcome.checkpoint_errors),
+            ("Steps whose loss or gradient was not finite", outcome.non_finite),
+        ]
+        blocks.extend(_listed(title, entries) for title, entries in lists if entries)
+    if skipped:
+        blocks.append(
+            Text(f"{skipped:,} steps changed no weights, because their loss or gradients were not finite.")
+        )
+    if run.signs and run.outcome is None:
+        rows = [
+            [show(sign.rank), sign.host, sign.phase, shorten(sign.failure, 400)] for sign in run.signs[:MOST]
+        ]
+        blocks.append(
+            Table(
+                ["rank", "host", "last phase", "failure"],
+                rows,
+                words=frozenset({1, 2, 3}),
+                title="Last signs of the ranks",
+                note=f"The first {MOST} of {len(run.signs):,} ranks." if len(run.signs) > MOST else "",
+            )
+        )
+    if not blocks:
+        blocks.append(
+            Text(
+                "None: no restart, no checkpoint that failed, no step that was not finite."
+                if run.outcome is not None
+                else "Restarts and their reasons are noted when a run has finished."
+            )
+        )
+    return blocks
+
+
+def _listed(title: str, entries: Sequence[str]) -> Table:
+    places = first_and_last(len(entries), MOST)
+    left_out = len(entries) - len(places)
+    note = f"{left_out:,} of {len(entries):,} in between are not shown." if left_out else ""
+    rows = [[show(place + 1), shorten(entries[place], 600)] for place in places]
+    return Table(["", title], rows, words=frozenset({0, 1}), note=note)
+
+
+SECTION = Section(name="faults", title="Faults and restarts", make=_make)

@@ -1,0 +1,108 @@
+"""The first lines: whether the run finished, how much it did, and what came out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ringspark.estimators.run.facts import RunFacts
+from ringspark.estimators.training.objective.metrics import METRICS
+from ringspark.estimators.training.objective.own_metrics import direction, metric_of
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.extras.report.content import Block, Cards, Section, Table, Text, seconds, show
+from ringspark.extras.report.facts import Facts
+
+MOST_METRICS = 40
+
+
+def entries_of(run: RunFacts) -> list[str]:
+    """Returns the losses and metrics of the history, in its order."""
+    found = {"train_loss": None}
+    if any(record.validation_loss is not None for record in run.history):
+        found["validation_loss"] = None
+    return list(found | dict.fromkeys(name for record in run.history for name in record.metrics))
+
+
+def higher_is_better(entry: str, config: TrainConfig | None) -> bool | None:
+    """Returns whether a larger value of an entry of the history is better; None if nobody said."""
+    name = entry.partition("_")[2]
+    if config is not None:
+        metric = metric_of(name, config.metrics)
+        if metric is not None:
+            return direction(metric, config.own_metrics)
+        return False
+    if name in METRICS:
+        return METRICS[name].higher_is_better
+    return False if name.startswith("loss") else None
+
+
+def _make(facts: Facts) -> Sequence[Block]:
+    run = facts.run
+    planned = run.config.epochs if run.config is not None else None
+    rate = run.rows_per_second
+    cards = [
+        ("state", _state(run)),
+        ("epochs", f"{len(run.history):,}" + (f" of {planned:,}" if planned else "")),
+        ("optimizer steps", show(run.num_steps)),
+        ("rows seen", show(run.rows)),
+        ("training time, start included", seconds(run.seconds)),
+        ("rows/s in epochs", f"{rate:,.0f}" if math.isfinite(rate) else ""),
+    ]
+    if run.config is not None:
+        cards.append(("workers", show(run.config.num_workers)))
+    if run.outcome is not None:
+        cards.append(("the model is of epoch", show(run.outcome.model_epoch)))
+        cards.append(("restarts", show(len(run.outcome.restart_reasons))))
+    blocks: list[Block] = [Cards(cards)]
+    if run.outcome is None:
+        blocks.append(Text(_unfinished(run), warns=True))
+    elif run.outcome.stop_reason is not None:
+        blocks.append(Text(f"Stopped before its last epoch: {run.outcome.stop_reason}."))
+    if facts.held_out is not None and facts.held_out.notes:
+        blocks.extend(Text(note) for note in facts.held_out.notes)
+    blocks.extend(Text(problem, warns=True) for problem in run.problems)
+    if run.missing:
+        told = ", ".join(f"{name} ({content})" for name, content in run.missing.items())
+        blocks.append(Text(f"The run's folder does not hold: {told}."))
+    if run.history:
+        blocks.append(_results(run))
+    else:
+        blocks.append(Text("No epoch has been finished."))
+    return blocks
+
+
+def _state(run: RunFacts) -> str:
+    if run.outcome is not None:
+        return "finished"
+    return "failed" if any(sign.failure for sign in run.signs) else "not finished"
+
+
+def _unfinished(run: RunFacts) -> str:
+    if any(sign.failure for sign in run.signs):
+        return "A rank has failed; what it said stands under faults and restarts."
+    told = ""
+    if run.progress is not None:
+        p = run.progress
+        told = f" The last position that was noted is step {p.step:,} of {p.num_steps:,}, epoch {p.epoch:,}."
+    return f"The run trains, or it ended before its end; its folder does not tell which.{told}"
+
+
+def _results(run: RunFacts) -> Table:
+    entries = entries_of(run)
+    rows = []
+    for entry in entries[:MOST_METRICS]:
+        values = [(record.value(entry), record.epoch) for record in run.history]
+        is_higher = higher_is_better(entry, run.config)
+        known = [(value, epoch) for value, epoch in values if not math.isnan(value)]
+        best, epoch = "", ""
+        if known and is_higher is not None:
+            # The first of equals, as the training chooses.
+            value, number = (max if is_higher else min)(known, key=lambda pair: pair[0])
+            best, epoch = show(value), show(number)
+        rows.append([entry, show(values[-1][0]), best, epoch])
+    more = len(entries) - MOST_METRICS
+    note = f"{more:,} more entries of the history are not shown." if more > 0 else ""
+    return Table(["loss or metric", "last epoch", "best", "at epoch"], rows, note=note)
+
+
+SECTION = Section(name="headline", title="Summary", make=_make)

@@ -1,0 +1,43 @@
+"""How much memory the ranks took; left out where nothing is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ringspark.estimators.training.settings.byte_sizes import show_bytes
+from ringspark.extras.report.content import Block, Section, Table
+from ringspark.extras.report.facts import Facts
+
+MOST_RANKS = 40
+
+
+def _make(facts: Facts) -> Sequence[Block]:
+    starts = facts.run.environment.starts
+    if not starts or not any(rank.peak_memory for rank in starts[-1].ranks):
+        return []
+    ranks = list(enumerate(starts[-1].ranks))
+    shown = sorted(ranks, key=lambda entry: -entry[1].peak_memory)[:MOST_RANKS]
+    rows = [
+        [
+            f"{number}",
+            rank.host,
+            show_bytes(rank.peak_memory),
+            show_bytes(rank.peak_device_memory) if rank.peak_device_memory else "",
+            show_bytes(rank.host_memory),
+        ]
+        for number, rank in shown
+    ]
+    left_out = len(ranks) - len(shown)
+    cut = f" The {MOST_RANKS} largest of {len(ranks):,} ranks are shown." if left_out else ""
+    return [
+        Table(
+            ["rank", "host", "most of its process", "most of its GPU", "memory of the host"],
+            rows,
+            words=frozenset({1}),
+            note="A rank's process is a Python worker that Spark may have used before, libraries included; "
+            f"ranks of one host may share pages.{cut}",
+        )
+    ]
+
+
+SECTION = Section(name="memory", title="Memory", make=_make)

@@ -1,0 +1,90 @@
+"""How many rows a second the run trained, by epoch and between the records of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from ringspark.estimators.run.facts import RunFacts
+from ringspark.extras.report.content import Block, Chart, Section, Table, seconds
+from ringspark.extras.report.drawing import BLUE, GREEN, drawn, line, whole_ticks
+from ringspark.extras.report.facts import Facts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def rates_by_epoch(run: RunFacts) -> list[tuple[int, float]]:
+    """Returns epoch and rows per second; an epoch's time has its validation in it."""
+    return [(r.epoch, r.rows / r.seconds) for r in run.history if r.seconds > 0]
+
+
+def rates_by_step(run: RunFacts) -> list[tuple[int, float]]:
+    """Returns step and rows per second since the record before."""
+    found = []
+    for before, after in zip(run.steps, run.steps[1:], strict=False):
+        took = after.seconds - before.seconds
+        if took > 0 and after.rows > before.rows:
+            found.append((after.step, (after.rows - before.rows) / took))
+    return found
+
+
+def _make(facts: Facts) -> Sequence[Block]:
+    run = facts.run
+    by_epoch, by_step = rates_by_epoch(run), rates_by_step(run)
+    if not by_epoch:
+        return []
+    slowest, fastest = (choose(by_epoch, key=lambda pair: pair[1]) for choose in (min, max))
+    middle = median(rate for _, rate in by_epoch)
+    ranks = run.config.num_workers if run.config is not None else 1
+    rows = [
+        ["slowest epoch", f"{slowest[0]:,}", f"{slowest[1]:,.0f}", f"{slowest[1] / ranks:,.0f}"],
+        ["median epoch", "", f"{middle:,.0f}", f"{middle / ranks:,.0f}"],
+        ["fastest epoch", f"{fastest[0]:,}", f"{fastest[1]:,.0f}", f"{fastest[1] / ranks:,.0f}"],
+    ]
+    took = sum(record.seconds for record in run.history)
+    told = _communication(run)
+    return [
+        Chart(
+            drawn(lambda figure: _draw(figure, by_epoch, by_step), 2.8),
+            "Rows per second, all ranks together.",
+        ),
+        Table(
+            ["", "epoch", "rows/s", "rows/s and rank"],
+            rows,
+            note=f"The epochs took {seconds(took)}, their validation included. All ranks take equally many "
+            f"of steps and share each batch, so a rank's rate is its share of the whole.{told}",
+        ),
+    ]
+
+
+def _communication(run: RunFacts) -> str:
+    """Returns a sentence about the epochs in which communication was measured; empty if there are none."""
+    costs = [r.cost for r in run.history if r.cost is not None and r.cost.communication_seconds is not None]
+    total = sum(cost.communication_seconds or 0.0 for cost in costs)
+    if not total:
+        return ""
+    parts = ((c.communication_seconds or 0.0) * (c.communication_hidden or 0.0) for c in costs)
+    return (
+        f" In {len(costs):,} epochs a rank communicated for {seconds(total)}, of which "
+        f"{sum(parts) / total:.0%} were hidden: it computed meanwhile."
+    )
+
+
+def _draw(
+    figure: Figure, by_epoch: Sequence[tuple[int, float]], by_step: Sequence[tuple[int, float]]
+) -> None:
+    plots = [(by_epoch, "by epoch", "epoch", BLUE)]
+    if len(by_step) > 1:
+        plots.append((by_step, "between records of steps", "optimizer step", GREEN))
+    grid = figure.subplots(1, len(plots), squeeze=False)
+    for axes, (rates, title, x, color) in zip(grid.flat, plots, strict=True):
+        axes.set(title=f"Rows/s {title}", xlabel=x)
+        line(axes, [at for at, _ in rates], [rate for _, rate in rates], "rows/s", color)
+        whole_ticks(axes)
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
+
+SECTION = Section(name="throughput", title="Throughput", make=_make)

@@ -1,0 +1,123 @@
+"""Passes of the schedules without a flush, whose gradients belong to earlier steps; see `delayed`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.parallel.model.pipeline.actions import Progress, with_arrivals
+from ringspark.estimators.parallel.model.pipeline.exchange import Place
+from ringspark.estimators.parallel.model.pipeline.executor import Added, Context, Loss
+from ringspark.estimators.parallel.model.pipeline.passes import (
+    PipelineOptions,
+    PipelinePasses,
+    nothing_added,
+)
+from ringspark.estimators.parallel.model.pipeline.schedules import Schedule
+from ringspark.extras.schedules.delayed import (
+    Backlog,
+    DelayedStep,
+    late_by_depth,
+    one_step_late,
+)
+from ringspark.extras.schedules.versions import WeightVersion
+
+
+class DelayedPasses(PipelinePasses):
+    """The passes of one rank, each step with its own version of the weights."""
+
+    @staticmethod
+    @abstractmethod
+    def delays(num_ranks: int, num_micro: int) -> list[int]:
+        """Returns how many steps each stage's gradients are late."""
+
+    def __init__(
+        self,
+        network: torch.nn.Module,
+        collective: Collective,
+        place: Place,
+        schedule: Schedule,
+        options: PipelineOptions,
+        *others: Any,
+    ) -> None:
+        super().__init__(network, collective, place, schedule, options, *others)
+        self._delays = self.delays(collective.size, options.num_micro)
+        self._backlog = Backlog(self._delays)
+        self._progress = Progress(len(place.owners))
+        # Versions of this stage by step number, and the step of each unfinished micro-batch.
+        self._versions: dict[int, WeightVersion] = {}
+        self._step_of: dict[int, int] = {}
+        self._executor.weights = self._weights_of
+        self.late = max(self._delays) > 0
+
+    @property
+    def steps_under_way(self) -> int:
+        return self._backlog.steps_left
+
+    def train(
+        self,
+        micro_batches: Sequence[Sequence[torch.Tensor]],
+        loss: Loss,
+        around: Context = nullcontext,
+        added: Added = nothing_added,
+    ) -> bool:
+        return self._train_late(self._backlog.step(len(micro_batches)), micro_batches, loss, around, added)
+
+    def drain(self) -> bool:
+        step = self._backlog.step(0, is_drain=True)
+        return self._train_late(step, (), _no_loss, nullcontext, nothing_added)
+
+    def _train_late(
+        self,
+        step: DelayedStep,
+        micro_batches: Sequence[Sequence[torch.Tensor]],
+        loss: Loss,
+        around: Context,
+        added: Added,
+    ) -> bool:
+        (stage,) = self.stages
+        self._step_of |= dict.fromkeys(step.micros, step.number)
+        if step.micros and self._delays[stage]:
+            self._versions[step.number] = WeightVersion(self.network)
+        orders = step.orders[::-1]  # by rank: rank 0 has the last stage
+        steps = with_arrivals(orders, self._place.owners, self._progress)[self._place.rank]
+        self._executor.around = around
+        self._executor.train(self.module, steps, micro_batches, loss, added, step.micros.start)
+        number = step.released.get(stage)
+        if number is not None and number in self._versions:
+            self._versions.pop(number).release()
+        self._progress.forget(step.finished)
+        self._executor.forget(step.finished)
+        for micro in step.finished:
+            self._step_of.pop(micro, None)
+        self._ties.add(step.released)
+        return number is not None
+
+    def _weights_of(self, micro: int) -> AbstractContextManager[object]:
+        version = self._versions.get(self._step_of.get(micro, -1))
+        return nullcontext() if version is None else version.in_place()
+
+
+class PipeDream(DelayedPasses):
+    """Each stage is as late as its depth requires."""
+
+    @staticmethod
+    def delays(num_ranks: int, num_micro: int) -> list[int]:
+        return late_by_depth(num_ranks, num_micro)
+
+
+class DoubleBuffered(DelayedPasses):
+    """Every stage is one step late (PipeDream-2BW)."""
+
+    @staticmethod
+    def delays(num_ranks: int, num_micro: int) -> list[int]:
+        return one_step_late(num_ranks, num_micro)
+
+
+def _no_loss(outputs: Any, index: int) -> torch.Tensor:
+    raise AssertionError("a step without rows has no losses")

@@ -1,0 +1,41 @@
+"""One training of a search: of a copy that a file stops, on rows that all its trainings share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pyspark.sql import DataFrame
+
+from ringspark.estimators import run_layout
+from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.run.folder import RunFolder
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.extras.search.stop_file import StopFile, forget_stop
+from ringspark.extras.search.trial_data import TrialData
+from ringspark.pipelines import storage
+
+
+def train_in(
+    run: RunFolder,
+    estimator: Any,
+    dataset: DataFrame,
+    data: TrialData,
+    begin: Callable[[CheckedFit, str], TrainConfig],
+) -> Any:
+    """Trains in a folder, unless that has been done; returns the model.
+
+    Args:
+        begin: Told of the settings and of the file that stops the gang, just before it starts; returns the
+            settings to train with.
+    """
+    stop_uri = storage.join(run.uri, run_layout.STOP)
+    with run.guarded():
+        callbacks = [*estimator.getOrDefault("callbacks"), StopFile(stop_uri)]
+        estimator = estimator.copy({estimator.callbacks: callbacks})
+        fit = CheckedFit.of(estimator, dataset)
+        manifest = data.manifest(fit.data)
+        forget_stop(stop_uri)
+        config = begin(fit, stop_uri)
+        estimator._check_held_out(fit, manifest)
+        return estimator._train_on(dataset.sparkSession, run, config, fit.objects, fit.packed, manifest)

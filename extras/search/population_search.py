@@ -1,0 +1,148 @@
+"""`PopulationSearch`: an estimator that changes the settings of another one while it trains.
+
+`fit` promises the order of `OptunaSearch.fit`: names, ranges and settings with the schema; the rows, once;
+only then does a training start.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+from pyspark.sql import DataFrame
+
+from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.launch.python_daemon import choose_daemon
+from ringspark.estimators.stages.declared import set_params
+from ringspark.extras.search.objective import Objective
+from ringspark.extras.search.population import Population
+from ringspark.extras.search.population_loop import ROUND, STATE, PopulationLoop
+from ringspark.extras.search.search_model import SearchModel
+from ringspark.extras.search.search_params import _PopulationParams
+from ringspark.extras.search.search_stage import SearchStage
+from ringspark.extras.search.space import Space
+from ringspark.extras.search.trial_data import TrialData
+from ringspark.models.skeleton import build_skeleton
+from ringspark.pipelines.columns import check_frame
+
+# Params that a training takes from its settings and not from the checkpoint that it goes on from.
+_CHANGEABLE = ("learningRate", "maxGradNorm")
+_SPEC = "model."
+
+
+class PopulationSearch(_PopulationParams, SearchStage):
+    """Population based training: copies of an estimator train beside each other and learn from the best.
+
+    After each round the worst members go on from the checkpoint of one of the best, with its settings
+    changed a little. What is found is a course of settings over the training, not one setting.
+
+        search = PopulationSearch(
+            estimator=TorchClassifier(model=network, validationFraction=0.2, metrics=["auroc"], epochs=12),
+            space={"learningRate": Uniform(1e-4, 1e-1, log=True)},
+            monitor="validation_auroc",
+            population=8,
+            epochsPerRound=2,
+            parallelism=4,
+        )
+        model = search.fit(df)
+        model.trials  # a line per round and member
+
+    The estimator's `epochs` are those of all rounds, so its schedule runs over the whole training. Members
+    start from the same weights and see the rows in the same order. All of a checkpoint is carried over:
+    weights, the optimizer's state, random states, the history. Callbacks start and end with each round.
+
+    The keywords of the constructor are the Params: see `explainParams()`.
+    """
+
+    def __init__(self, **params: Any) -> None:
+        super().__init__()
+        set_params(self, params)
+
+    def setParams(self, **params: Any) -> PopulationSearch:
+        """Sets several Params at once."""
+        set_params(self, params)
+        return self
+
+    def _fit(self, dataset: DataFrame) -> SearchModel:
+        check_frame(dataset, "PopulationSearch.fit")
+        estimator = self._checked_estimator()
+        space = Space(self._held_space(), estimator)
+        _check_changeable(space, estimator)
+        run_uri = self._checked_run(dataset, STATE, f"{ROUND}-")
+        fit = CheckedFit.of(estimator, dataset)
+        if fit.config.looks_for_best:
+            raise ValueError(
+                "the estimator of a PopulationSearch must keep the last epoch, from which members go on; "
+                "leave patience unset and keep at 'last'"
+            )
+        choose_daemon(dataset.sparkSession, fit.config.use_gpu)
+        with self._split(dataset, fit) as (training, held_out), closing(TrialData(training, run_uri)) as data:
+            manifest = data.manifest(fit.data)
+            objective = Objective.of(fit, manifest, self.getMonitor(), self.getEvaluator(), held_out)
+            rules = {
+                "population": self.getPopulation(),
+                "epochsPerRound": self.getEpochsPerRound(),
+                "quantile": self.getQuantile(),
+                "perturbation": self.getPerturbation(),
+                "seed": self.getSeed(),
+            }
+            loop = PopulationLoop(
+                population=Population(
+                    ranges=space.ranges,
+                    size=self.getPopulation(),
+                    quantile=self.getQuantile(),
+                    perturbation=self.getPerturbation(),
+                    seed=self.getSeed(),
+                    is_larger_better=objective.is_larger_better,
+                ),
+                space=space,
+                objective=objective,
+                data=data,
+                dataset=training,
+                run_uri=run_uri,
+                about={
+                    **space.fixed_settings(fit, manifest),
+                    "space": space.text,
+                    "value": objective.text,
+                    **{name: repr(value) for name, value in rules.items()},
+                },
+                epochs=fit.config.epochs,
+                epochs_per_round=self.getEpochsPerRound(),
+            )
+            model, settings, rows = loop.run(self.getParallelism())
+        found = SearchModel()._set_found(model, settings, rows)
+        found._resetUid(self.uid)
+        return found
+
+
+def _check_changeable(space: Space, estimator: Any) -> None:
+    """Refuses what a training that goes on from a checkpoint cannot change.
+
+    Raises:
+        ValueError: See above.
+    """
+    if space.varies("learningRate") and not space.ranges:
+        raise ValueError("space of a PopulationSearch must be a dict from Params to ranges, got a callable")
+    own_rate = not isinstance(estimator.getOrDefault("optimizer"), str)
+    for name, values in space.ranges.items():
+        if name == "learningRate" and own_rate:
+            raise ValueError(
+                "space names 'learningRate', which the optimizer's factory sets; give optimizer as a name"
+            )
+        if name in _CHANGEABLE:
+            continue
+        if not name.startswith(_SPEC):
+            raise ValueError(
+                f"space of a PopulationSearch must hold {', '.join(_CHANGEABLE)}, or 'model.x' for an "
+                f"argument that leaves the shapes of the weights, got {name!r}; search it by OptunaSearch"
+            )
+        shapes = [_shapes(space.applied({name: end}).getModel()) for end in values.ends()]
+        if any(found != shapes[0] for found in shapes):
+            raise ValueError(
+                f"space gives {name!r} values with which the network's weights have other shapes, so that no "
+                "member could go on from another one; search it by OptunaSearch"
+            )
+
+
+def _shapes(spec: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in build_skeleton(spec.build).state_dict().items()}

@@ -1,0 +1,67 @@
+"""A trial that trains now: its epochs become reports to optuna, whose pruner may end it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from ringspark.estimators.training.history import EpochRecord, read_history
+from ringspark.extras.search.objective import Objective
+from ringspark.extras.search.stop_file import ask_to_stop
+from ringspark.models.process_state import ignored_warnings
+
+
+class RunningTrial:
+    """The driver's view of one training. All methods may be called from any thread.
+
+    Attributes:
+        trial: optuna's trial.
+        is_pruned: Whether the pruner has ended it. The verdict follows from the values of the epochs alone,
+            in their order, and not from how far the training was when the driver read them.
+        num_epochs: Number of epochs that counted: those up to the verdict.
+    """
+
+    def __init__(self, trial: Any, run_uri: str, stop_uri: str, epochs: int, objective: Objective) -> None:
+        self.trial = trial
+        self.is_pruned = False
+        self.num_epochs = 0
+        self._run_uri, self._stop_uri = run_uri, stop_uri
+        self._epochs, self._objective = epochs, objective
+        self._lock = threading.Lock()
+        reported = trial.study._storage.get_trial(trial._trial_id).intermediate_values
+        # Those of an earlier driver, whose training goes on or begins anew with the same values.
+        self._last_reported = max(reported, default=0)
+
+    def look(self) -> None:
+        """Reports the epochs that the run's folder shows by now."""
+        # The store may fail for a moment; the next look, or the end of the training, shows the same.
+        with suppress(OSError, ValueError):
+            self.report(read_history(self._run_uri))
+
+    def report(self, history: Sequence[EpochRecord]) -> None:
+        """Reports the epochs that are new, and asks the gang to stop if the pruner says so."""
+        with self._lock:
+            for record in history[self.num_epochs :]:
+                if self.is_pruned:
+                    return
+                self._report(record)
+
+    def stop(self) -> None:
+        """Asks the gang to stop."""
+        with suppress(OSError):
+            ask_to_stop(self._stop_uri)
+
+    def _report(self, record: EpochRecord) -> None:
+        self.num_epochs = record.epoch
+        if record.epoch > self._last_reported:
+            self.trial.report(self._objective.of_epoch(record), record.epoch)
+        # The last epoch has been paid for; one before the last report has been judged by that driver.
+        if record.epoch < max(self._last_reported, 1) or record.epoch >= self._epochs:
+            return
+        # numpy warns of NaN; a trial with NaN is pruned, so the warning helps nobody.
+        with ignored_warnings(category=RuntimeWarning):
+            self.is_pruned = bool(self.trial.should_prune())
+        if self.is_pruned:
+            self.stop()

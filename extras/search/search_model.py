@@ -1,0 +1,103 @@
+"""`SearchModel`: the model that a search found, and what became of all its trainings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from pyspark.ml import Model
+from pyspark.ml.util import MLReadable, MLReader, MLWritable
+from pyspark.sql import DataFrame
+from pyspark.sql.types import StructType
+
+from ringspark.estimators.stages.declared import DeclaredParams
+from ringspark.estimators.stages.persistence import Description, StageReader
+from ringspark.extras.search.saved_search import SearchWriter, load_part
+from ringspark.extras.search.trial_table import in_words, table_of
+
+BEST_MODEL = "best-model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchDescription(Description):
+    """The description of a saved search's result.
+
+    Attributes:
+        trials: One entry per training, see `trial_table`.
+        best_params: Values of the best training, in words where JSON has no form of them.
+    """
+
+    trials: tuple[dict[str, Any], ...]
+    best_params: dict[str, Any]
+
+
+class SearchModel(DeclaredParams, Model, MLWritable, MLReadable["SearchModel"]):
+    """The result of a search. `transform` is the best model's."""
+
+    _description = SearchDescription
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._best_model: Any = None
+        self._best_params: dict[str, Any] = {}
+        self._rows: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def bestModel(self) -> Any:
+        """The best training's model."""
+        if self._best_model is None:
+            raise ValueError("SearchModel has no model; get one from a search's fit or from load()")
+        return self._best_model
+
+    @property
+    def bestParams(self) -> dict[str, Any]:
+        """The best training's values by name."""
+        return dict(self._best_params)
+
+    @property
+    def trials(self) -> pd.DataFrame:
+        """One line per training: its state, value, parameters, seconds, epochs, and why it failed.
+
+        The state is "complete", "pruned" or "failed". The value of a pruned trial is `monitor` after the last
+        epoch that the pruner saw, even if an evaluator rates the complete trials. `OptunaSearch` numbers its
+        trials. For `PopulationSearch` a line is one member in one round, with the member that it copied.
+        """
+        return table_of(self._rows)
+
+    def copy(self, extra: Any = None) -> SearchModel:
+        """Returns a copy; `extra` goes to the copy of the best model."""
+        made: SearchModel = super().copy(None)
+        if self._best_model is not None:
+            made._best_model = self._best_model.copy(extra)
+        return made
+
+    def transformSchema(self, schema: StructType) -> StructType:
+        """Returns the schema of `transform`'s result for a DataFrame with `schema`."""
+        found: StructType = self.bestModel.transformSchema(schema)
+        return found
+
+    def write(self) -> SearchWriter:
+        """Returns a writer; its `overwrite()` replaces an existing stage."""
+        return SearchWriter(
+            self,
+            {BEST_MODEL: self.bestModel},
+            {"trials": list(self._rows), "best_params": in_words(self._best_params)},
+        )
+
+    @classmethod
+    def read(cls) -> MLReader[SearchModel]:
+        return StageReader(cls)
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        found: DataFrame = self.bestModel.transform(dataset)
+        return found
+
+    def _set_found(self, model: Any, params: dict[str, Any], rows: Sequence[dict[str, Any]]) -> SearchModel:
+        self._best_model, self._best_params, self._rows = model, dict(params), tuple(rows)
+        return self
+
+    def _restore(self, uri: str, description: SearchDescription) -> None:
+        """Restores a saved stage; the reader calls it with the stage's folder."""
+        self._set_found(load_part(uri, BEST_MODEL), description.best_params, description.trials)

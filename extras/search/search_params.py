@@ -1,0 +1,183 @@
+"""The Params of the searches: those that all have, and those of each."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+from pyspark.ml import Estimator
+from pyspark.ml.evaluation import Evaluator
+
+from ringspark.estimators.stages.declared import DeclaredParams, declared, param_of, setter
+from ringspark.estimators.training.settings.declaration import Range, Setting, at_least
+from ringspark.estimators.training.settings.places import without_secrets
+from ringspark.extras.search import ranges
+from ringspark.extras.search.space import as_param
+
+S = TypeVar("S", bound="_OptunaParams")
+
+
+def _of_class(name: str, kind: type, rule: str) -> Any:
+    def convert(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} {rule}, got {value!r:.80}")
+        return value
+
+    return convert
+
+
+def _setting(name: str, words: str, **more: Any) -> Setting[Any]:
+    return Setting(name=name, words=words, **more)
+
+
+def _any(value: Any) -> Any:
+    return value
+
+
+_SPACE = _setting(
+    "space",
+    "dict from Params of the estimator, or 'model.x' for an argument of its ModelSpec, to Uniform, IntRange "
+    "or Choice; or a callable from an optuna trial to a dict of values",
+    convert=as_param,
+)
+_NUM_TRIALS = _setting(
+    "numTrials",
+    "trials of the search, those that are pruned or fail included",
+    default=20,
+    accepts=at_least(1),
+)
+_PARALLELISM = _setting(
+    "parallelism",
+    "trainings beside each other, as far as slots are free",
+    default=1,
+    accepts=at_least(1),
+)
+_TRAIN_RATIO = _setting(
+    "trainRatio",
+    "share of the rows to train on where an evaluator judges and the estimator has no validationIndicatorCol",
+    default=0.75,
+    accepts=Range(lambda value: 0 < value < 1, lambda: "must be between 0 and 1"),
+)
+_SAMPLER = _setting("sampler", "'tpe', 'random', or a sampler of optuna", default="tpe", convert=_any)
+_PRUNER = _setting(
+    "pruner",
+    "what ends a trial after an epoch: 'median', 'halving', 'hyperband', 'none' or None, or a pruner of "
+    "optuna",
+    default="median",
+    convert=_any,
+)
+_SEED = _setting("seed", "seed of all that the search draws, and of the rows held out", default=0)
+_POPULATION = _setting(
+    "population",
+    "members that train in each round",
+    default=8,
+    accepts=at_least(2, "members"),
+)
+_EPOCHS_PER_ROUND = _setting(
+    "epochsPerRound",
+    "epochs that members train between two comparisons; the estimator's epochs are those of all rounds",
+    default=1,
+    accepts=at_least(1),
+)
+_QUANTILE = _setting(
+    "quantile",
+    "share of the population at either end: after a round, each of the worst goes on from one of the best",
+    default=0.25,
+    accepts=Range(lambda value: 0 < value <= 0.5, lambda: "must be above 0 and at most 0.5"),
+)
+_PERTURBATION = _setting(
+    "perturbation",
+    "factor by which a member that goes on from another one multiplies or divides each of its numbers",
+    default=1.2,
+    accepts=Range(lambda value: 1 < value < math.inf, lambda: "must be above 1 and finite"),
+)
+
+
+def named_pruner(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns Params by name with "none" for a pruner that is None, which else would be the default."""
+    return values | ({"pruner": "none"} if "pruner" in values and values["pruner"] is None else {})
+
+
+class _SearchParams(DeclaredParams):
+    """The Params of every search."""
+
+    estimator, getEstimator, setEstimator = declared(
+        _setting(
+            "estimator",
+            "estimator that each training fits a copy of: a TorchClassifier, TorchRegressor, TorchEstimator",
+            convert=_of_class("estimator", Estimator, "must be an estimator"),
+        )
+    )
+    space, setSpace = param_of(_SPACE), setter(_SPACE)
+    evaluator, getEvaluator, setEvaluator = declared(
+        _setting(
+            "evaluator",
+            "evaluator whose metric on held-out rows is a training's value; unset: `monitor`",
+            convert=_of_class("evaluator", Evaluator, "must be an Evaluator of Spark ML"),
+        )
+    )
+    monitor, getMonitor, setMonitor = declared(
+        _setting(
+            "monitor",
+            "entry of the history that pruners see and, without an evaluator, a training's value; unset: the "
+            "estimator's own, which is the loss of the held-out rows by default",
+            kind="str",
+        )
+    )
+    parallelism, getParallelism, setParallelism = declared(_PARALLELISM)
+    trainRatio, getTrainRatio, setTrainRatio = declared(_TRAIN_RATIO)
+    seed, getSeed, setSeed = declared(_SEED)
+    runUri, getRunUri, setRunUri = declared(
+        _setting(
+            "runUri",
+            "folder of this one search; a fit with the same folder goes on with it. Unset: a search whose "
+            "driver died is lost",
+            convert=without_secrets,
+        )
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._set_defaults(_PARALLELISM, _TRAIN_RATIO, _SEED)
+
+    def _set_defaults(self, *settings: Setting[Any]) -> None:
+        self._setDefault(**{setting.name: setting.default for setting in settings})
+
+    def getSpace(self) -> Any:
+        """Gets `space`: ranges by name, or the callable."""
+        held = self.getOrDefault("space") if self.isDefined("space") else None
+        if held is None or callable(held):
+            return held
+        return {
+            name: ranges.from_json(value) if isinstance(value, dict) else value
+            for name, value in held.items()
+        }
+
+
+class _OptunaParams(_SearchParams):
+    """The Params of `OptunaSearch`."""
+
+    numTrials, getNumTrials, setNumTrials = declared(_NUM_TRIALS)
+    sampler, getSampler, setSampler = declared(_SAMPLER)
+    pruner, getPruner, setPruner = declared(_PRUNER)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._set_defaults(_NUM_TRIALS, _SAMPLER, _PRUNER)
+
+    def _set(self: S, **values: Any) -> S:
+        """Sets Params by name. None clears one, but as a pruner it means what it says: no pruning."""
+        return super()._set(**named_pruner(values))
+
+
+class _PopulationParams(_SearchParams):
+    """The Params of `PopulationSearch`."""
+
+    population, getPopulation, setPopulation = declared(_POPULATION)
+    epochsPerRound, getEpochsPerRound, setEpochsPerRound = declared(_EPOCHS_PER_ROUND)
+    quantile, getQuantile, setQuantile = declared(_QUANTILE)
+    perturbation, getPerturbation, setPerturbation = declared(_PERTURBATION)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._set_defaults(_POPULATION, _EPOCHS_PER_ROUND, _QUANTILE, _PERTURBATION)

@@ -1,0 +1,137 @@
+"""What the searches share as Spark ML stages: copying, saving, and what `fit` checks and splits first."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from pyspark.ml import Estimator
+from pyspark.ml.util import MLReadable, MLReader, MLWritable
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.run_layout import IDENTITY
+from ringspark.estimators.stages.persistence import Description, StageReader
+from ringspark.estimators.torch_estimator import _TorchEstimator
+from ringspark.extras.search.population_loop import ROUND, STATE
+from ringspark.extras.search.saved_search import SearchWriter, load_part
+from ringspark.extras.search.search_params import _SearchParams
+from ringspark.extras.search.study import JOURNAL
+from ringspark.extras.search.trial_data import KEYS, SHARDS
+from ringspark.pipelines import storage
+from ringspark.pipelines.columns import quote
+from ringspark.pipelines.spark_paths import resolve
+from ringspark.pipelines.writing.split import split_expression
+
+S = TypeVar("S", bound="SearchStage")
+
+_PARTS = ("estimator", "evaluator")
+# Prefixes of file names that only one class of search writes.
+_MARKS = {JOURNAL, STATE, f"{ROUND}-"}
+
+
+class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # type: ignore[type-arg]
+    """Base class of the searches."""
+
+    def copy(self: S, extra: Any = None) -> S:
+        """Returns a copy with a copy of the estimator, which takes its own Params of `extra`."""
+        extra = dict(extra or {})
+        own = {param: value for param, value in extra.items() if param.parent == self.uid}
+        made: S = super().copy(own)
+        if made.isDefined(made.estimator):
+            inner = made.getEstimator()
+            theirs = {param: value for param, value in extra.items() if inner.hasParam(param.name)
+                      and param.parent == inner.uid}  # fmt: skip
+            made._set(estimator=inner.copy(theirs))
+        return made
+
+    def write(self) -> SearchWriter:
+        """Returns a writer; its `overwrite()` replaces an existing stage."""
+        return SearchWriter(self, {name: getattr(self, f"get{name.title()}")() for name in _PARTS})
+
+    @classmethod
+    def read(cls: type[S]) -> MLReader[S]:
+        return StageReader(cls)
+
+    def _restore(self, uri: str, description: Description) -> None:
+        """Restores a saved stage; the reader calls it with the stage's folder."""
+        for name in _PARTS:
+            self._set(**{name: load_part(uri, name)})
+
+    def _checked_estimator(self) -> Any:
+        estimator, search = self.getEstimator(), type(self).__name__
+        if not isinstance(estimator, _TorchEstimator):
+            given = "none" if estimator is None else f"a {type(estimator).__name__}"
+            raise ValueError(
+                f"{search} needs an estimator of ringspark, such as a TorchClassifier, got {given}; put "
+                "other stages before the search, into its Pipeline"
+            )
+        for name in ("runUri", "resume"):
+            if estimator.isSet(name):
+                raise ValueError(f"the estimator of a search must not set {name}; give the search a runUri")
+        # A copy remembers for its trackers what only this thread knows, such as the active run of MLflow,
+        # which the trainings, fitted in other threads, then have as their parent.
+        return estimator.copy()
+
+    def _held_space(self) -> Any:
+        if not self.isDefined(self.space):
+            raise ValueError(
+                f"{type(self).__name__} needs a space, such as "
+                "{'learningRate': Uniform(1e-4, 1e-1, log=True)}"
+            )
+        return self.getOrDefault(self.space)
+
+    def _checked_run(self, dataset: DataFrame, *known: str) -> str | None:
+        """Returns the folder of the search, made if need be; None if the user named none.
+
+        Args:
+            known: Beginnings of the names in the folder of a search that goes on.
+
+        Raises:
+            ValueError: It holds something else, or cannot be written.
+        """
+        given = self.getRunUri()
+        if given is None:
+            return None
+        run_uri = storage.normalize(resolve(dataset.sparkSession, given))
+        self._check_store(run_uri)
+        storage.check_writable(run_uri)
+        names = storage.list_names(run_uri)
+        others = [name for name in names if name.startswith((IDENTITY, *_MARKS.difference(known)))]
+        # OWNER does not mark a search, because the folder of a training has it too.
+        if not any(name.startswith((KEYS, f"{SHARDS}-", *known)) for name in names):
+            others += names
+        if others:
+            raise ValueError(
+                f"runUri must be a new or empty folder or hold a search by {type(self).__name__}, but "
+                f"{run_uri!r} holds {others[0]!r}; give another folder"
+            )
+        storage.make_dirs(run_uri)
+        return run_uri
+
+    def _check_store(self, run_uri: str) -> None:
+        """Refuses a folder in a store that the search cannot use."""
+
+    @contextmanager
+    def _split(self, dataset: DataFrame, fit: CheckedFit) -> Iterator[tuple[DataFrame, DataFrame | None]]:
+        """Yields the rows to train on, and those that the evaluator judges by."""
+        if self.getEvaluator() is None:
+            yield dataset, None
+            return
+        indicator = fit.data.validation_col
+        if indicator is not None:
+            yield dataset, dataset.where(F.col(quote(indicator)).cast("boolean"))
+            return
+        # By a hash, as the estimator's validationFraction: a row stays on its side if Spark computes it anew.
+        # Of another seed, so that a fraction of the one part is not drawn by what made it that part.
+        seed = zlib.crc32(f"held out {self.getSeed()}".encode())
+        is_held_out = split_expression(dataset, None, None, 1 - self.getTrainRatio(), seed)
+        assert is_held_out is not None
+        held_out = dataset.where(is_held_out).persist()
+        try:
+            yield dataset.where(~is_held_out), held_out
+        finally:
+            held_out.unpersist()

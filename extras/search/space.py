@@ -1,0 +1,199 @@
+"""The space of a search: which Params of the estimator vary, and over which ranges.
+
+A name is a Param's, or "model.x" for the argument x of the estimator's ModelSpec. Names and the ends of all
+ranges are checked before anything starts; a callable is checked with each of its trials.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from pyspark.ml.param import Param
+
+from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.names import nearest
+from ringspark.estimators.run.identity import identity_of
+from ringspark.estimators.training.arguments import with_arguments
+from ringspark.estimators.training.driver_check import check_training
+from ringspark.extras.search import ranges
+from ringspark.extras.search.ranges import Choice, IntRange, Range, Uniform
+from ringspark.models import ModelSpec
+from ringspark.models.skeleton import build_skeleton
+from ringspark.pipelines import ShardManifest
+
+# What a search gives each trial itself.
+_OWN = {"runUri": "folder", "resume": "way of going on", "storageUri": "place", "showProgress": "output"}
+
+_SPEC = "model."
+
+
+def as_param(given: Any) -> Any:
+    """Returns a space as the Param holds it: names, and ranges in their JSON form where they have one.
+
+    Raises:
+        TypeError: It is no space.
+    """
+    if callable(given):
+        return given
+    if not isinstance(given, Mapping) or not given:
+        raise TypeError(
+            f"space must be a dict from Params to ranges, or a callable trial -> dict, got {given!r:.80}"
+        )
+    held = {}
+    for key, value in given.items():
+        name = key.name if isinstance(key, Param) else str(key)
+        if isinstance(value, Mapping):
+            try:
+                value = ranges.from_json(dict(value))
+            except ValueError as error:
+                raise TypeError(f"space gives {name!r} what is no range: {error}") from None
+        if not isinstance(value, Uniform | IntRange | Choice):
+            raise TypeError(
+                f"space must give {name!r} a range, such as Uniform(1e-4, 1e-1, log=True), IntRange(16, 256) "
+                f"or Choice([...]), got {value!r:.80}"
+            )
+        held[name] = value.to_json() or value
+    return held
+
+
+class Space:
+    """The space of one search with its estimator."""
+
+    def __init__(self, held: Any, estimator: Any) -> None:
+        """Checks names and ranges.
+
+        Args:
+            held: What `as_param` returned.
+            estimator: The estimator whose Params vary.
+
+        Raises:
+            ValueError: A name is no Param, or an end of a range is refused by it.
+        """
+        self._estimator = estimator
+        self._draw: Callable[[Any], Mapping[Any, Any]] | None = held if callable(held) else None
+        self._ranges: dict[str, Range] = {}
+        if self._draw is not None:
+            return
+        for name, value in held.items():
+            found = ranges.from_json(dict(value)) if isinstance(value, Mapping) else value
+            self._ranges[name] = found
+            self._check_name(name)
+        # A model of the space itself comes first: entries of the spec change it.
+        for name, found in sorted(self._ranges.items(), key=lambda pair: pair[0] != "model"):
+            for end in found.ends():
+                self._check_value(name, end)
+
+    @property
+    def text(self) -> str:
+        """The space in words that two equal spaces share."""
+        if self._draw is not None:
+            return str(getattr(self._draw, "__qualname__", type(self._draw).__qualname__))
+        return ", ".join(f"{name}: {value!r}" for name, value in sorted(self._ranges.items()))
+
+    @property
+    def ranges(self) -> dict[str, Range]:
+        """The ranges by name; none of a callable."""
+        return dict(self._ranges)
+
+    def fixed_settings(self, fit: CheckedFit, manifest: ShardManifest) -> dict[str, str]:
+        """Returns the settings and the model that all trainings share, in words, by the names users know.
+
+        Raises:
+            ValueError: The settings cannot be trained with.
+        """
+        if self._draw is not None:
+            return {}  # nobody knows what it leaves
+        config = with_arguments(replace(fit.config, shards_uri=manifest.uri), manifest)
+        config, _ = check_training(config, fit.objects, manifest)
+        identity = identity_of(config, fit.objects, manifest)
+        varied = {name.partition(".")[0] for name in self._ranges}
+        settings = {**identity["settings"], **identity["model"]}
+        if "model" in varied:
+            # Such as the widths of its outputs.
+            settings = {n: v for n, v in settings.items() if n not in identity["model"] and "model" not in n}
+        return {name: json.dumps(value) for name, value in settings.items() if name not in varied}
+
+    def varies(self, name: str) -> bool:
+        """Whether trials may differ in this Param; of a callable nobody knows."""
+        return self._draw is not None or name in self._ranges
+
+    def values(self, trial: Any) -> dict[str, Any]:
+        """Returns the values of an optuna trial by name, which are drawn unless the trial has them."""
+        if self._draw is None:
+            return {name: found.suggest(trial, name) for name, found in self._ranges.items()}
+        drawn = self._draw(trial)
+        if not isinstance(drawn, Mapping):
+            raise TypeError(f"space must return a dict from Params to values, got {drawn!r:.80}")
+        named = {key.name if isinstance(key, Param) else str(key): value for key, value in drawn.items()}
+        for name in named:
+            self._check_name(name)
+        return named
+
+    def applied(self, values: Mapping[str, Any]) -> Any:
+        """Returns a copy of the estimator with these values.
+
+        Raises:
+            ValueError: A Param refuses its value.
+        """
+        estimator = self._estimator
+        extra = {
+            estimator.getParam(name): self._converted(name, value)
+            for name, value in values.items()
+            if not name.startswith(_SPEC)
+        }
+        made = estimator.copy(extra)
+        entries = {
+            name.removeprefix(_SPEC): value for name, value in values.items() if name.startswith(_SPEC)
+        }
+        if entries:
+            spec = made.getModel()
+            _check_spec(spec, next(iter(entries)))
+            made = made.copy({made.getParam("model"): ModelSpec(spec.target, spec.kwargs | entries)})
+        return made
+
+    def _converted(self, name: str, value: Any) -> Any:
+        try:
+            return self._estimator.getParam(name).typeConverter(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"space gives {name!r} a value that it refuses: {error}") from None
+
+    def _check_name(self, name: str) -> None:
+        if name in _OWN:
+            raise ValueError(
+                f"space must not hold {name!r}: the search gives each trial its own {_OWN[name]}"
+            )
+        if name.startswith(_SPEC):
+            if "model" not in self._ranges:
+                _check_spec(self._estimator.getModel(), name.removeprefix(_SPEC))
+            return
+        names = [param.name for param in self._estimator.params]
+        if name not in names:
+            hint = nearest(name, names) or f"; its Params are {names}"
+            raise ValueError(
+                f"space names {name!r}, which is no Param of {type(self._estimator).__name__}{hint}"
+            )
+
+    def _check_value(self, name: str, value: Any) -> None:
+        if not name.startswith(_SPEC):
+            self._converted(name, value)
+            return
+        if "model" in self._ranges:
+            return  # which of its models a trial has is not known yet
+        changed = self.applied({name: value}).getModel()
+        try:
+            build_skeleton(changed.build)
+        except ValueError as error:
+            raise ValueError(
+                f"space gives {name!r} the value {value!r} that cannot be built: {error}"
+            ) from None
+
+
+def _check_spec(model: Any, name: str) -> None:
+    if not isinstance(cast(object, model), ModelSpec):
+        raise ValueError(
+            f"space names 'model.{name}', an argument of a ModelSpec, and the model is a "
+            f"{type(model).__name__}; give the estimator a ModelSpec, or 'model' a Choice of networks"
+        )

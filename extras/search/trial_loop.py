@@ -1,0 +1,259 @@
+"""The trials of one search: gangs beside each other, from threads, with one thread that watches them all.
+
+A trial's end is told to optuna once: what is told is finished, and what a killed driver had not told is
+taken up again, from its checkpoint if it has one. Only the best trial keeps its folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.failures import WorkerError
+from ringspark.estimators.launch.owner import read_owner, write_owner
+from ringspark.estimators.run.folder import RunFolder, RunRefusedError
+from ringspark.estimators.stages.fit_data import discard
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.extras.search.objective import Objective
+from ringspark.extras.search.one_training import train_in
+from ringspark.extras.search.running_trial import RunningTrial
+from ringspark.extras.search.space import Space
+from ringspark.extras.search.study import import_optuna
+from ringspark.extras.search.trial_data import TrialData
+from ringspark.extras.search.trial_table import EPOCHS, REASON, SECONDS
+from ringspark.extras.search.trial_threads import run_in_threads
+from ringspark.pipelines import storage
+
+TRIALS = "trials"
+
+_logger = logging.getLogger(__name__)
+
+
+class TrialLoop:
+    """Runs trials until a study has enough of them."""
+
+    def __init__(
+        self,
+        *,
+        spark: SparkSession,
+        study: Any,
+        make_sampler: Callable[[int], Any],
+        space: Space,
+        objective: Objective,
+        data: TrialData,
+        dataset: Any,
+        run_uri: str | None,
+    ) -> None:
+        self._spark, self._study, self._make_sampler = spark, study, make_sampler
+        self._space, self._objective = space, objective
+        self._data, self._dataset = data, dataset
+        self._run_uri = run_uri
+        self._token = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._running: dict[int, RunningTrial] = {}
+        self._is_over = False
+        # A sampler that has drawn all that it wants to, such as optuna's GridSampler, says so by this call.
+        self._has_all = False
+        study.stop = self._draw_no_more
+        self._errors: list[BaseException] = []
+        self._best: tuple[int, Any, str] | None = None
+        # Begun by a driver that did not end them.
+        self._unfinished = [t for t in study.get_trials(deepcopy=False) if not t.state.is_finished()]
+
+    def run(self, num_trials: int, parallelism: int) -> None:
+        """Runs the trials that are missing; blocks until all have ended.
+
+        Raises:
+            TrainingCancelledError: Somebody cancelled a trial's Spark job.
+            RuntimeError: Another driver has taken over the search.
+        """
+        if self._run_uri is not None:
+            write_owner(self._run_uri, self._token, 0)
+        run_in_threads(
+            self._spark,
+            lambda: self._work(num_trials),
+            min(parallelism, num_trials),
+            watch=self._watch,
+            end=self._end,
+        )
+        if self._errors:
+            raise self._errors[0]
+
+    def best(self) -> tuple[Any, dict[str, Any]]:
+        """Returns the best trial's model and values; the model of an earlier driver's trial from its folder.
+
+        Raises:
+            RuntimeError: No trial has finished.
+        """
+        number = self._best_number()
+        if number is None:
+            ended = [t for t in self._study.get_trials(deepcopy=False) if t.user_attrs.get(REASON)]
+            why = f"; the last one failed: {ended[-1].user_attrs[REASON]}" if ended else ""
+            raise RuntimeError(f"none of the search's trials has finished{why}")
+        trial = self._as_trial(self._study.get_trials(deepcopy=False)[number])
+        values = self._space.values(trial)
+        if self._best is None or self._best[0] != number:
+            assert self._run_uri is not None
+            self._best = (number, *self._train(trial, values, None))
+        self._discard_others()
+        return self._best[1], values
+
+    def _watch(self) -> None:
+        with self._lock:
+            running = list(self._running.values())
+        for each in running:
+            each.look()
+
+    def _end(self, error: BaseException) -> None:
+        """Lets no trial begin any more, and asks those that run to stop."""
+        with self._lock:
+            self._is_over = True
+            self._errors.append(error)
+            running = list(self._running.values())
+        for each in running:
+            each.stop()
+
+    def _work(self, num_trials: int) -> None:
+        """Runs one trial after the other. The function of a thread."""
+        try:
+            while True:
+                with self._lock:
+                    found = None if self._is_over else self._next(num_trials)
+                if found is None:
+                    return
+                self._run_trial(*found)
+        except BaseException as error:
+            self._end(error)
+
+    def _next(self, num_trials: int) -> tuple[Any, dict[str, Any]] | None:
+        """Returns a trial to run and its values: one that an earlier driver has begun, or a new one."""
+        number = len(self._study.get_trials(deepcopy=False))
+        if self._unfinished:
+            frozen = self._unfinished.pop(0)
+            self._study.sampler = self._make_sampler(frozen.number)
+            trial = self._as_trial(frozen)
+        elif number < num_trials and not self._has_all:
+            self._check_owner()
+            self._study.sampler = self._make_sampler(number)
+            trial = self._study.ask()
+        else:
+            return None
+        # Drawn here, by the sampler of this trial.
+        return trial, self._space.values(trial)
+
+    def _draw_no_more(self) -> None:
+        self._has_all = True
+
+    def _as_trial(self, frozen: Any) -> Any:
+        return import_optuna().trial.Trial(self._study, frozen._trial_id)
+
+    def _run_trial(self, trial: Any, values: dict[str, Any]) -> None:
+        started = time.monotonic()
+        running: list[RunningTrial] = []
+        model, uri, value, reason = None, "", math.nan, ""
+        try:
+            model, uri = self._train(trial, values, running)
+            running[0].report(model.summary.epochs)
+            if not running[0].is_pruned:
+                value = self._objective.of_trial(model)
+                reason = "" if math.isfinite(value) else f"its value is {value}"
+        except RunRefusedError:
+            raise  # not the trial's fault: every trial that an earlier driver began would be refused
+        except (WorkerError, ValueError) as error:
+            if self._is_over:
+                return  # unfinished: a later fit takes it up again
+            reason = _first_line(error)
+        finally:
+            with self._lock:
+                self._running.pop(trial.number, None)
+        is_pruned = bool(running) and running[0].is_pruned
+        trial.set_user_attr(SECONDS, time.monotonic() - started)
+        trial.set_user_attr(EPOCHS, running[0].num_epochs if running else 0)
+        with self._lock:
+            self._tell(trial, value, "" if is_pruned else reason, is_pruned)
+            if is_pruned or reason:
+                if uri:
+                    discard(uri)
+            else:
+                self._keep_best(trial.number, model, uri)
+
+    def _train(
+        self, trial: Any, values: dict[str, Any], running: list[RunningTrial] | None
+    ) -> tuple[Any, str]:
+        """Trains one trial, unless it has been trained; returns its model and its folder."""
+        estimator = self._space.applied(values)
+        if self._run_uri is None:
+            run = RunFolder.new(estimator._storage_root(self._spark))
+        else:
+            run = RunFolder.given(storage.join(self._run_uri, TRIALS, str(trial.number)), resume=True)
+
+        def begin(fit: CheckedFit, stop_uri: str) -> TrainConfig:
+            if running is not None:
+                watched = RunningTrial(trial, run.uri, stop_uri, fit.config.epochs, self._objective)
+                running.append(watched)
+                with self._lock:
+                    if self._is_over:
+                        watched.stop()
+                    self._running[trial.number] = watched
+            return fit.config
+
+        return train_in(run, estimator, self._dataset, self._data, begin), run.uri
+
+    def _tell(self, trial: Any, value: float, reason: str, is_pruned: bool) -> None:
+        self._check_owner()
+        states = import_optuna().trial.TrialState
+        if is_pruned:
+            self._study.tell(trial, state=states.PRUNED)
+        elif reason:
+            _logger.warning("trial %d of the search failed: %s", trial.number, reason)
+            trial.set_user_attr(REASON, reason)
+            self._study.tell(trial, state=states.FAIL)
+        else:
+            self._study.tell(trial, value)
+
+    def _keep_best(self, number: int, model: Any, uri: str) -> None:
+        if self._best_number() != number:
+            discard(uri)
+            return
+        last, self._best = self._best, (number, model, uri)
+        if last is not None:
+            discard(last[2])
+
+    def _best_number(self) -> int | None:
+        """Returns the best trial so far, of equal ones the first: not the one that happened to end first."""
+        states = import_optuna().trial.TrialState
+        done = [t for t in self._study.get_trials(deepcopy=False) if t.state == states.COMPLETE]
+        if not done:
+            return None
+        best = max if self._objective.is_larger_better else min
+        value = best(t.value for t in done)
+        return int(min(t.number for t in done if t.value == value))
+
+    def _discard_others(self) -> None:
+        """Removes folders that a killed driver left."""
+        if self._run_uri is None or self._best is None:
+            return
+        folder = storage.join(self._run_uri, TRIALS)
+        for name in storage.list_names(folder):
+            if name != str(self._best[0]):
+                discard(storage.join(folder, name))
+
+    def _check_owner(self) -> None:
+        """Refuses to go on with a search that another driver has taken over: nothing may count twice."""
+        if self._run_uri is None:
+            return
+        owner = read_owner(self._run_uri)
+        if owner is None or owner.token != self._token:
+            raise RuntimeError(f"another driver has taken over the search in {self._run_uri!r}; fit there")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,275 @@
+"""Records where the time of a rank's steps goes: one span for each part of the step.
+
+`observation.timeline` lists the kinds of spans.
+
+Beside them stand the step's operations over the collective, such as the sum of each bucket of gradients: when
+its data was ready, when it began, when its result was there. `overlap` measures by them which share of the
+communication is hidden; a GPU has none.
+
+How long a rank waits in `exchange` for the others, nobody can see on one rank: `tracking.timeline` finds it
+from the spans of all. On a GPU the host only gives work to the device, so the spans of `transform`,
+`forward`, `backward`, `exchange` and `step` have a second time, from the device.
+
+Size: at most `MOST_SPANS` spans of steps are kept. When they are more, every second recorded step goes,
+and from then on steps are recorded at twice the distance, so a file covers the whole training evenly.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.operation_times import OperationTime
+from ringspark.estimators.training.callbacks import TrainingState
+from ringspark.estimators.training.feed import Batch
+from ringspark.estimators.training.observation.background_file import BackgroundFile
+from ringspark.estimators.training.observation.timeline import Clock, RareKind, StepKind, now_ns
+from ringspark.extras.timeline.clocks import measure_offset
+from ringspark.extras.timeline.device_clock import DeviceClock, DeviceStep
+from ringspark.extras.timeline.span_file import (
+    OperationSpan,
+    RankSpans,
+    RareSpan,
+    Span,
+    StepSpans,
+    span_file_uri,
+    start_of,
+)
+
+MOST_SPANS = 20_000
+MOST_SPANS_OF_A_STEP = 2_000
+MOST_RARE_SPANS = 2_000
+MOST_OFFSETS = 1_000
+# Rounds of the clocks' comparison at the start of an epoch after the first one.
+_LATER_ROUNDS = 4
+# Least seconds between two writes of the file.
+WRITE_SECONDS = 10.0
+# Largest share of the time that the writes take of a processor: a full file is written less often.
+WRITE_SHARE = 0.001
+
+_ON_DEVICE = frozenset(("transform", "forward", "backward", "exchange", "step"))
+# One object for all calls: a step that is not recorded makes none.
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+@dataclass(kw_only=True)
+class _OpenStep:
+    """The step that is being recorded."""
+
+    epoch: int
+    step: int
+    begin_ns: int
+    rows: int = 0
+    spans: list[Span] = field(default_factory=list)
+    operations: tuple[OperationSpan, ...] = ()
+    device: DeviceStep | None = None
+
+
+class RankTimeline:
+    """Records every n-th step of this rank, and all checkpoints and validations, in its file."""
+
+    def __init__(
+        self,
+        every: int,
+        world: Collective,
+        run_uri: str,
+        device: torch.device,
+        clock: Clock = now_ns,
+    ) -> None:
+        """Compares the clocks of the ranks. Runs on every rank.
+
+        Args:
+            every: Distance of the recorded steps, until they are too many.
+        """
+        self._every = every
+        self._world = world
+        self._clock = clock
+        self._device_clock = DeviceClock(device, clock) if device.type == "cuda" else None
+        offset, self._moment = measure_offset(world, clock)
+        self._offsets = [offset]
+        uri = span_file_uri(run_uri, world.rank, start_of(self._moment))
+        self._file = BackgroundFile(uri, f"timeline of rank {world.rank}")
+        self._open: _OpenStep | None = None
+        self._steps: list[StepSpans] = []
+        self._num_spans = 0
+        self._pending: deque[tuple[StepSpans, DeviceStep]] = deque()
+        self._rare: deque[RareSpan] = deque(maxlen=MOST_RARE_SPANS)
+        self._taken_steps = 0
+        self._left_out = 0
+        self._written_ns = clock()
+
+    def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
+        self._compare_clocks()
+        while True:
+            self._begin(state)
+            with self.span("read"):
+                batch = next(batches, None)
+            if batch is None:
+                self._open = None
+                self._write_if_due()
+                return
+            if self._open is not None:
+                self._open.rows = batch.num_rows
+            yield batch
+            self._taken_steps += 1
+            if self._open is not None:
+                self._end(self._open)
+
+    def span(self, kind: StepKind) -> AbstractContextManager[None]:
+        step = self._open
+        if step is None:
+            return _NOTHING
+        if len(step.spans) >= MOST_SPANS_OF_A_STEP:
+            self._left_out += 1
+            return _NOTHING
+        return _StepSpan(kind, step, self._clock, self._device_clock if kind in _ON_DEVICE else None)
+
+    def rare_span(self, kind: RareKind, state: TrainingState) -> AbstractContextManager[None]:
+        return _RareSpan(kind, state, self._clock, self._rare)
+
+    @property
+    def is_recording(self) -> bool:
+        return self._open is not None
+
+    def add_operations(self, operations: Sequence[OperationTime]) -> None:
+        if self._open is None:
+            return
+        kept = operations[:MOST_SPANS_OF_A_STEP]
+        self._left_out += len(operations) - len(kept)
+        self._open.operations = tuple((o.name, o.ready_ns, o.begin_ns, o.end_ns) for o in kept)
+
+    def close(self) -> None:
+        self._open = None
+        if self._device_clock is not None:
+            self._take_device_times()
+        self._file.close(self._content())
+
+    def _compare_clocks(self) -> None:
+        """Compares the clocks once more, because they drift. Runs on every rank, at the start of an epoch."""
+        if self._taken_steps:
+            self._offsets.append(measure_offset(self._world, self._clock, _LATER_ROUNDS)[0])
+        if len(self._offsets) > MOST_OFFSETS:
+            del self._offsets[1::2]
+
+    def _begin(self, state: TrainingState) -> None:
+        """Records the next step if its turn has come."""
+        self._open = None
+        if (state.step + 1) % self._every:
+            return
+        self._open = _OpenStep(epoch=state.epoch, step=state.step + 1, begin_ns=self._clock())
+        if self._device_clock is not None:
+            self._open.device = DeviceStep(begin=self._device_clock.mark(), spans=[])
+
+    def _end(self, step: _OpenStep) -> None:
+        self._open = None
+        done = StepSpans(
+            epoch=step.epoch,
+            step=step.step,
+            rows=step.rows,
+            begin_ns=step.begin_ns,
+            end_ns=self._clock(),
+            spans=tuple(step.spans),
+            operations=step.operations,
+        )
+        if step.device is None:
+            self._keep(done)
+        else:
+            self._pending.append((done, step.device))
+            self._take_device_times()
+        self._write_if_due()
+
+    def _take_device_times(self) -> None:
+        """Keeps the steps that the device has ended."""
+        assert self._device_clock is not None
+        while self._pending:
+            done, device = self._pending[0]
+            spans = self._device_clock.spans_of(device)
+            if spans is None:
+                return
+            self._pending.popleft()
+            self._keep(replace(done, device_spans=tuple(spans)))
+
+    def _keep(self, step: StepSpans) -> None:
+        self._steps.append(step)
+        self._num_spans += _num_spans(step)
+        while self._num_spans > MOST_SPANS and len(self._steps) > 1:
+            self._every *= 2
+            self._steps = [kept for kept in self._steps if kept.step % self._every == 0]
+            self._num_spans = sum(map(_num_spans, self._steps))
+
+    def _write_if_due(self) -> None:
+        pause = max(WRITE_SECONDS, self._file.cpu_seconds / WRITE_SHARE)
+        if self._clock() - self._written_ns < pause * 1e9 or self._file.is_busy:
+            return
+        self._written_ns = self._clock()
+        self._file.write(self._content())
+
+    def _content(self) -> Callable[[], bytes]:
+        """Returns the file's content so far, made into JSON by who calls it."""
+        return RankSpans(
+            rank=self._world.rank,
+            size=self._world.size,
+            host=f"{socket.gethostname()} ({self._world.member.host})",
+            every=self._every,
+            taken_steps=self._taken_steps,
+            left_out=self._left_out,
+            moment=self._moment,
+            offsets=tuple(self._offsets),
+            steps=tuple(self._steps),
+            rare=tuple(self._rare),
+        ).to_json
+
+
+def _num_spans(step: StepSpans) -> int:
+    return len(step.spans) + len(step.device_spans) + len(step.operations)
+
+
+class _StepSpan:
+    """Adds a part of a step to the step; a class, because a generator costs more."""
+
+    __slots__ = ("_begin", "_clock", "_device", "_kind", "_mark", "_step")
+
+    def __init__(self, kind: StepKind, step: _OpenStep, clock: Clock, device: DeviceClock | None) -> None:
+        self._kind = kind
+        self._step = step
+        self._clock = clock
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._mark = self._device.mark() if self._device is not None else None
+        self._begin = self._clock()
+
+    def __exit__(self, *_: object) -> None:
+        self._step.spans.append((self._kind, self._begin, self._clock()))
+        if self._device is not None and self._step.device is not None and self._mark is not None:
+            self._step.device.spans.append((self._kind, self._mark, self._device.mark()))
+
+
+class _RareSpan:
+    """Adds a checkpoint or a validation."""
+
+    def __init__(self, kind: RareKind, state: TrainingState, clock: Clock, kept: deque[RareSpan]) -> None:
+        self._kind = kind
+        self._state = state
+        self._clock = clock
+        self._kept = kept
+
+    def __enter__(self) -> None:
+        self._begin = self._clock()
+
+    def __exit__(self, *_: object) -> None:
+        self._kept.append(
+            RareSpan(
+                kind=self._kind,
+                epoch=self._state.epoch,
+                step=self._state.step,
+                begin_ns=self._begin,
+                end_ns=self._clock(),
+            )
+        )

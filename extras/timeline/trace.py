@@ -1,0 +1,289 @@
+"""Reads the spans of all ranks of a run, puts them on one axis of time, and tells where the time went.
+
+`chrome_trace` gives them in the JSON trace format that Perfetto (ui.perfetto.dev) and chrome://tracing open:
+a process per host, a thread per rank, one enclosing slice per recorded step. A rank's operations over the
+collective, which go on beside its own work, have threads of their own: as many as were under way at a time.
+`start` in the arguments of a
+slice is 1 until the ranks are started again.
+
+Here `exchange` falls into two: a rank that comes early waits for the last one, and `wait` is the part of its
+exchange before the last rank began its own. It is told apart only where it is longer than the error of the
+two ranks' clocks. What travels meanwhile, between ranks that are there already, counts as `wait` too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ringspark.extras.timeline.span_file import RankSpans, Span, StepSpans, read_spans
+from ringspark.pipelines import storage
+
+OTHER = "other"
+"""The rest of a step: the loop itself, the sums of an epoch, callbacks."""
+
+_Key = tuple[int, int, int]  # start of the gang, number of the step, how often it was taken before
+_Arrivals = dict[_Key, list[tuple[int, int]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """One span of one rank on the axis of all ranks.
+
+    Attributes:
+        kind: As in `observation.timeline`, or `wait`, or `step <n>` for a whole step.
+        begin_ns: Nanoseconds since 1970 by the clock of rank 0.
+        is_whole: Whether it is a whole recorded step, which encloses its parts.
+        is_on_device: Whether the times are those of the GPU.
+        lane: Number of the thread of a collective operation, from 1; 0 for the rank's own work.
+        ready_ns: Of an operation, when its data was ready.
+    """
+
+    kind: str
+    host: str
+    rank: int
+    start: int
+    begin_ns: int
+    end_ns: int
+    epoch: int
+    step: int
+    rows: int | None = None
+    is_whole: bool = False
+    is_on_device: bool = False
+    lane: int = 0
+    ready_ns: int | None = None
+
+
+def slices_of(ranks: Sequence[RankSpans]) -> list[Slice]:
+    """Returns all spans in the order of ranks and times; `wait` lies inside of its `exchange`."""
+    arrivals = _arrivals(ranks)
+    found = [piece for spans in ranks for piece in _slices(spans, arrivals)]
+    return sorted(found, key=lambda piece: (piece.rank, piece.begin_ns, -piece.end_ns))
+
+
+def chrome_trace(run_uri: str) -> dict[str, Any]:
+    """Returns the trace of a run.
+
+    Raises:
+        ValueError: The run has no timeline, or a file of it is damaged.
+    """
+    ranks = spans_of(run_uri)
+    pieces = slices_of(ranks)
+    hosts = sorted({spans.host for spans in ranks})
+    starts = sorted({spans.start for spans in ranks})
+    zero = min((piece.begin_ns for piece in pieces), default=0)
+    events: list[dict[str, Any]] = []
+    for number, host in enumerate(hosts):
+        events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": host}})
+    threads: dict[tuple[int, int], str] = {}
+    width = 2 + max((piece.lane for piece in pieces), default=0)
+    for piece in pieces:
+        pid, tid = hosts.index(piece.host), width * piece.rank + (piece.is_on_device or 2 * bool(piece.lane))
+        tid += max(0, piece.lane - 1)
+        threads[pid, tid] = f"rank {piece.rank}{_thread_of(piece)}"
+        events.append(
+            {
+                "ph": "X",
+                "name": piece.kind,
+                "cat": "whole step" if piece.is_whole else "communication" if piece.lane else piece.kind,
+                "pid": pid,
+                "tid": tid,
+                "ts": (piece.begin_ns - zero) / 1000,
+                "dur": (piece.end_ns - piece.begin_ns) / 1000,
+                "args": {"epoch": piece.epoch, "step": piece.step, "start": starts.index(piece.start) + 1}
+                | ({} if piece.rows is None else {"rows": piece.rows})
+                | (
+                    {}
+                    if piece.ready_ns is None
+                    else {"ready_ms_before": _ms(piece.begin_ns - piece.ready_ns)}
+                ),
+            }
+        )
+    for (pid, tid), name in sorted(threads.items()):
+        names: dict[str, Any] = {"thread_name": {"name": name}, "thread_sort_index": {"sort_index": tid}}
+        for key, args in names.items():
+            events.append({"ph": "M", "name": key, "pid": pid, "tid": tid, "args": args})
+    clocks = [
+        {
+            "rank": spans.rank,
+            "start": spans.start,
+            "offset_microseconds": spans.offsets[0].offset_ns / 1000,
+            "error_microseconds": _clock_error(spans) / 1000,
+        }
+        for spans in ranks
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"run": run_uri, "clocks": clocks}}
+
+
+def _thread_of(piece: Slice) -> str:
+    if piece.lane:
+        return f", communication{f' {piece.lane}' if piece.lane > 1 else ''}"
+    return ", device" if piece.is_on_device else ""
+
+
+def _ms(nanoseconds: int) -> float:
+    return nanoseconds / 1e6
+
+
+def write_trace(run_uri: str, path: str) -> str:
+    """Writes the trace of a run to a file of any store; returns the path.
+
+    Raises:
+        ValueError: The run has no timeline, or a file of it is damaged.
+    """
+    storage.write_atomic(storage.normalize(path), json.dumps(chrome_trace(run_uri)).encode())
+    return path
+
+
+def time_shares(run_uri: str) -> dict[int, dict[str, float]]:
+    """Returns for each rank which share of its training each kind took, and `other`; a rank's add up to 1.
+
+    The recorded steps stand for all steps. On a GPU the device's times count, where there are any.
+
+    Raises:
+        ValueError: The run has no timeline, or a file of it is damaged.
+    """
+    ranks = spans_of(run_uri)
+    arrivals = _arrivals(ranks)
+    seconds: dict[int, defaultdict[str, float]] = {}
+    for spans in ranks:
+        own = seconds.setdefault(spans.rank, defaultdict(float))
+        for kind, value in _seconds_of(spans, arrivals).items():
+            own[kind] += value
+    return {
+        rank: {kind: value / (sum(own.values()) or 1.0) for kind, value in own.items()}
+        for rank, own in seconds.items()
+    }
+
+
+def _seconds_of(spans: RankSpans, arrivals: _Arrivals) -> dict[str, float]:
+    """Returns the seconds of each kind between a start of the gang and its end."""
+    in_steps: defaultdict[str, float] = defaultdict(float)
+    between: defaultdict[str, float] = defaultdict(float)
+    timed = {step.step for step in spans.steps if step.device_spans}
+    for piece in _slices(spans, arrivals):
+        if piece.lane:
+            continue  # beside what the rank itself did
+        length = (piece.end_ns - piece.begin_ns) / 1e9
+        if piece.is_whole:
+            in_steps[OTHER] += length
+        elif piece.rows is None:
+            between[piece.kind] += length
+        elif piece.is_on_device or piece.kind == "read" or piece.step not in timed:
+            in_steps[piece.kind] += length
+            # A wait is a part of its exchange, and that is taken off the step already.
+            in_steps["exchange" if piece.kind == "wait" else OTHER] -= length
+    # Also the checkpoints in recorded steps are no rest of the step.
+    windows = {step.step: step for step in spans.steps}
+    for rare in spans.rare:
+        step = windows.get(rare.step)
+        if step is not None and step.begin_ns <= rare.begin_ns < step.end_ns:
+            in_steps[OTHER] -= (rare.end_ns - rare.begin_ns) / 1e9
+    scale = spans.taken_steps / len(spans.steps) if spans.steps else 0.0
+    return {kind: max(0.0, value) * scale for kind, value in in_steps.items()} | between
+
+
+def spans_of(run_uri: str) -> list[RankSpans]:
+    """Returns what all ranks of a run recorded.
+
+    Raises:
+        ValueError: The run has no timeline, or a file of it is damaged.
+    """
+    found = read_spans(run_uri)
+    if not found:
+        raise ValueError(
+            f"the run in {run_uri!r} has no timeline; set timelineEverySteps, and a folder that stays"
+        )
+    return found
+
+
+def _clock_error(spans: RankSpans) -> int:
+    return max(offset.error_ns for offset in spans.offsets)
+
+
+def _slices(spans: RankSpans, arrivals: _Arrivals) -> Iterator[Slice]:
+    """Yields the slices of one rank's file."""
+    common: dict[str, Any] = {"host": spans.host, "rank": spans.rank, "start": spans.start}
+    for key, step in _numbered(spans):
+        of_step = common | {"epoch": step.epoch, "step": step.step, "rows": step.rows}
+        begin, end = spans.unix_ns(step.begin_ns), spans.unix_ns(step.end_ns)
+        yield Slice(kind=f"step {step.step}", begin_ns=begin, end_ns=end, is_whole=True, **of_step)
+        for device, group in ((False, step.spans), (True, step.device_spans)):
+            waits = arrivals.get(key, []) if device == bool(step.device_spans) else []
+            number = 0
+            for kind, begin_ns, end_ns in group:
+                piece = Slice(
+                    kind=kind,
+                    begin_ns=spans.unix_ns(begin_ns),
+                    end_ns=spans.unix_ns(end_ns),
+                    is_on_device=device,
+                    **of_step,
+                )
+                yield piece
+                if kind != "exchange":
+                    continue
+                if number < len(waits):
+                    last, error = waits[number]
+                    until = min(last, piece.end_ns)
+                    if until - piece.begin_ns > error + _clock_error(spans):
+                        yield replace(piece, kind="wait", end_ns=until)
+                number += 1
+        yield from _operations(spans, step, of_step)
+    for rare in spans.rare:
+        yield Slice(
+            kind=rare.kind,
+            begin_ns=spans.unix_ns(rare.begin_ns),
+            end_ns=spans.unix_ns(rare.end_ns),
+            epoch=rare.epoch,
+            step=rare.step,
+            **common,
+        )
+
+
+def _operations(spans: RankSpans, step: StepSpans, of_step: dict[str, Any]) -> Iterator[Slice]:
+    """Yields the collective operations of a step, each in the first lane that is free."""
+    busy_until: list[int] = []
+    for name, ready_ns, begin_ns, end_ns in step.operations:
+        lane = next((n for n, until in enumerate(busy_until) if until <= begin_ns), len(busy_until))
+        busy_until[lane : lane + 1] = [end_ns]
+        yield Slice(
+            kind=name,
+            begin_ns=spans.unix_ns(begin_ns),
+            end_ns=spans.unix_ns(end_ns),
+            lane=lane + 1,
+            ready_ns=spans.unix_ns(ready_ns),
+            **of_step,
+        )
+
+
+def _numbered(spans: RankSpans) -> Iterator[tuple[_Key, StepSpans]]:
+    """Yields the steps, and what is equal on all ranks for one step; a rollback takes a step again."""
+    times: defaultdict[int, int] = defaultdict(int)
+    for step in spans.steps:
+        yield (spans.start, step.step, times[step.step]), step
+        times[step.step] += 1
+
+
+def _arrivals(ranks: Sequence[RankSpans]) -> _Arrivals:
+    """Returns for each exchange of each step when the last rank came, and the error of that rank's clock.
+
+    A step that some rank has not recorded, or with other exchanges, is left out: nobody knows its last rank.
+    """
+    begins: defaultdict[_Key, list[list[tuple[int, int]]]] = defaultdict(list)
+    sizes: dict[int, int] = {}
+    for spans in ranks:
+        sizes[spans.start] = spans.size
+        error = _clock_error(spans)
+        for key, step in _numbered(spans):
+            group: tuple[Span, ...] = step.device_spans or step.spans
+            begins[key].append(
+                [(spans.unix_ns(begin), error) for kind, begin, _ in group if kind == "exchange"]
+            )
+    return {
+        key: [max(times) for times in zip(*of_ranks, strict=True)]
+        for key, of_ranks in begins.items()
+        if len(of_ranks) == sizes[key[0]] and len({len(times) for times in of_ranks}) == 1
+    }

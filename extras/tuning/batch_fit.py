@@ -1,0 +1,182 @@
+"""`batch_that_fits`: the largest micro-batch that a worker's memory holds, found by training.
+
+The batch of an optimizer step stays as it is, and with it the learning rate that suits it; it is cut into
+more micro-batches, until one fits.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+from pyspark.sql import DataFrame
+
+from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.failures import WorkerError
+from ringspark.estimators.memory.columns import column_of
+from ringspark.estimators.memory.planner import Planner
+from ringspark.estimators.run.folder import RunFolder
+from ringspark.estimators.stages.fit_data import SharedShards, discard
+from ringspark.estimators.training.arguments import with_arguments
+from ringspark.estimators.training.batch_sizes import BatchSizes
+from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.settings.byte_sizes import parse_bytes, show_bytes
+from ringspark.extras.tuning.short_training import check_estimator, plain_copy, training_rows
+from ringspark.pipelines import ShardManifest
+from ringspark.pipelines.columns import check_frame
+
+# The optimizer's state is there from the second step on.
+_STEPS = 2
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFit:
+    """A batch that fits.
+
+    Attributes:
+        estimator: Copy of the estimator, with the `gradientAccumulation` that was found.
+        gradient_accumulation: Micro-batches per optimizer step.
+        rows: Rows of a micro-batch on the worker with most of them.
+        tries: A row per try: "gradient_accumulation", "rows", "planned_bytes" of the plan (None without a
+            budget), and "outcome": "fits", or why it does not.
+    """
+
+    estimator: Any
+    gradient_accumulation: int
+    rows: int
+    tries: pd.DataFrame
+
+    def __str__(self) -> str:
+        sizes = _sizes(self.estimator)
+        later = "" if sizes.largest == sizes.size(0) else f", and up to {sizes.largest} by batchSizeSchedule,"
+        return (
+            f"micro-batches of {self.rows} rows per worker fit: batchSize={sizes.size(0)}{later} "
+            f"with gradientAccumulation={self.gradient_accumulation}"
+        )
+
+
+def batch_that_fits(estimator: Any, df: DataFrame, budget: int | str | None = None) -> BatchFit:
+    """Finds the fewest micro-batches with which a worker's memory holds the estimator's largest batch.
+
+    First plans: micro-batches whose step needs more than the budget are not tried. Then trains two steps on
+    a sample of the rows, on the estimator's own workers, and doubles the number of micro-batches each time
+    that memory runs out; each time a line of the log says so. Leaves no folder behind, and the estimator as
+    it was.
+
+    A batch cut into micro-batches has the same gradient, but for layers that look across rows, such as batch
+    norm, which see a micro-batch only. The sample may lack the longest rows of a table; and what other
+    processes take later is not known now. A worker that its system kills raises no error of its own, so that
+    nothing can be said about its memory: give a budget on hosts that do so.
+
+    Args:
+        estimator: An estimator of ringspark. Its `gradientAccumulation` is the first to be tried.
+        budget: Bytes per worker, as an int or as Spark writes sizes ("4g"); None takes the estimator's
+            `memoryBudget`, and without one plans nothing.
+
+    Raises:
+        ValueError: An argument does not suit, or the smallest micro-batch does not fit; the message says why.
+        WorkerError: A worker failed for another reason.
+    """
+    check_estimator(estimator, "batch_that_fits")
+    check_frame(df, "batch_that_fits")
+    limit = estimator.getMemoryBudget() if budget is None else parse_bytes(budget)
+    batch, seed = _sizes(estimator).largest, estimator.getOrDefault("seed")
+    is_validated = estimator.isSet("validationFraction") or estimator.isSet("validationIndicatorCol")
+    rows = training_rows(estimator, df)
+    count, wanted = rows.count(), (_STEPS + is_validated) * batch
+    if not count:
+        raise ValueError("batch_that_fits needs training rows, got none")
+    # A tenth more, as the sample's size is itself drawn.
+    sample = rows.sample(1.1 * wanted / count, seed) if count > 1.2 * wanted else rows
+    trial = plain_copy(estimator).setParams(epochs=1, batchSize=batch, maxRestarts=0, lrSchedule="constant")
+    trial.clear(trial.memoryBudget)
+    if is_validated:
+        trial.setParams(validationFraction=1 / (_STEPS + 1))
+    sample = sample.limit(wanted).persist()
+    try:
+        return _found(estimator, trial, sample, limit)
+    finally:
+        sample.unpersist()
+
+
+def _found(estimator: Any, trial: Any, sample: DataFrame, limit: int | None) -> BatchFit:
+    fit = CheckedFit.of(trial, sample)
+    tries: list[dict[str, Any]] = []
+    with SharedShards(sample, [fit.data]).shards(fit.data) as manifest:
+        # A worker's part of a step: no more than there are rows.
+        per_worker = math.ceil(
+            min(fit.config.batch_size, manifest.select("train").num_rows) / fit.config.num_workers
+        )
+        # Every worker has a row in each micro-batch of a whole batch, also of the smallest.
+        most = min(per_worker, _sizes(estimator).smallest // fit.config.num_workers)
+        parts = min(fit.config.gradient_accumulation, most)
+        while True:
+            needed = None if limit is None else _planned(fit, manifest, parts)
+            if limit is not None and needed is not None and needed > limit:
+                outcome = f"the plan needs {show_bytes(needed)}, the budget is {show_bytes(limit)}"
+            else:
+                outcome = _trained(trial, sample, manifest, parts)
+            found = {"gradient_accumulation": parts, "rows": math.ceil(per_worker / parts)}
+            tries.append({**found, "planned_bytes": needed, "outcome": outcome or "fits"})
+            if not outcome:
+                fitting = estimator.copy({estimator.gradientAccumulation: parts})
+                return BatchFit(estimator=fitting, **found, tries=pd.DataFrame(tries))
+            if parts >= most:
+                raise ValueError(
+                    f"the smallest micro-batch, of {found['rows']} rows on a worker, does not fit its memory "
+                    f"({outcome}); set gradientCheckpointing or sharding, or take a smaller network: see "
+                    "plan_memory"
+                )
+            parts = min(2 * parts, most)
+            _log.warning(
+                "micro-batches of %d rows per worker do not fit (%s); trying %d rows, "
+                "gradientAccumulation=%d",
+                found["rows"],
+                outcome,
+                math.ceil(per_worker / parts),
+                parts,
+            )
+
+
+def _sizes(estimator: Any) -> BatchSizes:
+    return BatchSizes.of(estimator.getBatchSize(), estimator.getBatchSizeSchedule(), estimator.getEpochs())
+
+
+def _planned(fit: CheckedFit, manifest: ShardManifest, parts: int) -> int | None:
+    """Returns the bytes of a step by the plan; None if the network does not run without data."""
+    config = with_arguments(
+        replace(fit.config, shards_uri=manifest.uri, gradient_accumulation=parts), manifest
+    )
+    config, _ = check_training(config, fit.objects, manifest)
+    rows = math.ceil(config.batch_size / config.num_workers)
+    inputs, labels = (
+        [column_of(manifest, name, rows) for name in names]
+        for names in (config.input_columns, config.label_columns)
+    )
+    try:
+        return Planner(config, fit.objects, inputs, labels).plan().peak
+    # What fails only without data says nothing about the memory.
+    except Exception:
+        return None
+
+
+def _trained(trial: Any, sample: DataFrame, manifest: ShardManifest, parts: int) -> str:
+    """Trains with a number of micro-batches; returns how memory ran out, or an empty text."""
+    fit = CheckedFit.of(trial.copy({trial.gradientAccumulation: parts}), sample)
+    run = RunFolder.new(fit.data.root)
+    try:
+        with run.guarded():
+            trial._train_on(sample.sparkSession, run, fit.config, fit.objects, fit.packed, manifest)
+    except WorkerError as error:
+        lost = [failure for failure in error.failures if failure.is_out_of_memory]
+        if not lost:
+            raise
+        return lost[0].sentence
+    finally:
+        discard(run.uri)
+    return ""

@@ -1,0 +1,140 @@
+"""Folds of a time series: each validates on rows that come after all of its training rows, with a gap.
+
+The k + 1 blocks of time have about the same number of rows. Fold i trains on the blocks up to the i-th and
+validates on the next one: the training rows grow, as they do where a model is trained again and again.
+
+Invariant: of every fold, a training row lies more than `gap` before any validation row. The gap is for labels
+that look ahead and features that look back, such as "departures of the next 3 hours".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import DataType, DateType, NumericType, TimestampType
+
+from ringspark.estimators.columns.schema import field_named
+from ringspark.extras.tuning.folds import FOLD, check_count
+from ringspark.pipelines.columns import check_frame, is_case_sensitive, quote
+
+
+class Fold(NamedTuple):
+    """The rows of one fold."""
+
+    train: DataFrame
+    validation: DataFrame
+
+
+def fold_pairs(df: DataFrame, k: int, foldCol: str = FOLD) -> list[Fold]:
+    """Returns the folds of a column that `stratified_folds`, `grouped_folds` or you have made.
+
+    The rows keep the column. Fold i validates on the rows with number i and trains on all others.
+
+    Raises:
+        ValueError: The column is missing, or has null or another number than 0 to k-1, or lacks one of them.
+    """
+    check_frame(df, "fold_pairs")
+    check_count("fold_pairs", k)
+    name = field_named(foldCol, "foldCol", df.schema, is_case_sensitive(df.sparkSession)).name
+    column = F.col(quote(name))
+    found = {row[0] for row in df.select(column).distinct().limit(k + 1).collect()}
+    if found != set(range(k)):
+        given = ", ".join(sorted(map(str, found)))
+        raise ValueError(
+            f"foldCol {name!r} must hold each number from 0 to {k - 1} and nothing else, got "
+            f"{given or 'no rows'}"
+        )
+    return [Fold(df.where(column != i), df.where(column == i)) for i in range(k)]
+
+
+def time_folds(df: DataFrame, timeCol: str, k: int, gap: float | timedelta = 0) -> list[Fold]:
+    """Cuts a time series into k folds, each with its training rows before its validation rows.
+
+    Runs two jobs. Rows of one time are never parted. The cuts are exact quantiles of the rows' times, so they
+    depend on neither order nor partitions; Spark gathers one count per time that occurs.
+
+    Args:
+        timeCol: A column of numbers, dates or timestamps.
+        gap: What lies at least between training and validation, in the column's unit; for dates and
+            timestamps a `timedelta`.
+
+    Returns:
+        The folds, the earliest first.
+
+    Raises:
+        ValueError: An argument or the rows do not suit; the message says why.
+    """
+    check_frame(df, "time_folds")
+    check_count("time_folds", k)
+    field = field_named(timeCol, "timeCol", df.schema, is_case_sensitive(df.sparkSession))
+    time, width = _number(field.name, field.dataType), _width(gap, field.name, field.dataType)
+    shares = ", ".join(repr(i / (k + 1)) for i in range(1, k + 1))
+    measured = df.select(time.alias("time")).agg(
+        F.expr(f"percentile(time, array({shares}))"), F.count_if(F.isnull("time") | F.isnan("time"))
+    )
+    cuts, nulls = measured.collect()[0]
+    if nulls:
+        raise ValueError(
+            f"timeCol {field.name!r} must have a value in every row, got {nulls} rows without; drop or "
+            "fill them"
+        )
+    if cuts is None:
+        raise ValueError("time_folds needs rows, got none")
+    conditions = _conditions(time, cuts, width)
+    counts = df.agg(*(F.count_if(condition) for pair in conditions for condition in pair)).collect()[0]
+    for number, rows in enumerate(zip(counts[::2], counts[1::2], strict=True)):
+        if not all(rows):
+            what = "training" if not rows[0] else "validation"
+            raise ValueError(
+                f"time_folds leaves fold {number} without {what} rows, with k={k} and gap={gap!r} over "
+                f"column {field.name!r}; lower k or gap"
+            )
+    return [Fold(df.where(train), df.where(validation)) for train, validation in conditions]
+
+
+def _conditions(time: Column, cuts: Sequence[float], width: float) -> list[tuple[Column, Column]]:
+    ends = [*cuts[1:], None]
+    return [
+        (
+            time < F.lit(start - width),
+            (time >= F.lit(start)) & (F.lit(True) if end is None else time < F.lit(end)),
+        )
+        for start, end in zip(cuts, ends, strict=True)
+    ]
+
+
+def _number(name: str, data_type: DataType) -> Column:
+    """Returns the column's times as doubles: microseconds, days, or what the numbers count."""
+    column = F.col(quote(name))
+    if isinstance(data_type, TimestampType):
+        return F.unix_micros(column).cast("double")
+    if isinstance(data_type, DateType):
+        return F.unix_date(column).cast("double")
+    if isinstance(data_type, NumericType):
+        return column.cast("double")
+    raise ValueError(
+        f"timeCol {name!r} must be a column of numbers, dates or timestamps, got {data_type.simpleString()}; "
+        "cast it"
+    )
+
+
+def _width(gap: Any, name: str, data_type: DataType) -> float:
+    """Returns the gap in the unit of `_number`."""
+    is_number = isinstance(data_type, NumericType)
+    kind = (int, float) if is_number else timedelta
+    # Zero has no unit.
+    if isinstance(gap, bool) or not (isinstance(gap, kind) or gap == 0):
+        words = "a number" if is_number else "a datetime.timedelta"
+        raise ValueError(
+            f"gap must be {words}, since timeCol {name!r} is {data_type.simpleString()}, got {gap!r}"
+        )
+    width = gap / timedelta(microseconds=1) if isinstance(gap, timedelta) else float(gap)
+    if isinstance(data_type, DateType):
+        width /= timedelta(days=1) / timedelta(microseconds=1)
+    if not 0 <= width < float("inf"):
+        raise ValueError(f"gap must be finite and not negative, got {gap!r}")
+    return width

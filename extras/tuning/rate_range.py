@@ -1,0 +1,173 @@
+"""`lr_range_test`: one short training whose learning rate rises from step to step (Smith 2015).
+
+The rate rises exponentially, so that each step multiplies it by the same factor. The sweep is a training
+like any other: by `fit`, on the gang that the estimator's settings ask for, with a schedule of its own and
+the loss recorded after every step. Its epochs are short, because a training ends early only between epochs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from pyspark.sql import DataFrame
+
+from ringspark.estimators.stages.fit_data import discard
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.step_log import read_steps
+from ringspark.extras.tuning.short_training import check_estimator, plain_copy, training_rows
+from ringspark.pipelines.columns import check_frame
+
+# Of the lowest loss so far: a mean loss above is divergence, one below twice the lowest is still calm.
+_DIVERGED, _CALM = 3.0, 1.0
+# Parts of the sweep after which it may end.
+_PARTS = 10
+_REASON = "the loss diverged"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The schedule: rises from `first` in step 0 to 1 in the last step, by the same factor each step."""
+
+    first: float
+
+    def __call__(self, step: int, num_steps: int) -> float:
+        return float(self.first ** (1 - step / max(1, num_steps - 1)))
+
+
+class StopsDiverged(Callback):
+    """Ends the sweep once an epoch's mean loss, which every rank sees alike, is far above the lowest."""
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        losses = [record.train_loss for record in state.history]
+        lowest = min(losses)
+        if losses[-1] > lowest + _DIVERGED * abs(lowest):
+            state.stop(_REASON)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateRange:
+    """The result of a learning-rate range test.
+
+    Attributes:
+        table: A row per step: "step", "learning_rate", "train_loss" over all workers (NaN where the step was
+            skipped because it was not finite) and "smoothed", its mean over the steps around it.
+        suggestion: The rate at which the smoothed loss fell most steeply; None if it never fell.
+        diverges_at: The last rate at which the smoothed loss was at most twice its lowest, if it diverged
+            after that; None if it did not up to the highest rate.
+    """
+
+    table: pd.DataFrame
+    suggestion: float | None
+    diverges_at: float | None
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draws loss over rate with matplotlib, on `ax` or a new figure; returns the axes."""
+        if ax is None:
+            from matplotlib.figure import Figure
+
+            ax = Figure(figsize=(6, 4)).subplots()
+        ax.plot(self.table["learning_rate"], self.table["train_loss"], alpha=0.3, label="per step")
+        ax.plot(self.table["learning_rate"], self.table["smoothed"], label="smoothed")
+        for rate, name, style in ((self.suggestion, "suggestion", "-"), (self.diverges_at, "diverges", "--")):
+            if rate is not None:
+                ax.axvline(rate, color="gray", linestyle=style, label=f"{name} {rate:.2g}")
+        ax.set(xscale="log", xlabel="learning rate", ylabel="training loss")
+        ax.legend()
+        return ax
+
+
+def lr_range_test(
+    estimator: Any, df: DataFrame, lowest: float = 1e-6, highest: float = 10.0, steps: int = 100
+) -> RateRange:
+    """Trains for a short while with a rising learning rate, and suggests a rate.
+
+    Trains on a sample of the rows, with the estimator's own batch, optimizer and workers. Ends early when the
+    loss diverges. Leaves no folder behind, and the estimator as it was.
+
+    Args:
+        estimator: An estimator of ringspark whose `optimizer` is a name.
+        lowest: Rate of the first step.
+        highest: Rate of the last step.
+        steps: Optimizer steps of the sweep, up to the rounding to whole epochs.
+
+    Raises:
+        ValueError: An argument does not suit; the message says why.
+        WorkerError: A worker failed.
+    """
+    _check(estimator, lowest, highest, steps)
+    check_frame(df, "lr_range_test")
+    df = training_rows(estimator, df)
+    batch, rows = estimator.getBatchSize(), df.count()
+    if rows == 0:
+        raise ValueError("lr_range_test needs training rows, got none")
+    wanted = math.ceil(steps / _PARTS) * batch
+    if rows > 1.2 * wanted:
+        df, rows = df.sample(wanted / rows, estimator.getOrDefault("seed")), wanted
+    sweep = plain_copy(estimator)
+    sweep.setParams(
+        learningRate=highest,
+        lrSchedule=Sweep(lowest / highest),
+        epochs=math.ceil(steps / math.ceil(rows / batch)),
+        logEverySteps=1,
+        onNonFinite="skip",
+        callbacks=[*estimator.getOrDefault("callbacks"), StopsDiverged()],
+    )
+    model = sweep.fit(df)
+    try:
+        records = read_steps(model.summary.run_uri)
+    finally:
+        discard(model.summary.run_uri)
+    has_diverged = model.summary.stop_reason == _REASON
+    return rate_range([r.learning_rate for r in records], [r.train_loss for r in records], has_diverged)
+
+
+def rate_range(rates: list[float], losses: list[float], has_diverged: bool = False) -> RateRange:
+    """Judges the losses of a sweep.
+
+    Args:
+        rates: The rate of each step, rising.
+        losses: The loss of each step; one that is not finite is left out, or divergence if none follows.
+        has_diverged: Whether the sweep ended early for that; it may have, before the smoothed loss shows it.
+    """
+    loss = np.asarray(losses, float)
+    table = pd.DataFrame({"step": range(1, len(rates) + 1), "learning_rate": rates, "train_loss": loss})
+    width = max(3, len(rates) // 20 | 1)
+    finite = np.isfinite(loss)
+    # Centered, so that it does not lag behind the rate.
+    smoothed = table["train_loss"].where(finite).rolling(width, center=True, min_periods=1).mean()
+    table["smoothed"] = smoothed
+    # A bad batch is skipped and the sweep goes on; after a divergence no loss is finite any more.
+    end = int(np.flatnonzero(finite)[-1]) + 1 if finite.any() else 0
+    judged = smoothed[:end].interpolate(limit_direction="both").to_numpy()
+    if not len(judged):
+        return RateRange(table=table, suggestion=None, diverges_at=None)
+    low = int(np.argmin(judged))
+    bound = abs(judged[low])
+    diverged = has_diverged or end < len(loss) or bool((judged[low:] > judged[low] + _DIVERGED * bound).any())
+    last = int(np.flatnonzero(judged <= judged[low] + _CALM * bound)[-1]) if diverged else end - 1
+    suggestion = None
+    if last >= 1:
+        slopes = np.gradient(judged[: last + 1], np.log(rates[: last + 1]))
+        steepest = int(np.argmin(slopes))
+        suggestion = float(rates[steepest]) if slopes[steepest] < 0 else None
+    return RateRange(table=table, suggestion=suggestion, diverges_at=float(rates[last]) if diverged else None)
+
+
+def _check(estimator: Any, lowest: Any, highest: Any, steps: Any) -> None:
+    check_estimator(estimator, "lr_range_test")
+    for name, value in (("lowest", lowest), ("highest", highest)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a finite learning rate above 0, got {value!r}")
+    if lowest >= highest:
+        raise ValueError(f"lowest must be below highest, got {lowest!r} and {highest!r}")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 10:
+        raise ValueError(f"steps must be a whole number of at least 10, got {steps!r}")
+    if not isinstance(estimator.getOrDefault("optimizer"), str):
+        raise ValueError(
+            "lr_range_test needs an optimizer given by its name, since a factory sets its own rate; set "
+            "optimizer='sgd' or another name"
+        )

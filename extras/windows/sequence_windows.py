@@ -1,0 +1,232 @@
+"""`SequenceWindows`: rows of a table become sequences for a network, as a stage before it.
+
+Each row of a series (the rows of one key, in the order of their time) ends a window: the last `steps` values
+beside it become an array column, and the next `horizon` values of another column its label. All of it is
+Spark SQL over window frames: nothing is collected, and a label is always later than its window.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from pyspark.ml import Transformer
+from pyspark.ml.linalg import VectorUDT
+from pyspark.ml.util import MLReadable, MLReader, MLWritable
+from pyspark.sql import DataFrame
+from pyspark.sql.types import (
+    ArrayType,
+    BooleanType,
+    DataType,
+    DoubleType,
+    FloatType,
+    LongType,
+    NumericType,
+    StructField,
+    StructType,
+)
+
+from ringspark.estimators.columns.schema import field_named
+from ringspark.estimators.stages.declared import set_params
+from ringspark.estimators.stages.model_params import check_free
+from ringspark.estimators.stages.persistence import StageReader, StageWriter
+from ringspark.extras.windows.row_windows import (
+    MICROSECONDS_PER_DAY,
+    WHOLE,
+    RowWindows,
+    number_type,
+    numbers_of,
+    value_of,
+)
+from ringspark.extras.windows.window_params import _WindowParams, days_and_microseconds
+from ringspark.pipelines.columns import check_frame, is_case_sensitive
+
+_NUMBERS = {"bigint": LongType(), "float": FloatType(), "double": DoubleType()}
+
+
+class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["SequenceWindows"]):
+    """Makes windows over the rows of a table; the keywords of the constructor are the Params.
+
+    Of each window the row that ends it stays, with all its columns, and `outputCol` (or `outputCols`) and
+    `labelCol` are added. A row that ends no window is left out; `countWindows` says how many, and why.
+
+        SequenceWindows(keyCols=["origin"], timeCol="time_hour", valueCols=["flights", "temp"], steps=48,
+                        targetCol="flights", maxGap="1 hour")
+    """
+
+    def __init__(self, **params: Any) -> None:
+        super().__init__()
+        set_params(self, params)
+
+    def setParams(self, **params: Any) -> SequenceWindows:
+        """Sets several Params at once."""
+        set_params(self, params)
+        return self
+
+    def countWindows(self, dataset: DataFrame) -> dict[str, int]:
+        """Returns how many rows end a window and how many do not, by reason. Runs one or two Spark jobs.
+
+        The reasons: "short" (fewer than `steps` rows since the series began or had a gap), "stride",
+        "null" (one in the window, or in key or time), "unlabeled" (targets are missing).
+
+        Raises:
+            ValueError: As `transform`.
+        """
+        counts = dict.fromkeys(("windows", "short", "stride", "null", "unlabeled"), 0)
+        for reason, count in self._plan(dataset, "countWindows").counts(dataset).collect():
+            counts[reason or "windows"] += count
+        return counts
+
+    def transformSchema(self, schema: StructType) -> StructType:
+        """Returns the schema of what `transform` makes of a DataFrame with this one."""
+        plan = self._windows(schema)
+        return StructType([*schema.fields, *self._added(plan, schema, exact=False)])
+
+    def write(self) -> StageWriter:
+        """Returns a writer; its `overwrite()` replaces an existing stage."""
+        return StageWriter(self)
+
+    @classmethod
+    def read(cls) -> MLReader[SequenceWindows]:
+        return StageReader(cls)
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        plan = self._plan(dataset, "transform")
+        self._added(plan, dataset.schema, is_case_sensitive(dataset.sparkSession))
+        if self.isSet(self.outputCols):
+            outputs = {n: value_of(f) for n, f in zip(self.getOutputCols(), plan.values, strict=True)}
+        else:
+            outputs = {self.getOutputCol(): numbers_of(plan.values)}
+        targets = {}
+        if plan.target is not None:
+            targets[self.getLabelCol()] = plan.label()
+            if self.getTargetTimeCol():
+                targets[self.getTargetTimeCol()] = plan.end()
+        return plan.over(dataset, outputs, targets)
+
+    def _plan(self, dataset: DataFrame, method: str) -> RowWindows:
+        check_frame(dataset, method)
+        if dataset.isStreaming:
+            raise ValueError(
+                "SequenceWindows takes no stream, as Spark orders no rows of one; call it on each batch in "
+                "foreachBatch, joined with the stored last rows of each key"
+            )
+        return self._windows(dataset.schema, is_case_sensitive(dataset.sparkSession))
+
+    def _windows(self, schema: StructType, exact: bool = False) -> RowWindows:
+        """Returns the plan for a schema.
+
+        Raises:
+            ValueError: A Param is missing, or a column is, or has a type that cannot be used.
+        """
+        for name in ("keyCols", "timeCol", "valueCols", "steps"):
+            if not self.isSet(name):
+                raise ValueError(f"SequenceWindows needs {name}: {self.getParam(name).doc}")
+
+        def fields(param: str, names: Sequence[str]) -> tuple[StructField, ...]:
+            return tuple(field_named(name, param, schema, exact) for name in names)
+
+        (time,) = fields("timeCol", [self.getTimeCol()])
+        values = fields("valueCols", self.getValueCols())
+        if not values:
+            raise ValueError("valueCols must name at least one column")
+        _check_values(values)
+        target = fields("targetCol", [self.getTargetCol()]) if self.getTargetCol() else (None,)
+        if target == (None,):
+            self._warn_without_target()
+        max_gap, gap_days = _ticks(self.getMaxGap(), time)
+        return RowWindows(
+            keys=fields("keyCols", self.getKeyCols()),
+            time=time,
+            values=values,
+            target=target[0],
+            steps=self.getSteps(),
+            stride=self.getStride(),
+            horizon=self.getHorizon(),
+            max_gap=max_gap,
+            gap_days=gap_days,
+            skips_invalid=self.getHandleInvalid() == "skip",
+            keeps_unlabeled=self.getHandleUnlabeled() == "keep",
+        )
+
+    def _added(self, plan: RowWindows, schema: StructType, exact: bool) -> list[StructField]:
+        """Returns the columns that `transform` adds, of which none may be there."""
+        if self.isSet(self.outputCols):
+            names = self.getOutputCols()
+            if len(names) != len(plan.values):
+                raise ValueError(
+                    f"outputCols must name a column for each of the {len(plan.values)} valueCols, got {names}"
+                )
+            types = [
+                ArrayType(FloatType(), False) if isinstance(field.dataType, VectorUDT) else field.dataType
+                for field in plan.values
+            ]
+            windows = [(n, ArrayType(t, False)) for n, t in zip(names, types, strict=True)]
+        else:
+            row = ArrayType(_NUMBERS[number_type(plan.values)], not _never_null(plan.values))
+            windows = [(self.getOutputCol(), ArrayType(row, False))]
+        added = [StructField(name, kind, nullable=False) for name, kind in windows]
+        if plan.target is not None:
+            kind: DataType = plan.target.dataType
+            added.append(
+                StructField(self.getLabelCol(), ArrayType(kind, False) if plan.horizon > 1 else kind)
+            )
+            if self.getTargetTimeCol():
+                added.append(StructField(self.getTargetTimeCol(), plan.time.dataType))
+        check_free(schema, [field.name for field in added], exact)
+        return added
+
+    def _warn_without_target(self) -> None:
+        unused = [n for n in ("horizon", "handleUnlabeled", "targetTimeCol") if self.isSet(n)]
+        if unused:
+            warnings.warn(f"{', '.join(unused)} has no effect: targetCol is not set", stacklevel=4)
+
+
+def _never_null(fields: Sequence[StructField]) -> bool:
+    """Whether Spark knows that no number of a row is null; it does not look into arrays that are joined."""
+    return not any(f.nullable or isinstance(f.dataType, ArrayType | VectorUDT) for f in fields)
+
+
+def _check_values(fields: Sequence[StructField]) -> None:
+    """Refuses a column of the history that holds no numbers."""
+    for field in fields:
+        leaf = field.dataType
+        while isinstance(leaf, ArrayType):
+            leaf = leaf.elementType
+        if not isinstance(leaf, NumericType | BooleanType | VectorUDT):
+            raise ValueError(
+                f"valueCols {field.name!r} has type {field.dataType.simpleString()}, which is no number, "
+                "array or vector; turn it into one first, e.g. with StringIndexer"
+            )
+
+
+def _ticks(gap: str | int | None, time: StructField) -> tuple[int | None, int]:
+    """Returns `maxGap` in the unit by which times are compared, and the number of calendar days in it.
+
+    Raises:
+        ValueError: The column holds no times, or the gap has not its unit.
+    """
+    name = time.dataType.typeName()
+    if name not in (*WHOLE, "date", "timestamp", "timestamp_ntz"):
+        raise ValueError(
+            f"timeCol {time.name!r} has type {time.dataType.simpleString()}; make it a timestamp, a date "
+            "or a whole number, e.g. with F.to_timestamp"
+        )
+    if gap is None:
+        return None, 0
+    if (name in WHOLE) != isinstance(gap, int):
+        wanted = "a whole number" if name in WHOLE else "a duration such as '1 hour'"
+        raise ValueError(
+            f"maxGap must be {wanted}, as timeCol {time.name!r} has type {time.dataType.simpleString()}, "
+            f"got {gap!r}"
+        )
+    if isinstance(gap, int):
+        return gap, 0
+    days, rest = days_and_microseconds(gap)
+    micros = days * MICROSECONDS_PER_DAY + rest
+    if name != "date":
+        return micros, days if name == "timestamp" else 0
+    if micros % MICROSECONDS_PER_DAY:
+        raise ValueError(f"maxGap must be whole days, as timeCol {time.name!r} holds dates, got {gap!r}")
+    return micros // MICROSECONDS_PER_DAY, 0

@@ -1,0 +1,556 @@
+"""Local training on real ranks against one process that computes the same by the papers' formulas, in fp64.
+
+The ranks of one collective run all cases in turn; each test looks at its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import nn
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.base import gather_bytes
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.collectives.sharing_member import SharingMember
+from ringspark.estimators.collectives.traffic import Member
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.parallel import STRATEGIES, Exchange
+from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.training.optimizers.build import build_optimizer
+from ringspark.estimators.training.phase import Status
+from ringspark.estimators.training.precision import LossScaler
+from ringspark.estimators.training.settings.local_training import LOCAL_STEPS
+from ringspark.extras.local_sgd.compact_sum import start_average
+from ringspark.extras.local_sgd.flat_weights import FlatWeights
+from ringspark.extras.local_sgd.statistics import Statistics
+
+SIZE = 2
+EPOCHS = 2
+# Rows of an epoch's steps over both ranks: uneven shares, and steps in which one rank has none.
+ROWS = [5, 4, 1, 7, 3, 1, 6]
+
+CASES: dict[str, tuple[Any, str]] = {
+    "average": (3, "momentum"),
+    "average, state averaged": ({"steps": 3, "optimizerState": "average"}, "adamw"),
+    "average, state reset": ({"steps": 3, "optimizerState": "reset"}, "adamw"),
+    "state of the constructor reset": ({"steps": 3, "optimizerState": "reset"}, "adagrad"),
+    "after": ({"steps": 3, "after": 5}, "momentum"),
+    "synchronous": (1, "momentum"),
+    "never local": ({"steps": 3, "after": 100}, "momentum"),
+    "epoch": ("epoch", "momentum"),
+    "one-shot": ("training", "momentum"),
+    "outer 1": ({"name": "diloco", "steps": 3, "outerRate": 1.0, "outerMomentum": 0.0}, "momentum"),
+    "diloco": ({"name": "diloco", "steps": 3}, "adamw"),
+    "diloco of an epoch": ({"name": "diloco", "steps": "epoch"}, "adamw"),
+    "streaming": ({"name": "diloco", "steps": 4, "fragments": 2, "delay": 1, "alpha": 0.5}, "momentum"),
+    # The last step of an epoch mixes the first fragment, so the end of the epoch averages it again.
+    "mixed last": ({"name": "diloco", "steps": 14, "fragments": 2, "delay": 1, "alpha": 0.5}, "momentum"),
+    "elastic": ({"name": "elastic", "steps": 3}, "momentum"),
+}
+SIMULATED = [name for name in CASES if name not in ("synchronous", "never local")]
+
+
+class Net(nn.Module):
+    """A chain of two layers, and a statistic of the rows that a rank saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("mask", torch.tensor([-torch.inf, 0.1]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def _rows(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.rand(ROWS[step % len(ROWS)], 3, generator=generator, dtype=torch.float64)
+
+
+def _loss(network: nn.Module, mine: torch.Tensor, rows: int, factor: float) -> torch.Tensor:
+    error = network(mine) - mine.sum(1, keepdim=True)
+    return error.square().sum() / rows * factor  # type: ignore[no-any-return]
+
+
+def _sync(collective: Collective, setting: Any, optimizer: str) -> GradientSync:
+    assert LOCAL_STEPS.convert is not None
+    exchange = Exchange(local_steps=LOCAL_STEPS.convert(setting))
+    make = partial(build_optimizer, optimizer, groups=None, learning_rate=0.05, weight_decay=0.01)
+    return STRATEGIES[exchange.strategy]().prepare(Net(), make, collective, exchange)
+
+
+def _flat(network: nn.Module) -> list[float]:
+    return torch.cat([p.detach().flatten() for p in network.parameters()]).tolist()  # type: ignore[no-any-return]
+
+
+def _steps(sync: GradientSync, collective: Collective, first: int, last: int) -> list[list[float]]:
+    """The trainer's steps; an epoch ends with `settle`. Returns the weights after each step and epoch."""
+    scaler = LossScaler("fp32", torch.device("cpu"))
+    history = []
+    for step in range(first, last):
+        rows = _rows(step)
+        mine = rows[collective.rank :: collective.size]
+        sync.optimizer.zero_grad()
+        if len(mine):
+            with sync.micro_batch(last=True):
+                _loss(sync.module, mine, len(rows), sync.loss_factor).backward()  # type: ignore[no-untyped-call]
+        else:
+            sync.backward_without_rows((mine,))
+        sync.reduce()
+        sync.step(scaler)
+        history.append(_flat(sync.network))
+        if (step + 1) % len(ROWS) == 0:
+            sync.settle()
+            history.append(_flat(sync.network))
+    return history
+
+
+def _resumed(collective: Collective, setting: Any, optimizer: str, at: int) -> list[list[float]]:
+    """As a training that a checkpoint after step `at` interrupts: the rest of the history."""
+    before = _sync(collective, setting, optimizer)
+    _steps(before, collective, 0, at)
+    own = gather_bytes(collective, save(before.rank_state()))
+    saved = [_flat(before.network), before.optimizer_state()]
+    first = json.loads(gather_bytes(collective, json.dumps(saved[0]).encode())[0])
+    after = _sync(collective, setting, optimizer)
+    torch.nn.utils.vector_to_parameters(torch.tensor(first, dtype=torch.float64), after.network.parameters())
+    # Rank 0's optimizer is in the checkpoint; the others must bring their own.
+    if collective.rank == 0:
+        after.load_optimizer_state(saved[1])  # type: ignore[arg-type]
+    after.load_rank_states([load(text) for text in own], is_same=True)
+    return _steps(after, collective, at, EPOCHS * len(ROWS))
+
+
+def _work(collective: Collective, device: str, status: Status) -> str:
+    results: dict[str, Any] = {}
+    for name, (setting, optimizer) in CASES.items():
+        status.phase = name
+        sync = _sync(collective, setting, optimizer)
+        sent = collective.bytes_sent
+        history = _steps(sync, collective, 0, EPOCHS * len(ROWS))
+        results[name] = {
+            "history": history,
+            "sent": collective.bytes_sent - sent,
+            "seen": sync.network.seen.tolist(),
+            "mask": repr(sync.network.mask.tolist()),
+        }
+        if name not in ("synchronous", "never local"):
+            # In the middle of a period, and while a fragment is under way; and where an epoch has ended.
+            results[name]["resumed"] = {at: _resumed(collective, setting, optimizer, at) for at in (8, 9, 7)}
+    results["compact"] = {}
+    for form in ("fp32", "fp16", "int8"):
+        values = _outer_gradient(collective.rank)
+        sent = collective.bytes_sent
+        average = start_average(values, [300, 1, 0, 99], collective, form, f"compact.{form}")()
+        results["compact"][form] = {"average": average.tolist(), "sent": collective.bytes_sent - sent}
+    status.phase = "by the network"
+    assert isinstance(collective, SharingMember)
+    collective.share(None)
+    results["by network"] = {}
+    for form in ("fp32", "fp16", "int8"):
+        values = _outer_gradient(collective.rank)
+        average = start_average(values, [300, 1, 0, 99], collective, form, f"network.{form}")()
+        results["by network"][form] = average.tolist()
+    results["not finite"] = {}
+    for form in ("fp32", "fp16", "int8"):
+        for bad in (float("nan"), float("inf"), -float("inf")):
+            for rank in range(SIZE):
+                values = torch.ones(4)
+                if collective.rank == rank:
+                    values[1] = bad
+                average = start_average(values, [3, 1], collective, form, f"bad.{form}")()
+                results["not finite"][f"{form} {bad} {rank}"] = average.isfinite().tolist()
+    return json.dumps(results)
+
+
+def _outer_gradient(rank: int) -> torch.Tensor:
+    values = torch.randn(400, generator=torch.Generator().manual_seed(rank))
+    values[:300] *= 1e-6  # beside larger ones, which have a scale of their own
+    values[300] = 0.0
+    return values
+
+
+@cache
+def _results(collective: str) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in run_spawned(SIZE, collective, _work, timeout_seconds=120)]
+
+
+def _simulated(setting: Any, optimizer: str) -> list[list[list[float]]]:
+    """The weights of each rank after each step and epoch, by the formulas alone."""
+    given: Mapping[str, Any] = setting if isinstance(setting, dict) else {"steps": setting}
+    name, steps, after = given.get("name", "average"), given["steps"], given.get("after", 0)
+    networks = [Net() for _ in range(SIZE)]
+    makes = partial(build_optimizer, optimizer, groups=None, learning_rate=0.05, weight_decay=0.01)
+    optimizers = [makes(network) for network in networks]
+    count = given.get("fragments", 1)
+    # The first layer's weights are more than half of the 21 elements.
+    cuts = [slice(0, 12), slice(12, 21)] if count == 2 else [slice(0, 21)]
+    read = [lambda n=n: torch.tensor(_flat(n), dtype=torch.float64) for n in networks]
+    start = read[0]()
+    momentum = torch.zeros_like(start)
+    rate, decay, alpha = given.get("outerRate", 0.7), given.get("outerMomentum", 0.9), given.get("alpha", 0.0)
+    sent: dict[int, torch.Tensor] = {}
+    own: list[torch.Tensor] | None = None
+    position, turn, dirty = 0, 0, set[int]()
+    histories: list[list[list[float]]] = [[] for _ in networks]
+
+    def write(rank: int, values: torch.Tensor) -> None:
+        nn.utils.vector_to_parameters(values.clone(), networks[rank].parameters())
+
+    def mean() -> torch.Tensor:
+        return torch.stack([r() for r in read]).mean(0)
+
+    def average() -> None:
+        values = mean()
+        for rank in range(SIZE):
+            write(rank, values)
+        states = [[o.state[p] for p in n.parameters()] for n, o in zip(networks, optimizers, strict=True)]
+        if given.get("optimizerState") == "average":
+            for pair in zip(*states, strict=True):
+                for key in ("exp_avg", "exp_avg_sq"):
+                    both = torch.stack([s[key] for s in pair]).mean(0)
+                    for s in pair:
+                        s[key].copy_(both)
+        elif given.get("optimizerState") == "reset":
+            for network, o in zip(networks, optimizers, strict=True):
+                o.state.clear()
+                o.state.update(makes(network).state)
+
+    def outer(i: int, mix: float) -> None:
+        cut, gradient = cuts[i], sent.pop(i)
+        momentum[cut] = decay * momentum[cut] + gradient
+        start[cut] -= rate * (gradient + decay * momentum[cut])
+        for rank in range(SIZE):
+            values = read[rank]()
+            values[cut] = mix * values[cut] + (1 - mix) * start[cut]
+            write(rank, values)
+        (dirty.add if mix else dirty.discard)(i)
+
+    def pull() -> None:
+        away = [(r() - start) * 0.9 / SIZE for r in read]
+        for rank in range(SIZE):
+            write(rank, read[rank]() - away[rank])
+        start.add_(sum(away))
+
+    for step in range(EPOCHS * len(ROWS)):
+        if own is not None:
+            for rank in range(SIZE):
+                write(rank, own[rank])
+            own = None
+        rows = _rows(step)
+        for rank, (network, o) in enumerate(zip(networks, optimizers, strict=True)):
+            o.zero_grad()
+            mine = rows if step < after else rows[rank::SIZE]
+            factor = 1.0 if step < after else SIZE
+            _loss(network, mine, len(rows), factor).backward()  # type: ignore[no-untyped-call]
+            o.step()
+        dirty = set(range(len(cuts)))
+        if step >= after:
+            position += 1
+        ends = (step + 1) % len(ROWS) == 0
+        if name == "average" and position == steps:
+            average()
+            position = 0
+        elif name == "elastic" and position == steps:
+            pull()
+            position = 0
+        elif name == "diloco" and isinstance(steps, int):
+            between = steps // count
+            if position == between - given.get("delay", 0):
+                sent[turn] = (start - mean())[cuts[turn]]
+            if position == between:
+                outer(turn, alpha)
+                position, turn = 0, (turn + 1) % count
+        for rank in range(SIZE):
+            histories[rank].append(read[rank]().tolist())
+        if not ends:
+            continue
+        if name == "diloco":
+            for i in list(sent):
+                outer(i, 0.0)
+            for i in sorted(dirty):
+                sent[i] = (start - mean())[cuts[i]]
+                outer(i, 0.0)
+        elif name == "elastic" or steps == "training":
+            if name == "elastic" and position:
+                pull()
+            shown = start.clone() if name == "elastic" else mean()
+            own = [r() for r in read]
+            for rank in range(SIZE):
+                write(rank, shown)
+        elif position:
+            average()
+        position = turn = 0
+        for rank in range(SIZE):
+            histories[rank].append(read[rank]().tolist())
+    return histories
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", ["torch", "horovod"])
+@pytest.mark.parametrize("name", SIMULATED)
+def test_every_step_is_that_of_the_formulas(name: str, collective: str) -> None:
+    expected = _simulated(*CASES[name])
+    for rank in range(SIZE):
+        history = _results(collective)[rank][name]["history"]
+        assert torch.allclose(torch.tensor(history), torch.tensor(expected[rank]), rtol=0, atol=1e-10)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", SIMULATED)
+def test_ranks_part_between_meetings_and_an_epoch_ends_with_equal_weights(name: str) -> None:
+    first, second = (r[name]["history"] for r in _results("torch"))
+    for epoch in range(EPOCHS):
+        end = (epoch + 1) * (len(ROWS) + 1) - 1
+        assert first[end] == second[end]
+        assert first[end - 6] != second[end - 6] or CASES[name][0] == {"steps": 3, "after": 5}
+
+
+@pytest.mark.distributed
+def test_the_first_steps_of_post_local_training_are_synchronous_to_the_bit() -> None:
+    for result in _results("torch"):
+        synchronous = result["synchronous"]["history"]
+        assert result["never local"]["history"] == synchronous
+        assert result["after"]["history"][:5] == synchronous[:5]
+        assert result["after"]["history"][6] != synchronous[6]
+
+
+@pytest.mark.distributed
+def test_an_outer_rate_of_1_without_momentum_is_averaging() -> None:
+    for result in _results("torch"):
+        pair = [torch.tensor(result[name]["history"], dtype=torch.float64) for name in ("average", "outer 1")]
+        assert torch.allclose(*pair, rtol=0, atol=1e-14)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", SIMULATED)
+def test_a_resume_by_as_many_ranks_goes_on_to_the_bit(name: str) -> None:
+    for result in _results("torch"):
+        for at, history in result[name]["resumed"].items():
+            ends = int(at) // len(ROWS)
+            assert history == result[name]["history"][int(at) + ends :], at
+
+
+@pytest.mark.distributed
+def test_statistics_are_averaged_and_constants_left_alone() -> None:
+    for result in _results("torch"):
+        assert result["average"]["seen"] == [EPOCHS * sum(ROWS) / 2]
+        assert result["average"]["mask"] == repr([-float("inf"), torch.tensor(0.1).item()])
+
+
+@pytest.mark.distributed
+def test_the_bytes_are_those_of_the_meetings() -> None:
+    """A ring of 2 sends a vector once: 21 weights of 8 bytes, and 7 bytes x 4 of statistics a meeting."""
+    weights, statistics = 21 * 8, (3 + 2 * 2) * 4
+    meetings = {"average": 3 * EPOCHS, "epoch": EPOCHS, "one-shot": EPOCHS, "diloco": 3 * EPOCHS}
+    for result in _results("torch"):
+        for name, count in meetings.items():
+            assert result[name]["sent"] == count * (weights + statistics), name
+
+
+@pytest.mark.distributed
+def test_outer_gradients_in_fewer_bits_are_within_the_documented_error() -> None:
+    exact = torch.stack([_outer_gradient(rank) for rank in range(SIZE)]).mean(0)
+    scales = torch.stack([_outer_gradient(rank).abs() for rank in range(SIZE)]).amax(0)
+    first, second = (result["compact"] for result in _results("torch"))
+    assert first == second
+    for form, share, num_bytes in (("fp32", 1e-7, 4), ("fp16", SIZE / 4096, 2), ("int8", 1 / 126, 1)):
+        error = (torch.tensor(first[form]["average"]) - exact).abs()
+        for piece in (slice(0, 300), slice(300, 301), slice(301, 400)):
+            largest = scales[piece].max()
+            assert error[piece].max() <= largest * share * 1.0001 + 1e-12
+            assert form == "fp32" or not largest or error[piece].max() > largest * share / 20
+        assert first[form]["sent"] == 400 * num_bytes + (0 if form == "fp32" else 4 * 4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", ["torch", "horovod"])
+def test_over_a_network_an_average_is_that_in_shared_memory(collective: str) -> None:
+    """As between hosts: libraries differ in what they sum, and in the maximum of NaN and a number."""
+    for result in _results(collective):
+        for form, average in result["by network"].items():
+            shared = torch.tensor(result["compact"][form]["average"])
+            # Sums of 16 bits may be rounded elsewhere.
+            rtol = 2e-3 if form == "fp16" else 0
+            assert torch.allclose(torch.tensor(average), shared, rtol=rtol, atol=1e-9)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", ["torch", "horovod"])
+def test_what_is_not_finite_on_one_rank_comes_to_all(collective: str) -> None:
+    first, second = (result["not finite"] for result in _results(collective))
+    assert first == second
+    for case, is_finite in first.items():
+        assert is_finite == ([True, False, True, True] if "fp32" in case else [False] * 3 + [True]), case
+
+
+def test_a_complex_weight_is_two_elements() -> None:
+    values = torch.randn(2, 3, dtype=torch.complex64)
+    weights = FlatWeights([nn.Parameter(values.t()), nn.Parameter(torch.zeros(2))])
+    assert (weights.sizes, len(weights.read())) == ([12, 2], 14)
+    before = weights.read()
+    weights.write(before * 2)
+    assert torch.equal(weights.read(), before * 2)
+
+
+def test_statistics_of_64_bits_are_averaged_in_64() -> None:
+    network = nn.Module()
+    network.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+    statistics = Statistics(network, LocalCollective())
+    network.seen += 2.0**25 + 1  # no number of 32 bits
+    statistics.average()
+    assert network.seen.tolist() == [2.0**25 + 1]
+
+
+# pytorch/torchft (BSD), fixtures test_diloco_mocked_updates_<n>.json: two fragments of one weight 1.0,
+# gradients of 2 at rate 1, outer rate 2, a fragment every 3 steps; (delay, alpha) -> both weights
+# at the start of steps 3, 6, 9, 12, and the outer optimizer's own at 12.
+TORCHFT: dict[tuple[int, float], list[list[float]]] = {
+    (0, 0.0): [[-11, -5], [-17, -23], [-35, -29], [-41, -47], [-35, -47]],
+    (0, 0.5): [[-8, -5], [-14, -17], [-24.5, -23], [-30.5, -32], [-29, -35]],
+    (0, 1.0): [[-5, -5], [-11, -11], [-17, -17], [-23, -23], [-23, -23]],
+    (1, 0.0): [[-7, -5], [-13, -19], [-27, -25], [-33, -39], [-27, -39]],
+    (1, 0.5): [[-6, -5], [-12, -15], [-21.5, -21], [-27.5, -29], [-25, -31]],
+    (1, 1.0): [[-5, -5], [-11, -11], [-17, -17], [-23, -23], [-23, -23]],
+}
+
+
+class _TwoWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize(("delay", "alpha"), TORCHFT)
+def test_streaming_fragments_have_the_numbers_of_torchft(delay: int, alpha: float) -> None:
+    """All replicas of the fixtures take the same steps, so one rank has their numbers."""
+    setting = {"name": "diloco", "steps": 6, "fragments": 2, "delay": delay, "alpha": alpha}
+    assert LOCAL_STEPS.convert is not None
+    exchange = Exchange(local_steps=LOCAL_STEPS.convert({**setting, "outerRate": 2.0, "outerMomentum": 0.0}))
+    make: Callable[[nn.Module], Any] = lambda module: torch.optim.SGD(module.parameters(), lr=1.0)  # noqa: E731
+    sync: Any = STRATEGIES[exchange.strategy]().prepare(_TwoWeights(), make, LocalCollective(), exchange)
+    found = []
+    for step in range(1, 13):
+        with sync.micro_batch(last=True):
+            for parameter in sync.network.parameters():
+                parameter.grad = torch.full_like(parameter, 2.0)
+        sync.reduce()
+        sync.step(LossScaler("fp32", torch.device("cpu")))
+        if step % 3 == 0:
+            found.append(_flat(sync.network))
+    shared = sync.rank_state()
+    found.append([shared["shared/start/0"].item(), shared["shared/start/1"].item()])
+    assert found == TORCHFT[delay, alpha]
+
+
+class _Doubles(LocalCollective):
+    """One of two ranks that hold equal values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.member = Member(size=2)
+
+    def start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+        tensor.mul_(2)
+        return lambda: None
+
+
+def test_a_constant_at_the_end_of_its_range_is_left_alone() -> None:
+    """An attention mask, for example: the sum over two ranks would be infinite."""
+    network = nn.Module()
+    network.register_buffer("mask", torch.full((2,), torch.finfo(torch.float32).min))
+    statistics = Statistics(network, _Doubles())
+    statistics.average()
+    assert network.mask.isfinite().all()
+
+
+class _Branches(nn.Module):
+    """Applies one of two layers; the first row's first number chooses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 1).double() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[int(x[0, 0])](x)  # type: ignore[no-any-return]
+
+
+class _Rank(LocalCollective):
+    """One of two ranks, before their first synchronization."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.member = Member(rank=rank, size=2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_whose_last_steps_moved_different_weights_resume_to_the_bit(rank: int) -> None:
+    """The next step has no rows, so it moves the weights that the rank's own last rows moved."""
+    assert LOCAL_STEPS.convert is not None
+    exchange = Exchange(local_steps=LOCAL_STEPS.convert("training"))
+    make = partial(build_optimizer, "momentum", groups=None, learning_rate=0.05, weight_decay=0.01)
+    scaler = LossScaler("fp32", torch.device("cpu"))
+
+    def made(of: int) -> Any:
+        torch.manual_seed(0)
+        return STRATEGIES[exchange.strategy]().prepare(_Branches(), make, _Rank(of), exchange)
+
+    def step(sync: Any, branch: int | None) -> None:
+        sync.optimizer.zero_grad()
+        if branch is None:
+            sync.backward_without_rows()
+        else:
+            with sync.micro_batch(last=True):
+                sync.module(torch.tensor([[branch, 0.5, 0.25]], dtype=torch.float64)).sum().backward()
+        sync.reduce()
+        sync.step(scaler)
+
+    gang = [made(0), made(1)]
+    for of, sync in enumerate(gang):
+        for branch in (1 - of, of):
+            step(sync, branch)
+    states = [load(save(sync.rank_state())) for sync in gang]
+    resumed = made(rank)
+    resumed.network.load_state_dict(gang[0].network.state_dict())
+    if rank == 0:
+        resumed.load_optimizer_state(gang[0].optimizer_state())
+    resumed.load_rank_states(states, is_same=True)
+    for sync in (gang[rank], resumed):
+        step(sync, None)
+    assert _flat(resumed.network) == _flat(gang[rank].network)
+
+
+class _Sends(_Doubles):
+    """A rank that sends gradients while it computes, so that a large network has hooks."""
+
+    def sends_at_once(self, device: torch.device) -> bool:
+        return True
+
+
+def test_local_steps_hold_no_buffer_of_the_synchronous_ones() -> None:
+    """It has the size of the network."""
+    assert LOCAL_STEPS.convert is not None
+    exchange = Exchange(local_steps=LOCAL_STEPS.convert({"steps": 3, "after": 1}))
+    make = partial(build_optimizer, "sgd", groups=None, learning_rate=0.1, weight_decay=0.0)
+    sync: Any = STRATEGIES[exchange.strategy]().prepare(nn.Linear(1024, 600), make, _Sends(), exchange)
+    buffers = [weakref.ref(bucket.buffer) for bucket in sync._synchronous._buckets]
+    for _ in range(2):
+        sync.optimizer.zero_grad()
+        with sync.micro_batch(last=True):
+            sync.module(torch.ones(2, 1024)).sum().backward()
+        sync.reduce()
+        sync.step(LossScaler("fp32", torch.device("cpu")))
+    gc.collect()
+    assert [buffer() for buffer in buffers] == [None] * len(buffers)

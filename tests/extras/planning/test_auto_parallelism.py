@@ -1,0 +1,211 @@
+"""`parallelism="auto"`: whole copies of a small network, parts of one that does not fit, kept on resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_training import config_of, train_gang
+from torch import nn
+
+from ringspark.estimators import TorchRegressor
+from ringspark.estimators.memory.available import Available
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.planning.meshes import automatic
+from ringspark.extras.planning.meshes.automatic import choose_parallelism
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest
+
+MakeShards = Callable[..., ShardManifest]
+SPEC = ModelSpec("mlp", {"in_features": 8, "hidden": [64] * 4, "out_features": 1})
+NOTHING = UserObjects()
+
+
+@pytest.fixture
+def manifest(make_shards: MakeShards) -> ShardManifest:
+    rng = np.random.default_rng(0)
+    return make_shards(
+        {"x": rng.normal(size=(64, 8)).astype(np.float32), "y": rng.normal(size=64).astype(np.float32)}
+    )
+
+
+@pytest.fixture(autouse=True)
+def _estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a step that is too long to be measured: a gang would take most of the time of these tests."""
+    monkeypatch.setattr(automatic, "MOST_SECONDS", 0.0)
+
+
+def _config(manifest: ShardManifest, folder: Path, **changes: Any) -> TrainConfig:
+    settings: dict[str, Any] = {"model": SPEC.to_json(), "collective": "torch", "num_workers": 2}
+    return config_of(manifest, folder, **settings | changes)
+
+
+def test_a_small_network_stays_whole_and_nothing_is_measured(manifest: ShardManifest, tmp_path: Path) -> None:
+    config = _config(manifest, tmp_path)
+    choice = choose_parallelism(config, NOTHING, manifest, limits=[None])
+    assert choice.config == config
+    assert choice.config.parallelism == {}
+    assert choice.told.startswith("whole copies are chosen: the network is small, ")
+    alone = choose_parallelism(replace(config, num_workers=1), NOTHING, manifest)
+    assert alone.config.parallelism == {}
+    assert alone.told == "one worker has the whole network"
+
+
+def test_a_network_that_does_not_fit_is_cut_and_trains(manifest: ShardManifest, tmp_path: Path) -> None:
+    config = _config(manifest, tmp_path)
+    # About 13,000 parameters, gradients, two moments of each and the sum; half a network has half of them.
+    budget = 200_000
+    choice = choose_parallelism(config, NOTHING, manifest, budget=budget)
+    found = choice.config
+    assert found.cuts_network
+    assert found.axes["tensor"] * found.axes["pipeline"] == 2
+    assert "needs 2" in choice.told
+    assert "whole copies cannot be: needs" in choice.told
+    assert replace(found, parallelism={}, gradient_accumulation=1) == config
+    # The limit of the machine counts where the user set none.
+    limits = [None, Available(num_bytes=budget, source="here")]
+    assert choose_parallelism(config, NOTHING, manifest, limits=limits).config == found
+    with pytest.raises(
+        ValueError, match="parallelism='auto' found none: no mesh of 2 workers fits: the smallest"
+    ):
+        choose_parallelism(config, NOTHING, manifest, budget=1000)
+
+
+def test_micro_batches_that_the_user_set_stay(manifest: ShardManifest, tmp_path: Path) -> None:
+    config = _config(manifest, tmp_path, gradient_accumulation=2)
+    found = choose_parallelism(config, NOTHING, manifest, budget=200_000, chooses_micro=False).config
+    assert found.cuts_network
+    assert found.gradient_accumulation == 2
+
+
+def test_batch_normalization_keeps_the_micro_batches_of_the_user(
+    manifest: ShardManifest, tmp_path: Path
+) -> None:
+    blocks = [nn.Sequential(nn.Conv1d(256, 256, 1), nn.BatchNorm1d(256)) for _ in range(4)]
+    ends = nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 256, 1)), nn.Linear(256 * 8, 1)
+    network = nn.Sequential(ends[0], *blocks, nn.Flatten(), ends[1])
+    config = _config(manifest, tmp_path, model=None)
+    found = choose_parallelism(config, UserObjects(module=network), manifest, budget=4_500_000).config
+    assert found.axes["pipeline"] == 2
+    assert found.gradient_accumulation == 1
+
+
+class Mixing(nn.Module):
+    """Mixes features although its plan leaves each rank only some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 1024), nn.Linear(1024, 1)
+
+    def tensor_plan(self, ranks: int) -> dict[str, str]:
+        return {"up": "column", "down": "row"}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.softmax(self.up(x), -1))  # type: ignore[no-any-return]
+
+
+def test_a_mesh_that_computes_something_else_is_not_chosen(manifest: ShardManifest, tmp_path: Path) -> None:
+    config = _config(manifest, tmp_path, model=None)
+    with pytest.warns(UserWarning, match="takes whole copies: model Mixing under .* output 0 is off by"):
+        choice = choose_parallelism(config, UserObjects(module=Mixing()), manifest, budget=150_000)
+    assert choice.config == config
+
+
+def test_a_run_keeps_its_mesh_unless_it_has_other_workers(manifest: ShardManifest, tmp_path: Path) -> None:
+    config = _config(manifest, tmp_path)
+    begun = replace(config, parallelism={"pipeline": 2}, gradient_accumulation=8)
+    choice = choose_parallelism(config, NOTHING, manifest, begun=begun)
+    assert choice.config == begun
+    assert choice.told == "pipeline 2, with which the run was begun, is kept"
+    more = choose_parallelism(
+        replace(config, num_workers=4), NOTHING, manifest, begun=begun, budget=200_000
+    ).config
+    assert more.cuts_network
+    # The run's identity holds it, and what batch normalisation sees.
+    assert more.gradient_accumulation == 8
+    refused = choose_parallelism(replace(config, noise_scale=True), NOTHING, manifest, begun=begun)
+    assert refused.config.parallelism == {}
+
+
+def test_settings_and_networks_that_cannot_be_cut_leave_whole_copies(
+    manifest: ShardManifest, tmp_path: Path
+) -> None:
+    config = _config(manifest, tmp_path, collective="horovod")
+    choice = choose_parallelism(config, NOTHING, manifest, budget=1)
+    assert choice.config == config
+    assert "no other mesh can be, parallelism" in choice.told
+    assert "'horovod' does not have" in choice.told
+
+    class Looks(nn.Module):
+        """Looks at its data."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 1024), nn.Linear(1024, 1)
+
+        def tensor_plan(self, ranks: int) -> dict[str, str]:
+            return {"up": "column", "down": "row"}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(x if x.sum() > 0 else -x))
+
+    config = _config(manifest, tmp_path, model=None)
+    with pytest.warns(UserWarning, match="takes whole copies: model Looks does not run without data"):
+        choice = choose_parallelism(config, UserObjects(module=Looks()), manifest, budget=1)
+    assert choice.config == config
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_network_that_is_not_small_is_measured(
+    manifest: ShardManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(automatic, "MOST_SECONDS", 60.0)
+    wide = ModelSpec("mlp", {"in_features": 8, "hidden": [768] * 3, "out_features": 1})
+    config = _config(manifest, tmp_path, model=wide.to_json())
+    choice = choose_parallelism(config, NOTHING, manifest)
+    assert choice.told.startswith("Steps measured here: ")
+    for name in ("data 2", "tensor 2", "pipeline 2"):
+        assert name in choice.told
+    assert choice.config.parallelism.keys() <= {"tensor", "pipeline", "schedule", "cuts", "virtual"}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_what_is_chosen_trains_what_one_worker_does(manifest: ShardManifest, tmp_path: Path) -> None:
+    config = _config(manifest, tmp_path / "one", num_workers=1)
+    spread = _config(manifest, tmp_path / "many")
+    found = choose_parallelism(spread, NOTHING, manifest, budget=200_000).config
+    one, many = train_gang(config), train_gang(found)
+    assert many.history[-1].train_loss == pytest.approx(one.history[-1].train_loss, rel=1e-5)
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_a_fit_notes_what_was_chosen(spark: Any, tmp_path: Path) -> None:
+    frame = spark.range(64).selectExpr("array(double(id), -double(id)) as features", "double(id) as label")
+    settings: dict[str, Any] = {
+        "model": ModelSpec("mlp", {"in_features": 2, "hidden": [64] * 4, "out_features": 1}),
+        "numWorkers": 2,
+        "batchSize": 32,
+        "epochs": 1,
+        "learningRate": 1e-4,
+        "parallelism": "auto",
+        "showProgress": False,
+    }
+    small = TorchRegressor(**settings, runUri=str(tmp_path / "small")).fit(frame)
+    assert small.summary.parallelism == {}
+    model = TorchRegressor(**settings, memoryBudget=200_000, runUri=str(tmp_path / "cut")).fit(frame)
+    chosen = model.summary.parallelism
+    assert {"tensor", "pipeline"} & chosen.keys()
+    noted = json.loads((tmp_path / "cut" / "config.json").read_text())
+    assert noted["parallelism"] == chosen
+    assert "is chosen" in (tmp_path / "cut" / "parallelism.txt").read_text()
+    assert model.transform(frame).count() == 64
+    assert TorchRegressor(**settings).getParallelism() == "auto"

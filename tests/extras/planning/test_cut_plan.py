@@ -1,0 +1,187 @@
+"""The memory of networks that a mesh cuts: exact parts, live micro-batches, one rank as by `plan_memory`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.memory import plan_memory
+from ringspark.estimators.memory.columns import columns_of
+from ringspark.estimators.parallel.model.pipeline.simulation import most_live
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.planning.meshes.cut_network import CutNetwork, cut_network
+from ringspark.extras.planning.meshes.cut_plan import orders_of, steps_of
+from ringspark.extras.planning.meshes.rank_step import RankBytes, measure_ranks
+from ringspark.extras.planning.meshes.schedule_peak import in_turns, peak_of_steps
+from ringspark.models import ModelSpec
+from ringspark.models.skeleton import build_skeleton
+
+ROWS, SEQ, DIM, DEPTH, VOCAB = 8, 16, 32, 4, 64
+SPEC = ModelSpec(
+    "transformer_lm",
+    {"vocab_size": VOCAB, "max_seq_len": SEQ, "dim": DIM, "depth": DEPTH, "num_heads": 4},
+)
+BATCH = (((ROWS, SEQ), "int64"), ((ROWS, SEQ), "int64"))
+
+
+def _config(mesh: dict[str, Any], workers: int, micro: int = 1, **changes: Any) -> TrainConfig:
+    config = TrainConfig(
+        shards_uri="",
+        run_uri="",
+        model=SPEC.to_json(),
+        input_columns=("ids",),
+        label_columns=("next",),
+        losses=("cross_entropy",),
+        batch_size=ROWS,
+        collective="torch",
+        reader="arrow",
+    )
+    return replace(config, num_workers=workers, parallelism=mesh, gradient_accumulation=micro, **changes)
+
+
+def _measured(config: TrainConfig, rows: int) -> tuple[CutNetwork, list[RankBytes]]:
+    inputs, labels = columns_of(BATCH, rows)
+    network = cut_network(build_skeleton(SPEC.build), config.axes, config.parallelism, inputs)
+    return network, measure_ranks(config, UserObjects(), network, inputs, labels)
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16", "gradient_checkpointing": "all"}])
+def test_one_rank_with_everything_needs_what_the_memory_plan_says(
+    micro: int, changes: dict[str, Any]
+) -> None:
+    config = _config({}, 1, micro, **changes)
+    _, (rank,) = _measured(config, ROWS // micro)
+    settings = {"gradientCheckpointing": changes.get("gradient_checkpointing", "none")}
+    plan = plan_memory(
+        SPEC, BATCH, gradientAccumulation=micro, precision=changes.get("precision", "fp32"), **settings
+    )
+    # The loss of each micro-batch is kept, and the plan runs but two of them.
+    kept = 4 * max(0, micro - 2)
+    assert peak_of_steps(rank, in_turns(micro), "none").total == plan.peak + kept
+    assert rank.update.state == plan.optimizer_state
+
+
+def test_a_stage_and_a_cut_matrix_have_the_bytes_of_their_parameters() -> None:
+    whole = {name: p.numel() for name, p in build_skeleton(SPEC.build).named_parameters()}
+    network, ranks = _measured(_config({"pipeline": 2, "tensor": 2}, 4), ROWS)
+    cut = ("tokens.weight", "qkv.weight", "qkv.bias", "out.weight", "up.weight", "up.bias", "down.weight")
+    for part, rank in zip(network.parts, ranks, strict=True):
+        names = [name for name, _ in part.module.named_parameters()]
+        parts = [2 if name.endswith(cut) else 1 for name in names]
+        held = 4 * sum(whole[name] // by for name, by in zip(names, parts, strict=True))
+        assert rank.parts["parameters"] == rank.parts["gradients"] == held
+        # AdamW: two moments of each number, and a step count for each tensor.
+        assert rank.parts["optimizer_state"] == 2 * held + 4 * len(names)
+    # Tied: the table of embeddings is in the first stage and in the last.
+    names = [{name for name, _ in part.module.named_parameters()} for part in network.parts]
+    assert names[0] | names[1] == set(whole)
+    assert names[0] & names[1] == {"tokens.weight"}
+
+
+def test_a_block_exchanges_twice_forward_and_twice_backward() -> None:
+    """Beside them the table of embeddings sums once, and the loss of cut logits three numbers a token."""
+    _, (rank,) = _measured(_config({"tensor": 2}, 2), ROWS)
+    hidden, tokens = 4 * ROWS * SEQ * DIM, 4 * ROWS * SEQ
+    forward = [(m.kind, m.num_bytes) for m in rank.passes[0, True].messages["tensor"]]
+    backward = [(m.kind, m.num_bytes) for m in rank.passes[0, False].messages["tensor"]]
+    loss = [("all_reduce", tokens), ("all_reduce", 2 * tokens)]
+    assert forward == [("all_reduce", hidden)] * (1 + 2 * DEPTH) + loss
+    assert backward == [("all_reduce", hidden)] * (1 + 2 * DEPTH)
+
+
+def test_spread_rows_pass_keys_and_values_on_and_keep_a_part_of_what_whole_ones_do() -> None:
+    """The ring of two: keys and values go once forward, and once backward with their gradients home."""
+    _, (whole,) = _measured(_config({}, 1), ROWS)
+    _, (rank,) = _measured(_config({"sequence": 2}, 2), ROWS)
+    own = 4 * ROWS * SEQ // 2 * DIM
+    forward = [(m.kind, m.num_bytes) for m in rank.passes[0, True].messages["sequence"]]
+    backward = [(m.kind, m.num_bytes) for m in rank.passes[0, False].messages["sequence"]]
+    assert forward == [("shift", 2 * own)] * DEPTH + [("all_gather", 4 * ROWS * SEQ * VOCAB)]
+    assert backward == [("shift", 4 * own), ("shift", 2 * own)] * DEPTH
+    assert rank.parts == whole.parts
+    # The outputs and their loss are those of whole rows.
+    outputs = 2 * 4 * ROWS * SEQ * VOCAB
+    kept, least = (r.passes[0, True].kept for r in (whole, rank))
+    assert 0.4 * (kept - outputs) < least - outputs < 0.6 * (kept - outputs)
+
+
+def test_each_live_micro_batch_keeps_its_activations() -> None:
+    """1F1B: the first stage of p holds p micro-batches, the last one; or as many as there are."""
+    config = _config({"pipeline": 4, "cuts": ["blocks.1", "blocks.2", "blocks.3"]}, 4, 8)
+    network, ranks = _measured(config, 1)
+    middle = network.parts[2]
+    assert [len(part.stages) for part in network.parts] == [1] * 4
+    assert middle.stages == (1,)
+    rank = ranks[2]
+    kept = rank.passes[1, True].kept
+    peaks = {m: peak_of_steps(rank, steps_of(config, network.owners, m)[2], "none") for m in (1, 2, 3, 4, 8)}
+    live = {m: most_live(orders_of(config, m))[2] for m in peaks}
+    assert live == {1: 1, 2: 2, 3: 3, 4: 3, 8: 3}
+    batch = {m: m * rank.batch for m in peaks}
+    # Beside what is kept, at most a few values and gradients are on their way.
+    places = 4 * rank.arriving[1]
+    assert 0 <= peaks[3].total - batch[3] - (peaks[2].total - batch[2]) - kept <= places
+    assert 0 <= peaks[8].total - batch[8] - (peaks[4].total - batch[4]) <= places < kept
+    gpipe = replace(config, parallelism={**config.parallelism, "schedule": "gpipe"})
+    highest = [peak_of_steps(rank, steps_of(gpipe, network.owners, m)[2], "none").total for m in (4, 8)]
+    assert 0 <= highest[1] - highest[0] - 4 * (kept + rank.batch) <= places
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("hidden", [[128] * 4, [2048] * 5], ids=["one exchange", "buckets"])
+def test_two_whole_copies_need_what_the_memory_plan_says(hidden: list[int], benchmark_meshes: Any) -> None:
+    """In the backward pass of a large network, the memory of a gradient is free once a bucket has it."""
+    few_rows = benchmark_meshes.networks(32, tiny=True)[1]
+    spec = ModelSpec("mlp", {"in_features": 256, "hidden": hidden, "out_features": 1})
+    network = replace(few_rows, spec=spec)
+    steps = benchmark_meshes.Rounds(network, [network.config({"data": 2}, 1, 2)], 0, 0)
+    texts = run_spawned(2, "torch", steps, timeout_seconds=120)
+    measured = max(json.loads(text)[1][0] for text in texts)
+    batch = [((network.rows // 2, *shape), dtype) for (_, *shape), dtype in network.batch]
+    plan = plan_memory(spec, tuple(batch), loss=network.loss, numWorkers=2, collective="torch")
+    assert plan.peak == pytest.approx(measured, rel=0.01)
+
+
+def test_a_plan_of_a_mesh_is_that_of_its_fullest_rank() -> None:
+    mesh = {"pipeline": 2}
+    plan = plan_memory(
+        SPEC, BATCH, parallelism=mesh, numWorkers=2, gradientAccumulation=4, collective="torch", budget="1g"
+    )
+    config = _config(mesh, 2, 4)
+    network, ranks = _measured(config, ROWS // 4)
+    steps = steps_of(config, network.owners, 4)
+    peaks = [peak_of_steps(r, own, "none").total for r, own in zip(ranks, steps, strict=True)]
+    assert plan.peak == max(peaks) < plan_memory(SPEC, BATCH, gradientAccumulation=4).peak
+    assert sum(plan.at_peak.values()) == plan.peak
+    assert plan.fits
+    # A part of the state for each rank with other rows.
+    shared = {"parallelism": {"data": 2, "tensor": 2}, "numWorkers": 4, "collective": "torch"}
+    whole, split = (plan_memory(SPEC, BATCH, sharding=s, **shared) for s in ("none", "optimizer"))
+    assert split.optimizer_state == whole.optimizer_state // 2
+
+
+def test_a_schedule_without_a_flush_is_not_planned() -> None:
+    mesh = {"pipeline": 2, "schedule": "2bw"}
+    with pytest.raises(ValueError, match="'2bw', whose steps reach into each other, is not planned"):
+        plan_memory(SPEC, BATCH, parallelism=mesh, numWorkers=2, gradientAccumulation=2, collective="torch")
+
+
+def test_a_network_that_is_no_chain_is_refused() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    rows = (((8, 4), "float32"), ((8, 1), "float32"))
+    with pytest.raises(ValueError, match="needs a network that is a chain"):
+        plan_memory(Own(), rows, parallelism={"pipeline": 2}, numWorkers=2, collective="torch")

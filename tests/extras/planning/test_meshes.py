@@ -1,0 +1,322 @@
+"""What is predicted of meshes: closed forms, what grows with what, and refusals in a sentence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ringspark.estimators import plan_parallelism
+from ringspark.estimators.memory import plan_memory
+from ringspark.estimators.memory.columns import columns_of
+from ringspark.estimators.memory.work import Work
+from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind
+from ringspark.estimators.parallel.model.pipeline.orders import one_forward_one_backward
+from ringspark.estimators.parallel.model.pipeline.simulation import simulated
+from ringspark.estimators.parallel.model.stand_in import Message
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.planning import Link, MeshPlan, ParallelismPlan
+from ringspark.extras.planning.exchange_time import ring_seconds
+from ringspark.extras.planning.meshes.axes import AXIS_RULES, Spreadable
+from ringspark.extras.planning.meshes.candidates import (
+    Candidate,
+    candidates,
+    micro_batches,
+    with_mesh,
+)
+from ringspark.extras.planning.meshes.found_machine import ASSUMED
+from ringspark.extras.planning.meshes.machine import Machine, Rates
+from ringspark.extras.planning.meshes.predict import Training
+from ringspark.extras.planning.meshes.shared_cores import makespan
+from ringspark.extras.planning.meshes.step_time import step_time
+from ringspark.models import ModelSpec
+from ringspark.models.skeleton import build_skeleton
+
+# Four equal matrices, of which 'tensor' cuts pairs; a head that is next to nothing.
+ROWS, WIDTH, DEPTH = 16, 64, 4
+SPEC = ModelSpec("mlp", {"in_features": WIDTH, "hidden": [WIDTH] * DEPTH, "out_features": 1})
+BATCH = (((ROWS, WIDTH), "float32"), ((ROWS, 1), "float32"))
+LINK = Link(alpha=1e-3, beta=1e-6)
+# Of products alone, so that what is divided can be told by hand.
+FLOPS = Rates(launch=0.0, flop=1e-6, byte=0.0)
+
+
+def _machine(**changes: Any) -> Machine:
+    machine = Machine(
+        rates=FLOPS, inside={2: LINK}, between=None, wire=LINK, ranks_per_host=64, cores_per_host=64
+    )
+    return replace(machine, **changes)
+
+
+@pytest.fixture(scope="module")
+def training() -> Training:
+    config = TrainConfig(
+        shards_uri="",
+        run_uri="",
+        model=SPEC.to_json(),
+        input_columns=("x",),
+        label_columns=("y",),
+        losses=("mse",),
+        batch_size=ROWS,
+        collective="torch",
+        reader="arrow",
+    )
+    return Training.of(config, UserObjects(), *columns_of(BATCH))
+
+
+def _time(training: Training, machine: Machine, micro: int = 1, **mesh: Any) -> Any:
+    workers = math.prod(size for size in mesh.values() if isinstance(size, int))
+    config = with_mesh(training.settings, workers, mesh, micro)
+    sizes = {axis: size for axis, size in mesh.items() if isinstance(size, int)}
+    options = {key: value for key, value in mesh.items() if key not in sizes}
+    return step_time(config, training.profiles.of(Candidate(sizes=sizes, options=options)), machine)
+
+
+def test_a_step_is_what_its_axes_divide_and_what_they_exchange(training: Training) -> None:
+    free = _machine(inside={2: Link(alpha=0, beta=0)}, wire=Link(alpha=0, beta=0))
+    one = _time(training, free).total
+    # The inputs want no gradient: 3 products a matrix, 2 of the first.
+    layer = 2 * ROWS * WIDTH**2 * 1e-6
+    assert one == pytest.approx((3 * DEPTH - 1) * layer + 3 * layer / WIDTH, rel=1e-6)
+    assert _time(training, free, data=4).total == pytest.approx(one / 4)
+    # The head is not cut: its pair is the layer before it only if their number is odd.
+    assert _time(training, free, tensor=2).total == pytest.approx(one / 2, rel=0.02)
+    parameters = DEPTH * (WIDTH**2 + WIDTH) + WIDTH + 1
+    both = _time(training, _machine(), data=4)
+    assert both.exposed == pytest.approx(ring_seconds(4, 4 * parameters, LINK))
+    assert both.total == pytest.approx(one / 4 + both.exposed)
+    # Each of the two pairs sums once forward; backward the first has inputs that want no gradient.
+    hidden = ring_seconds(2, 4 * ROWS * WIDTH, LINK)
+    assert _time(training, _machine(), tensor=2).exposed == pytest.approx(3 * hidden)
+
+
+def test_a_pipeline_waits_as_its_schedule_says(training: Training) -> None:
+    """Three units a stage, two of the first, whose inputs want no gradient: m+p-1 times three, less one."""
+    free = _machine(wire=Link(alpha=0, beta=0))
+    cuts = ["trunk.1", "trunk.2", "trunk.3"]
+    for micro in (4, 8):
+        found = _time(training, free, micro, pipeline=4, schedule="1f1b", cuts=cuts)
+        assert found.bubble == pytest.approx(1 - 11 / 4 * micro / (3 * (micro + 3) - 1), abs=0.01)
+    # Ranks that share one core fill each other's gaps: all work, and nobody waits.
+    crowded = _time(training, replace(free, cores_per_host=1), 4, pipeline=4, schedule="1f1b", cuts=cuts)
+    assert crowded.bubble == pytest.approx(0, abs=1e-9)
+    assert crowded.total == pytest.approx(_time(training, free).total, rel=0.01)
+    # The two halves of a split backward pass take as long as the whole one.
+    split = _time(training, replace(free, cores_per_host=1), 4, pipeline=4, schedule="zero_bubble", cuts=cuts)
+    assert split.total == pytest.approx(crowded.total)
+    sent = _time(training, _machine(), 4, pipeline=4, schedule="1f1b", cuts=cuts)
+    assert sent.exposed > 4 * LINK.alpha
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(2, 4), (4, 4), (4, 8), (3, 1)])
+def test_ranks_that_share_cores_fill_the_gaps_that_there_are(ranks: int, micro: int) -> None:
+    orders = one_forward_one_backward(ranks, 1, micro)
+
+    def cost(action: Action) -> float:
+        return 1.0 if action.kind is Kind.FORWARD else 2.0
+
+    free = makespan(orders, ranks, cost, ranks)
+    assert free == max(timed.end for rank in simulated(orders, ranks, cost) for timed in rank)
+    assert free == 3 * (micro + ranks - 1)
+    work = 3.0 * ranks * micro
+    assert makespan(orders, ranks, cost, 1) == pytest.approx(work)
+    assert makespan(orders, ranks, cost, 0.5) == pytest.approx(2 * work)
+    # At the ends of a step only some have something to do: between both bounds (Graham 1969).
+    two = makespan(orders, ranks, cost, 2)
+    assert max(free, work / 2) <= two <= work / 2 + free / 2
+
+
+def test_more_micro_batches_need_less_and_slower_links_take_longer(training: Training) -> None:
+    slow = _machine(inside={2: Link(alpha=1e-2, beta=1e-5)}, wire=Link(alpha=1e-2, beta=1e-5))
+    for mesh in ({"data": 4}, {"tensor": 4}, {"pipeline": 4, "schedule": "1f1b"}):
+        assert _time(training, slow, 4, **mesh).total > _time(training, _machine(), 4, **mesh).total
+    assert (
+        _time(training, _machine(cores_per_host=2), data=4).total > _time(training, _machine(), data=4).total
+    )
+    # Two hosts: the sum goes over the network, what tensor ranks exchange stays where it is.
+    hosts = _machine(between=Link(alpha=1e-2, beta=1e-5), ranks_per_host=2)
+    assert _time(training, hosts, data=4).total > _time(training, _machine(), data=4).total
+    assert _time(training, hosts, tensor=2).total == _time(training, _machine(), tensor=2).total
+
+
+def test_messages_of_each_kind_are_parts_of_a_ring() -> None:
+    machine = _machine()
+    ring = ring_seconds(4, 8e6, LINK)
+    for kind, share in (("all_reduce", 1.0), ("all_gather", 0.5), ("reduce_scatter", 0.5)):
+        assert machine.exchange([Message(kind, int(8e6))] * 3, 4, 4) == pytest.approx(3 * share * ring)
+    # Each of 4 ranks has 2 MB, of which 1.5 MB are for others.
+    expected = 3 * LINK.alpha + 1.5e6 * LINK.beta
+    assert machine.exchange([Message("all_to_all", int(8e6))], 4, 4) == pytest.approx(expected)
+    # Each sends to one other.
+    expected = LINK.alpha + 2e6 * LINK.beta
+    assert machine.exchange([Message("shift", int(2e6))], 4, 4) == pytest.approx(expected)
+
+
+def test_rates_take_what_two_steps_took() -> None:
+    few, many = (
+        Work(launches=100, flops=10**6, num_bytes=10**6),
+        Work(launches=100, flops=10**7, num_bytes=10**6),
+    )
+    rates = ASSUMED.fitted({4: (few, 0.02), 16: (many, 0.05)})
+    assert rates.seconds(few) == pytest.approx(0.02)
+    assert rates.seconds(many) == pytest.approx(0.05)
+    # The larger step took no longer: then both are its work, and no operator has a time of its own.
+    noise = ASSUMED.fitted({4: (few, 0.05), 16: (many, 0.05)})
+    assert noise.launch == 0
+    assert noise.seconds(many) == pytest.approx(0.05)
+
+
+def test_every_product_of_sizes_is_a_candidate(training: Training) -> None:
+    found = candidates(training.spreadable(), 4, interleaves=False)
+    shapes = {tuple(sorted(c.sizes.items())) for c in found}
+    assert len(found) == len(shapes) == 6
+    assert all(math.prod(c.sizes.values()) == 4 for c in found)
+    both = candidates(training.spreadable(), 4)
+    # Four links for two stages a worker on two workers; not for four.
+    assert [c.sizes["pipeline"] for c in both if c.options.get("virtual")] == [2, 2]
+    (whole, *_) = found
+    assert dict(whole.sizes) == {"data": 4}
+    assert micro_batches(whole, 16, None) == [1, 2, 4, 8]
+    assert micro_batches(found[-1], 3, 4) == []
+
+
+def test_each_axis_says_how_far_a_network_can_be_spread(training: Training) -> None:
+    given = training.spreadable()
+    assert AXIS_RULES["data"](given, ROWS) == ""
+    assert "has none for some of 17 workers" in AXIS_RULES["data"](given, 17)
+    assert "needs sharding='parameters'" in AXIS_RULES["shard"](given, 2)
+    assert AXIS_RULES["shard"](replace(given, config=replace(given.config, sharding="parameters")), 2) == ""
+    assert AXIS_RULES["tensor"](given, WIDTH) == ""
+    assert "more than" in AXIS_RULES["tensor"](given, WIDTH + 1)
+    assert AXIS_RULES["pipeline"](given, DEPTH + 1) == ""
+    assert "has 5 links for 6 stages" in AXIS_RULES["pipeline"](given, DEPTH + 2)
+    assert "cannot have rows spread over ranks" in AXIS_RULES["sequence"](given, 2)
+    assert "has no experts" in AXIS_RULES["expert"](given, 2)
+    heads = {"vocab_size": 8, "max_seq_len": 4, "dim": 6, "depth": 1, "num_heads": 3}
+    lm = Spreadable(config=given.config, network=build_skeleton(ModelSpec("transformer_lm", heads).build))
+    assert "must divide num_heads (3)" in AXIS_RULES["tensor"](lm, 2)
+    assert AXIS_RULES["sequence"](lm, 2) == ""
+    assert {"data": 2, "sequence": 2} in [dict(c.sizes) for c in candidates(lm, 4) if not c.refusal]
+
+
+def test_mixtures_are_spread_over_experts_and_other_networks_are_not(training: Training) -> None:
+    """A mixture sends its tokens away and gets them back, forward and backward, and tells how many before."""
+    sizes = {"vocab_size": 8, "max_seq_len": 4, "dim": 8, "depth": 1, "num_heads": 2}
+    spec = ModelSpec("transformer_lm", sizes | {"experts": {"num_experts": 4, "every": 1}})
+    ids = ((ROWS, 4), "int64")
+    config = replace(training.settings, model=spec.to_json(), losses=("cross_entropy",))
+    mixed = Training.of(config, UserObjects(), *columns_of((ids, ids)))
+    shapes = [dict(c.sizes) for c in candidates(mixed.spreadable(), 4) if not c.refusal]
+    assert {"expert": 4} in shapes
+    assert {"data": 2, "expert": 2} in shapes
+    assert not any("expert" in c.sizes for c in candidates(training.spreadable(), 4))
+    assert "more than the 4 experts" in AXIS_RULES["expert"](mixed.spreadable(), 5)
+    sharded = replace(mixed.spreadable(), config=replace(config, sharding="optimizer"))
+    assert "not planned with sharding='optimizer'" in AXIS_RULES["expert"](sharded, 2)
+    profile = mixed.profiles.of(Candidate(sizes={"expert": 2}))
+    tokens = 4 * ROWS * 4 * 8  # bytes of those of one rank
+    forward, backward = (profile.messages(0, 0, way, ROWS)["expert"] for way in (True, False))
+    counts = Message("all_gather", 2 * 4 * 8)
+    assert forward == [counts, *[Message("all_to_all", 2 * tokens)] * 2]
+    assert backward == [Message("all_to_all", 2 * tokens)] * 2
+    # Of rows that are spread, each rank sends its own tokens alone.
+    spread = mixed.profiles.of(Candidate(sizes={"expert": 2, "sequence": 2}))
+    assert Message("all_to_all", tokens) in spread.messages(0, 0, True, ROWS)["expert"]
+    # Each rank has half of the rows. Experts' gradients are summed over none but their like: one rank.
+    link = replace(LINK, alpha=0.0)
+    named = dict(mixed.network.named_parameters())
+    experts = 4 * sum(p.numel() for n, p in named.items() if ".experts." in n)
+    rest = 4 * sum(p.numel() for p in named.values()) - experts
+    found = _time(mixed, _machine(inside={2: link}), expert=2).exposed
+    inside = 4 * tokens / 4 * link.beta + ring_seconds(2, counts.num_bytes, link) / 2
+    assert found == pytest.approx(ring_seconds(2, rest, link) + inside, rel=0.01)
+
+
+GIVEN: dict[str, Any] = {"link": LINK, "stepSeconds": {4: 0.01, 16: 0.02}}
+
+
+def test_a_plan_tells_memory_time_and_the_choice() -> None:
+    plan = plan_parallelism(SPEC, BATCH, 4, **GIVEN)
+    assert len(plan.meshes) == 6
+    assert all(mesh.fits for mesh in plan.meshes)
+    assert plan.meshes[0].step_seconds == min(mesh.step_seconds for mesh in plan.meshes)
+    # As `plan_memory` has it, with the rows of a copy.
+    inputs, labels = (((ROWS // 4, *shape[1:]), dtype) for shape, dtype in BATCH)
+    alone = plan_memory(SPEC, (inputs, labels), numWorkers=4, collective="torch")
+    assert plan.of(data=4).peak == pytest.approx(alone.peak, rel=0.02)
+    mesh = plan.of(tensor=2, data=2)
+    again = plan_memory(
+        SPEC,
+        tuple(((ROWS // 2, *shape[1:]), dtype) for shape, dtype in BATCH),
+        parallelism=mesh.parallelism,
+        numWorkers=4,
+        collective="torch",
+        gradientAccumulation=mesh.num_micro,
+    )
+    assert mesh.peak == again.peak
+    told = str(plan)
+    assert told.count("chosen") == 2
+    assert plan.verdict in told
+    assert "data 2 x tensor 2" in plan._repr_html_()
+    with pytest.raises(KeyError, match="no mesh of 4 workers"):
+        plan.of(data=3)
+
+
+def test_what_does_not_fit_is_refused_in_a_sentence_and_another_mesh_is_chosen() -> None:
+    free = plan_parallelism(SPEC, BATCH, 4, **GIVEN)
+    peaks = sorted(mesh.peak for mesh in free.meshes)
+    limit = (free.of(data=4).peak + peaks[0]) // 2
+    plan = plan_parallelism(SPEC, BATCH, 4, limit, **GIVEN)
+    assert plan.of(data=4).refusal.startswith("needs ")
+    assert plan.chosen is not None
+    assert plan.chosen.peak <= limit
+    assert plan.best == plan.chosen.parallelism != {}
+    assert "whole copies cannot be: needs " in plan.verdict
+    none = plan_parallelism(SPEC, BATCH, 4, 1000, **GIVEN)
+    assert none.chosen is None
+    with pytest.raises(
+        ValueError, match=r"no mesh of 4 workers fits: the smallest, .*, needs .* are there; give"
+    ):
+        _ = none.best
+
+
+def _mesh(seconds: float, **sizes: int) -> MeshPlan:
+    return MeshPlan(sizes=sizes, peak=1, step_seconds=seconds)
+
+
+def test_whole_copies_are_left_only_for_what_is_clearly_faster() -> None:
+    def plan(*meshes: MeshPlan) -> ParallelismPlan:
+        return ParallelismPlan(workers=4, rows=8, meshes=meshes, memory=None, facts="")
+
+    near = plan(_mesh(0.95, tensor=4), _mesh(1.0, data=4))
+    assert near.best == {}
+    assert "too little less to cut the network" in near.verdict
+    far = plan(_mesh(0.8, tensor=4), _mesh(1.0, data=4))
+    assert far.best == {"tensor": 4}
+    assert "and whole copies take 1 s" in far.verdict
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"workers": 0}, "workers must be a number of at least 1, got 0"),
+        ({"workers": 2, "link": {"alpha": 1}}, "link must be a Link, or a dict of the seconds"),
+        ({"workers": 2, "stepSeconds": {4: 1.0}}, "stepSeconds must hold the seconds of two numbers of rows"),
+        ({"workers": 2, "coresPerHost": 0}, "coresPerHost must be at least 1, got 0"),
+        ({"workers": 2, "repeats": 0}, "repeats must be at least 1, got 0"),
+        ({"workers": 2, "gradientAccumulation": 0}, "gradientAccumulation must be at least 1"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan_parallelism(SPEC, BATCH, **{**GIVEN, **arguments})
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_gang_measures_what_is_not_given() -> None:
+    plan = plan_parallelism(SPEC, BATCH, 2, repeats=3)
+    assert plan.facts.startswith("Steps measured here: ")
+    assert all(mesh.step_seconds > mesh.exposed_seconds > 0 for mesh in plan.meshes)

@@ -1,0 +1,176 @@
+"""`summary.report` and `model.report`: a fitted model's page, with and without held-out rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jinja2")
+pytest.importorskip("matplotlib")
+
+from pyspark.ml.evaluation import MulticlassClassificationEvaluator, RegressionEvaluator
+from pyspark.ml.feature import VectorAssembler
+from pyspark.sql import functions as F
+from read_page import Page
+
+from ringspark.estimators import TorchClassificationModel, TorchClassifier, TorchRegressor
+from ringspark.extras.report.content import show
+from ringspark.models import ModelSpec
+from ringspark.pipelines import storage
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
+
+ROWS = 600
+EVIL = "<script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def frame(spark: Any) -> Any:
+    """`copy` is the label, `noise` tells nothing, and `city` names the class in strings."""
+    drawn = np.random.default_rng(0)
+    label = drawn.integers(0, 2, ROWS)
+    rows = [
+        (float(y), float(n), float(2 * y), "ab"[y], f"{y}")
+        for y, n in zip(label, drawn.normal(size=ROWS), strict=True)
+    ]
+    made = spark.createDataFrame(
+        rows, f"`{EVIL}` double, noise double, amount double, city string, label string"
+    )
+    assembler = VectorAssembler(inputCols=[EVIL, "noise"], outputCol="features")
+    return assembler.transform(made.withColumn("number", made.label.cast("int"))).cache()
+
+
+def _spec(outputs: int) -> ModelSpec:
+    return ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": outputs})
+
+
+@pytest.fixture(scope="module")
+def classifier(frame: Any) -> Any:
+    """Trained a little, so that it is sometimes wrong."""
+    return TorchClassifier(model=_spec(2), labelCol="city", epochs=2, learningRate=0.02, batchSize=64).fit(
+        frame
+    )
+
+
+def test_the_page_of_a_summary_has_its_numbers_whatever_became_of_the_folder(
+    classifier: Any, tmp_path: Path
+) -> None:
+    summary = classifier.summary
+    summary.report(tmp_path / "page.html")
+    page = Page.at(tmp_path / "page.html")
+    told = page.tables["curves"][0]
+    assert told.column("train_loss") == [show(loss) for loss in summary.history["train_loss"]]
+    assert page.cards["rows seen"] == f"{summary.rows:,}"
+    assert {"settings", "data", "environment"} <= set(page.tables)
+    saved = tmp_path / "model"
+    classifier.write().save(str(saved))
+    # The run's folder is another machine's, or gone.
+    loaded = TorchClassificationModel.load(str(saved))
+    object.__setattr__(loaded.summary, "run_uri", str(tmp_path / "gone"))
+    loaded.summary.report(tmp_path / "again.html")
+    again = Page.at(tmp_path / "again.html")
+    assert again.tables["curves"][0].rows == told.rows
+    assert "the run's folder tells nothing more" in again.text["headline"]
+    assert again.cards["state"] == "finished"
+
+
+def test_held_out_rows_give_the_confusion_matrix_of_spark(
+    classifier: Any, frame: Any, tmp_path: Path
+) -> None:
+    classifier.report(tmp_path / "page.html", frame, seed=1)
+    page = Page.at(tmp_path / "page.html")
+    scored = classifier.transform(frame).select("number", "prediction", "probability").toPandas()
+    accuracy = (scored.number == scored.prediction).mean()
+    assert page.cards["held-out rows"] == f"{ROWS:,}"
+    assert page.cards["accuracy"] == f"{accuracy:.4f}"
+    told = page.text["classes"]
+    for name, number in (("a", 0), ("b", 1)):
+        count = int(((scored.number == number) & (scored.prediction == number)).sum())
+        assert f"{count:,}" in told, name
+    evaluator = MulticlassClassificationEvaluator(labelCol="number", metricName="logLoss")
+    log_loss = evaluator.evaluate(
+        classifier.transform(frame.withColumn("number", frame.number.cast("double")))
+    )
+    assert page.cards["log loss"] == show(log_loss)
+    (features,) = page.tables["features"]
+    # Names of the assembler's columns; the label's copy decides, noise does not.
+    assert features.column("feature") == [EVIL, "noise"]
+    copy, noise = (float(value) for value in features.rows[0][1:2] + features.rows[1][1:2])
+    assert copy > 0.1
+    assert abs(noise) < copy / 10
+    assert "script" not in page.tags
+
+
+def test_a_sample_is_bounded_and_drawn_by_its_seed(classifier: Any, frame: Any, tmp_path: Path) -> None:
+    def page(seed: int) -> Page:
+        classifier.report(tmp_path / "page.html", frame, rows=100, seed=seed, attributions="none")
+        return Page.at(tmp_path / "page.html")
+
+    first, again, other = page(3), page(3), page(4)
+    assert first.cards["held-out rows"] == "100"
+    assert "100 of the DataFrame that was given, drawn at random with seed 3" in first.text["headline"]
+    assert first.cards["log loss"] == again.cards["log loss"] != other.cards["log loss"]
+    assert "features" not in first.tables
+
+
+def test_a_regression_is_told_as_spark_evaluates_it(frame: Any, tmp_path: Path) -> None:
+    pytest.importorskip("captum")
+    model = TorchRegressor(model=_spec(1), labelCol="amount", epochs=2, learningRate=0.02).fit(frame)
+    uri = storage.normalize(f"memory://reports/{tmp_path.name}/page.html")
+    model.report(uri, frame, attributions="captum")
+    page = Page(storage.read_bytes(uri).decode())
+    scored = model.transform(frame)
+    for name in ("rmse", "mae", "r2"):
+        evaluator = RegressionEvaluator(labelCol="amount", metricName=name)
+        assert float(page.cards[name.upper()]) == pytest.approx(evaluator.evaluate(scored), abs=2e-3)
+    (features,) = page.tables["features"]
+    assert features.header == ["feature", "mean absolute attribution"]
+    assert features.column("feature")[0] == EVIL
+
+
+def test_rows_whose_output_is_not_finite_are_left_out_and_counted(
+    classifier: Any, frame: Any, tmp_path: Path
+) -> None:
+    good = frame.limit(90).cache()
+    spoilt = VectorAssembler(inputCols=["endless", "noise"], outputCol="features", handleInvalid="keep")
+    bad = spoilt.transform(frame.limit(7).drop("features").withColumn("endless", F.lit(float("-inf"))))
+    regressor = TorchRegressor(model=_spec(1), labelCol="amount").fit(frame)
+    for model in (classifier, regressor):
+        model.report(tmp_path / "good.html", good)
+        model.report(tmp_path / "all.html", good.unionByName(bad.drop("endless")))
+        first, both = (Page.at(tmp_path / name) for name in ("good.html", "all.html"))
+        told = "7 of them, whose prediction or label is not finite, are left out below."
+        assert told in both.text["headline"]
+        assert told not in first.text["headline"]
+        for name in ("held-out rows", "log loss", "held-out numbers", "RMSE"):
+            assert both.cards.get(name) == first.cards.get(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attributions": "permutations"}, "attributions must be one of permutation, captum, none, got"),
+        ({"rows": 0}, "rows of a report must be a whole number of at least 1, got 0"),
+        ({"seed": -1}, "seed of a report must be a whole number of at least 0, got -1"),
+    ],
+)
+def test_choices_are_checked_before_a_row_is_read(
+    classifier: Any, frame: Any, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        classifier.report(tmp_path / "page.html", frame, **changes)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_rows_that_cannot_be_judged_are_refused_in_a_sentence(
+    classifier: Any, frame: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "page.html"
+    with pytest.raises(ValueError, match="report needs held-out rows, and data has none"):
+        classifier.report(path, frame.limit(0))
+    with pytest.raises(ValueError, match="labelCol 'city'"):
+        classifier.report(path, frame.drop("city"))
+    assert not path.exists()

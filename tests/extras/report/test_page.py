@@ -1,0 +1,220 @@
+"""The page about a run: what it says is what the run's folder holds, and it stands alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jinja2")
+pytest.importorskip("matplotlib")
+
+
+from read_page import Page
+from small_training import config_of, train_gang
+
+from ringspark.estimators.failures import Failure
+from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.run.facts import RunFacts
+from ringspark.estimators.training.history import EpochRecord
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.extras.report import report
+from ringspark.extras.report.content import Table, seconds, show
+from ringspark.extras.report.facts import Facts
+from ringspark.extras.report.sections.headline import SECTION
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest
+
+MakeShards = Callable[..., ShardManifest]
+
+EVIL = '<script>alert("x")</script>'
+
+
+def _rows(rows: int = 300) -> dict[str, np.ndarray[Any, Any]]:
+    drawn = np.random.default_rng(3)
+    x = drawn.normal(size=(rows, 3)).astype(np.float32)
+    return {"x": x, "y": (x @ [1.0, -2.0, 0.5]).astype(np.float32)}
+
+
+def _config(make_shards: MakeShards, folder: Path, **changes: Any) -> TrainConfig:
+    columns = changes.pop("columns", _rows())
+    manifest = make_shards(columns, validation=np.arange(len(columns["y"])) % 4 == 0)
+    spec = ModelSpec("mlp", {"in_features": 3, "hidden": [8], "out_features": 1})
+    names = {"input_columns": (next(iter(columns)),), "model": spec.to_json(), "epochs": 3}
+    return config_of(manifest, folder / "run", **(names | changes))
+
+
+def _report(config: TrainConfig, folder: Path) -> Page:
+    report(config.run_uri, folder / "page.html")
+    return Page.at(folder / "page.html")
+
+
+def test_the_numbers_of_the_page_are_those_of_the_run(make_shards: MakeShards, tmp_path: Path) -> None:
+    config = _config(make_shards, tmp_path, metrics=("mae", "r2"), learning_rate=0.25, keep="best")
+    result = train_here(config)
+    page = _report(config, tmp_path)
+
+    assert page.cards["state"] == "finished"
+    assert page.cards["epochs"] == "3 of 3"
+    assert page.cards["optimizer steps"] == show(result.steps)
+    assert page.cards["rows seen"] == show(result.rows)
+    rate = result.rows / sum(record.seconds for record in result.history)
+    assert page.cards["rows/s in epochs"] == f"{rate:,.0f}"
+    assert page.cards["training time, start included"] == seconds(result.seconds)
+    (results,) = page.tables["headline"]
+    for entry in ("train_loss", "validation_loss", "train_mae", "validation_r2"):
+        values = [record.value(entry) for record in result.history]
+        best = max(values) if entry.endswith("r2") else min(values)
+        told = results.row(entry)
+        assert (told["last epoch"], told["best"]) == (show(values[-1]), show(best))
+        assert told["at epoch"] == str(values.index(best) + 1)
+    (epochs,) = page.tables["curves"]
+    assert epochs.column("epoch") == ["1", "2", "3"]
+    assert epochs.column("validation_mae") == [show(r.metrics["validation_mae"]) for r in result.history]
+
+    splits, columns = page.tables["data"]
+    assert splits.row("train")["rows"] == "225"
+    assert splits.row("validation")["rows"] == "75"
+    labels = _rows()["y"][np.arange(300) % 4 != 0].astype(np.float64)
+    told = columns.row("y")
+    assert float(told["mean"]) == pytest.approx(labels.mean(), abs=1e-4)
+    assert float(told["max"]) == pytest.approx(labels.max(), abs=1e-3)
+    assert result.checkpoint_epoch == int(page.cards["the model is of epoch"])
+
+
+def test_of_equally_good_epochs_the_first_is_named() -> None:
+    common = {"steps": 1, "rows": 1, "seconds": 1.0, "learning_rate": 1.0, "validation_loss": None}
+    history = tuple(EpochRecord(epoch=e, train_loss=x, **common) for e, x in ((1, 2.0), (2, 1.0), (3, 1.0)))
+    *_, table = SECTION.make(Facts(run=RunFacts(run_uri="", history=history)))
+    assert isinstance(table, Table)
+    assert table.rows == [["train_loss", show(1.0), show(1.0), "2"]]
+
+
+def test_each_setting_is_listed_once_beside_its_default(make_shards: MakeShards, tmp_path: Path) -> None:
+    config = _config(make_shards, tmp_path, learning_rate=0.25)
+    train_here(config)
+    chosen, others = _report(config, tmp_path).tables["settings"]
+    pairs = [tuple(row[at : at + 2]) for row in others.rows for at in (0, 2, 4) if row[at]]
+    names = [*chosen.column("setting"), *(name for name, _ in pairs)]
+    assert len(names) == len(set(names))
+    assert chosen.row("learningRate") == {"setting": "learningRate", "value": "0.25", "default": "0.001"}
+    assert "mlp" in chosen.row("model")["value"]
+    assert ("precision", "fp32") in pairs
+    assert ("optimizer", "adamw") in pairs
+
+
+def test_the_page_stands_alone_and_is_small(make_shards: MakeShards, tmp_path: Path) -> None:
+    config = _config(make_shards, tmp_path, log_every_steps=1, timeline_every_steps=1, epochs=12)
+    train_here(config)
+    page = _report(config, tmp_path)
+    html = (tmp_path / "page.html").read_text("utf-8")
+    assert page.addresses == []
+    assert page.tags["svg"] == html.count("<svg") >= 4
+    # Names of XML's spaces are no addresses, and nothing else begins like one.
+    assert "//" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", html)
+    assert not {"script", "link", "iframe", "img", "object", "image"} & set(page.tags)
+    assert len(html.encode()) < 600_000
+    (shares,) = page.tables["time"]
+    total = sum(float(text.removesuffix(" %")) for text in shares.column("mean of ranks"))
+    assert total == pytest.approx(100, abs=0.5)
+
+
+def test_names_that_are_markup_are_shown_as_letters(make_shards: MakeShards, tmp_path: Path) -> None:
+    columns = _rows()
+    config = _config(
+        make_shards,
+        tmp_path,
+        columns={EVIL: columns["x"], "a$b$ & <b>": columns["y"], "y": columns["y"]},
+        epochs=1,
+    )
+    train_here(config)
+    page = _report(config, tmp_path)
+    assert "script" not in page.tags
+    assert [text for text in page.tables["data"][1].column("column") if text][:2] == [EVIL, "a$b$ & <b>"]
+    assert EVIL in page.tables["settings"][0].row("inputCols")["value"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [
+        ("config.json", "settings"),
+        ("environment.json", "environment memory"),
+        ("data.json", "data"),
+        ("history.json", ""),
+        ("result.json", ""),
+    ],
+)
+def test_a_damaged_or_missing_file_leaves_only_its_part_out(
+    make_shards: MakeShards, tmp_path: Path, name: str, section: str
+) -> None:
+    config = _config(make_shards, tmp_path, epochs=1)
+    train_here(config)
+    whole = set(_report(config, tmp_path).tables)
+    file = Path(config.run_uri) / name
+    file.write_text('{"a":')
+    damaged = _report(config, tmp_path)
+    assert f"{name} could not be read" in damaged.text["headline"]
+    assert set(damaged.tables) == whole - set(section.split())
+    file.unlink()
+    missing = _report(config, tmp_path)
+    assert "could not be read" not in missing.text["headline"]
+    # The shards are still there, and tell what data.json had told.
+    assert set(missing.tables) == (whole if name == "data.json" else whole - set(section.split()))
+    if name not in ("history.json", "result.json"):
+        assert f"does not hold: {name}" in missing.text["headline"]
+    assert missing.cards["state"] == ("finished" if name != "result.json" else "not finished")
+
+
+def test_a_run_that_trains_is_reported_by_its_last_position(make_shards: MakeShards, tmp_path: Path) -> None:
+    config = _config(make_shards, tmp_path)
+    train_here(config)
+    run = Path(config.run_uri)
+    (run / "result.json").unlink()
+    (run / "history.json").write_text(json.dumps([]))
+    position = {"epoch": 2, "epochs": 3, "step": 9, "num_steps": 24, "rows": 260, "seconds": 2.0}
+    (run / "progress.json").write_text(json.dumps(position))
+    page = _report(config, tmp_path)
+    assert page.cards["state"] == "not finished"
+    assert page.cards["epochs"] == "0 of 3"
+    assert page.cards["rows/s in epochs"] == "130"
+    assert "step 9 of 24, epoch 2" in page.text["headline"]
+
+
+def test_a_run_that_failed_before_its_first_epoch_says_why(make_shards: MakeShards, tmp_path: Path) -> None:
+    config = _config(make_shards, tmp_path)
+    run = Path(config.run_uri)
+    (run / "heartbeat").mkdir(parents=True)
+    (run / "config.json").write_text(config.to_json())
+    (run / "owner.json").write_text("{}")
+    failure = Failure.of(RuntimeError(f"no space {EVIL}"), 1, "training, epoch 1, step 3", False)
+    beat = {"rank": 1, "host": "b", "phase": "training", "failure": failure.to_json()}
+    (run / "heartbeat" / "rank-1.json").write_text(json.dumps(beat))
+    page = _report(config, tmp_path)
+    assert page.cards["state"] == "failed"
+    assert "No epoch has been finished." in page.text["headline"]
+    assert page.tables["faults"][0].row("1")["failure"] == f"RuntimeError: no space {EVIL}"
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no run of a training; give the runUri of one"):
+        report(tmp_path, tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_every_rank_is_noted_with_its_host_and_its_memory(make_shards: MakeShards, tmp_path: Path) -> None:
+    config = replace(_config(make_shards, tmp_path, epochs=1), num_workers=2, collective="torch")
+    train_gang(config)
+    page = _report(config, tmp_path)
+    (memory,) = page.tables["memory"]
+    assert sorted(memory.column("rank")) == ["0", "1"]
+    assert all(text.endswith("MiB") for text in memory.column("most of its process"))
+    assert page.tables["environment"][1].column("ranks") == ["2"]

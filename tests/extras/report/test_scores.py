@@ -1,0 +1,173 @@
+"""What a report tells of held-out rows, against scikit-learn; features whose weight is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ringspark.extras.report.held_out.features import Feature, features_of
+from ringspark.extras.report.held_out.gradients import integrated_gradients
+from ringspark.extras.report.held_out.permutation import permutation_importance
+from ringspark.extras.report.held_out.scores import class_findings, number_findings
+
+sklearn_metrics = pytest.importorskip("sklearn.metrics")
+
+Array = np.ndarray[Any, Any]
+
+
+def _classified(classes: int, rows: int = 500) -> tuple[Array, Array]:
+    """Probabilities of few different values, so that many are equal, and labels that follow them."""
+    drawn = np.random.default_rng(5)
+    logits = np.round(drawn.normal(size=(rows, classes)), 1)
+    probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    labels = np.array([drawn.choice(classes, p=row) for row in probabilities])
+    return probabilities, labels
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+def test_classes_are_counted_as_scikit_learn_counts(classes: int) -> None:
+    probabilities, labels = _classified(classes)
+    predicted = probabilities.argmax(axis=1)
+    found = class_findings(probabilities, predicted, labels)
+    matrix = sklearn_metrics.confusion_matrix(labels, predicted)
+    assert found.confusion == {(t, p): n for (t, p), n in np.ndenumerate(matrix) if n}
+    assert found.accuracy == pytest.approx(sklearn_metrics.accuracy_score(labels, predicted))
+    assert found.log_loss == pytest.approx(sklearn_metrics.log_loss(labels, probabilities))
+    if classes == 2:
+        assert found.roc_auc == pytest.approx(sklearn_metrics.roc_auc_score(labels, probabilities[:, 1]))
+    else:
+        assert found.roc is None
+
+
+def test_calibration_is_the_share_of_class_1_in_each_bin() -> None:
+    from sklearn.calibration import calibration_curve
+
+    probabilities, labels = _classified(2)
+    rows, confidence, right = class_findings(probabilities, labels, labels).confidence.T
+    share, mean = calibration_curve(labels, probabilities[:, 1], n_bins=15)
+    used = rows > 0
+    assert right[used] / rows[used] == pytest.approx(share)
+    assert confidence[used] / rows[used] == pytest.approx(mean)
+
+
+def test_certain_predictions_are_in_the_last_bin_and_have_a_finite_loss() -> None:
+    probabilities, labels = np.array([[0.0, 1.0], [0.0, 1.0]]), np.array([1, 0])
+    found = class_findings(probabilities, np.ones(2, int), labels)
+    assert found.confidence.shape == (15, 3)
+    assert found.confidence[-1].tolist() == [2, 2, 1]
+    assert found.log_loss == pytest.approx(sklearn_metrics.log_loss(labels, probabilities), rel=0.1)
+
+
+def test_rows_of_one_class_have_no_roc_curve() -> None:
+    found = class_findings(np.array([[0.2, 0.8]] * 3), np.ones(3, int), np.ones(3, int))
+    assert found.roc is None
+    assert np.isnan(found.roc_auc)
+    assert found.accuracy == 1
+
+
+def test_numbers_are_compared_as_scikit_learn_compares_them() -> None:
+    drawn = np.random.default_rng(1)
+    labels = drawn.normal(3, 2, 5000)
+    predicted = np.round(labels + drawn.normal(0.5, 1, 5000), 1)
+    found = number_findings(predicted, labels)
+    assert found.r2 == pytest.approx(sklearn_metrics.r2_score(labels, predicted))
+    assert found.rmse == pytest.approx(sklearn_metrics.root_mean_squared_error(labels, predicted))
+    assert found.mae == pytest.approx(sklearn_metrics.mean_absolute_error(labels, predicted))
+    assert found.bias == pytest.approx((predicted - labels).mean())
+    assert found.residual_counts.sum() == 5000
+    assert (np.diff(found.bin_predicted) > 0).all()
+    assert len(found.sample) == 1000
+    assert {tuple(pair) for pair in found.sample} <= set(zip(predicted, labels, strict=True))
+
+
+def _table(rows: int = 400) -> Array:
+    """The label, noise that the network reads, and noise that it does not."""
+    return np.random.default_rng(2).normal(size=(rows, 3)).astype(np.float32)
+
+
+@pytest.mark.parametrize("distance", [0.0, 0.1, 1e17])
+def test_residuals_that_differ_by_rounding_alone_have_a_histogram(distance: float) -> None:
+    predicted = np.repeat([0.0, 1.0, 3.0], 500)
+    found = number_findings(predicted, predicted + distance)
+    assert found.residual_counts.sum() == 1500
+    assert found.residual_edges[0] <= -distance <= found.residual_edges[-1]
+    assert found.mae == pytest.approx(distance)
+
+
+def test_permutation_finds_the_label_among_noise() -> None:
+    table = _table()
+    label = table[:, 0]
+
+    def rmse(inputs: Any) -> float:
+        x = inputs[0]
+        return float(np.sqrt(((x[:, 0] + 0.01 * x[:, 1] - label) ** 2).mean()))
+
+    features = features_of(["f"], [table], [["copy", "noise", "unread"]])
+    found = permutation_importance(rmse, [table], features, unit="RMSE", seed=4)
+    values = dict(zip(found.features, found.values, strict=True))
+    # Of independent values with deviation 1 the difference has deviation sqrt(2).
+    assert values["copy"] == pytest.approx(2**0.5, rel=0.1)
+    assert abs(values["noise"]) < 0.01
+    assert values["unread"] == 0
+    again = permutation_importance(rmse, [table], features, unit="RMSE", seed=4)
+    other = permutation_importance(rmse, [table], features, unit="RMSE", seed=5)
+    assert again == found
+    assert other.values[0] != found.values[0]
+
+
+def test_arrays_of_one_column_are_shuffled_together() -> None:
+    values, lengths, other = _table()[:, :2], np.arange(400), np.arange(400)
+    features = features_of(["text", "text", "n"], [values, lengths, other], [[], [], []])
+    assert features == [Feature(name="text", inputs=(0, 1)), Feature(name="n", inputs=(2,))]
+    seen: list[Any] = []
+
+    def loss(inputs: Any) -> float:
+        seen.append(inputs)
+        return 0.0
+
+    permutation_importance(loss, [values, lengths, other], features, unit="loss")
+    _, first, *_ = seen
+    assert not np.array_equal(first[1], lengths)
+    assert np.array_equal(first[0], values[first[1]])
+    assert np.array_equal(first[2], other)
+
+
+@pytest.mark.parametrize("is_classifier", [False, True])
+def test_gradients_of_a_linear_network_are_weight_times_distance(is_classifier: bool) -> None:
+    pytest.importorskip("captum")
+    table = _table()
+    network = nn.Linear(3, 1)
+    with torch.no_grad():
+        network.weight.copy_(torch.tensor([[2.0, -0.5, 0.0]]))
+    found = integrated_gradients(
+        network.eval(), [table], features_of(["f"], [table], [[]]), is_classifier=is_classifier
+    )
+    expected = np.abs((table - table.mean(axis=0)) * [2.0, -0.5, 0.0]).mean(axis=0)
+    assert found.features == ["f[0]", "f[1]", "f[2]"]
+    assert found.values == pytest.approx(expected, abs=1e-4)
+
+
+def test_gradients_leave_whole_numbers_out_and_say_so() -> None:
+    pytest.importorskip("captum")
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(5, 3)
+
+        def forward(self, category: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return self.embedding(category) * x
+
+    table, category = _table(60), np.arange(60) % 5
+    features = features_of(["category", "x"], [category, table], [[], []])
+    network = Both().eval()
+    found = integrated_gradients(network, [category, table], features, is_classifier=True)
+    assert "category" in found.note
+    weight = network.embedding.weight.detach().numpy()[category]
+    chosen = np.eye(3)[(weight * table).argmax(axis=1)]
+    expected = np.abs((table - table.mean(axis=0)) * weight * chosen).mean(axis=0)
+    assert found.values == pytest.approx(expected, abs=1e-4)

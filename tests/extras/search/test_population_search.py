@@ -1,0 +1,189 @@
+"""`PopulationSearch` in a real session: what is carried over, going on, saving, refusals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from pyspark.ml.evaluation import BinaryClassificationEvaluator
+
+from ringspark.extras.search import Choice, PopulationSearch, SearchModel, Uniform
+from ringspark.models import ModelSpec
+from tests.extras.search.test_search import MLP, Paced, estimator, small_table
+
+pytestmark = pytest.mark.spark
+
+RATES = {"learningRate": Uniform(1e-3, 1.0, log=True)}
+SEARCH = {"space": RATES, "monitor": "validation_auroc", "population": 4, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any) -> Any:
+    return small_table(spark)
+
+
+@pytest.mark.parametrize(
+    ("params", "sentence"),
+    [
+        (
+            {"space": {"weightDecay": Uniform(0, 1)}},
+            "must hold learningRate, maxGradNorm, or .* got 'weightDecay'",
+        ),
+        ({"space": {"model.hidden": Choice([[4], [8]])}}, "weights have other shapes"),
+        ({"space": lambda trial: {}}, "must be a dict from Params to ranges, got a callable"),
+        ({"population": 1}, "population must be at least 2"),
+        ({"quantile": 0.6}, "quantile must be above 0 and at most 0.5, got 0.6"),
+        ({"perturbation": 1.0}, "perturbation must be above 1 and finite, got 1.0"),
+        ({"estimator": {"keep": "best"}}, "leave patience unset and keep at 'last'"),
+        ({"estimator": {"optimizer": torch.optim.SGD}}, "the optimizer's factory sets"),
+    ],
+)
+def test_a_mistake_is_refused_before_anything_starts(
+    table: Any, tmp_path: Path, params: dict[str, Any], sentence: str
+) -> None:
+    trainer = estimator(tmp_path, **params.pop("estimator", {}))
+    with pytest.raises(ValueError, match=sentence):
+        PopulationSearch(**SEARCH | {"estimator": trainer} | params).fit(table)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "optimizer"])
+def test_a_member_goes_on_as_if_it_had_never_paused(table: Any, tmp_path: Path, sharding: str) -> None:
+    """All members are equal here, so those that copied one and those that did not are one long training."""
+    network = ModelSpec("mlp", {**MLP.kwargs, "dropout": 0.2})
+    trainer = estimator(
+        tmp_path,
+        model=network,
+        epochs=5,
+        optimizer="adamw",
+        lrSchedule="one_cycle",
+        emaDecay=0.9,
+        numWorkers=2,
+        sharding=sharding,
+        checkpointEverySeconds=0,
+    )
+    search = PopulationSearch(
+        estimator=trainer,
+        space={"learningRate": Choice([0.05])},
+        population=2,
+        epochsPerRound=2,
+        parallelism=2,
+    )
+    model = search.fit(table)
+    whole = trainer.copy({trainer.learningRate: 0.05}).fit(table)
+    assert list(model.trials["epochs"]) == [2, 2, 4, 4, 5, 5]
+    assert list(model.trials["copied_from"].dropna()) == [0, 0, 0, 0]
+    columns = ["epoch", "train_loss", "validation_loss", "validation_auroc", "learning_rate"]
+    histories = [m.summary.history[columns] for m in (model.bestModel, whole)]
+    pd.testing.assert_frame_equal(*histories, check_exact=True)
+    states = [m.module().state_dict() for m in (model.bestModel, whole)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert model.bestModel.summary.steps == whole.summary.steps
+    assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == ["run", "run"]
+
+
+KILLED_DRIVER = """
+import sys
+from tests.extras.search.test_population_search import SEARCH
+from tests.extras.search.test_search import Paced, estimator, small_table
+from pathlib import Path
+from pyspark.sql import SparkSession
+from ringspark.extras.search import PopulationSearch
+
+folder = Path(sys.argv[1])
+spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+trainer = estimator(folder / "store", callbacks=[Paced(str(folder / "epochs"))], epochs=4)
+PopulationSearch(estimator=trainer, runUri=str(folder / "search"), **SEARCH).fit(small_table(spark))
+"""
+
+
+def without_seconds(model: SearchModel) -> pd.DataFrame:
+    return model.trials.drop(columns="seconds")
+
+
+@pytest.mark.slow
+def test_a_killed_search_goes_on_to_the_rounds_of_an_undisturbed_one(table: Any, tmp_path: Path) -> None:
+    (tmp_path / "epochs").mkdir()
+    trainer = estimator(tmp_path / "store", epochs=4, callbacks=[Paced(str(tmp_path / "epochs"))])
+    expected = PopulationSearch(estimator=trainer, **SEARCH).fit(table)
+    folder = tmp_path / "search"
+    driver = subprocess.Popen(
+        [sys.executable, "-c", KILLED_DRIVER, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])},
+    )
+    try:
+        while not (folder / "round-1" / "member-1" / "history.json").exists():
+            assert driver.poll() is None
+            time.sleep(0.05)
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+    search = PopulationSearch(estimator=trainer, runUri=str(folder), **SEARCH)
+    resumed = search.fit(table)
+    pd.testing.assert_frame_equal(without_seconds(resumed), without_seconds(expected), check_exact=True)
+    states = [model.bestModel.module().state_dict() for model in (resumed, expected)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+    # The course of the best member's rate is that of the members it went on from.
+    trials = resumed.trials.set_index(["round", "member"])
+    last = trials.loc[3]
+    member, rates = int(last["value"].idxmax()), []
+    for number in range(3, -1, -1):
+        rates.append(trials.loc[(number, member), "learningRate"])
+        member = int(trials.loc[(number, member), "copied_from"]) if number else member
+    np.testing.assert_allclose(resumed.bestModel.summary.history["learning_rate"], rates[::-1], rtol=1e-12)
+    assert resumed.bestParams["learningRate"] == rates[0]
+    assert resumed.bestModel.summary.history["validation_auroc"].iloc[-1] == last["value"].max()
+    assert (trials["copied_from"].dropna() != trials.dropna().index.get_level_values("member")).sum() >= 3
+
+    # A finished search trains nothing; its result is saved without pickle.
+    once_more = search.fit(table)
+    pd.testing.assert_frame_equal(once_more.trials, resumed.trials, check_exact=True)
+    assert sorted(path.name for path in folder.glob("round-*/*")) == [
+        path.name for path in [Path(once_more.bestModel.summary.run_uri)]
+    ]
+    once_more.save(str(tmp_path / "model"))
+    search.copy({trainer.callbacks: []}).save(str(tmp_path / "stage"))
+    assert not list(tmp_path.glob("model/**/objects.pkl"))
+    pd.testing.assert_frame_equal(SearchModel.load(str(tmp_path / "model")).trials, resumed.trials)
+    assert PopulationSearch.load(str(tmp_path / "stage")).getSpace() == RATES
+    with pytest.raises(ValueError, match=r"begun with others: seed: 1 -> 2; set them back"):
+        search.copy({search.seed: 2}).fit(table)
+    with pytest.raises(ValueError, match=r"begun with others: batchSize: 32 -> 16; set them back"):
+        search.copy({trainer.batchSize: 16}).fit(table)
+
+
+@pytest.mark.slow
+def test_a_failed_member_is_replaced_and_an_evaluator_judges(table: Any, tmp_path: Path) -> None:
+    trainer = estimator(tmp_path, optimizer="sgd", epochs=2)
+    trainer.clear(trainer.validationIndicatorCol)
+    search = PopulationSearch(
+        estimator=trainer,
+        space={"learningRate": Choice([0.1, 1e30])},
+        evaluator=BinaryClassificationEvaluator(),
+        population=4,
+        parallelism=2,
+        seed=0,
+    )
+    model = search.fit(table)
+    first = model.trials[model.trials["round"] == 0].set_index("member")
+    assert set(first["state"]) == {"complete", "failed"}, "the seed draws both"
+    assert (first["state"] == "failed").equals(first["learningRate"] == 1e30)
+    second = model.trials[model.trials["round"] == 1].set_index("member")
+    well = set(first.index[first["state"] == "complete"])
+    assert set(second["copied_from"].astype(int)) <= well
+    assert model.bestParams == {"learningRate": 0.1}
+    hopeless = search.copy({search.space: {"learningRate": Choice([1e30])}})
+    with pytest.raises(RuntimeError, match="all members of the population failed in round 0; the last one: "):
+        hopeless.fit(table)
+    assert [path.name.split("-")[0] for path in tmp_path.iterdir()] == ["run"]

@@ -1,0 +1,421 @@
+"""`OptunaSearch` in a real session: trials on gangs, one write, pruning, going on, saving, refusals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.evaluation import BinaryClassificationEvaluator
+from pyspark.ml.functions import array_to_vector
+from pyspark.sql import functions as F
+
+from ringspark.estimators import Callback, TorchClassifier, TrainingState
+from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.stages import fit_data
+from ringspark.extras.search import Choice, IntRange, OptunaSearch, PopulationSearch, SearchModel, Uniform
+from ringspark.models import ModelSpec
+from ringspark.pipelines import write_shards
+
+optuna = pytest.importorskip("optuna")
+
+pytestmark = pytest.mark.spark
+
+MLP = ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 2})
+SPACE = {
+    "learningRate": Uniform(1e-3, 1.0, log=True),
+    "batchSize": IntRange(16, 64, step=16),
+    "model.hidden": Choice([[4], [8, 8]]),
+}
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any) -> Any:
+    return small_table(spark)
+
+
+def small_table(spark: Any) -> Any:
+    """240 rows of two numbers and a class, a fifth to be held out: the same bytes in every session."""
+    plain = spark.range(0, 240, 1, 2).selectExpr(
+        "id", "sin(id) as a", "cos(1.7 * id) as b", "id % 5 = 0 as held"
+    )
+    features = array_to_vector(F.array("a", "b")).alias("features")
+    return plain.select("*", features, F.expr("cast(a + b > 0 as double) as label"))
+
+
+def estimator(folder: Path, **params: Any) -> TorchClassifier:
+    return TorchClassifier(
+        **{
+            "model": MLP,
+            "epochs": 3,
+            "batchSize": 32,
+            "metrics": ["auroc"],
+            "validationIndicatorCol": "held",
+            "storageUri": str(folder),
+            "showProgress": False,
+        }
+        | params
+    )
+
+
+@pytest.fixture(scope="module")
+def found(table: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[OptunaSearch, SearchModel, Path]:
+    """A search, its result and the folder that it wrote into."""
+    folder = tmp_path_factory.mktemp("search")
+    writes: list[str] = []
+
+    def write(df: Any, uri: str, **options: Any) -> Any:
+        writes.append(uri)
+        return write_shards(df, uri, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit_data, "write_shards", write)
+        search = OptunaSearch(
+            estimator=estimator(folder),
+            space=SPACE,
+            monitor="validation_auroc",
+            numTrials=4,
+            parallelism=2,
+            seed=7,
+        )
+        model = search.fit(table)
+    assert len(writes) == 1, "all trials read one write"
+    return search, model, folder
+
+
+def test_the_best_trial_is_the_model(found: Any, table: Any) -> None:
+    _, model, folder = found
+    trials = model.trials
+    assert list(trials["number"]) == list(range(4))
+    done = trials[trials["state"] == "complete"]
+    best = done.loc[done["value"].idxmax()]
+    assert model.bestParams["learningRate"] == best["learningRate"]
+    assert model.bestModel.getModel().kwargs["hidden"] == model.bestParams["model.hidden"]
+    history = model.bestModel.summary.history
+    assert best["value"] == history["validation_auroc"].iloc[-1]
+    assert best["epochs"] == len(history) == 3
+    assert "prediction" in model.transform(table).columns
+    assert [path.name.split("-")[0] for path in folder.iterdir()] == ["run"], "only the best one is kept"
+
+
+@pytest.mark.slow
+def test_a_search_and_its_result_survive_a_save_without_pickle(
+    found: Any, table: Any, tmp_path: Path
+) -> None:
+    search, model, _ = found
+    search.copy({search.evaluator: BinaryClassificationEvaluator()}).save(str(tmp_path / "search"))
+    model.save(str(tmp_path / "model"))
+    assert not list(tmp_path.rglob("objects.pkl"))
+    again = OptunaSearch.load(str(tmp_path / "search"))
+    assert again.getSpace() == SPACE
+    assert again.getEstimator().getModel() == MLP
+    assert again.getEvaluator().getMetricName() == "areaUnderROC"
+    assert again.getNumTrials() == 4
+    loaded = SearchModel.load(str(tmp_path / "model"))
+    pd.testing.assert_frame_equal(loaded.trials, model.trials)
+    assert loaded.bestParams == model.bestParams
+    expected = model.transform(table).select("id", "probability").collect()
+    assert loaded.transform(table).select("id", "probability").collect() == expected
+    PipelineModel([model]).write().overwrite().save(str(tmp_path / "pipeline"))
+    (stage,) = PipelineModel.load(str(tmp_path / "pipeline")).stages
+    assert stage.bestParams == model.bestParams
+
+
+@pytest.mark.parametrize(
+    ("params", "sentence"),
+    [
+        (
+            {"space": {"learningrate": Uniform(0, 1)}},
+            "no Param of TorchClassifier; did you mean",
+        ),
+        ({"space": {"learningRate": Uniform(0, 1)}}, "learningRate must be above 0 and finite, got 0.0"),
+        ({"space": {"epochs": Choice([1, "two"])}}, "epochs must be a whole number, got 'two'"),
+        ({"space": {"model.width": Choice([1])}}, "model 'mlp' does not take these arguments: .*'width'"),
+        ({"space": {"runUri": Choice(["a"])}}, "space must not hold 'runUri'"),
+        ({"pruner": "medan"}, "pruner must be one of .* got 'medan'; did you mean 'median'"),
+        ({"sampler": 3}, "sampler must be a name or an optuna sampler, got 3"),
+        ({"monitor": "validation_auc"}, "monitor 'validation_auc' is no entry of this training's history"),
+        ({"runUri": "s3://bucket/search"}, "runUri of a search must lie on a disk"),
+        ({"estimator": BinaryClassificationEvaluator}, "estimator must be an estimator"),
+        ({"space": None}, "OptunaSearch needs a space"),
+        ({"space": {"learningRate": 0.1}}, "space must give 'learningRate' a range"),
+    ],
+)
+def test_a_mistake_is_refused_before_anything_starts(
+    table: Any, tmp_path: Path, params: dict[str, Any], sentence: str
+) -> None:
+    given = {"estimator": estimator(tmp_path), "space": {"learningRate": Uniform(0.01, 0.1)}} | params
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        OptunaSearch(**given).fit(table)
+    assert not any(path.name.startswith("run-") for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "told"),
+    [
+        (OptunaSearch, ["owner.json", "shards/part-0.parquet"], r"owner\.json"),
+        (OptunaSearch, ["owner.json", "run.json", "shards-0123456789ab/manifest.json"], r"run\.json"),
+        (OptunaSearch, ["owner.json", "population.json", "rows.json"], r"population\.json"),
+        (PopulationSearch, ["owner.json", "run.json", "round-0"], r"run\.json"),
+        (PopulationSearch, ["journal.log", "owner.json", "rows.json"], r"journal\.log"),
+    ],
+)
+def test_the_folder_of_a_training_or_of_another_search_is_refused(
+    table: Any, tmp_path: Path, kind: Any, names: list[str], told: str
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    search = kind(estimator=estimator(tmp_path), space={"learningRate": Uniform(0.01, 0.1)})
+    with pytest.raises(ValueError, match=f"a search by {kind.__name__}, but .* holds '{told}'; give another"):
+        search.copy({search.runUri: str(tmp_path)}).fit(table)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_no_pruner_is_no_pruning_and_not_the_default() -> None:
+    assert OptunaSearch().getPruner() == "median"
+    assert OptunaSearch(pruner=None).getPruner() == OptunaSearch().setPruner(None).getPruner() == "none"
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Uniform(2, 1), "Uniform runs from low to high, got low 2 and high 1"),
+        (lambda: Uniform(0, 1, log=True), "low of Uniform must be above 0 with log=True"),
+        (lambda: IntRange(1, 8, log=True, step=2), "takes log or step, not both"),
+        (lambda: IntRange(0.5, 2), "low of IntRange must be a whole number, got 0.5"),  # type: ignore[arg-type]
+        (lambda: Choice("adam"), "Choice takes a list"),
+    ],
+)
+def test_a_range_refuses_what_it_cannot_draw(make: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make()
+
+
+def test_choices_that_optuna_cannot_record_keep_their_types() -> None:
+    values = [[8], [8, 8], None, 1, True, 1.0, MLP]
+    choice = Choice(values)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    drawn = [choice.suggest(study.ask(), "x") for _ in range(60)]
+    assert {repr(value) for value in drawn} == {repr(value) for value in values}
+
+
+def test_without_optuna_a_sentence_says_what_to_install(
+    table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    search = OptunaSearch(estimator=estimator(tmp_path), space=SPACE)
+    with pytest.raises(ValueError, match=re.escape("pip install 'ringspark[search]'")):
+        search.fit(table)
+
+
+class Paced(Callback):
+    """Epochs that last, and a file for each of rank 0."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        time.sleep(0.1)
+        if state.rank == 0:
+            rate = state.optimizer.param_groups[0]["lr"]
+            Path(self._folder, f"{rate:g}-{state.epoch}").touch()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("collective", ["torch", "horovod"])
+def test_a_pruned_trial_stops_its_gang_and_leaves_its_slots(
+    table: Any, spark: Any, tmp_path: Path, collective: str
+) -> None:
+    if collective == "horovod":
+        pytest.importorskip("horovod")
+    epochs = tmp_path / "epochs"
+    epochs.mkdir()
+    trainer = estimator(
+        tmp_path / "runs", epochs=40, numWorkers=2, collective=collective, callbacks=[Paced(str(epochs))]
+    )
+    search = OptunaSearch(
+        estimator=trainer,
+        space={"learningRate": Choice([1e-9, 0.1])},
+        monitor="validation_auroc",
+        numTrials=4,
+        sampler=optuna.samplers.GridSampler({"learningRate": [1e-9, 0.1]}, seed=0),
+        pruner=optuna.pruners.ThresholdPruner(lower=0.9, n_warmup_steps=5),
+    )
+    trials = search.copy({search.numTrials: 2}).fit(table).trials.set_index("learningRate")
+    assert dict(trials["state"]) == {1e-9: "pruned", 0.1: "complete"}
+    assert dict(trials["epochs"]) == {1e-9: 5, 0.1: 40}
+    assert 5 <= len(list(epochs.glob("1e-09-*"))) < 20
+    assert [path.name.split("-")[0] for path in (tmp_path / "runs").iterdir()] == ["run"]
+    assert spark.range(0, 4, 1, 4).count() == 4
+
+
+class WaitsForTheNextTrial(Paced):
+    """The trial of rate 0.1 does not end before the one of rate 0.2 has begun."""
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        super().on_epoch_end(state)
+        rate = state.optimizer.param_groups[0]["lr"]
+        if state.rank != 0 or rate != 0.1 or state.epoch < 20:
+            return
+        ends = time.monotonic() + 120
+        while not list(Path(self._folder).glob("0.2-*")):
+            if time.monotonic() > ends:
+                raise RuntimeError("the slots of the pruned trial did not become free")
+            time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_the_next_trial_starts_on_a_pruned_one_s_slots_while_its_neighbour_trains(
+    table: Any, tmp_path: Path
+) -> None:
+    epochs = tmp_path / "epochs"
+    epochs.mkdir()
+    trainer = estimator(
+        tmp_path / "runs",
+        epochs=24,
+        numWorkers=2,  # two gangs take the session's four slots
+        collective="torch",
+        callbacks=[WaitsForTheNextTrial(str(epochs))],
+    )
+    search = OptunaSearch(
+        estimator=trainer,
+        space=lambda trial: {trainer.learningRate: [0.1, 1e-9, 0.2][trial.number]},
+        monitor="validation_auroc",
+        numTrials=3,
+        parallelism=2,
+        pruner=optuna.pruners.ThresholdPruner(lower=0.9, n_warmup_steps=5),
+    )
+    assert list(search.fit(table).trials["state"]) == ["complete", "pruned", "complete"]
+
+
+@pytest.mark.slow
+def test_a_trial_that_fails_is_counted_and_the_search_goes_on(table: Any, tmp_path: Path) -> None:
+    trainer = estimator(tmp_path, optimizer="sgd", onNonFinite="stop")
+    search = OptunaSearch(
+        estimator=trainer,
+        space=lambda trial: {trainer.learningRate: [0.1, 1e30, 0.2][trial.number]},
+        numTrials=3,
+        pruner="none",
+    )
+    model = search.fit(table)
+    assert list(model.trials["state"]) == ["complete", "failed", "complete"]
+    assert "is not finite" in model.trials["reason"][1] or "FloatingPointError" in model.trials["reason"][1]
+    assert model.bestParams["learningRate"] in (0.1, 0.2)
+    hopeless = search.copy({search.space: lambda trial: {trainer.learningRate: 1e30}, search.numTrials: 2})
+    with pytest.raises(RuntimeError, match="none of the search's trials has finished; the last one failed: "):
+        hopeless.fit(table)
+
+
+@pytest.mark.slow
+def test_an_evaluator_judges_rows_that_no_trial_trained_on(table: Any, tmp_path: Path) -> None:
+    # Its own fraction has the search's seed, and is drawn from the rest all the same.
+    trainer = estimator(tmp_path, seed=3, validationFraction=0.25)
+    trainer.clear(trainer.validationIndicatorCol)
+    search = OptunaSearch(
+        estimator=trainer,
+        space={"learningRate": Uniform(1e-3, 1e-1, log=True)},
+        evaluator=BinaryClassificationEvaluator(metricName="areaUnderROC"),
+        numTrials=2,
+        trainRatio=0.6,
+        seed=3,
+    )
+    model = Pipeline(stages=[search]).fit(table).stages[0]
+    with search._split(table, CheckedFit.of(trainer, table)) as parts:
+        kept = [{row.id for row in part.collect()} for part in parts]
+        # Also where Spark has the rows in another order.
+        with search._split(table.repartition(5, "a"), CheckedFit.of(trainer, table)) as again:
+            assert [{row.id for row in part.collect()} for part in again] == kept
+    assert not kept[0] & kept[1]
+    assert kept[0] | kept[1] == set(range(240))
+    assert 0.25 * 240 < len(kept[1]) < 0.55 * 240
+    rows = model.bestModel.summary.epochs[0].rows
+    assert 0.55 * len(kept[0]) < rows < 0.95 * len(kept[0])
+    held_out = parts[1]
+    value = search.getEvaluator().evaluate(model.transform(held_out))
+    assert value == pytest.approx(model.trials["value"].max(), abs=1e-12)
+
+
+def test_an_evaluator_judges_the_rows_of_any_indicator_that_fit_takes(table: Any, tmp_path: Path) -> None:
+    frame = table.withColumn("is.held", F.col("held").cast("int"))
+    trainer = estimator(tmp_path, validationIndicatorCol="is.held")
+    search = OptunaSearch(estimator=trainer, evaluator=BinaryClassificationEvaluator())
+    with search._split(frame, CheckedFit.of(trainer, frame)) as (training, held_out):
+        assert training.count() == 240
+        assert {row.id for row in held_out.collect()} == set(range(0, 240, 5))
+
+
+SEARCH = {"space": SPACE, "monitor": "validation_loss", "numTrials": 6, "pruner": "hyperband", "seed": 1}
+
+KILLED_DRIVER = """
+import sys
+from tests.extras.search.test_search import SEARCH, Paced, estimator, small_table
+from pathlib import Path
+from pyspark.sql import SparkSession
+from ringspark.extras.search import OptunaSearch
+
+folder = Path(sys.argv[1])
+spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+trainer = estimator(folder / "store", callbacks=[Paced(str(folder / "epochs"))], epochs=4)
+OptunaSearch(estimator=trainer, runUri=str(folder / "search"), **SEARCH).fit(small_table(spark))
+"""
+
+
+def without_seconds(model: SearchModel) -> pd.DataFrame:
+    return model.trials.drop(columns="seconds")
+
+
+@pytest.mark.slow
+def test_a_killed_search_goes_on_to_the_trials_of_an_undisturbed_one(table: Any, tmp_path: Path) -> None:
+    (tmp_path / "epochs").mkdir()
+    trainer = estimator(tmp_path / "store", epochs=4, callbacks=[Paced(str(tmp_path / "epochs"))])
+    expected = OptunaSearch(estimator=trainer, **SEARCH).fit(table)
+    again = OptunaSearch(estimator=trainer, **SEARCH).fit(table)
+    pd.testing.assert_frame_equal(without_seconds(again), without_seconds(expected), check_exact=True)
+
+    for file in (tmp_path / "epochs").iterdir():
+        file.unlink()
+    folder = tmp_path / "search"
+    driver = subprocess.Popen(
+        [sys.executable, "-c", KILLED_DRIVER, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])},
+    )
+    try:
+        while not (folder / "trials" / "2" / "history.json").exists():
+            assert driver.poll() is None
+            time.sleep(0.05)
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+    study = optuna.load_study(
+        study_name=None,
+        storage=optuna.storages.JournalStorage(
+            optuna.storages.journal.JournalFileBackend(str(folder / "journal.log"))
+        ),
+    )
+    assert [trial.state.name for trial in study.trials][-1] == "RUNNING"
+    search = OptunaSearch(estimator=trainer, runUri=str(folder), **SEARCH)
+    resumed = search.fit(table)
+    pd.testing.assert_frame_equal(without_seconds(resumed), without_seconds(expected), check_exact=True)
+    states = [model.bestModel.module().state_dict() for model in (resumed, expected)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+    # A finished search trains nothing, and gives the same model.
+    once_more = search.fit(table)
+    pd.testing.assert_frame_equal(once_more.trials, resumed.trials, check_exact=True)
+    more = search.copy({search.numTrials: 7}).fit(table)
+    assert len(more.trials) == 7
+    with pytest.raises(ValueError, match=r"begun with others: seed: 1 -> 2; set them back"):
+        search.copy({search.seed: 2}).fit(table)
+    with pytest.raises(ValueError, match=r"begun with other data: train rows: 192 -> 191"):
+        search.fit(table.where("id > 1"))

@@ -1,0 +1,357 @@
+"""How much of the communication is hidden: the arithmetic, what ranks note, what a training tells."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_training import config_of, train_ranks
+from torch import nn
+from waiting import wait_for
+
+from ringspark.estimators import WorkerError
+from ringspark.estimators.collectives import COLLECTIVES, Collective, CollectiveError
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.collectives.operation_times import OperationTime
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
+from ringspark.estimators.stages.summary import TrainingSummary
+from ringspark.estimators.training.observation import intervals
+from ringspark.estimators.training.observation.overlap import StepOverlap, hidden_and_total
+from ringspark.estimators.training.observation.timeline import NO_TIMELINE, now_ns
+from ringspark.estimators.training.phase import Status
+from ringspark.extras.timeline.clocks import ClockOffset, SharedMoment
+from ringspark.extras.timeline.span_file import OperationSpan, RankSpans, StepSpans
+from ringspark.extras.timeline.trace import chrome_trace, slices_of, spans_of, time_shares
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest
+
+WATCHER = "ringspark-operations"
+GANGS = [name for name in COLLECTIVES if name != "local"]
+SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [16, 16], "out_features": 1})
+MakeShards = Callable[..., ShardManifest]
+
+
+@pytest.fixture
+def manifest(make_shards: MakeShards) -> ShardManifest:
+    """26 steps of at most 32 rows an epoch."""
+    x = np.random.default_rng(0).normal(size=(803, 4)).astype(np.float32)
+    return make_shards({"x": x, "y": x.sum(1)})
+
+
+# ------------------------------------------------------------------------------ arithmetic
+
+INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
+
+
+def _points(some: list[tuple[int, int]]) -> set[int]:
+    return {point for begin, end in some for point in range(begin, end)}
+
+
+@given(INTERVALS, INTERVALS)
+def test_sets_of_intervals_are_sets_of_points(
+    left: list[tuple[int, int]], right: list[tuple[int, int]]
+) -> None:
+    one, other = intervals.union(left), intervals.union(right)
+    for joined in (one, other):
+        assert all(begin < end for begin, end in joined)
+        assert all(before[1] < after[0] for before, after in pairwise(joined))
+    assert _points(one) == _points(left)
+    for found, expected in (
+        (intervals.intersection(one, other), _points(left) & _points(right)),
+        (intervals.difference(one, other), _points(left) - _points(right)),
+    ):
+        assert _points(found) == expected
+        assert intervals.length(found) == len(expected)
+
+
+def _operation(begin: int, end: int, *blocked: tuple[int, int]) -> OperationTime:
+    return OperationTime(name="sum", ready_ns=begin, begin_ns=begin, end_ns=end, blocked=blocked)
+
+
+@pytest.mark.parametrize(
+    ("operations", "computing", "expected"),
+    [
+        # Two sums at a time count once; half of their time is beside the backward pass.
+        ([_operation(10, 30), _operation(20, 50)], [(0, 30)], (20, 40)),
+        # What is waited for within the backward pass is not hidden there.
+        ([_operation(10, 40, (25, 40))], [(0, 60)], (15, 30)),
+        # Nor does a second sum, waited for, hide the first.
+        ([_operation(10, 40), _operation(20, 30, (20, 30))], [(0, 40)], (20, 30)),
+        ([], [(0, 40)], (0, 0)),
+    ],
+)
+def test_what_a_rank_waits_for_is_not_hidden(
+    operations: list[OperationTime], computing: list[tuple[int, int]], expected: tuple[int, int]
+) -> None:
+    assert hidden_and_total(operations, computing) == expected
+
+
+@pytest.mark.parametrize(("num_steps", "expected"), [(1, 1), (2, 1), (13, 1), (40, 3)])
+def test_measured_steps_are_spread_over_an_epoch_and_a_short_one_has_one(
+    num_steps: int, expected: int
+) -> None:
+    """Where the ranks meet now and then, all are measured; where a library sends past them, none."""
+    for in_every_step, sees_all in ((True, True), (False, True), (True, False)):
+        collective = LocalCollective()
+        collective.operations.in_every_step = in_every_step
+        collective.operations.sees_all = sees_all
+        overlap = StepOverlap(collective, NO_TIMELINE)
+        for number in range(num_steps):
+            with overlap.step(number, num_steps):
+                pass
+        found = overlap.taken()
+        if not sees_all:
+            assert found is None
+            continue
+        assert found is not None
+        assert (found.taken, found.measured) == (num_steps, expected if in_every_step else num_steps)
+
+
+# ------------------------------------------------------------------------------ ranks
+
+
+BucketBytes = int | Literal["chosen"] | None
+WIDTH = 300
+LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)
+# Six layers have a little more than 2 MiB, so over a network they go in buckets of a little more than 1 MiB.
+CASES: dict[str, BucketBytes] = {"buckets": 2 * LAYER_BYTES, "flat": None, "chosen": "chosen"}
+
+
+class Training:
+    """A network whose gradients go in buckets, or in one message."""
+
+    def __init__(self, collective: Collective, bucket_bytes: BucketBytes) -> None:
+        torch.manual_seed(0)
+        self.network = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+        optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1)
+        self._sync = SummedGradients(self.network, optimizer, collective, bucket_bytes=bucket_bytes)
+        self._x = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(collective.rank))
+
+    def step(self) -> list[tuple[int, int]]:
+        """Takes a step; returns when it computed."""
+        begin = now_ns()
+        with self._sync.micro_batch(last=True):
+            self._sync.module(self._x).square().mean().backward()
+        end = now_ns()
+        self._sync.reduce()
+        self._sync.optimizer.step()
+        return [(begin, end)]
+
+
+def _noted_steps(collective: Collective, device: str, status: Status) -> str:
+    """What trainings note, in buckets and flat, and whether their weights are those of unwatched ones."""
+    told: dict[str, Any] = {}
+    for name, bucket_bytes in CASES.items():
+        watched, alone = Training(collective, bucket_bytes), Training(collective, bucket_bytes)
+        operations: tuple[OperationTime, ...] = ()
+        shares = []
+        for _ in range(3):
+            alone.step()
+            assert collective.operations.take() == ()
+            collective.operations.start()
+            computing = watched.step()
+            operations = collective.operations.take()
+            shares.append(hidden_and_total(operations, computing))
+        told[name] = {
+            "names": [o.name for o in operations],
+            "ordered": all(o.ready_ns <= o.begin_ns <= o.end_ns <= now_ns() for o in operations),
+            "in turn": all(a.begin_ns <= b.begin_ns for a, b in pairwise(operations)),
+            "backward": computing[-1],
+            "ready": [o.ready_ns for o in operations],
+            "hidden": [hidden for hidden, _ in shares],
+            "total": [total for _, total in shares],
+            "same": all(
+                torch.equal(a, b)
+                for a, b in zip(watched.network.parameters(), alone.network.parameters(), strict=True)
+            ),
+        }
+    collective.operations.start()
+    part = collective.start_reduce_scatter(torch.arange(8.0), [4, 4])()
+    (scattered,) = collective.operations.take()
+    told["part"] = part.tolist()
+    told["scattered"] = [scattered.name, scattered.begin_ns <= scattered.end_ns, len(scattered.blocked)]
+    return json.dumps(told)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", GANGS)
+def test_ranks_note_each_bucket_and_sum_the_same_bits(
+    collective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RINGSPARK_SHARED_MEMORY", "0")
+    for rank, text in enumerate(run_spawned(2, collective, _noted_steps)):
+        told = json.loads(text)
+        buckets, flat = told["buckets"], told["flat"]
+        assert buckets["names"] == ["gradients.0", "gradients.1", "gradients.2"]
+        assert flat["names"] == ["gradients.0"]
+        assert told["chosen"]["names"] == ["gradients.0", "gradients.1"]
+        for case in (buckets, flat, told["chosen"]):
+            assert case["ordered"]
+            assert case["in turn"]
+            assert case["same"]
+            assert all(
+                0 <= hidden <= total for hidden, total in zip(case["hidden"], case["total"], strict=True)
+            )
+            assert min(case["total"]) > 0
+        # The first bucket's gradients are complete while the backward pass goes on.
+        assert buckets["ready"][0] < buckets["backward"][1]
+        assert min(buckets["hidden"]) > 0
+        assert flat["hidden"] == [0, 0, 0]
+        assert told["part"] == (2 * torch.arange(8.0))[4 * rank : 4 * rank + 4].tolist()
+        assert told["scattered"] == ["reduce_scatter", True, 2]
+
+
+@pytest.mark.distributed
+def test_through_shared_memory_nothing_is_hidden() -> None:
+    """There a sum takes place when it is waited for."""
+    for text in run_spawned(2, "torch", _noted_steps):
+        told = json.loads(text)
+        assert told["buckets"]["hidden"] == told["flat"]["hidden"] == [0, 0, 0]
+        assert told["chosen"]["names"] == ["gradients.0"]
+        assert min(told["buckets"]["total"]) > 0
+
+
+def _sockets() -> int:
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return sum("socket:" in os.readlink(link) for link in links if os.path.islink(link))
+
+
+def _leaves_a_sum(path: str, notes: bool, collective: Collective, device: str, status: Status) -> str:
+    """Rank 0 leaves with a sum under way that rank 1 never begins; it writes down what it holds then."""
+    collective.barrier()
+    if collective.rank == 1:
+        # Any call would be the sum that rank 0 has begun. Gloo keeps who leaves until a peer leaves too.
+        wait_for("rank 0 to leave", Path(f"{path}-leaves").exists, 60)
+        raise CollectiveError("rank 0 leaves")
+    if notes:
+        collective.operations.start()
+    wait = collective.start_sum(torch.ones(1_000), "alone")
+    looked = WATCHER in {thread.name for thread in threading.enumerate()}
+    del wait
+    Path(f"{path}-leaves").touch()
+    collective.abort()
+    left = WATCHER in {thread.name for thread in threading.enumerate()}
+    Path(path).write_text(json.dumps({"looked": looked, "left": left, "sockets": _sockets()}))
+    raise CollectiveError("this rank has left")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", GANGS)
+def test_a_rank_that_leaves_keeps_no_thread_and_no_connection(
+    collective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RINGSPARK_SHARED_MEMORY", "0")
+    told = {}
+    for notes in (False, True):
+        path = tmp_path / f"told-{notes}"
+        with pytest.raises(WorkerError):
+            run_spawned(2, collective, partial(_leaves_a_sum, str(path), notes), timeout_seconds=20)
+        told[notes] = json.loads(path.read_text())
+    assert not told[False]["looked"]
+    assert told[True]["looked"]
+    assert not told[True]["left"]
+    assert told[True]["sockets"] == told[False]["sockets"]
+
+
+# ------------------------------------------------------------------------------ a training
+
+
+@pytest.mark.distributed
+def test_a_training_tells_the_share_and_its_timeline_shows_the_sums(
+    manifest: ShardManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RINGSPARK_SHARED_MEMORY", "0")
+    config = config_of(
+        manifest,
+        tmp_path / "run",
+        model=SPEC.to_json(),
+        num_workers=2,
+        collective="torch",
+        timeline_every_steps=4,
+    )
+    result = train_ranks(config)[0]
+    for row in TrainingSummary.of(result).history.itertuples():
+        # A few steps stand for all: on a loaded machine that may be more than the epoch took.
+        assert row.communication_seconds > 0
+        assert 0 <= row.communication_hidden <= 1
+    ranks = spans_of(result.run_uri)
+    for spans in ranks:
+        for step in spans.steps:
+            assert "gradients.0" in {name for name, *_ in step.operations}
+            backward = max(end for kind, _, end in step.spans if kind == "backward")
+            for name, ready, begin, end in step.operations:
+                assert step.begin_ns <= ready <= begin <= end <= step.end_ns
+                # All of it goes in one message, after the pass.
+                assert name != "gradients.0" or begin >= backward
+    pieces = slices_of(ranks)
+    assert {piece.kind for piece in pieces if piece.lane} >= {"gradients.0"}
+    for own in time_shares(result.run_uri).values():
+        assert sum(own.values()) == pytest.approx(1)
+        assert "gradients.0" not in own
+    named = {
+        e["args"]["name"] for e in chrome_trace(result.run_uri)["traceEvents"] if e["name"] == "thread_name"
+    }
+    assert named == {f"rank {rank}{row}" for rank in (0, 1) for row in ("", ", communication")}
+
+
+@pytest.mark.distributed
+def test_a_pipeline_does_not_pass_for_a_training_without_communication(
+    manifest: ShardManifest, tmp_path: Path
+) -> None:
+    """Its stages send, and no sum is under way: that was told as 0 seconds."""
+    config = config_of(
+        manifest,
+        tmp_path / "run",
+        model=SPEC.to_json(),
+        num_workers=2,
+        collective="torch",
+        parallelism={"pipeline": 2},
+        gradient_accumulation=2,
+    )
+    for row in TrainingSummary.of(train_ranks(config)[0]).history.itertuples():
+        assert row.bytes_sent > 0
+        assert row.communication_seconds is None
+        assert row.communication_hidden is None
+
+
+def _spans(*operations: OperationSpan) -> RankSpans:
+    """One step of one rank."""
+    step = StepSpans(epoch=1, step=1, rows=8, begin_ns=0, end_ns=100, spans=(), operations=operations)
+    return RankSpans(
+        rank=0,
+        size=1,
+        host="here",
+        every=1,
+        taken_steps=1,
+        left_out=0,
+        moment=SharedMoment(clock_ns=0, unix_ns=0),
+        offsets=(ClockOffset(at_ns=0, offset_ns=0, error_ns=0),),
+        steps=(step,),
+        rare=(),
+    )
+
+
+def test_sums_at_a_time_have_threads_of_their_own_in_the_trace() -> None:
+    """Perfetto drops a slice that overlaps another one of its thread in part."""
+    spans = _spans(("a", 0, 10, 40), ("b", 5, 20, 50), ("c", 30, 40, 60), ("d", 45, 45, 70))
+    lanes = {piece.kind: piece.lane for piece in slices_of([spans]) if piece.lane}
+    assert lanes == {"a": 1, "b": 2, "c": 1, "d": 3}
+
+
+def test_a_timeline_of_before_operations_were_recorded_is_read() -> None:
+    old = json.loads(_spans().to_json())
+    for step in old["steps"]:
+        del step["operations"]
+    assert RankSpans.from_json(json.dumps(old).encode()) == _spans()

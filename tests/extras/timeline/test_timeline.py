@@ -1,0 +1,321 @@
+"""The timeline of a training: what each rank records, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from small_training import config_of, train_ranks, weights_of
+from torch import nn
+
+from ringspark.estimators import run_layout
+from ringspark.estimators.collectives import COLLECTIVES, Collective
+from ringspark.estimators.launch.local import run_spawned, train_here
+from ringspark.estimators.stages.summary import TrainingSummary
+from ringspark.estimators.training.observation import background_file
+from ringspark.estimators.training.observation.timeline import NO_TIMELINE, now_ns
+from ringspark.estimators.training.phase import Status
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.timeline import rank_timeline as timeline
+from ringspark.extras.timeline.clocks import ClockOffset, SharedMoment, measure_offset, offset_at
+from ringspark.extras.timeline.span_file import RankSpans, StepSpans, read_spans
+from ringspark.extras.timeline.trace import OTHER, Slice, slices_of, spans_of, time_shares
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest, storage
+
+# What a rank records is the same with each collective, so one of them is enough in the fast tests.
+GANGS = [
+    pytest.param(name, marks=() if name == "torch" else pytest.mark.slow)
+    for name in COLLECTIVES
+    if name != "local"
+]
+SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [16, 16], "out_features": 1})
+SHIFT_NS = 5_000_000_000
+MakeShards = Callable[..., ShardManifest]
+_config = partial(config_of, model=SPEC.to_json())
+
+
+@pytest.fixture
+def manifest(make_shards: MakeShards) -> ShardManifest:
+    """23 steps of at most 32 rows an epoch, and held-out rows."""
+    x = np.random.default_rng(0).normal(size=(803, 4)).astype(np.float32)
+    return make_shards({"x": x, "y": x.sum(1)}, validation=np.arange(803) % 10 == 0)
+
+
+# ------------------------------------------------------------------------------ clocks
+
+
+def _compare_shifted(collective: Collective, device: str, status: Status) -> str:
+    """Rank 1's clock is 5 s ahead, and rank 2's 10 s behind."""
+    shift = (0, SHIFT_NS, -2 * SHIFT_NS)[collective.rank]
+    found, moment = measure_offset(collective, lambda: now_ns() + shift)
+    return json.dumps([found.offset_ns - shift, found.error_ns, moment.unix_ns])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", GANGS)
+def test_a_shifted_clock_is_found_within_its_own_bound(collective: str) -> None:
+    """The ranks of one host have one clock, so the shift is the whole difference."""
+    first, *others = [json.loads(text) for text in run_spawned(3, collective, _compare_shifted)]
+    assert first[:2] == [0, 0]
+    for wrong_by, error, unix in others:
+        assert abs(wrong_by) <= error < SHIFT_NS / 10
+        assert unix == first[2]
+
+
+def test_between_two_comparisons_a_clock_drifts_evenly() -> None:
+    known = tuple(ClockOffset(at_ns=at, offset_ns=offset, error_ns=1) for at, offset in ((100, 0), (200, 40)))
+    assert [offset_at(known, at) for at in (0, 100, 125, 200, 900)] == [0, 0, 10, 40, 40]
+
+
+# ------------------------------------------------------------------------------ a gang
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", GANGS)
+def test_every_nth_step_of_every_rank_is_on_one_axis(
+    manifest: ShardManifest, tmp_path: Path, collective: str
+) -> None:
+    config = _config(
+        manifest,
+        tmp_path / "run",
+        num_workers=3,
+        collective=collective,
+        timeline_every_steps=5,
+        checkpoint_every_steps=20,
+    )
+    result = train_ranks(config)[0]
+    ranks = spans_of(result.run_uri)
+    assert [spans.rank for spans in ranks] == [0, 1, 2]
+    assert len({spans.start for spans in ranks}) == 1
+    for spans in ranks:
+        assert [step.step for step in spans.steps] == list(range(5, 47, 5))
+        assert spans.taken_steps == 46
+        assert [rare.kind for rare in spans.rare].count("validation") == 2
+        assert [rare.step for rare in spans.rare if rare.kind == "checkpoint"] == [20, 40]
+    pieces = slices_of(ranks)
+    for rank in range(3):
+        _check_nesting([piece for piece in pieces if piece.rank == rank])
+    # Nobody leaves an exchange before the last has come, as far as the clocks can tell.
+    error = 2 * max(offset.error_ns for spans in ranks for offset in spans.offsets)
+    for step in range(5, 47, 5):
+        exchanges = [piece for piece in pieces if piece.step == step and piece.kind == "exchange"]
+        assert len(exchanges) == 3
+        assert max(e.begin_ns for e in exchanges) <= min(e.end_ns for e in exchanges) + error
+    rows = [sum(p.rows or 0 for p in pieces if p.is_whole and p.step == step) for step in range(5, 47, 5)]
+    assert set(rows) == {32}
+    for own in time_shares(result.run_uri).values():
+        assert sum(own.values()) == pytest.approx(1)
+        assert {"read", "forward", "backward", "exchange", "step", "checkpoint", "validation", OTHER} <= set(
+            own
+        )
+        assert all(0 <= share <= 1 for share in own.values())
+
+
+def _check_nesting(own: list[Slice]) -> None:
+    """Spans of one kind follow each other; parts lie inside of their step, a wait inside of its exchange."""
+    for kind in {piece.kind for piece in own if not piece.lane}:
+        same = [piece for piece in own if piece.kind == kind]
+        assert all(before.end_ns <= after.begin_ns for before, after in pairwise(same)), kind
+    parts = [piece for piece in own if not piece.is_whole and piece.kind != "wait" and not piece.lane]
+    assert all(before.end_ns <= after.begin_ns for before, after in pairwise(parts))
+    wholes = {piece.step: piece for piece in own if piece.is_whole}
+    for piece in own:
+        if piece.rows is not None and not piece.is_whole:
+            whole = wholes[piece.step]
+            assert whole.begin_ns <= piece.begin_ns <= piece.end_ns <= whole.end_ns
+        if piece.kind == "wait":
+            (exchange,) = (e for e in own if e.kind == "exchange" and e.begin_ns == piece.begin_ns)
+            assert piece.end_ns <= exchange.end_ns
+
+
+class _LateRank(nn.Module):
+    """A network of which one rank computes for longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.distributed.get_rank() == 1:
+            threading.Event().wait(0.05)
+        return cast("torch.Tensor", self.linear(x))
+
+
+@pytest.mark.distributed
+def test_the_others_wait_for_the_late_rank(manifest: ShardManifest, tmp_path: Path) -> None:
+    config = _config(
+        manifest,
+        tmp_path / "run",
+        model=None,
+        epochs=1,
+        num_workers=3,
+        collective="torch",
+        timeline_every_steps=4,
+    )
+    torch.manual_seed(0)
+    pieces = slices_of(spans_of(train_ranks(config, UserObjects(module=_LateRank()))[0].run_uri))
+    waits = [piece for piece in pieces if piece.kind == "wait"]
+    for step in range(4, 24, 4):
+        waited = {piece.rank: piece.end_ns - piece.begin_ns for piece in waits if piece.step == step}
+        assert waited.keys() >= {0, 2}
+        assert min(waited[0], waited[2]) > 10 * waited.get(1, 0)
+
+
+def test_a_wait_follows_the_exchange_that_encloses_it() -> None:
+    def spans(rank: int, begin_ns: int) -> RankSpans:
+        step = StepSpans(epoch=1, step=1, rows=1, begin_ns=0, end_ns=9, spans=(("exchange", begin_ns, 8),))
+        return RankSpans(
+            rank=rank,
+            size=2,
+            host="",
+            every=1,
+            taken_steps=1,
+            left_out=0,
+            moment=SharedMoment(clock_ns=0, unix_ns=0),
+            offsets=(ClockOffset(at_ns=0, offset_ns=0, error_ns=0),),
+            steps=(step,),
+            rare=(),
+        )
+
+    pieces = slices_of([spans(0, 0), spans(1, 5)])
+    assert [piece.kind for piece in pieces if piece.rank == 0] == ["step 1", "exchange", "wait"]
+
+
+# ------------------------------------------------------------------------------ what it leaves alone
+
+
+@pytest.mark.distributed
+def test_a_training_is_bitwise_the_same_with_it(manifest: ShardManifest, tmp_path: Path) -> None:
+    spec = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 1, "dropout": 0.3})
+    config = _config(manifest, tmp_path / "off", model=spec.to_json(), num_workers=2, collective="torch")
+    watched = replace(config, run_uri=str(tmp_path / "on"), timeline_every_steps=1, profile_steps=(3, 4))
+    off, on = (train_ranks(c)[0] for c in (config, watched))
+    assert torch.equal(weights_of(off, spec.build()), weights_of(on, spec.build()))
+    assert [r.train_loss for r in off.history] == [r.train_loss for r in on.history]
+    assert not (tmp_path / "off" / run_layout.TIMELINE).exists()
+    assert not (tmp_path / "off" / run_layout.PROFILE).exists()
+    assert len(read_spans(on.run_uri)) == 2
+
+
+def test_off_makes_no_object_in_a_step() -> None:
+    batches, state = iter(()), cast("Any", None)
+    assert NO_TIMELINE.steps(batches, state) is batches
+    assert NO_TIMELINE.span("forward") is NO_TIMELINE.span("backward")
+
+
+def test_a_store_that_refuses_the_files_ends_no_training(
+    manifest: ShardManifest, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "run").mkdir()
+    for name in (run_layout.TIMELINE, run_layout.PROFILE):
+        # A file where the folder should be: the file system refuses to write below it.
+        (tmp_path / "run" / name).write_bytes(b"")
+    result = train_here(_config(manifest, tmp_path / "run", timeline_every_steps=1, profile_steps=(2, 3)))
+    assert result.steps == 46
+    said = [record.getMessage() for record in caplog.records if "goes on without it" in record.getMessage()]
+    assert [text.split(" was not written")[0] for text in said] == ["the profile", "the timeline of rank 0"]
+
+
+def test_a_store_that_does_not_answer_holds_no_training_up(
+    manifest: ShardManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, write = threading.Event(), storage.write_atomic
+
+    def hang(uri: str, data: bytes, **options: Any) -> None:
+        if run_layout.TIMELINE in uri:
+            answers.wait(60)
+        write(uri, data, **options)
+
+    monkeypatch.setattr(storage, "write_atomic", hang)
+    monkeypatch.setattr(background_file, "END_SECONDS", 0.0)
+    monkeypatch.setattr(timeline, "WRITE_SECONDS", 0.0)
+    try:
+        assert train_here(_config(manifest, tmp_path / "run", timeline_every_steps=1)).steps == 46
+        assert not (tmp_path / "run" / run_layout.TIMELINE).exists()
+    finally:
+        answers.set()
+        for thread in threading.enumerate():
+            if thread.name == "ringspark-observation":
+                thread.join()
+
+
+# ------------------------------------------------------------------------------ the files
+
+
+def test_a_resumed_run_writes_a_file_of_its_own(manifest: ShardManifest, tmp_path: Path) -> None:
+    config = _config(
+        manifest, tmp_path / "run", num_workers=2, collective="torch", epochs=1, checkpoint_every_steps=10
+    )
+    first = train_ranks(replace(config, timeline_every_steps=2))[0]
+    # The checkpoint of step 20 is there, as `train_ranks` is no fit that would remove it.
+    again = train_ranks(replace(config, timeline_every_steps=1))[0]
+    assert again.resumed_steps == (20,)
+    early, late = ([spans for spans in read_spans(first.run_uri) if spans.every == every] for every in (2, 1))
+    assert [spans.rank for spans in early] == [spans.rank for spans in late] == [0, 1]
+    assert early[0].start < late[0].start
+    assert [step.step for step in late[0].steps] == [21, 22, 23]
+
+
+def test_the_file_has_a_bound_and_covers_the_whole_training(
+    manifest: ShardManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "MOST_SPANS", 40)
+    result = train_here(_config(manifest, tmp_path / "run", timeline_every_steps=1))
+    (spans,) = read_spans(result.run_uri)
+    assert spans.every == 8
+    assert [step.step for step in spans.steps] == [8, 16, 24, 32, 40]
+
+
+def test_a_step_of_many_micro_batches_has_a_bound(
+    manifest: ShardManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "MOST_SPANS_OF_A_STEP", 10)
+    config = _config(manifest, tmp_path / "run", timeline_every_steps=20, gradient_accumulation=16)
+    (spans,) = read_spans(train_here(config).run_uri)
+    assert [len(step.spans) for step in spans.steps] == [10, 10]
+    assert spans.left_out == 2 * (1 + 2 * 16 + 2 - 10)
+
+
+def test_the_trace_has_what_perfetto_needs(manifest: ShardManifest, tmp_path: Path) -> None:
+    result = train_here(_config(manifest, tmp_path / "run", timeline_every_steps=10))
+    path = str(tmp_path / "trace.json")
+    assert TrainingSummary.of(result).timeline(path) == path
+    trace = json.loads(Path(path).read_text())
+    events = trace["traceEvents"]
+    assert {event["ph"] for event in events} == {"X", "M"}
+    for event in events:
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["name"], str)
+        if event["ph"] == "X":
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+            assert {"epoch", "step"} <= event["args"].keys()
+    named = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert named == {"rank 0"}
+    assert {e["args"]["rows"] for e in events if e["name"] == "forward"} == {32}
+
+
+def test_without_a_timeline_the_trace_says_what_to_set(manifest: ShardManifest, tmp_path: Path) -> None:
+    summary = TrainingSummary.of(train_here(_config(manifest, tmp_path / "run")))
+    with pytest.raises(ValueError, match="has no timeline; set timelineEverySteps"):
+        summary.timeline(str(tmp_path / "trace.json"))
+
+
+# ------------------------------------------------------------------------------ the settings
+
+
+def test_both_settings_may_change_on_resume_and_travel_as_json() -> None:
+    config = TrainConfig(
+        shards_uri="", run_uri="", input_columns=("x",), label_columns=("y",), profile_steps=(10, 13)
+    )
+    assert TrainConfig.from_json(config.to_json()) == config

@@ -1,0 +1,141 @@
+"""The timeline of a fit on Spark one of whose workers is killed, as the file that Perfetto opens."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringspark.estimators import Callback, TorchRegressor, TrainingState
+from ringspark.extras.timeline.trace import time_shares
+from ringspark.models import ModelSpec
+
+MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
+RANKS, EPOCHS, STEPS, KILLED_AT = 3, 4, 24, 15
+
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.slow,
+    pytest.mark.skipif(not MASTER.startswith("local["), reason="hits processes of this host"),
+]
+
+
+class KilledOnce(Callback):
+    """Takes its time for each step; kills rank 1 in a step for as long as `path` is there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def on_step_end(self, state: TrainingState) -> None:
+        time.sleep(0.05)
+        if state.step == KILLED_AT and state.rank == 1 and os.path.exists(self._path):
+            os.unlink(self._path)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def trained(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("timeline")
+    (folder / "kills").touch()
+    frame = spark.range(0, 192, 1, 2)
+    frame = frame.selectExpr("array(sin(id), cos(id)) as features", "sin(2 * id) as label")
+    return TorchRegressor(
+        model=ModelSpec("mlp", {"in_features": 2, "hidden": [16], "out_features": 1}),
+        callbacks=[KilledOnce(folder / "kills")],
+        epochs=EPOCHS,
+        batchSize=32,
+        numWorkers=RANKS,
+        collective="torch",
+        runUri=str(folder / "run"),
+        checkpointEverySteps=5,
+        timelineEverySteps=1,
+        showProgress=False,
+    ).fit(frame)
+
+
+@pytest.fixture(scope="module")
+def events(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    path = str(tmp_path_factory.mktemp("trace") / "trace.json")
+    assert trained.summary.timeline(path) == path
+    found: list[dict[str, Any]] = json.loads(Path(path).read_text())["traceEvents"]
+    return found
+
+
+def test_the_trace_has_all_ranks_of_both_starts(trained: Any, events: list[dict[str, Any]]) -> None:
+    assert trained.summary.restarts == 1
+    (resumed,) = trained.summary.resumed_steps
+    wholes = [event for event in events if event.get("cat") == "whole step"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    steps: dict[tuple[str, int], list[int]] = {}
+    for event in wholes:
+        steps.setdefault((names[event["tid"]], event["args"]["start"]), []).append(event["args"]["step"])
+    second = {rank: found for (rank, start), found in steps.items() if start == 2}
+    assert second == {f"rank {rank}": list(range(resumed + 1, STEPS + 1)) for rank in range(RANKS)}
+    # What the killed rank held in its memory is gone, unless ten seconds had passed.
+    first = {rank: found for (rank, start), found in steps.items() if start == 1}
+    assert {"rank 0", "rank 2"} <= first.keys()
+    for found in first.values():
+        assert found == list(range(1, len(found) + 1))
+        assert KILLED_AT - 1 <= len(found) <= KILLED_AT
+    ends = [e["ts"] + e["dur"] for e in wholes if e["args"]["start"] == 1]
+    assert max(ends) < min(e["ts"] for e in wholes if e["args"]["start"] == 2)
+
+
+def test_the_spans_of_a_thread_lie_within_each_other_or_one_after_the_other(
+    events: list[dict[str, Any]],
+) -> None:
+    """Perfetto drops a slice that overlaps another one of its thread in part."""
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) > RANKS * STEPS * 5
+    for thread in {(e["pid"], e["tid"]) for e in spans}:
+        own = [e for e in spans if (e["pid"], e["tid"]) == thread]
+        assert [e["ts"] for e in own] == sorted(e["ts"] for e in own)
+        open_ends: list[float] = []
+        for event in own:
+            begin, end = event["ts"], event["ts"] + event["dur"]
+            # A thousandth of a microsecond is what the numbers are rounded to.
+            while open_ends and open_ends[-1] <= begin + 2e-3:
+                open_ends.pop()
+            assert not open_ends or end <= open_ends[-1] + 2e-3, event
+            open_ends.append(end)
+
+
+def test_every_event_has_the_fields_of_its_kind(events: list[dict[str, Any]]) -> None:
+    """As the JSON trace format has them, for complete events and for metadata."""
+    for event in events:
+        assert {"ph", "name", "pid"} <= event.keys()
+        assert isinstance(event["pid"], int)
+        if event["ph"] == "X":
+            assert isinstance(event["tid"], int)
+            assert event["ts"] >= 0 <= event["dur"]
+            assert event["args"].keys() >= {"epoch", "step", "start"}
+        else:
+            assert event["ph"] == "M"
+            assert event["name"] in {"process_name", "thread_name", "thread_sort_index"}
+    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    assert named == {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
+
+
+def test_the_shares_of_the_time_are_those_of_all_starts(trained: Any) -> None:
+    shares = time_shares(trained.summary.run_uri)
+    assert sorted(shares) == list(range(RANKS))
+    for own in shares.values():
+        assert sum(own.values()) == pytest.approx(1)
+        # The callback sleeps, and so does nothing that has a name.
+        assert own["other"] > 0.3
+        assert own["checkpoint"] > 0
+
+
+def test_the_history_has_the_cost_of_each_epoch(trained: Any) -> None:
+    history = trained.summary.history
+    assert (history.rows_per_second > 0).all()
+    # A checkpoint was in the midst of its epoch: what had been sent before in it, nobody knows any more.
+    (resumed,) = trained.summary.resumed_steps
+    in_its_midst = resumed // (STEPS // EPOCHS)
+    assert list(history.bytes_sent.isna()) == [number == in_its_midst for number in range(EPOCHS)]
+    assert history.flops.nunique() == 1

@@ -1,0 +1,144 @@
+"""`batch_that_fits` finds the micro-batch that a real limit on memory leaves room for."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark.sql import functions as F
+from torch import nn
+
+from ringspark.estimators import TorchRegressor, WorkerError
+from ringspark.estimators.failures import Failure
+from ringspark.extras.tuning import batch_that_fits
+from ringspark.models import ModelSpec
+
+MIB = 1 << 20
+
+
+class Hungry(nn.Module):
+    """Needs 64 MiB of addresses for each row, where its process has 600 MiB left: 8 rows fit, 16 do not."""
+
+    def __init__(self, per_row: int = 64 * MIB, room: int = 600 * MIB) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.per_row, self.room = per_row, room
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if type(x) is torch.Tensor and x.device.type == "cpu":  # not the plan's
+            before = resource.getrlimit(resource.RLIMIT_AS)
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + self.room, before[1]))
+            try:
+                torch.empty(len(x), self.per_row, dtype=torch.uint8)
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, before)
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+def table(spark: Any, rows: int = 640) -> Any:
+    return spark.range(0, rows, 1, 2).select(
+        F.array(F.sin("id")).alias("features"),
+        F.cos("id").alias("label"),
+        (F.col("id") % 5 == 0).alias("held"),
+    )
+
+
+def regressor(folder: Path, **params: Any) -> TorchRegressor:
+    return TorchRegressor(
+        **{
+            "model": Hungry(),
+            "batchSize": 64,
+            "numWorkers": 2,
+            "collective": "torch",
+            "storageUri": str(folder),
+            "showProgress": False,
+        }
+        | params
+    )
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_the_batch_is_cut_until_a_real_limit_holds_it(
+    spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = table(spark)
+    whole = regressor(tmp_path, validationIndicatorCol="held")
+    with caplog.at_level(logging.WARNING, "ringspark"):
+        found = batch_that_fits(whole, rows)
+    assert (found.gradient_accumulation, found.rows) == (4, 8)
+    assert list(found.tries["gradient_accumulation"]) == [1, 2, 4]
+    assert ["memory" in outcome for outcome in found.tries["outcome"]] == [True, True, False]
+    assert "micro-batches of 32 rows per worker do not fit" in caplog.text
+    assert "trying 8 rows, gradientAccumulation=4" in caplog.text
+    assert whole.getGradientAccumulation() == 1
+    assert str(found) == "micro-batches of 8 rows per worker fit: batchSize=64 with gradientAccumulation=4"
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(WorkerError, match="memory"):
+        whole.setMaxRestarts(0).fit(rows)
+    assert found.estimator.fit(rows).summary.steps == 8
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_a_smallest_part_that_does_not_fit_and_another_error_end_the_search(
+    spark: Any, tmp_path: Path
+) -> None:
+    spec = ModelSpec("mlp", {"in_features": 1, "hidden": [64], "out_features": 1})
+    hopeless = regressor(tmp_path, model=spec, batchSize=7, numWorkers=2)
+    with pytest.raises(ValueError, match=r"of 2 rows on a worker, does not fit its memory .*is 1000 B\)"):
+        batch_that_fits(hopeless, table(spark, 32), 1000)
+    diverges = regressor(tmp_path, model=nn.Linear(1, 1), optimizer="sgd", learningRate=1e38)
+    with pytest.raises(WorkerError, match="finite"):
+        batch_that_fits(diverges, table(spark))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_what_the_plan_rules_out_is_not_tried(spark: Any, tmp_path: Path) -> None:
+    spec = ModelSpec("mlp", {"in_features": 1, "hidden": [256, 256], "out_features": 1})
+    estimator = regressor(tmp_path, model=spec, batchSize=512, numWorkers=1)
+    everything = batch_that_fits(estimator, table(spark), "1g")
+    assert list(everything.tries["outcome"]) == ["fits"]
+    most = int(everything.tries["planned_bytes"][0])
+    found = batch_that_fits(estimator, table(spark), most - 1)
+    assert found.gradient_accumulation == 2
+    assert found.tries["outcome"][0].startswith("the plan needs")
+    assert found.tries["planned_bytes"][1] < most
+
+
+@pytest.mark.spark
+def test_bad_input_is_refused_in_one_sentence(spark: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"needs an estimator of ringspark, .* got str"):
+        batch_that_fits("mlp", table(spark))
+    with pytest.raises(ValueError, match="budget must be bytes as an int or a string such as '4g'"):
+        batch_that_fits(regressor(tmp_path), table(spark), "much")
+    with pytest.raises(ValueError, match="batch_that_fits needs training rows, got none"):
+        batch_that_fits(regressor(tmp_path), table(spark).where("label > 2"))
+
+
+def allocation_errors() -> dict[str, BaseException]:
+    """Errors of real allocations that no machine can serve."""
+    found: dict[str, BaseException] = {}
+    for name, allocate in {
+        "Python": lambda: bytearray(1 << 60),
+        "torch": lambda: torch.empty(1 << 50, dtype=torch.uint8),
+    }.items():
+        with pytest.raises((MemoryError, RuntimeError)) as caught:
+            allocate()
+        found[name] = caught.value
+    return found
+
+
+def test_an_allocation_that_failed_is_told_from_other_errors() -> None:
+    for error in allocation_errors().values():
+        assert Failure.of(error, 0, "training", from_peer=False).is_out_of_memory
+    for other in (RuntimeError("shapes do not match"), ValueError("not enough memory")):
+        assert not Failure.of(other, 0, "training", from_peer=False).is_out_of_memory

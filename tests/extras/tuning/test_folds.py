@@ -1,0 +1,245 @@
+"""Folds on real Spark: their promises, that they do not depend on order or partitions, and refusals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.ml import Pipeline
+from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClassificationEvaluator
+from pyspark.ml.functions import array_to_vector
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
+from pyspark.sql import functions as F
+
+from ringspark.estimators import TorchClassifier
+from ringspark.extras.tuning import (
+    cross_validate,
+    fold_pairs,
+    grouped_folds,
+    stratified_folds,
+    time_folds,
+)
+from ringspark.models import ModelSpec
+
+pytestmark = pytest.mark.spark
+
+K = 3
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any) -> Any:
+    """200 rows: classes of 140, 50, 7 and 3 rows; groups of 1 to 40 rows; a vector, nulls, a map, a time."""
+    plain = spark.range(0, 200, 1, 3).selectExpr(
+        "id",
+        "CASE WHEN id < 140 THEN 'a' WHEN id < 190 THEN 'b' WHEN id < 197 THEN 'c' ELSE 'd' END AS label",
+        "cast(sqrt(id * 8) AS int) AS `a group`",
+        "IF(id % 3 = 0, NULL, id % 7) AS some",
+        "map('k', id) AS m",
+        "timestamp_seconds(3600 * (id DIV 2)) AS t",
+        "cast(id % 40 AS double) AS n",
+        "date_add(date'2024-02-20', cast(id % 30 AS int)) AS d",
+    )
+    return plain.withColumn("v", array_to_vector(F.array(F.col("id").cast("double")))).cache()
+
+
+def shuffled(df: Any) -> Any:
+    return df.repartition(7, F.col("n")).orderBy(F.rand(5))
+
+
+def test_every_class_is_shared_out_up_to_one_row(table: Any) -> None:
+    rows = stratified_folds(table, "LABEL", K, seed=4).select("id", "label", "fold").collect()
+    assert sorted(row.id for row in rows) == list(range(200))
+    for label in "abcd":
+        sizes = Counter(row.fold for row in rows if row.label == label)
+        assert sorted(sizes) == list(range(K))
+        assert max(sizes.values()) - min(sizes.values()) <= 1
+    sizes = Counter(row.fold for row in rows)
+    assert max(sizes.values()) - min(sizes.values()) <= 1
+
+
+def test_no_group_is_in_two_folds_and_folds_differ_by_at_most_the_largest_group(table: Any) -> None:
+    rows = grouped_folds(table, "a group", K, seed=4).select("a group", "fold").collect()
+    assert len(rows) == 200
+    assert len({(row[0], row[1]) for row in rows}) == len({row[0] for row in rows})
+    sizes = Counter(row.fold for row in rows)
+    assert max(sizes.values()) - min(sizes.values()) <= max(Counter(row[0] for row in rows).values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "deal",
+    [
+        lambda df, seed: stratified_folds(df, "label", K, seed),
+        lambda df, seed: stratified_folds(df, "label", K, seed, keyCols=["id"]),
+        lambda df, seed: stratified_folds(df, "label", K, seed, keyCols=["n"]),
+        lambda df, seed: stratified_folds(
+            df.select("label", F.create_map(F.lit("id"), "id").alias("map")), "label", K, seed
+        ).withColumn("id", F.col("map")["id"]),
+        lambda df, seed: grouped_folds(df, "id", K, seed),
+    ],
+    ids=[
+        "stratified",
+        "stratified by a key",
+        "of which many have the same",
+        "told apart by a map",
+        "grouped",
+    ],
+)
+def test_the_rows_and_the_seed_alone_decide(table: Any, deal: Any) -> None:
+    def folds(df: Any, seed: int) -> list[Any]:
+        return sorted(deal(df, seed).select("id", "fold").collect())
+
+    first = folds(table, 1)
+    assert folds(shuffled(table), 1) == first
+    assert folds(table, 2) != first
+
+
+def test_columns_stay_as_they_were(table: Any) -> None:
+    for dealt in (stratified_folds(table, "label", K), grouped_folds(table, "a group", K)):
+        assert dealt.columns == [*table.columns, "fold"]
+        assert dealt.schema["fold"].dataType.simpleString() == "int"
+
+
+def _times(rows: Any, name: str) -> list[Any]:
+    return [row[0] for row in rows.select(name).collect()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "gap"),
+    [("t", timedelta(hours=5)), ("d", timedelta(days=2)), ("n", 3), ("n", 0), ("id", 2.5)],
+)
+def test_training_ends_more_than_the_gap_before_validation(table: Any, name: str, gap: Any) -> None:
+    folds = time_folds(table, name, 4, gap)
+    again = time_folds(shuffled(table), name, 4, gap)
+    last = None
+    for fold, other in zip(folds, again, strict=True):
+        train, validation = _times(fold.train, name), _times(fold.validation, name)
+        assert max(train) < min(validation) - gap
+        assert last is None or last < min(validation)
+        last = max(validation)
+        # About a fifth of the rows each: as near as rows of one time allow.
+        assert 30 <= len(validation) <= 50
+        assert sorted(train) == sorted(_times(other.train, name))
+        assert sorted(validation) == sorted(_times(other.validation, name))
+    assert last == max(_times(table, name))
+
+
+def _bad(spark: Any, table: Any) -> dict[str, tuple[Any, str]]:
+    t = table
+    null = t.withColumn("label", F.expr("nullif(label, 'd')"))
+    return {
+        "k": (lambda: stratified_folds(t, "label", 1), r"k of stratified_folds must be .* got 1$"),
+        "k of time": (lambda: time_folds(t, "t", True), r"k of time_folds must be .* got True$"),
+        "rare": (lambda: stratified_folds(t, "label", 4), r"per fold \(4\), got 3 of class 'd'; lower k"),
+        "empty": (lambda: stratified_folds(t.where("false"), "label", 2), r"per fold \(2\), got no rows"),
+        "null label": (
+            lambda: stratified_folds(null, "label", 2),
+            r"labelCol 'label' .* got 3 rows with null",
+        ),
+        "null group": (lambda: grouped_folds(t, "some", 2), r"groupCol 'some' .* got 67 rows with null"),
+        "few groups": (lambda: grouped_folds(t, "label", 5), r"per fold \(5\), got 4 in column 'label'"),
+        "map": (lambda: grouped_folds(t, "m", 2), r"groupCol 'm' must have .* got map<string,bigint>"),
+        "missing": (lambda: grouped_folds(t, "labl", 2), r"groupCol 'labl' is not a column .*'label'"),
+        "key": (lambda: stratified_folds(t, "label", 2, keyCols=["idd"]), r"keyCols 'idd' is not a column"),
+        "taken": (lambda: grouped_folds(t, "id", 2, foldCol="N"), r"foldCol 'N' is a column .* already"),
+        "no frame": (lambda: grouped_folds([1], "id", 2), r"grouped_folds takes a Spark DataFrame, got"),
+        "gap": (lambda: time_folds(t, "t", 2, timedelta(-1)), r"gap must be finite and not negative"),
+        "unit": (lambda: time_folds(t, "t", 2, 3), r"gap must be a datetime.timedelta, since timeCol 't' is"),
+        "unit of n": (
+            lambda: time_folds(t, "n", 2, timedelta(1)),
+            r"gap must be a number, since timeCol 'n'",
+        ),
+        "wide gap": (lambda: time_folds(t, "n", 2, 30), r"leaves fold 0 without training rows, with k=2"),
+        "ties": (lambda: time_folds(t.withColumn("n", F.lit(1)), "n", 2), r"leaves fold 0 without training"),
+        "strings": (lambda: time_folds(t, "label", 2), r"timeCol 'label' must be a column of numbers"),
+        "null time": (lambda: time_folds(t, "some", 2), r"timeCol 'some' .* got 67 rows without"),
+        "no rows": (lambda: time_folds(t.where("false"), "n", 2), r"time_folds needs rows, got none"),
+        "numbers": (lambda: fold_pairs(t, 2, "n"), r"foldCol 'n' must hold each number from 0 to 1 and"),
+    }
+
+
+def test_bad_input_is_refused_in_one_sentence(spark: Any, table: Any) -> None:
+    for name, (call, sentence) in _bad(spark, table).items():
+        with pytest.raises(ValueError, match=sentence) as caught:
+            call()
+        assert "\n" not in str(caught.value), name
+
+
+@pytest.fixture(scope="module")
+def classes(spark: Any) -> Any:
+    rows = spark.range(0, 96, 1, 2).selectExpr("id", "sin(id) AS a", "cast(sin(id) > 0 AS double) AS label")
+    return rows.withColumn("features", array_to_vector(F.array("a"))).cache()
+
+
+def _classifier(folder: Path, **params: Any) -> TorchClassifier:
+    network = ModelSpec("linear", {"in_features": 1, "out_features": 2})
+    return TorchClassifier(
+        model=network, batchSize=32, learningRate=0.3, epochs=4, collective="torch", reader="arrow",
+        storageUri=str(folder), showProgress=False, **params,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_cross_validation_is_a_table_and_leaves_no_folder(classes: Any, tmp_path: Path) -> None:
+    folds = fold_pairs(stratified_folds(classes, "label", 2), 2)
+    evaluators = {"auc": BinaryClassificationEvaluator(), "accuracy": MulticlassClassificationEvaluator(
+        metricName="accuracy")}  # fmt: skip
+    table = cross_validate(_classifier(tmp_path), folds, evaluators)
+    assert list(table.columns) == ["fold", "auc", "accuracy", "seconds"]
+    assert list(table["fold"]) == [0, 1]
+    assert (table["auc"] > 0.99).all()
+    assert (table["accuracy"] > 0.8).all()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_cross_validation_removes_what_it_fitted_and_nothing_else(classes: Any, tmp_path: Path) -> None:
+    kept = _classifier(tmp_path / "mine", predictionCol="first", rawPredictionCol="", probabilityCol="")
+    mine = kept.fit(classes)
+    own = _classifier(tmp_path / "theirs")
+    search = TrainValidationSplit(
+        estimator=own,
+        estimatorParamMaps=[{own.epochs: 1}],
+        evaluator=BinaryClassificationEvaluator(),
+    )
+    pair = (classes, classes)
+    cross_validate(Pipeline(stages=[mine, search]), [pair], BinaryClassificationEvaluator())
+    assert mine.transform(classes).count() == classes.count()
+    # What Spark's own search leaves of its trials, which are not its best model, is known to nobody.
+    assert len(list((tmp_path / "theirs").iterdir())) <= 1
+
+
+@pytest.mark.slow
+def test_spark_s_cross_validator_takes_the_folds(classes: Any, tmp_path: Path) -> None:
+    estimator = _classifier(tmp_path)
+    dealt = grouped_folds(classes.withColumn("g", F.expr("id % 12")), "g", 2)
+    validator = CrossValidator(
+        estimator=estimator,
+        estimatorParamMaps=ParamGridBuilder().addGrid(estimator.epochs, [2, 4]).build(),
+        evaluator=BinaryClassificationEvaluator(),
+        numFolds=2,
+        foldCol="fold",
+    )
+    assert max(validator.fit(dealt).avgMetrics) > 0.99
+
+
+def test_no_key_at_all_is_refused(table: Any) -> None:
+    with pytest.raises(ValueError, match=r"keyCols must be a list of at least one column, got \[\]"):
+        stratified_folds(table, "label", K, keyCols=[])
+
+
+def test_cross_validation_refuses_what_it_cannot_use(classes: Any, tmp_path: Path) -> None:
+    evaluator = BinaryClassificationEvaluator()
+    pair = (classes, classes)
+    with pytest.raises(ValueError, match="runUri is the folder of one training"):
+        cross_validate(_classifier(tmp_path, runUri=str(tmp_path / "run")), [pair], evaluator)
+    with pytest.raises(ValueError, match="folds must hold at least one pair"):
+        cross_validate(_classifier(tmp_path), [], evaluator)
+    with pytest.raises(ValueError, match=r"folds must hold pairs .* got DataFrame"):
+        cross_validate(_classifier(tmp_path), [classes], evaluator)
+    with pytest.raises(ValueError, match="got str for 'metric'"):
+        cross_validate(_classifier(tmp_path), [pair], "auc")

@@ -1,0 +1,141 @@
+"""Batch sizes by epoch and scaled rates as a user of the stages meets them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.tuning import ParamGridBuilder
+from pyspark.sql import functions as F
+
+from ringspark.estimators import TorchRegressor
+from ringspark.estimators.stages.advice import settings_without_effect
+from ringspark.extras.tuning import batch_that_fits
+from ringspark.extras.tuning.short_training import plain_copy
+from ringspark.models import ModelSpec
+from ringspark.pipelines import write_shards
+
+pytestmark = pytest.mark.spark
+
+LINE = ModelSpec("linear", {"in_features": 2, "out_features": 1})
+SCALING = {"name": "linear", "baseBatchSize": 8, "warmupEpochs": 0.5}
+PAIRS = [[2, 32], [4, 64]]
+
+
+def regressor(**params: Any) -> TorchRegressor:
+    return TorchRegressor(
+        **{
+            "model": LINE,
+            "epochs": 4,
+            "batchSize": 16,
+            "batchSizeSchedule": {4: 64, 2: 32},
+            "scaleLearningRate": SCALING,
+            "optimizer": "sgd",
+            "learningRate": 0.004,
+            "collective": "torch",
+            "reader": "arrow",
+            "showProgress": False,
+        }
+        | params
+    )
+
+
+def test_the_params_are_kept_in_one_form(spark: Any, tmp_path: Path) -> None:
+    estimator = regressor()
+    assert estimator.getBatchSizeSchedule() == PAIRS
+    assert estimator.getScaleLearningRate() == SCALING
+    # A job's file has no numbers as keys.
+    assert regressor(batchSizeSchedule={"2": 32, "4": 64}).getBatchSizeSchedule() == PAIRS
+    estimator.save(str(tmp_path / "stage"))
+    loaded = TorchRegressor.load(str(tmp_path / "stage"))
+    Pipeline(stages=[loaded]).save(str(tmp_path / "pipeline"))
+    (again,) = Pipeline.load(str(tmp_path / "pipeline")).getStages()
+    for stage in (loaded, again, again.copy()):
+        assert (stage.getBatchSizeSchedule(), stage.getScaleLearningRate()) == (PAIRS, SCALING)
+    grid = (
+        ParamGridBuilder()
+        .addGrid(estimator.batchSizeSchedule, [{3: 48}, [[2, 24]]])
+        .addGrid(estimator.scaleLearningRate, ["none", {"name": "sqrt", "baseBatchSize": 4}])
+        .build()
+    )
+    found = [estimator.copy(values) for values in grid]
+    assert [stage.getBatchSizeSchedule() for stage in found] == [[[3, 48]]] * 2 + [[[2, 24]]] * 2
+    scaled = {"name": "sqrt", "baseBatchSize": 4, "warmupEpochs": 0.0}
+    assert [stage.getScaleLearningRate() for stage in found] == [{"name": "none"}, scaled] * 2
+    assert estimator.getBatchSizeSchedule() == PAIRS
+    cleared = estimator.setBatchSizeSchedule(None).setScaleLearningRate("none")
+    assert (cleared.getBatchSizeSchedule(), cleared.getScaleLearningRate()) == ([], {"name": "none"})
+
+
+def test_what_changes_nothing_is_said(spark: Any) -> None:
+    def said(**params: Any) -> list[str]:
+        return list(settings_without_effect(regressor(**params), on_shards=False))
+
+    assert said() == []
+    idle = {"name": "linear", "baseBatchSize": 16}
+    assert said(scaleLearningRate=idle) == []
+    assert said(scaleLearningRate=idle, batchSizeSchedule=None) == [
+        "scaleLearningRate has no effect: batchSize is its baseBatchSize in every epoch"
+    ]
+    assert said(epochs=1) == ["batchSizeSchedule has no effect: there are not so many epochs"]
+    assert said(epochs=3) == ["batchSizeSchedule has 64 rows from epoch 4 on, and there are 3 epochs"]
+
+
+def test_short_trainings_have_one_batch_size_and_the_rate_that_they_are_given(spark: Any) -> None:
+    plain = plain_copy(regressor())
+    assert (plain.getBatchSizeSchedule(), plain.getScaleLearningRate()) == ([], {"name": "none"})
+
+
+@pytest.mark.slow
+def test_two_workers_of_spark_train_as_one_and_say_what_they_do(
+    spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = spark.range(0, 100, 1, 2).select(
+        F.array(F.sin("id"), F.cos("id")).cast("array<float>").alias("features"),
+        F.sin(F.col("id") + 1).alias("label"),
+    )
+    uri = str(tmp_path / "shards")
+    write_shards(rows, uri)
+    models = []
+    for workers in (1, 2):
+        with caplog.at_level(logging.INFO, "ringspark"):
+            estimator = regressor(numWorkers=workers, storageUri=str(tmp_path), cache="memory")
+            models.append(estimator.fitOnShards(uri))
+        assert (
+            "learning rates are scaled (linear from a batch of 8): times 2 from epoch 1 on (batches of 16), "
+            "4 from epoch 2 on (batches of 32), 8 from epoch 4 on (batches of 64), after a rise from 1 over "
+            "4 steps"
+        ) in caplog.text
+        caplog.clear()
+    history = models[1].summary.history
+    assert list(history["batch_size"]) == [16, 32, 32, 64]
+    assert list(history["steps"]) == [7, 4, 4, 2]
+    assert list(history["learning_rate"]) == pytest.approx([0.008, 0.016, 0.016, 0.032])
+    one, two = (torch.cat([p.flatten() for p in model.module().parameters()]) for model in models)
+    torch.testing.assert_close(two, one, rtol=0, atol=1e-6)
+    PipelineModel([models[1]]).save(str(tmp_path / "model"))
+    assert PipelineModel.load(str(tmp_path / "model")).transform(rows).count() == 100
+
+
+@pytest.mark.slow
+def test_a_batch_that_fits_is_the_largest(spark: Any, tmp_path: Path) -> None:
+    rows = spark.range(0, 300, 1, 2).select(
+        F.array(F.sin("id"), F.cos("id")).alias("features"), F.cos("id").alias("label")
+    )
+    # 64 rows of some kilobytes each.
+    wide = ModelSpec("mlp", {"in_features": 2, "hidden": [256] * 8, "out_features": 1})
+    estimator = regressor(model=wide, storageUri=str(tmp_path))
+    whole = batch_that_fits(estimator, rows)
+    assert (whole.gradient_accumulation, whole.rows) == (1, 64)
+    assert str(whole) == (
+        "micro-batches of 64 rows per worker fit: batchSize=16, and up to 64 by batchSizeSchedule, with "
+        "gradientAccumulation=1"
+    )
+    assert whole.estimator.getBatchSizeSchedule() == PAIRS
+    # No more parts than the smallest batch has rows.
+    with pytest.raises(ValueError, match=r"the smallest micro-batch, of 4 rows on a worker, does not fit"):
+        batch_that_fits(estimator, rows, budget=1)

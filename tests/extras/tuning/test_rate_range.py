@@ -1,0 +1,82 @@
+"""The learning-rate range test finds a known largest stable rate, and suggests one that trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pyspark.sql import functions as F
+
+from ringspark.estimators import TorchRegressor
+from ringspark.extras.tuning import lr_range_test
+from ringspark.extras.tuning.rate_range import rate_range
+from ringspark.models import ModelSpec
+
+
+def test_the_judgement_of_a_sweep_with_noise() -> None:
+    rates = np.geomspace(1e-5, 10, 120)
+    noise = np.random.default_rng(0).normal(0, 0.02, 120)
+    # Falls around 1e-3, is level to 0.5, then rises.
+    losses = 0.3 + 0.7 / (1 + (rates / 1e-3) ** 2) + (rates / 0.5) ** 4 + noise
+    found = rate_range(list(rates), list(losses))
+    assert found.suggestion is not None
+    assert found.diverges_at is not None
+    assert 3e-4 < found.suggestion < 3e-3
+    assert 0.25 < found.diverges_at < 1.0
+    spoilt = losses.copy()
+    spoilt[[0, 5, 6, 7, 8, 9, 10, 11]] = np.nan, *[np.inf] * 7  # batches that the sweep has skipped
+    again = rate_range(list(rates), list(spoilt))
+    assert again.suggestion == pytest.approx(found.suggestion, rel=0.3)
+    assert again.diverges_at == found.diverges_at
+    ended = rate_range(list(rates), [*losses[:90], *[np.nan] * 30])
+    assert ended.diverges_at == pytest.approx(rates[89])
+    assert rate_range(list(rates), [np.nan] * 120).suggestion is None
+    assert rate_range(list(rates), list(0.3 + 0.7 / (1 + rates))).diverges_at is None
+    assert rate_range(list(rates), list(1.0 + rates)).suggestion is None
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_a_quadratic_diverges_where_it_must(spark: Any, tmp_path: Path) -> None:
+    rows = spark.range(0, 512, 1, 2).selectExpr("id", "2.0 * sin(id) AS a", "cos(1.7 * id) AS b")
+    # Noise keeps the weights moving; without it nothing is left to grow once the rate is too large.
+    rows = rows.withColumn("label", F.expr("3 * a - 2 * b + 1 + 0.5 * sin(7.3 * id * id)")).cache()
+    x = np.array([[r.a, r.b, 1.0] for r in rows.collect()])
+    stable = 2 / np.linalg.eigvalsh(2 * x.T @ x / len(x)).max()
+    estimator = TorchRegressor(
+        model=ModelSpec("linear", {"in_features": 2, "out_features": 1}),
+        featuresCol="features", optimizer="sgd", batchSize=32, collective="torch",
+        reader="arrow", storageUri=str(tmp_path), showProgress=False, numWorkers=2,
+    )  # fmt: skip
+    data = rows.withColumn("features", F.array("a", "b"))
+    found = lr_range_test(estimator, data, 1e-4, 100.0, 120)
+    assert found.diverges_at is not None
+    assert found.suggestion is not None
+    assert stable / 2 < found.diverges_at < 2 * stable
+    assert found.suggestion < found.diverges_at
+    assert len(found.table) < 120  # ended early
+    assert list(tmp_path.iterdir()) == []
+    assert found.plot().get_xscale() == "log"
+    model = estimator.setParams(learningRate=found.suggestion, epochs=30).fit(data)
+    history = model.summary.history["train_loss"]
+    assert history.iloc[-1] < history.iloc[0] / 2
+
+
+@pytest.mark.spark
+def test_bad_input_is_refused_in_one_sentence(spark: Any) -> None:
+    df = spark.range(4)
+    network = ModelSpec("linear", {"in_features": 1, "out_features": 1})
+    estimator = TorchRegressor(model=network)
+    with pytest.raises(ValueError, match=r"needs an estimator of ringspark, .* got str"):
+        lr_range_test("x", df)
+    with pytest.raises(ValueError, match="lowest must be below highest, got 1 and 1"):
+        lr_range_test(estimator, df, 1, 1)
+    with pytest.raises(ValueError, match="highest must be a finite learning rate above 0, got nan"):
+        lr_range_test(estimator, df, 1, float("nan"))
+    with pytest.raises(ValueError, match="steps must be a whole number of at least 10, got 5"):
+        lr_range_test(estimator, df, steps=5)
+    own = TorchRegressor(model=network, optimizer=lambda parameters: None)
+    with pytest.raises(ValueError, match="needs an optimizer given by its name"):
+        lr_range_test(own, df)
