@@ -378,12 +378,15 @@ def test_no_module_is_named_after_a_dependency() -> None:
 
 # ------------------------------------------------------------------------------ packaging
 
+# The distribution holds the core and extras.
+
 
 def packages_on_disk() -> set[str]:
     folders = {path.parent for room in ROOMS for path in sources(room)}
     return {".".join(["ringspark", *folder.relative_to(ROOT).parts]) for folder in folders}
 
 
+@pytest.mark.extras
 def test_every_package_is_listed() -> None:
     tool = pyproject()["tool"]
     assert isinstance(tool, dict)
@@ -407,6 +410,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return wheel, archive
 
 
+@pytest.mark.extras
 def test_wheel_holds_every_module_under_ringspark(built: tuple[Path, Path]) -> None:
     expected = {f"ringspark/{path.relative_to(ROOT).as_posix()}" for room in ROOMS for path in sources(room)}
     held = set(zipfile.ZipFile(built[0]).namelist())
@@ -414,6 +418,7 @@ def test_wheel_holds_every_module_under_ringspark(built: tuple[Path, Path]) -> N
     assert {name.split("/")[0] for name in held} == {"ringspark", f"{built[1].stem}.dist-info"}
 
 
+@pytest.mark.extras
 def test_zip_holds_what_the_wheel_holds(built: tuple[Path, Path]) -> None:
     wheel, archive = (zipfile.ZipFile(path) for path in built)
     files = [name for name in archive.namelist() if not name.endswith("/")]
@@ -421,6 +426,7 @@ def test_zip_holds_what_the_wheel_holds(built: tuple[Path, Path]) -> None:
     assert all(archive.read(name) == wheel.read(name) for name in files)
 
 
+@pytest.mark.extras
 def test_every_package_is_imported_from_the_zip(built: tuple[Path, Path], tmp_path: Path) -> None:
     packages = sorted(packages_on_disk())
     code = f"import importlib; [print(importlib.import_module(name).__file__) for name in {packages}]"

@@ -17,6 +17,7 @@ def script() -> Any:
     return runpy.run_path(str(ROOT / "scripts" / "run_mutants.py"), run_name="run_mutants")
 
 
+@pytest.mark.extras
 def test_every_mutant_fits_the_tree(script: Any) -> None:
     mutants = script["read_tables"]()
     script["check"](mutants)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,14 +14,22 @@ EXTRAS = "ringspark.extras"
 
 
 def has_extras() -> bool:
-    return find_spec(EXTRAS) is not None
+    try:
+        import_module(EXTRAS)
+    except ModuleNotFoundError:
+        return False
+    return True
 
 
-def names_of(registry: LazyRegistry[Any]) -> list[Any]:
-    """Returns one pytest parameter per name; names of extras have the mark `extras`."""
+def names_of(registry: LazyRegistry[Any], names: Iterable[str] | None = None) -> list[Any]:
+    """Returns one pytest parameter per name; names of extras have the mark `extras`.
+
+    Args:
+        names: Names of the registry; all of them by default.
+    """
     return [
-        pytest.param(name, marks=[pytest.mark.extras] if path.startswith(EXTRAS) else [])
-        for name, path in registry.paths.items()
+        pytest.param(name, marks=[pytest.mark.extras] if registry.paths[name].startswith(EXTRAS) else [])
+        for name in (registry if names is None else names)
     ]
 
 

@@ -205,7 +205,10 @@ def _first_hosts(compression: dict[str, Any], collective: Collective, device: st
     "compression",
     [
         {"name": "powersgd", "rank": 1},
-        {"name": "gradiveq", "slice": 32, "components": 2, "samples": 2, "refresh": 9},
+        pytest.param(
+            {"name": "gradiveq", "slice": 32, "components": 2, "samples": 2, "refresh": 9},
+            marks=pytest.mark.extras,
+        ),
     ],
     ids=["powersgd", "gradiveq"],
 )

@@ -149,6 +149,7 @@ def test_what_is_cut_over_the_ranks_counts_in_part(
     assert found == pytest.approx(parts, rel=1e-6)
 
 
+@pytest.mark.extras
 def test_what_a_mesh_leaves_a_worker_counts_in_part(shards: ShardManifest) -> None:
     model = ModelSpec("mlp", BIG)
     names = ("parameters", "gradients", "optimizer state")

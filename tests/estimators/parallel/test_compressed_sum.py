@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from registries import names_of
 from safetensors.torch import load, save
 from torch import nn
 
@@ -146,6 +147,7 @@ def _life(collective: Collective, device: str, status: Status) -> str:
     return json.dumps(found)
 
 
+@pytest.mark.extras
 def test_a_gradient_that_is_not_finite_beside_what_was_kept_is_told_before_anything_is_sent() -> None:
     """A compressor may leave that number out, and would keep an infinite one."""
     sync = _sync(LocalCollective(), name="randomk")
@@ -234,7 +236,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("compression", _OPTIONS)
+@pytest.mark.parametrize("compression", names_of(COMPRESSORS, _OPTIONS))
 def test_a_resumed_training_sends_the_same_bits_and_the_sum_of_residuals_outlives_a_gang(
     compression: str,
 ) -> None:
@@ -269,7 +271,7 @@ def test_a_gang_of_one_takes_over_what_larger_ones_had_not_sent() -> None:
     assert not _residual(sync).any()
 
 
-@pytest.mark.parametrize("name", ["powersgd", "gradiveq"])
+@pytest.mark.parametrize("name", names_of(COMPRESSORS, ["powersgd", "gradiveq"]))
 def test_a_rollback_to_the_first_step_forgets_the_directions_found_since(name: str) -> None:
     """Otherwise a training that was started again would take other steps than one that was not."""
     values = resolved_compression({"name": name, **_FOUND[name]})

@@ -60,7 +60,7 @@ class Fails(Callback):
             raise RuntimeError("step 7")
 
 
-@pytest.mark.parametrize("name", ["topk", "powersgd", "gradiveq"])
+@pytest.mark.parametrize("name", names_of(COMPRESSORS, ["topk", "powersgd", "gradiveq"]))
 def test_a_failed_training_goes_on_as_if_nothing_had_happened(
     make_shards: MakeShards, tmp_path: Path, name: str
 ) -> None:

@@ -172,7 +172,11 @@ MIXTURE = ModelSpec(
         (Chaotic(), {"pipeline": 2}),
         (MLP, {"tensor": 2, "pipeline": 2}),
         (MLP, {"tensor": 4, "plan": {"*linear": ["grid", [2, 2]], "head": ["grid", [1, 4]]}}),
-        *((MLP, {"pipeline": 2, "schedule": name}) for name in ("gpipe", "zero_bubble", "pipedream", "2bw")),
+        *((MLP, {"pipeline": 2, "schedule": name}) for name in ("gpipe", "zero_bubble")),
+        *(
+            pytest.param(MLP, {"pipeline": 2, "schedule": name}, marks=pytest.mark.extras)
+            for name in ("pipedream", "2bw")
+        ),
         *((MLP, {"pipeline": 2, "schedule": name, "virtual": 2}) for name in ("interleaved", "zbv")),
         (TRANSFORMER, {"data": 2, "tensor": 2, "between": "parts"}),
         (TRANSFORMER, {"sequence": 2}),

@@ -54,6 +54,7 @@ def _peaks(config: TrainConfig, collective: Collective, device: str, status: Sta
 
 
 @pytest.mark.distributed
+@pytest.mark.extras
 def test_a_rank_holds_the_state_of_one_other_rank_at_most(make_shards: MakeShards, tmp_path: Path) -> None:
     """Besides its own, and the copy that rank 0 writes."""
     rng = np.random.default_rng(0)

@@ -545,7 +545,7 @@ def _special(collective: Collective, device: str, status: Status) -> str:
 def test_recomputed_autocast_and_frozen_layers() -> None:
     for text in run_spawned(2, "torch", _special):
         found = json.loads(text)
-        assert len(found) == 18
+        assert len(found) == (18 if has_extras() else 12)
         assert max(found.values()) < 1e-6, text
 
 
