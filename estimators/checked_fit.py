@@ -23,7 +23,7 @@ from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.stages.fit_data import FitData
 from ringspark.estimators.stages.model_params import check_distinct, check_free
 from ringspark.estimators.stages.to_config import config_of
-from ringspark.estimators.training.schema_check import check_schema
+from ringspark.estimators.training.check.schema import check_schema
 from ringspark.estimators.training.settings.columns import VALIDATION_INDICATOR_COL
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.pipelines.columns import Column, check_frame, check_masks, is_case_sensitive

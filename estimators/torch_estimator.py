@@ -51,8 +51,8 @@ from ringspark.estimators.tracking.base import RunEnd, RunStart, Tracker
 from ringspark.estimators.tracking.registry import make_trackers, surroundings_of
 from ringspark.estimators.tracking.watcher import RunWatcher
 from ringspark.estimators.training.arguments import with_arguments
-from ringspark.estimators.training.data_check import check_columns
-from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.check.data import check_columns
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.finished import Finished
 from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.settings.choices import Task

@@ -63,8 +63,8 @@ def _plan(
     from ringspark.estimators.memory.columns import column_of
     from ringspark.estimators.memory.planner import Planner
     from ringspark.estimators.training.arguments import with_arguments
-    from ringspark.estimators.training.data_check import check_columns
-    from ringspark.estimators.training.driver_check import check_training
+    from ringspark.estimators.training.check.data import check_columns
+    from ringspark.estimators.training.check.driver import check_training
 
     config = with_arguments(replace(config, shards_uri=manifest.uri), manifest)
     check_columns(config, manifest)

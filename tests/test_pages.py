@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.stages.to_config import config_of
-from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.check.driver import check_training
 
 DOCS = Path(__file__).parent.parent / "docs"
 

@@ -28,8 +28,8 @@ from ringspark.estimators.launch.gang_task import Work, assign_ranks, work_and_l
 from ringspark.estimators.launch.heartbeat import Pulse
 from ringspark.estimators.launch.rank_output import RankOutput, with_last_lines
 from ringspark.estimators.memory import check_on_rank
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri
-from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.finished import Finished
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects

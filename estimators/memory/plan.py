@@ -17,7 +17,7 @@ from ringspark.estimators.memory.budget import network_name, reason
 from ringspark.estimators.memory.columns import Column, columns_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.memory.report import MemoryPlan
-from ringspark.estimators.training.driver_check import check_names
+from ringspark.estimators.training.check.driver import check_names
 from ringspark.estimators.training.objective.losses import default_loss
 from ringspark.estimators.training.settings import memory, optimization, python_objects, workers
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes

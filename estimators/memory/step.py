@@ -33,7 +33,7 @@ from ringspark.estimators.memory.sharing import (
 )
 from ringspark.estimators.parallel.base import PlainSync
 from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_inputs, prepared
-from ringspark.estimators.training.driver_check import own_optimizer
+from ringspark.estimators.training.build import own_optimizer
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.objective.criterion import Criterion

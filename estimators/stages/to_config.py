@@ -7,7 +7,7 @@ from typing import Any
 
 from ringspark.estimators.stages.declared import values_of
 from ringspark.estimators.stages.params import _TrainingParams
-from ringspark.estimators.training.driver_check import check_names
+from ringspark.estimators.training.check.driver import check_names
 from ringspark.estimators.training.objective.own_metrics import named_metrics
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects

@@ -21,12 +21,12 @@ from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
 from ringspark.estimators.parallel.model.sharded import sharded
 from ringspark.estimators.parallel.model.spread import partial_gradients, spread
 from ringspark.estimators.parallel.sharded.fully_sharded import FullySharded
+from ringspark.estimators.training.build import build_module, own_optimizer
+from ringspark.estimators.training.check.probe import probe, samples
 from ringspark.estimators.training.checkpoint.solo import Solo
-from ringspark.estimators.training.driver_check import build_module, own_optimizer
 from ringspark.estimators.training.finetuning.pretrained import load_pretrained
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import autocast, keep_norms_fp32
-from ringspark.estimators.training.probe import probe, samples
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.estimators.training.stage_recompute import policy_of_stage
 from ringspark.models import apply_activation_checkpoint

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.memory.columns import Column
-from ringspark.estimators.training.driver_check import check_names
+from ringspark.estimators.training.check.driver import check_names
 from ringspark.estimators.training.objective.losses import default_loss
 from ringspark.estimators.training.settings import python_objects
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects

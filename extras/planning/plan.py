@@ -19,7 +19,7 @@ from torch import nn
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.columns import Column, columns_of
-from ringspark.estimators.training.driver_check import build_module
+from ringspark.estimators.training.build import build_module
 from ringspark.estimators.training.settings import memory, python_objects
 from ringspark.extras.planning.described import described
 from ringspark.extras.planning.exchange_time import Link, hierarchical_seconds, ring_seconds

@@ -20,7 +20,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.parallel.base import PlainSync
-from ringspark.estimators.training.driver_check import build_module, own_optimizer
+from ringspark.estimators.training.build import build_module, own_optimizer
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.objective.criterion import Criterion

@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame
 
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.training.arguments import with_arguments
-from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.objective.own_metrics import direction, metric_of
 from ringspark.pipelines import ShardManifest

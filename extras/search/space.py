@@ -17,7 +17,7 @@ from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.names import nearest
 from ringspark.estimators.run.identity import identity_of
 from ringspark.estimators.training.arguments import with_arguments
-from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.extras.search import ranges
 from ringspark.extras.search.ranges import Choice, IntRange, Range, Uniform
 from ringspark.models import ModelSpec

@@ -22,7 +22,7 @@ from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.stages.fit_data import SharedShards, discard
 from ringspark.estimators.training.arguments import with_arguments
 from ringspark.estimators.training.batch_sizes import BatchSizes
-from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes, show_bytes
 from ringspark.extras.tuning.short_training import check_estimator, plain_copy, training_rows
 from ringspark.pipelines import ShardManifest

@@ -30,7 +30,7 @@ from read_rate import write
 from ringspark.estimators import user_code
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.launch.train_task import TrainTask
-from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning import FORMS, ScalingPlan, fit_scaling, plan_scaling
 from ringspark.pipelines import ShardManifest

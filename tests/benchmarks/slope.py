@@ -39,7 +39,7 @@ from ringspark.estimators.launch.train_task import TrainTask
 from ringspark.estimators.parallel.data.gradient_buckets import BUCKET_BYTES
 from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
 from ringspark.estimators.training import worker
-from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects

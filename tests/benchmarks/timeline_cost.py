@@ -39,7 +39,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned, train_here
 from ringspark.estimators.launch.train_task import TrainTask
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE, StepKind, Timeline
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects

@@ -12,8 +12,8 @@ from torch import nn
 from ringspark.estimators import user_code
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.launch.train_task import TrainTask
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
-from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.pipelines import ShardManifest

@@ -19,7 +19,7 @@ from ringspark.estimators.memory.available import Available, of_machine
 from ringspark.estimators.memory.budget import network_name, reason
 from ringspark.estimators.memory.columns import column_of
 from ringspark.estimators.memory.planner import Planner
-from ringspark.estimators.training.driver_check import check_chosen_mesh
+from ringspark.estimators.training.check.driver import check_chosen_mesh
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning.exchange_time import Link

@@ -33,7 +33,7 @@ from ringspark.estimators.parallel.model.tensor import (
     spread_between,
     spread_tensor,
 )
-from ringspark.estimators.training.probe import PROBE_ROWS
+from ringspark.estimators.training.check.probe import PROBE_ROWS
 from ringspark.models.chain import links_of
 from ringspark.models.skeleton import skeleton
 

@@ -19,7 +19,7 @@ from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.launch.train_task import TrainTask
 from ringspark.estimators.memory.available import Available, of_cgroups, of_machine, of_spark_workers
 from ringspark.estimators.memory.pressure import check, check_on_driver, worker_needs
-from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import train_worker

@@ -13,7 +13,7 @@ import torch
 from small_training import config_of
 from torch import nn
 
-from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.optimizers.adam8bit import Adam8bit
 from ringspark.estimators.training.optimizers.lamb import Lamb
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects

@@ -26,7 +26,7 @@ from ringspark.estimators.launch.local import run_spawned, train_here
 from ringspark.estimators.memory.budget import check_budget
 from ringspark.estimators.training.batch_sizes import BatchSizes, Steps
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.history import Progress, read_progress
 from ringspark.estimators.training.kept_rows import kept_rows
 from ringspark.estimators.training.optimizers.rate_scaling import RULES, RateScaling

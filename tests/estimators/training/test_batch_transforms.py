@@ -17,7 +17,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.memory import check_budget
 from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_inputs, try_transform
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker

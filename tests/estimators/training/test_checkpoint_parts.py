@@ -26,6 +26,7 @@ from ringspark.estimators.parallel.base import PlainSync
 from ringspark.estimators.parallel.cut import Cut, Spread
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.spread import spread
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.folders import (
     copy_checkpoint,
     is_committed,
@@ -40,7 +41,6 @@ from ringspark.estimators.training.checkpoint.record import Position, Record
 from ringspark.estimators.training.checkpoint.snapshot import Snapshot, take_snapshot
 from ringspark.estimators.training.checkpoint.weights import read_info
 from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
-from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker

@@ -15,7 +15,7 @@ from torch import nn
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.stages.summary import TrainingSummary
-from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.history import parse_history
 from ringspark.estimators.training.observation.energy import RaplEnergy
 from ringspark.estimators.training.observation.flops import PEAKS, FlopCount, peak_flops

@@ -20,10 +20,10 @@ from torch.nn import functional
 from ringspark.estimators import Callback, TrainingState, WorkerError
 from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.training.check.schema import check_network, monitored
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.make_heads import make_heads, with_outputs
-from ringspark.estimators.training.schema_check import check_network, monitored
 from ringspark.estimators.training.selection import Best
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult

@@ -14,7 +14,7 @@ from small_training import config_of
 from torch import nn
 from torch.nn import functional as F
 
-from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.settings.parallelism import AXES
 from ringspark.models import ModelSpec

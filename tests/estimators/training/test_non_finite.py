@@ -20,8 +20,8 @@ from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.launch.local import run_spawned, train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
-from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.history import read_history
 from ringspark.estimators.training.non_finite import FirstBadLoss, NonFiniteStep, raise_first_bad
 from ringspark.estimators.training.phase import Status

@@ -19,7 +19,7 @@ from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.inference.evaluate import Evaluation
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.objective.metric_set import MetricSet
 from ringspark.estimators.training.objective.own_metrics import (
     direction,

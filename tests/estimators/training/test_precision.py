@@ -22,7 +22,7 @@ from ringspark.estimators.launch.local import run_spawned, train_here
 from ringspark.estimators.launch.train_task import TrainTask
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import (
     MIN_SCALE,

@@ -16,7 +16,7 @@ from small_training import config_of, train_gang
 from torch import nn
 
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.finetuning.pretrained import check_pretrained, load_pretrained
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.models import ModelSpec

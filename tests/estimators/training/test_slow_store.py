@@ -16,8 +16,8 @@ from small_training import config_of
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
 from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint import solo, writer
-from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker

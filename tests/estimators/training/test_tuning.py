@@ -20,9 +20,9 @@ from torch import nn
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.reading import verify
 from ringspark.estimators.training.checkpoint.weights import read_adapter
-from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.finetuning.freezing import tune
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.worker import TrainResult

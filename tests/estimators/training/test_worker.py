@@ -21,9 +21,9 @@ from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.check.probe import PROBE_ROWS
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.history import read_history, read_progress
-from ringspark.estimators.training.probe import PROBE_ROWS
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec

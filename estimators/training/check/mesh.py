@@ -38,13 +38,13 @@ from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
 from ringspark.estimators.parallel.model.spread import partial_gradients, spread
 from ringspark.estimators.training.arguments import Layout, layout_in
 from ringspark.estimators.training.batch_transforms import try_transform
+from ringspark.estimators.training.check.probe import PROBE_ROWS, random_samples, samples
 from ringspark.estimators.training.feed import Batch, zeros
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.sums import Seen
 from ringspark.estimators.training.passes import Passes, PipelinedPasses, WholePasses
 from ringspark.estimators.training.precision import LossScaler
-from ringspark.estimators.training.probe import PROBE_ROWS, random_samples, samples
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.step import Recipe
 from ringspark.models.batch_norm import accept_single_rows

@@ -1,6 +1,6 @@
 """Checks on the driver of settings against the columns' names and kinds, before a row is looked at.
 
-`fit` runs them before it writes the data. Shapes that the data settles are for `driver_check`.
+`fit` runs them before it writes the data. `check.driver` checks shapes that depend on the data.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from ringspark.estimators.training.arguments import layout_in
+from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape
 from ringspark.estimators.training.make_heads import ignored_label
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import resolve_loss
-from ringspark.estimators.training.probe import PROBE_ROWS, Shape
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import ShardManifest

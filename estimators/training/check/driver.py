@@ -21,19 +21,21 @@ from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, check_opti
 from ringspark.estimators.training.arguments import layout_in, with_arguments
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.batch_transforms import takes_labels, try_transform
-from ringspark.estimators.training.checkpoint.tensor_file import check_state
-from ringspark.estimators.training.data_check import (
+from ringspark.estimators.training.build import build_module, own_optimizer
+from ringspark.estimators.training.check.data import (
     check_classes,
     check_columns,
     check_losses,
     check_regression,
 )
+from ringspark.estimators.training.check.mesh import check_mesh
+from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape, probe, samples
+from ringspark.estimators.training.check.schema import check_network, check_schema, monitored
+from ringspark.estimators.training.checkpoint.tensor_file import check_state
 from ringspark.estimators.training.feed import zeros
 from ringspark.estimators.training.finetuning.adapter_check import check_adapters
-from ringspark.estimators.training.finetuning.freezing import tuned
 from ringspark.estimators.training.finetuning.pretrained import check_pretrained
 from ringspark.estimators.training.make_heads import make_heads, with_outputs
-from ringspark.estimators.training.mesh_check import check_mesh
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import resolve_loss
 from ringspark.estimators.training.objective.metrics import check_metrics
@@ -42,19 +44,15 @@ from ringspark.estimators.training.objective.own_metrics import (
     check_own,
     tried,
 )
-from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.optimizers.late_compiler import do_without_compiler
 from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_rates
-from ringspark.estimators.training.probe import PROBE_ROWS, Shape, probe, samples
-from ringspark.estimators.training.schema_check import check_network, check_schema, monitored
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.estimators.training.settings.rules import makes_dense
-from ringspark.models import ModelSpec, apply_activation_checkpoint
+from ringspark.models import apply_activation_checkpoint
 from ringspark.models.outputs import as_outputs
 from ringspark.models.process_state import forked_random
-from ringspark.models.skeleton import copied
 from ringspark.pipelines import ShardManifest, check_engine
 from ringspark.pipelines.manifest import Split
 
@@ -85,31 +83,6 @@ def check_names(config: TrainConfig, objects: UserObjects) -> None:
     check_own(objects.metrics, config.task)
     collective_class(config.collective)
     check_engine(config.reader)
-
-
-def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
-    """Returns the untrained module, built from the spec or copied from the user's own.
-
-    Its frozen parameters are frozen, and its adapters are there.
-    """
-    if config.model is not None:
-        module = ModelSpec.from_json(config.model).build()
-    elif objects.module is not None:
-        module = copied(objects.module)
-    else:
-        raise ValueError("model is not set; give a ModelSpec or an nn.Module")
-    return tuned(module, config)
-
-
-def own_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Module) -> torch.optim.Optimizer:
-    """Returns the module's optimizer, by the config's settings and the user's factory if there is one."""
-    return build_optimizer(
-        objects.optimizer or config.optimizer,
-        module,
-        config.parameter_groups,
-        config.learning_rate,
-        config.weight_decay,
-    )
 
 
 # Making a network draws random numbers; the fork keeps the driver's own random state.

@@ -1,0 +1,1 @@
+"""Checks of a training on the driver, before a gang starts."""
