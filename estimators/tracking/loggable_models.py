@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib.resources import files
 
 # One star at the end is what MLflow understands.
-OURS = ("ringspark.estimators.*",)
+OURS = ("ringspark.estimators.*", "ringspark.extras.*")
 
 
 def lines() -> list[str]:

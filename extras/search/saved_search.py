@@ -48,6 +48,10 @@ class SearchWriter(StageWriter):
         super()._write(uri)
 
 
+# Packages whose stages a saved search may name.
+_OURS = ("ringspark.estimators.", "ringspark.extras.")
+
+
 def load_part(uri: str, name: str) -> Any:
     """Loads a part of a saved stage; None if there is none.
 
@@ -65,12 +69,14 @@ def load_part(uri: str, name: str) -> Any:
     if allows_pickle():
         return getattr(import_module(module), kind).load(path)
     known: Any = None
-    is_ours = module.startswith("ringspark.estimators.")
+    is_ours = module.startswith(_OURS)
     if is_ours or module.startswith("pyspark.ml."):
         known = getattr(import_module(module), kind, None)
     # Of Spark ML only evaluators: a Pipeline, for example, imports the classes that its folder names.
     base = Params if is_ours else Evaluator
-    if not (isinstance(known, type) and known.__module__ == module and issubclass(known, base)):
+    is_known = isinstance(known, type) and issubclass(known, base)
+    # A class of ours that has moved is found by its old name too.
+    if not is_known or not (known.__module__ == module or (is_ours and known.__module__.startswith(_OURS))):
         raise ValueError(
             f"{path} names the class {found!r}, which is neither ringspark's nor an evaluator of Spark ML; "
             f"loading it would run its code, so set {ALLOW_PICKLE}=1 if you trust its author"
