@@ -7,13 +7,14 @@ timestamps as microseconds, strings as ids.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ringspark.pipelines.foreign.xx_hash import buckets
 from ringspark.pipelines.kinds import Binary, HashBuckets, Kind, Scalar, Sparse, Tokens, Vector, Vocabulary
 from ringspark.pipelines.kinds.base import is_list, number_type
 from ringspark.pipelines.nulls import fill_nulls
@@ -61,7 +62,7 @@ def as_spark_gives(values: Any, kind: Kind) -> Any:
     if isinstance(kind, Vector | Sparse):
         return _vectors(values, kind.dtype)
     if isinstance(kind, HashBuckets):
-        present = buckets(values.drop_null(), kind.num_buckets, kind.seed)
+        present = hash_buckets(values.drop_null(), kind.num_buckets, kind.seed)
         ids = np.zeros(len(values), dtype=np.int64)
         ids[values.is_valid().to_numpy(zero_copy_only=False)] = present
         return pa.array(ids, mask=values.is_null().to_numpy(zero_copy_only=False))
@@ -71,6 +72,24 @@ def as_spark_gives(values: Any, kind: Kind) -> Any:
     if _is_any_list(values.type) or pa.types.is_unsigned_integer(values.type):
         return values.cast(_with_leaf(values.type, dtype)) if dtype else values
     return values
+
+
+def hash_buckets(strings: Any, num_buckets: int, seed: int) -> npt.NDArray[np.int64]:
+    """Returns Spark SQL's `pmod(xxhash64(seed, string), num_buckets)` of an Arrow array without nulls."""
+    # Not at the top: a cluster may lack the package until a table has such a column.
+    from xxhash import xxh64_intdigest
+
+    encoded = strings.dictionary_encode()
+    words = encoded.dictionary.cast(pa.large_binary())
+    _, offsets, data = words.buffers()
+    ends = np.frombuffer(offsets, np.int64)[words.offset :][: len(words) + 1].tolist() if len(words) else []
+    view = memoryview(data or b"")
+    # Spark hashes the columns one after the other: a hash is the seed of the next, the first seed is 42.
+    start = xxh64_intdigest(seed.to_bytes(8, "little", signed=True), 42)
+    digests = [xxh64_intdigest(view[begin:end], start) for begin, end in pairwise(ends)]
+    hashes = np.array(digests, dtype=np.uint64).view(np.int64)
+    ids: npt.NDArray[np.int64] = (hashes % num_buckets)[encoded.indices.to_numpy()]
+    return ids
 
 
 def _is_any_list(data_type: Any) -> bool:
