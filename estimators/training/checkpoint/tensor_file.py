@@ -1,7 +1,8 @@
 """Writes and reads a state dict as a `.safetensors` file without holding all of it in memory.
 
-The safetensors library writes a file from copies of all tensors. Here one tensor at a time is written in
-blocks, to any open file: the peak is one block on the CPU, or one tensor if the weights are on a GPU. The
+The safetensors library writes to a local path, or returns the bytes of the whole file. Here one tensor at a
+time is written in blocks, to any open file, such as one in an object store: the peak is one block on the
+CPU, or one tensor if the weights are on a GPU. The
 format (https://github.com/huggingface/safetensors): eight bytes with the length of a JSON header, the
 header, the tensors end to end.
 

@@ -6,7 +6,7 @@ values keep fp32 moments, as in the authors' version: they cost little, and roun
 most.
 
 Libraries were compared in 2026: torchao needs the machine's compiler for the step and refuses rates that a
-schedule writes as numbers; bitsandbytes has no such step for the CPU.
+schedule writes as numbers; bitsandbytes 0.50 cannot step on fake tensors, by which memory is planned.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ ranks. An optimizer that torch lacks, or whose version does not fit, has its own
 Weight decay is decoupled from the gradient (AdamW) in adamw, adamw8bit, adam1bit, adafactor and sm3. In lamb
 it is added to the update before scaling. In all others it is part of the gradient (L2), as in their papers.
 
-Our own use no library: pytorch_optimizer's SM3 keeps a full-size momentum without using it, and its LAMB
-reads norms from the device; for the others see their files. Muon is left out: it takes only matrices, and
-would need a second optimizer for the rest.
+Our own use no library: pytorch_optimizer's SM3 keeps a full-size momentum, its LAMB scales the steps of
+biases too, and its LARS has no rate in the velocity; for the others see their files. Muon is left out: it
+takes only matrices, and would need a second optimizer for the rest.
 """
 
 from __future__ import annotations

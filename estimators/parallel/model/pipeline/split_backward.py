@@ -5,7 +5,7 @@ inputs. A *join* is a node at which a weight enters the path from the inputs to 
 keeps the gradient that reaches each join; the second half starts at the joins.
 
 torch.distributed.pipelining also splits the pass. But it loses the gradients of weights that reach a result
-without passing a node that depends on an input, and it fails if a weight is used twice (torch 2.13).
+without passing a node that depends on an input (torch 2.13).
 """
 
 from __future__ import annotations
