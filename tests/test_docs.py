@@ -55,6 +55,13 @@ def test_the_pages_are_built_without_a_warning_and_hold_each_public_name(tmp_pat
         assert public - names <= {"ringspark.pipelines.READERS", "ringspark.models.MODELS"}
 
 
+@pytest.mark.parametrize("page", ["design.md", "promises.md"])
+def test_every_test_that_a_page_cites_is_there(page: str) -> None:
+    for file, name in re.findall(r"(test_\w+\.py)::(\w+)", (ROOT / "docs" / page).read_text()):
+        texts = [path.read_text() for path in (ROOT / "tests").rglob(file)]
+        assert any(f"def {name}(" in text for text in texts), f"{page} cites {file}::{name}"
+
+
 WITH_EXAMPLES = [
     path
     for package in ("pipelines", "models", "estimators", "extras")

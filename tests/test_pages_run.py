@@ -15,7 +15,13 @@ PAGES = {path.name: path for path in (ROOT / "README.md", *sorted((ROOT / "docs"
 # tests/test_pages.py runs these two, and looks at what they leave.
 ELSEWHERE = {"finetuning.md", "lightning.md"}
 # What cannot run here, by page. A block is added to this count knowingly.
-NOT_RUN: dict[str, int] = {"clusters.md": 1, "migrating.md": 4, "search.md": 1, "tracking.md": 1}
+NOT_RUN: dict[str, int] = {
+    "clusters.md": 1,
+    "design.md": 6,
+    "migrating.md": 4,
+    "search.md": 1,
+    "tracking.md": 1,
+}
 RUN = [name for name, path in PAGES.items() if any(not b.reason for b in page_code.blocks(path.read_text()))]
 
 
