@@ -52,8 +52,8 @@ def check(path: Path, most_more: int) -> None:
 
 def test_a_step_of_one_rank_waits_for_no_device(config: TrainConfig, tmp_path: Path) -> None:
     train_here(config, UserObjects(callbacks=(StepCalls(tmp_path / "calls"),)))
-    # The sum of the losses over the rows and over the labels, their division, the sums of an epoch, and copies
-    # of the two columns if they are not aligned in memory.
+    # The sum of the losses over the rows and over the labels, their division, the sums of an epoch, and
+    # copies of the two columns if they are not aligned in memory.
     check(tmp_path / "calls", 18)
 
 
