@@ -8,9 +8,9 @@ package imports neither pyspark nor petastorm.
 
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.epoch_plan import EpochPlan, plan_epoch
-from ringspark.pipelines.foreign.delta import list_delta
-from ringspark.pipelines.foreign.listing import Listing, list_parquet
-from ringspark.pipelines.foreign.table_manifest import table_manifest
+from ringspark.pipelines.external.delta import list_delta
+from ringspark.pipelines.external.listing import Listing, list_parquet
+from ringspark.pipelines.external.table_manifest import table_manifest
 from ringspark.pipelines.kinds import (
     Array,
     Binary,

@@ -23,9 +23,9 @@ from ringspark.estimators.stages.fit_data import FitData, discard
 from ringspark.estimators.stages.storage_root import active_session
 from ringspark.estimators.training.settings.places import READER
 from ringspark.pipelines import ShardManifest, storage
-from ringspark.pipelines.foreign.delta import list_delta
-from ringspark.pipelines.foreign.listing import Listing, list_parquet
-from ringspark.pipelines.foreign.table_manifest import table_manifest
+from ringspark.pipelines.external.delta import list_delta
+from ringspark.pipelines.external.listing import Listing, list_parquet
+from ringspark.pipelines.external.table_manifest import table_manifest
 from ringspark.pipelines.kinds import kind_from_json
 from ringspark.pipelines.manifest import MANIFEST_NAME
 from ringspark.pipelines.readers import check_table_reader

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.foreign.row_pages import KeptPages, PageReader
+from ringspark.pipelines.external.row_pages import KeptPages, PageReader
 from ringspark.pipelines.manifest import row_group_problem
 from ringspark.pipelines.readers.base import ShardReader
 from ringspark.pipelines.readers.prefetch import closed_check

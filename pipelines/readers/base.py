@@ -28,7 +28,7 @@ import pyarrow as pa
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.epoch_plan import EpochPlan, LanePiece, RowGroupReads, ShardPlan, plan_epoch
-from ringspark.pipelines.foreign.conversion import decode_column
+from ringspark.pipelines.external.conversion import decode_column
 from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.readers.blocks import Buffers, LaneBuffer, Piece, RowGroup, assemble, order
 from ringspark.pipelines.readers.cache import RowGroupCache

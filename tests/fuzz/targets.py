@@ -27,7 +27,7 @@ from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.column_stats import ColumnStats
 from ringspark.pipelines.columns import Column
-from ringspark.pipelines.foreign.thrift_compact import (
+from ringspark.pipelines.external.thrift_compact import (
     BINARY,
     I32,
     I64,

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.foreign.listing import Listing
+from ringspark.pipelines.external.listing import Listing
 from ringspark.pipelines.reuse.source_files import path_states
 from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.table_files import TableSource

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ringspark.pipelines.foreign import row_pages
-from ringspark.pipelines.foreign.row_pages import KeptPages, PageReader, can_cut, leaves_of
-from ringspark.pipelines.foreign.thrift_compact import I32, LIST, ThriftError, read_struct, write_struct
+from ringspark.pipelines.external import row_pages
+from ringspark.pipelines.external.row_pages import KeptPages, PageReader, can_cut, leaves_of
+from ringspark.pipelines.external.thrift_compact import I32, LIST, ThriftError, read_struct, write_struct
 
 ROWS = 3_000
 # (rows, stop): within one page, over several, at either end, one row.

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.foreign.row_pages import can_cut, leaves_of
+from ringspark.pipelines.external.row_pages import can_cut, leaves_of
 from ringspark.pipelines.spark_errors import python_workers
 from ringspark.pipelines.typed_json import parse_object, record
 

@@ -22,9 +22,9 @@ import pyarrow.parquet as pq
 from ringspark.pipelines import storage
 from ringspark.pipelines.column_stats import ColumnStats
 from ringspark.pipelines.columns import Column, columns_from_spark
-from ringspark.pipelines.foreign.conversion import as_spark_gives, check_kind, decode_column
-from ringspark.pipelines.foreign.footers import Footer, read_footers
-from ringspark.pipelines.foreign.listing import Listing
+from ringspark.pipelines.external.conversion import as_spark_gives, check_kind, decode_column
+from ringspark.pipelines.external.footers import Footer, read_footers
+from ringspark.pipelines.external.listing import Listing
 from ringspark.pipelines.kinds import Kind, Scalar, Vocabulary
 from ringspark.pipelines.kinds.base import number_type
 from ringspark.pipelines.kinds.strings import learned

@@ -25,10 +25,10 @@ from ringspark.pipelines import (
     open_reader,
     write_shards,
 )
-from ringspark.pipelines.foreign import footers, table_manifest
-from ringspark.pipelines.foreign.delta import list_delta
-from ringspark.pipelines.foreign.listing import list_parquet
-from ringspark.pipelines.foreign.table_manifest import table_manifest as manifest_of
+from ringspark.pipelines.external import footers, table_manifest
+from ringspark.pipelines.external.delta import list_delta
+from ringspark.pipelines.external.listing import list_parquet
+from ringspark.pipelines.external.table_manifest import table_manifest as manifest_of
 
 pytestmark = pytest.mark.spark
 
@@ -370,14 +370,14 @@ def test_old_days_of_the_julian_calendar_are_refused(spark: Any, tmp_path: Path,
             manifest_of(spark, list_parquet(spark, f"{root}/old"), [name])
     # Dates that are equal in both calendars are read. A file without a calendar is, unless Spark rebases.
     manifest_of(spark, list_parquet(spark, f"{root}/old"), ["new", "clock"])
-    pq.write_table(pa.table({"day": pa.array([-200_000], pa.date32())}), f"{root}/foreign.parquet")
-    assert manifest_of(spark, list_parquet(spark, f"{root}/foreign.parquet")).stats["train"]["day"].minimum
+    pq.write_table(pa.table({"day": pa.array([-200_000], pa.date32())}), f"{root}/other.parquet")
+    assert manifest_of(spark, list_parquet(spark, f"{root}/other.parquet")).stats["train"]["day"].minimum
     spark.conf.set("spark.sql.parquet.datetimeRebaseModeInRead", "LEGACY")
     try:
         with pytest.raises(
             ValueError, match=r"Julian calendar .*\(spark.sql.parquet.datetimeRebaseModeInRead"
         ):
-            manifest_of(spark, list_parquet(spark, f"{root}/foreign.parquet"))
+            manifest_of(spark, list_parquet(spark, f"{root}/other.parquet"))
     finally:
         spark.conf.unset("spark.sql.parquet.datetimeRebaseModeInRead")
 

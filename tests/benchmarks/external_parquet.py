@@ -9,7 +9,7 @@ and the shards are written; both are timed once, after a small one of each.
 - one row group: all rows in one, of pyarrow with a page index; it is read by its pages.
 - memory: the most that this process's own memory grows by in an epoch, in MiB.
 
-    python tests/benchmarks/foreign_parquet.py --repeats 3
+    python tests/benchmarks/external_parquet.py --repeats 3
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from pyspark.sql import functions as F
 
 from ringspark.jobs import cli
 from ringspark.pipelines import ShardManifest, open_reader, write_shards
-from ringspark.pipelines.foreign.listing import list_parquet
-from ringspark.pipelines.foreign.table_manifest import table_manifest
+from ringspark.pipelines.external.listing import list_parquet
+from ringspark.pipelines.external.table_manifest import table_manifest
 
 BATCH_SIZE = 1024
 SHARDS = "shards of write_shards"
@@ -132,7 +132,7 @@ def main() -> None:
         for make in (narrow, arrays):
             rows, lines = measure(spark, make(spark, args.rows), args.repeats)
             harness.print_table(
-                f"foreign_parquet: rows/s of one epoch, {rows:,} rows, {TITLES[make]}, batches of "
+                f"external_parquet: rows/s of one epoch, {rows:,} rows, {TITLES[make]}, batches of "
                 f"{BATCH_SIZE}, {args.repeats} rounds",
                 HEADER,
                 lines,

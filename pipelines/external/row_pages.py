@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ringspark.pipelines.foreign.thrift_compact import (
+from ringspark.pipelines.external.thrift_compact import (
     I32,
     I64,
     LIST,
