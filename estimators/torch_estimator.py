@@ -59,7 +59,7 @@ from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.parallelism import AUTO
 from ringspark.estimators.training.worker import TrainResult
-from ringspark.models.skeleton import skeleton
+from ringspark.models.meta_device import copy_to_meta
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.columns import is_case_sensitive
 from ringspark.pipelines.spark_paths import alike, is_remote, resolve
@@ -307,7 +307,7 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
         self._copyValues(model)
         if objects.module is not None:
             # Later changes of the user's module must not affect this model.
-            model._set(model=skeleton(objects.module))
+            model._set(model=copy_to_meta(objects.module))
         return cast(M, model)
 
     def _supervised(

@@ -49,9 +49,9 @@ from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.batch_transforms import Prepared
 from ringspark.estimators.training.feed import Array
 from ringspark.models import ModelSpec
+from ringspark.models.meta_device import build_on_meta, copy_to_meta
 from ringspark.models.program import Program
 from ringspark.models.recording import NoProgramError
-from ringspark.models.skeleton import build_skeleton, skeleton
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column as ShardColumn
 from ringspark.pipelines.columns import check_frame, is_case_sensitive
@@ -125,7 +125,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         the class's.
         """
         model = self.getModel()
-        module = build_skeleton(model.build) if isinstance(model, ModelSpec) else skeleton(model)
+        module = build_on_meta(model.build) if isinstance(model, ModelSpec) else copy_to_meta(model)
         self._trained().map_into(module)
         return module.eval()
 
@@ -276,7 +276,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         model, weights = self.getModel(), self._trained()
         prepare = self.getTransformInPrediction()
         return Predictor(
-            model=model.to_json() if isinstance(model, ModelSpec) else user_code.dumps(skeleton(model)),
+            model=model.to_json() if isinstance(model, ModelSpec) else user_code.dumps(copy_to_meta(model)),
             weights_uri=weights.uri,
             weights_id=weights.info().checkpoint_id,
             feeds=tuple(feeds),

@@ -11,17 +11,17 @@ from ringspark.models import hugging_face, layers
 from ringspark.models.layers import Description
 
 
-def described(module: nn.Module) -> Description | None:
+def describe_network(module: nn.Module) -> Description | None:
     """Returns the description of a network of torch's own layers or of transformers; else None."""
-    return layers.described(module) or hugging_face.described(module)
+    return layers.describe(module) or hugging_face.describe(module)
 
 
-def built(description: Mapping[str, Any]) -> nn.Module:
+def build_network(description: Mapping[str, Any]) -> nn.Module:
     """Builds the network, with weights as its own code draws them.
 
     Raises:
         ValueError: This is no description, or not one for the libraries that are installed here.
     """
     if hugging_face.LIBRARY in description:
-        return hugging_face.built(description)
-    return layers.built(description)
+        return hugging_face.build(description)
+    return layers.build(description)

@@ -21,7 +21,7 @@ _STEP_FACTOR = 7_368_787
 _RANK_FACTOR = 1_000_003
 
 
-def random_state(device: torch.device) -> tuple[Tensors, dict[str, Any]]:
+def get_generator_state(device: torch.device) -> tuple[Tensors, dict[str, Any]]:
     """Returns the state of all generators: their words as tensors, and the few plain numbers beside them."""
     _, words, position, has_gauss, gauss = np.random.get_state()
     version, python, python_gauss = random.getstate()
@@ -37,8 +37,8 @@ def random_state(device: torch.device) -> tuple[Tensors, dict[str, Any]]:
     return tensors, plain
 
 
-def set_random_state(tensors: Tensors, plain: dict[str, Any], device: torch.device) -> None:
-    """Sets all generators to the state that `random_state` returned.
+def set_generator_state(tensors: Tensors, plain: dict[str, Any], device: torch.device) -> None:
+    """Sets all generators to the state that `get_generator_state` returned.
 
     Raises:
         ValueError: The values are not a state of these generators.
@@ -81,7 +81,7 @@ def _seed_by_name(name: str) -> None:
 
 
 @contextmanager
-def shared_generators_kept() -> Iterator[None]:
+def keep_shared_generators() -> Iterator[None]:
     """Restores NumPy's and Python's generators at the end: the process may run other work afterwards."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     try:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringspark.models.layers import Description, frozen_names, set_frozen, single_dtype, tied
-from ringspark.models.skeleton import build_skeleton
+from ringspark.models.layers import Description, find_tied_names, freeze, frozen_names, single_dtype
+from ringspark.models.meta_device import build_on_meta
 
 LIBRARY = "transformers"
 
@@ -37,7 +37,7 @@ _COMPARED_ELSEWHERE = frozenset({"_modules", "_parameters", "_buffers"})
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def described(module: nn.Module) -> Description | None:
+def describe(module: nn.Module) -> Description | None:
     """Returns the description of a network; None if it has none."""
     if not type(module).__module__.startswith(f"{LIBRARY}."):
         return None
@@ -50,13 +50,13 @@ def described(module: nn.Module) -> Description | None:
             "dtype": single_dtype(module),
             "frozen": frozen_names(module),
         }
-        rebuilt = build_skeleton(lambda: built(description))
+        rebuilt = build_on_meta(lambda: build(description))
     except (ValueError, TypeError, AttributeError, RuntimeError, LookupError):
         return None
     return description if type(rebuilt) is type(module) and _is_same(rebuilt, module) else None
 
 
-def built(description: Mapping[str, Any]) -> nn.Module:
+def build(description: Mapping[str, Any]) -> nn.Module:
     """Builds the network, with weights as its class draws them.
 
     Raises:
@@ -88,7 +88,7 @@ def built(description: Mapping[str, Any]) -> nn.Module:
         config._attn_implementation = description["attention"]
         module: nn.Module = kind(config)
         module.to(getattr(torch, description["dtype"]))
-        set_frozen(module, description["frozen"])
+        freeze(module, description["frozen"])
     except Exception as error:  # the library checks a config in many ways
         raise ValueError(
             f"the config of {name} does not fit transformers {transformers.__version__} "
@@ -116,7 +116,7 @@ def _keys(value: Any) -> Iterator[str]:
 
 def _is_same(one: nn.Module, other: nn.Module) -> bool:
     ours, theirs = (dict(m.named_modules(remove_duplicate=False)) for m in (one, other))
-    if ours.keys() != theirs.keys() or tied(one) != tied(other):
+    if ours.keys() != theirs.keys() or find_tied_names(one) != find_tied_names(other):
         return False
     return all(_form(ours[name]) == _form(theirs[name]) for name in ours)
 

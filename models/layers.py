@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ringspark.models.skeleton import build_skeleton
+from ringspark.models.meta_device import build_on_meta
 
 Description: TypeAlias = dict[str, Any]
 
@@ -42,7 +42,7 @@ class _NoDescriptionError(Exception):
     """A part of the network is none of torch's own layers, or does not keep its arguments."""
 
 
-def described(module: nn.Module) -> Description | None:
+def describe(module: nn.Module) -> Description | None:
     """Returns the description of a network; None if it has none."""
     known: dict[int, str] = {}
     if any(is_lazy(tensor) for tensor in [*module.parameters(), *module.buffers()]):
@@ -50,17 +50,17 @@ def described(module: nn.Module) -> Description | None:
     try:
         description = {
             "layers": _layer(module, "", known),
-            "tied": tied(module),
+            "tied": find_tied_names(module),
             "frozen": frozen_names(module),
             "dtype": single_dtype(module),
         }
-        rebuilt = build_skeleton(lambda: built(description))
+        rebuilt = build_on_meta(lambda: build(description))
     except (_NoDescriptionError, TypeError, ValueError, RuntimeError, AttributeError):
         return None
     return description if _is_same(rebuilt, module) else None
 
 
-def built(description: Mapping[str, Any]) -> nn.Module:
+def build(description: Mapping[str, Any]) -> nn.Module:
     """Builds the network, with weights as its layers' constructors draw them.
 
     Raises:
@@ -74,7 +74,7 @@ def built(description: Mapping[str, Any]) -> nn.Module:
             for other in others:
                 owner, _, name = other.rpartition(".")
                 setattr(module.get_submodule(owner), name, parameter)
-        set_frozen(module, description["frozen"])
+        freeze(module, description["frozen"])
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"the network's description does not fit torch {torch.__version__} ({type(error).__name__}: "
@@ -88,7 +88,7 @@ def frozen_names(module: nn.Module) -> list[str]:
     return [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
 
 
-def set_frozen(module: nn.Module, names: Sequence[str]) -> None:
+def freeze(module: nn.Module, names: Sequence[str]) -> None:
     """Excludes the parameters of these names from training."""
     for name in names:
         module.get_parameter(name).requires_grad_(False)
@@ -214,7 +214,7 @@ def _build(description: Mapping[str, Any], path: str, known: dict[str, nn.Module
     return module
 
 
-def tied(module: nn.Module) -> list[list[str]]:
+def find_tied_names(module: nn.Module) -> list[list[str]]:
     """Returns the names of parameters that are one, but for those of layers that are one."""
     names: dict[int, list[str]] = {}
     for prefix, owner in module.named_modules():

@@ -110,7 +110,7 @@ def _scale(layer: Any) -> float:
     return scale
 
 
-def adapted(module: nn.Module) -> dict[str, nn.Module]:
+def find_adapters(module: nn.Module) -> dict[str, nn.Module]:
     """Returns the layers that have an adapter of ours, by name; a user's own may have such matrices too."""
     return {
         name: layer
@@ -121,7 +121,7 @@ def adapted(module: nn.Module) -> dict[str, nn.Module]:
 
 def matrix_names(module: nn.Module) -> set[str]:
     """Returns the names of the adapters' matrices in the state dict."""
-    return {f"{prefix}.{part}".lstrip(".") for prefix in adapted(module) for part in (_A, _B)}
+    return {f"{prefix}.{part}".lstrip(".") for prefix in find_adapters(module) for part in (_A, _B)}
 
 
 def merged_state(module: nn.Module) -> State:
@@ -130,7 +130,7 @@ def merged_state(module: nn.Module) -> State:
     Runs on every rank where the ranks hold parts of the weights.
     """
     state: State = module.state_dict()
-    for prefix, layer in adapted(module).items():
+    for prefix, layer in find_adapters(module).items():
         first, second, weight = (f"{prefix}.{name}".lstrip(".") for name in (_A, _B, "weight"))
         with torch.no_grad():
             product = _product(state.pop(second), state.pop(first), state[weight])
@@ -153,7 +153,7 @@ def adapter_state(module: nn.Module) -> State:
 
     Returns nothing for a network without adapters.
     """
-    if not adapted(module):
+    if not find_adapters(module):
         return {}
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     return {name: tensor for name, tensor in module.state_dict().items() if name in trained}

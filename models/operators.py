@@ -91,7 +91,7 @@ class Device:
     """Stands for the device of the inputs."""
 
 
-def function_of(name: str) -> Callable[..., Any]:
+def find_operator(name: str) -> Callable[..., Any]:
     """Returns the operator of this name.
 
     Raises:

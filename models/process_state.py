@@ -16,19 +16,19 @@ from typing import Any
 
 import torch
 
-PROCESS = threading.RLock()
+PROCESS_LOCK = threading.RLock()
 """Lock for tracing a network and for changes of torch's global state, which are not thread-safe."""
 
 
 @contextmanager
-def forked_random(devices: Sequence[torch.device] = ()) -> Iterator[None]:
+def fork_generators(devices: Sequence[torch.device] = ()) -> Iterator[None]:
     """Restores torch's random state at the end. Other threads that call this wait until then."""
-    with PROCESS, torch.random.fork_rng(devices=devices):
+    with PROCESS_LOCK, torch.random.fork_rng(devices=devices):
         yield
 
 
 @contextmanager
-def ignored_warnings(message: str = "", category: type[Warning] = Warning) -> Iterator[None]:
+def ignore_warnings(message: str = "", category: type[Warning] = Warning) -> Iterator[None]:
     """Ignores this thread's warnings; warnings of other threads are shown.
 
     Args:
@@ -48,7 +48,7 @@ def ignored_warnings(message: str = "", category: type[Warning] = Warning) -> It
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_thread() -> Iterator[None]:
     """Drops this thread's stderr output, its warnings, and its log records up to level WARNING."""
     thread = _ThisThread()
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
@@ -57,7 +57,7 @@ def quiet() -> Iterator[None]:
     for handler in handlers:
         handler.addFilter(thread)
     try:
-        with redirect_stderr(_OtherThreads(sys.stderr, thread)), ignored_warnings():
+        with redirect_stderr(_OtherThreads(sys.stderr, thread)), ignore_warnings():
             yield
     finally:
         thread.has_ended = True

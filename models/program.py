@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from ringspark.models.operators import Device, check_arguments, function_of
+from ringspark.models.operators import Device, check_arguments, find_operator
 
 FORMAT_VERSION = 1
 
@@ -132,7 +132,7 @@ class Program(nn.Module):
         """Resolves the operators' names, and notes after which step an entry is of no more use."""
         first = len(self.text["tensors"]) + self.text["num_inputs"]
         decoded = [
-            (function_of(name), decode(args), {key: decode(value) for key, value in named.items()})
+            (find_operator(name), decode(args), {key: decode(value) for key, value in named.items()})
             for name, args, named in self.text["steps"]
         ]
         for step in decoded:

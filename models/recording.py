@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from ringspark.models.operators import ON_SIZES, function_of
+from ringspark.models.operators import ON_SIZES, find_operator
 from ringspark.models.outputs import as_outputs
-from ringspark.models.process_state import PROCESS, quiet
+from ringspark.models.process_state import PROCESS_LOCK, silence_thread
 from ringspark.models.program import FORMAT_VERSION, Entry, Json, Program, encode
 
 Inputs: TypeAlias = tuple[torch.Tensor, ...]
@@ -38,7 +38,7 @@ class NoProgramError(ValueError):
     """The network cannot be recorded; the message says why, as a part of a sentence."""
 
 
-def recorded(
+def record_program(
     module: nn.Module,
     samples: Callable[..., Inputs],
     varying: Sequence[Mapping[int, Any]],
@@ -57,8 +57,8 @@ def recorded(
     """
     try:
         # A trace changes `nn.Module` itself, so the lock also covers `_try`, which runs the network.
-        with PROCESS:
-            exported = traced(module, samples(TRACED_ROWS), varying)
+        with PROCESS_LOCK:
+            exported = trace_network(module, samples(TRACED_ROWS), varying)
             text, tensors = _text_of(_without_writes(exported), module)
             program = Program(text)
             for name, tensor in tensors.items():
@@ -71,12 +71,12 @@ def recorded(
     return program.eval()
 
 
-def traced(
+def trace_network(
     module: nn.Module, inputs: Inputs, varying: Sequence[Mapping[int, Any]]
 ) -> torch.export.ExportedProgram:
     """Returns torch's record of the network's evaluation, of which only tensors come out."""
     # Hide torch's messages: errors are raised anyway, and the caller tests the result.
-    with PROCESS, torch.no_grad(), quiet():
+    with PROCESS_LOCK, torch.no_grad(), silence_thread():
         return torch.export.export(_Outputs(module).eval(), inputs, dynamic_shapes=(tuple(varying),))
 
 
@@ -142,7 +142,7 @@ def _without_writes(exported: torch.export.ExportedProgram) -> torch.export.Expo
     targets = [node.target for node in exported.graph.nodes]
     if not any(isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable for t in targets):
         return exported
-    with PROCESS, torch.no_grad(), quiet():
+    with PROCESS_LOCK, torch.no_grad(), silence_thread():
         exported = exported.run_decompositions({})
     graph = exported.graph
     for node in list(graph.nodes):
@@ -202,7 +202,7 @@ def _name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         name = _INSTEAD.get(str(target), str(target))
         try:
-            function_of(name)
+            find_operator(name)
         except ValueError:
             raise NoProgramError(f"the operator {name} is none of those that a program may name") from None
         return name

@@ -1,8 +1,7 @@
-"""What layers report beside the network's outputs: losses of rows, and counts for the history.
+"""Layers report losses and counts from inside a network, without a change of what the network returns.
 
-A layer deep inside a network has no say in what the network returns. It calls `add_loss` or `add_counts`, and
-whoever runs the forward pass inside `collected` gets what was added. Outside of it nothing is kept, so a
-recomputed layer, which runs again in the backward pass, adds nothing twice.
+A layer calls `add_loss` or `add_counts`; the caller of the forward pass reads them from `collect_reports`.
+Outside of `collect_reports` nothing is kept, so a recomputed layer adds nothing twice.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class CountingLayer(nn.Module):
 
 
 @dataclass(frozen=True)
-class CountedLayer:
+class CountingLayerInfo:
     """What is known of a layer that counts, wherever it is.
 
     Attributes:
@@ -50,13 +49,15 @@ class CountedLayer:
     numbers: Callable[[Sequence[torch.Tensor]], dict[str, float]]
 
 
-def counted_layers(network: nn.Module) -> list[CountedLayer]:
+def find_counting_layers(network: nn.Module) -> list[CountingLayerInfo]:
     """Returns the network's layers that count, in order."""
     names: dict[CountingLayer, list[str]] = {}
     for name, layer in network.named_modules(remove_duplicate=False):
         if isinstance(layer, CountingLayer):
             names.setdefault(layer, []).append(name)
-    return [CountedLayer(tuple(own), layer.num_counts, type(layer).numbers) for layer, own in names.items()]
+    return [
+        CountingLayerInfo(tuple(own), layer.num_counts, type(layer).numbers) for layer, own in names.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ _OPEN: ContextVar[Reports | None] = ContextVar("_OPEN", default=None)
 
 
 @contextmanager
-def collected() -> Iterator[Reports]:
+def collect_reports() -> Iterator[Reports]:
     """Wraps a forward pass; yields what its layers add."""
     reports = Reports()
     token = _OPEN.set(reports)
@@ -100,7 +101,7 @@ def add_loss(rows: torch.Tensor) -> None:
 
 
 def num_losses() -> int:
-    """Returns how many losses have been added so far; 0 outside of `collected`."""
+    """Returns how many losses have been added so far; 0 outside of `collect_reports`."""
     reports = _OPEN.get()
     return 0 if reports is None else len(reports.losses)
 

@@ -16,9 +16,9 @@ from ringspark.estimators.columns.inputs import ModelInput, layout_of_inputs
 from ringspark.estimators.training.arguments import Layout
 from ringspark.estimators.training.batch_transforms import prepare_inputs, prepared
 from ringspark.estimators.training.feed import zeros
-from ringspark.models.process_state import PROCESS
+from ringspark.models.process_state import PROCESS_LOCK
 from ringspark.models.program import Program
-from ringspark.models.recording import TRACED_ROWS, NoProgramError, first_line, recorded, traced
+from ringspark.models.recording import TRACED_ROWS, NoProgramError, first_line, record_program, trace_network
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import MASK
 from ringspark.pipelines.kinds.base import BatchArray
@@ -56,7 +56,7 @@ def export_module(
     with tempfile.TemporaryDirectory(prefix="ringspark-") as folder:
         file = os.path.join(folder, os.path.basename(target))
         try:
-            program = traced(module, _samples(inputs, TRACED_ROWS), _varying(inputs))
+            program = trace_network(module, _samples(inputs, TRACED_ROWS), _varying(inputs))
             if format == "onnx":
                 plain = [item.column.name + item.part for item in inputs if item.column is not None]
                 _to_onnx(program, names if len(names) == len(inputs) else plain, file)
@@ -98,7 +98,7 @@ def record_module(module: nn.Module, inputs: Sequence[ModelInput], prepare: Any 
     longest = max((array.shape[0] for array in map(_described, inputs) if array.varies), default=0)
     # A trace may follow a branch on the length that holds for the traced one alone.
     every, some = range(1, longest + 1), max(1, longest // 16)
-    return recorded(module, samples, _varying(inputs), [*every[:32], *every[32::some]])
+    return record_program(module, samples, _varying(inputs), [*every[:32], *every[32::some]])
 
 
 def _samples(inputs: Sequence[ModelInput], rows: int, length: int | None = None) -> tuple[torch.Tensor, ...]:
@@ -149,7 +149,7 @@ def _described(item: ModelInput) -> BatchArray:
 
 def _to_onnx(program: torch.export.ExportedProgram, names: Sequence[str], file: str) -> None:
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in program.state_dict.values())
-    with PROCESS:
+    with PROCESS_LOCK:
         torch.onnx.export(
             program,
             f=file,

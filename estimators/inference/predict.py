@@ -34,8 +34,8 @@ from ringspark.estimators.training.device_memory import release_gpu
 from ringspark.estimators.training.feed import Array
 from ringspark.estimators.training.settings.choices import WeightOffload
 from ringspark.models import ModelSpec
+from ringspark.models.meta_device import build_on_meta
 from ringspark.models.outputs import as_outputs
-from ringspark.models.skeleton import build_skeleton
 
 # Bytes of inputs and outputs of the rows that are predicted at a time, at least one forward pass. Spark 3.5
 # bounds its batches by rows alone, and outputs may be wider than inputs.
@@ -84,7 +84,7 @@ class Predictor:
         """
         module: nn.Module
         if isinstance(self.model, str):
-            module = build_skeleton(ModelSpec.from_json(self.model).build)
+            module = build_on_meta(ModelSpec.from_json(self.model).build)
         else:
             module = user_code.loads(self.model)
         # A task may start long after `transform` was called, when the folder holds another model.

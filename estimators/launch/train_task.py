@@ -17,7 +17,7 @@ from ringspark.estimators.training.checkpoint.weights import map_checkpoint, sav
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import train_worker
-from ringspark.models.skeleton import skeleton
+from ringspark.models.meta_device import copy_to_meta
 from ringspark.pipelines import ShardManifest, storage
 
 # Up to here a network travels whole in Spark's closure: reading a file of a store would take longer.
@@ -42,7 +42,7 @@ class PackedObjects:
         network = objects.module
         if network is None or not _travels_by_store(network):
             return cls(pickled=user_code.dumps(objects), network=None)
-        empty = replace(objects, module=skeleton(network))
+        empty = replace(objects, module=copy_to_meta(network))
         return cls(pickled=user_code.dumps(empty), network=network)
 
     def write_weights(self, run_uri: str) -> str | None:

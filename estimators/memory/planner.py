@@ -17,7 +17,7 @@ from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.models import ModelSpec
-from ringspark.models.skeleton import build_skeleton, skeleton
+from ringspark.models.meta_device import build_on_meta, copy_to_meta
 
 # Import path of the plan for a network that ranks share.
 PLAN_CUT = "ringspark.extras.planning.meshes.cut_plan:plan_cut"
@@ -37,9 +37,9 @@ class Planner:
         self._inputs, self._labels = inputs, labels
         self._rows = labels[0].shape[0]
         if config.model is not None:
-            self.network = build_skeleton(ModelSpec.from_json(config.model).build)
+            self.network = build_on_meta(ModelSpec.from_json(config.model).build)
         else:
-            self.network = skeleton(objects.module)
+            self.network = copy_to_meta(objects.module)
         tuned(self.network, config)
         self._steps: dict[str, StepBytes] = {}
         self._update: UpdateBytes | None = None

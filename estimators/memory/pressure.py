@@ -31,8 +31,8 @@ from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.kept_rows import reading_needs
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.models.generators import shared_generators_kept
-from ringspark.models.process_state import forked_random
+from ringspark.models.generators import keep_shared_generators
+from ringspark.models.process_state import fork_generators
 from ringspark.pipelines import ShardManifest
 
 # Copies of the trained parameters: more than any named optimizer keeps as its state.
@@ -108,7 +108,7 @@ def check(
         return None
     limit = min(known, key=lambda found: found.num_bytes)
     # A user's network may draw numbers where it is made or run, and Spark uses this process again.
-    with forked_random(), shared_generators_kept():
+    with fork_generators(), keep_shared_generators():
         return _check(config, objects, manifest, limit)
 
 

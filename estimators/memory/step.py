@@ -41,7 +41,7 @@ from ringspark.estimators.training.precision import LossScaler, keep_norms_fp32
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.estimators.training.step import Recipe, forward_backward, global_weights
 from ringspark.models import apply_activation_checkpoint
-from ringspark.models.process_state import forked_random, ignored_warnings
+from ringspark.models.process_state import fork_generators, ignore_warnings
 
 MOST_MICRO_BATCHES = 2
 
@@ -127,8 +127,8 @@ def on_fake_tensors(
         transform = BatchTransform(objects.transform_batch, config.seed, 0, device)
     with (
         # The same warnings of the network and the optimizer come again in the training.
-        ignored_warnings(),
-        forked_random(gpus),
+        ignore_warnings(),
+        fork_generators(gpus),
         torch.autograd.set_multithreading_enabled(False),
         FakeTensorMode(allow_non_fake_inputs=True),
         _quiet(),

@@ -17,15 +17,15 @@ from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.optimizer_state import part_of
-from ringspark.models.deferred import FirstWeights
-from ringspark.models.skeleton import fill
+from ringspark.models.deferred_init import InitialWeights
+from ringspark.models.meta_device import fill
 
-_WAITING: WeakKeyDictionary[nn.Module, FirstWeights] = WeakKeyDictionary()
+_WAITING: WeakKeyDictionary[nn.Module, InitialWeights] = WeakKeyDictionary()
 # Small tensors travel together, up to so many bytes.
 _BUNDLE_BYTES = 4 << 20
 
 
-def put_off(module: nn.Module, first: FirstWeights) -> None:
+def put_off(module: nn.Module, first: InitialWeights) -> None:
     """Notes that the parameters of a network have no numbers yet."""
     _WAITING[module] = first
 
@@ -70,11 +70,11 @@ def give_first_weights(module: nn.Module, mesh: Mesh, device: torch.device) -> N
         module.to(device)  # buffers that no state dict holds
 
 
-def _arriving(first: FirstWeights, mesh: Mesh, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+def _arriving(first: InitialWeights, mesh: Mesh, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the name and the numbers of each parameter. Runs on every rank."""
     for names in _bundles(first.tensors):
         if mesh.world.rank == 0:
-            tensors = [first.drawn(name).to(device) for name in names]
+            tensors = [first.initialize(name).to(device) for name in names]
         else:
             tensors = [torch.empty_like(first.tensors[name], device=device) for name in names]
         with torch.no_grad():

@@ -42,9 +42,9 @@ from ringspark.estimators.stages.saved_networks import PROGRAM, load_network, sa
 from ringspark.estimators.stages.spark_metadata import METADATA, read_metadata, write_metadata
 from ringspark.estimators.stages.storage_root import find_session
 from ringspark.models import ModelSpec
-from ringspark.models.descriptions import described
+from ringspark.models.descriptions import describe_network
+from ringspark.models.meta_device import copy_to_meta
 from ringspark.models.program import Program
-from ringspark.models.skeleton import skeleton
 from ringspark.pipelines import storage
 from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.typed_json import OtherFormatError, added, record, versioned
@@ -145,9 +145,9 @@ class StageWriter(MLWriter):
             elif isinstance(value, nn.Module) and (known := self._network(uri, param.name, value)):
                 modules[param.name] = known
                 if PROGRAM in known and allows_pickle() and not isinstance(value, Program):
-                    classes[param.name] = skeleton(value)
+                    classes[param.name] = copy_to_meta(value)
             elif isinstance(value, nn.Module) and self._holds_weights_of(param.name):
-                objects[param.name] = skeleton(value)
+                objects[param.name] = copy_to_meta(value)
             else:
                 objects[param.name] = value
         write_metadata(self._stage, uri, plain)
@@ -167,7 +167,7 @@ class StageWriter(MLWriter):
 
     def _network(self, uri: str, param: str, module: nn.Module) -> dict[str, Any] | None:
         """Returns what `ringspark.json` says of a network without pickle, writing what it needs beside."""
-        description = described(module)
+        description = describe_network(module)
         if not self._holds_weights_of(param):
             # The start of the training is a part of the estimator.
             if description is not None:

@@ -16,10 +16,10 @@ from torch import nn
 
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.weights import local_file, replacing
-from ringspark.models.descriptions import built
-from ringspark.models.process_state import forked_random
+from ringspark.models.descriptions import build_network
+from ringspark.models.meta_device import build_on_meta
+from ringspark.models.process_state import fork_generators
 from ringspark.models.program import Program
-from ringspark.models.skeleton import build_skeleton
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import parse_object
 
@@ -50,11 +50,11 @@ def load_network(uri: str, param: str, description: Mapping[str, Any], *, is_fit
     if PROGRAM in description:
         return _load_program(uri, param)
     if is_fitted:
-        return build_skeleton(lambda: built(description))
+        return build_on_meta(lambda: build_network(description))
     if not storage.exists(storage.join(uri, _start(param))):
         raise ValueError(f"{_start(param)} is missing")
-    with forked_random():
-        module = built(description)
+    with fork_generators():
+        module = build_network(description)
     with local_file(uri, _start(param)) as path:
         try:
             module.load_state_dict(tensor_file.read(path))

@@ -17,8 +17,8 @@ from torch import nn
 
 from ringspark.estimators.training.arguments import Layout, rows_in
 from ringspark.estimators.training.feed import Batch
-from ringspark.models.generators import seed_rank, shared_generators_kept
-from ringspark.models.skeleton import copied
+from ringspark.models.generators import keep_shared_generators, seed_rank
+from ringspark.models.meta_device import copy_module
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -40,7 +40,7 @@ class BatchTransform:
             step: Optimizer steps before this one, over all epochs.
         """
         gpus = [self._device] if self._device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices=gpus), shared_generators_kept():
+        with torch.no_grad(), torch.random.fork_rng(devices=gpus), keep_shared_generators():
             seed_rank(self._seed, step, self._rank)
             # Without rows only shapes and dtypes count, and those of a row of zeros tell them.
             inputs, labels = batch.inputs, batch.labels
@@ -80,7 +80,7 @@ def prepared(function: Any, device: torch.device, training: bool) -> Any:
     """Returns the user's function for use on `device`; a module is copied, for its owner may use it too."""
     if not isinstance(function, nn.Module):
         return function
-    return copied(function).to(device).train(training).requires_grad_(False)
+    return copy_module(function).to(device).train(training).requires_grad_(False)
 
 
 def transformed(
@@ -126,7 +126,7 @@ def try_transform(
     copies = tuple(t.clone() for t in inputs)
     given = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in inputs)
     try:
-        with torch.no_grad(), shared_generators_kept():
+        with torch.no_grad(), keep_shared_generators():
             copied_labels = labels and tuple(t.clone() for t in labels)
             return transformed(function, setting, copies, copied_labels, layout)
     except Exception as error:

@@ -9,7 +9,7 @@ from ringspark.estimators.training.finetuning.freezing import tuned
 from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
-from ringspark.models.skeleton import copied
+from ringspark.models.meta_device import copy_module
 
 
 def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
@@ -20,7 +20,7 @@ def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
     if config.model is not None:
         module = ModelSpec.from_json(config.model).build()
     elif objects.module is not None:
-        module = copied(objects.module)
+        module = copy_module(objects.module)
     else:
         raise ValueError("model is not set; give a ModelSpec or an nn.Module")
     return tuned(module, config)

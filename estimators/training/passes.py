@@ -20,7 +20,7 @@ from ringspark.estimators.training.objective.sums import Seen
 from ringspark.estimators.training.precision import autocast
 from ringspark.estimators.training.step import Recipe, forward, forward_backward, judged, of_layers, scaled
 from ringspark.models.outputs import as_outputs
-from ringspark.models.reports import Reports, collected
+from ringspark.models.reports import Reports, collect_reports
 
 # Gets the number of a micro-batch, how many there are, and the micro-batch.
 Counting = Callable[[Batch], AbstractContextManager[None]]
@@ -213,7 +213,7 @@ class PipelinedPasses:
             self._pipeline.share_ties()
 
     def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[Seen]:
-        with backward_errors(), collected() as reports:
+        with backward_errors(), collect_reports() as reports:
             outputs = self._pipeline.evaluate(micro_batch.inputs, self._autocast)
             self._pipeline.finish()
         if not self._pipeline.has_outputs:
@@ -235,7 +235,7 @@ class PipelinedPasses:
     @contextmanager
     def _collecting(self) -> Iterator[None]:
         """Wraps the forward pass of a stage."""
-        with self._autocast(), collected() as self._reports:
+        with self._autocast(), collect_reports() as self._reports:
             yield
 
     def _seen_elsewhere(self, reports: Reports) -> Seen:

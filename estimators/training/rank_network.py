@@ -31,10 +31,10 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.estimators.training.stage_recompute import policy_of_stage
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.batch_norm import accept_single_rows
-from ringspark.models.deferred import deferred
+from ringspark.models.deferred_init import defer_initialization
 from ringspark.models.generators import seed_constructor
+from ringspark.models.meta_device import copy_to_meta, find_changed_buffers
 from ringspark.models.recompute.activation_checkpoint import block_names
-from ringspark.models.skeleton import changed_state, skeleton
 from ringspark.pipelines import ShardManifest
 
 
@@ -67,7 +67,9 @@ class RankNetwork:
         config, objects = self._config, self._objects
         self._status.phase = "building the model"
         seed_constructor(config.seed)
-        found = deferred(partial(build_module, config, objects)) if config.builds_in_parts else None
+        found = (
+            defer_initialization(partial(build_module, config, objects)) if config.builds_in_parts else None
+        )
         if found is None:
             module = build_module(config, objects)
         else:
@@ -109,7 +111,7 @@ class RankNetwork:
         # After `spread`, which refuses gradient hooks, because this call adds some.
         self._refuse_sparse_gradients()
         if not mesh.cuts_network:  # a shard of a network holds connections, which cannot be copied
-            self._start_state = skeleton(module)
+            self._start_state = copy_to_meta(module)
 
     def recompute(self) -> None:
         """Applies `gradientCheckpointing`."""
@@ -127,9 +129,11 @@ class RankNetwork:
         sync.ranks_differ |= self._mesh.cuts_network
         return sync
 
-    def changed_state(self) -> tuple[str, ...]:
+    def find_changed_buffers(self) -> tuple[str, ...]:
         """Returns the names of state that the training has changed and a checkpoint does not hold."""
-        return () if self._start_state is None else tuple(changed_state(self._start_state, self.module))
+        return (
+            () if self._start_state is None else tuple(find_changed_buffers(self._start_state, self.module))
+        )
 
     def _refuse_sparse_gradients(self) -> None:
         """Makes embeddings give dense gradients if a rank's gradients are no whole rows."""

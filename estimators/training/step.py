@@ -25,7 +25,7 @@ from ringspark.estimators.training.precision import LossScaler, autocast
 from ringspark.estimators.training.saved_tensors import saved_tensor_hooks
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models.outputs import as_outputs
-from ringspark.models.reports import Reports, collected
+from ringspark.models.reports import Reports, collect_reports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def forward(
     # Sharded parameters are gathered in here, which fails if a peer is lost.
     eager = single_rows_eager(config.compile, batch.num_rows)
     computing = autocast(config.precision, recipe.device)
-    with computing, hooks, eager, backward_errors(), collected() as reports:
+    with computing, hooks, eager, backward_errors(), collect_reports() as reports:
         outputs = module(*batch.inputs)
     return judged(recipe, network, outputs, batch, reports, keeps_outputs=keeps_outputs)
 

@@ -35,7 +35,7 @@ from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.selection import BestCheckpoint, EarlyStopping
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.trainer import Trainer
-from ringspark.models.generators import seed_rank, shared_generators_kept
+from ringspark.models.generators import keep_shared_generators, seed_rank
 from ringspark.pipelines import ShardManifest, open_reader, storage
 from ringspark.pipelines.manifest import Split
 from ringspark.pipelines.readers import ShardReader
@@ -101,7 +101,7 @@ def train_worker(
     mesh = Mesh.of(collective, config.axes)
     recovery = Recovery(config, mesh, status)
     # Seeds are set only inside the fork, so a reused Python worker keeps its own random state.
-    with recovery, torch.random.fork_rng(devices=gpus), shared_generators_kept(), ExitStack() as opened:
+    with recovery, torch.random.fork_rng(devices=gpus), keep_shared_generators(), ExitStack() as opened:
         return _train(config, mesh, objects, torch_device, status, recovery, opened)
 
 
@@ -165,7 +165,7 @@ def _train(
         steps=state.step,
         seconds=recovery.seconds,
         bytes_sent=bytes_sent,
-        lost_state=network.changed_state(),
+        lost_state=network.find_changed_buffers(),
         stop_reason=state.stop_reason,
         history=tuple(state.history),
         resumed_steps=recovery.resumed_steps,

@@ -22,7 +22,7 @@ from ringspark.extras.search.search_params import _PopulationParams
 from ringspark.extras.search.search_stage import SearchStage
 from ringspark.extras.search.space import Space
 from ringspark.extras.search.trial_data import TrialData
-from ringspark.models.skeleton import build_skeleton
+from ringspark.models.meta_device import build_on_meta
 from ringspark.pipelines.columns import check_frame
 
 # Params that a training takes from its settings and not from the checkpoint that it goes on from.
@@ -145,4 +145,4 @@ def _check_changeable(space: Space, estimator: Any) -> None:
 
 
 def _shapes(spec: Any) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in build_skeleton(spec.build).state_dict().items()}
+    return {name: tuple(value.shape) for name, value in build_on_meta(spec.build).state_dict().items()}

@@ -10,7 +10,7 @@ from typing import Any
 from ringspark.estimators.training.history import EpochRecord, read_history
 from ringspark.extras.search.objective import Objective
 from ringspark.extras.search.stop_file import ask_to_stop
-from ringspark.models.process_state import ignored_warnings
+from ringspark.models.process_state import ignore_warnings
 
 
 class RunningTrial:
@@ -61,7 +61,7 @@ class RunningTrial:
         if record.epoch < max(self._last_reported, 1) or record.epoch >= self._epochs:
             return
         # numpy warns of NaN; a trial with NaN is pruned, so the warning helps nobody.
-        with ignored_warnings(category=RuntimeWarning):
+        with ignore_warnings(category=RuntimeWarning):
             self.is_pruned = bool(self.trial.should_prune())
         if self.is_pruned:
             self.stop()

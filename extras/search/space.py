@@ -21,7 +21,7 @@ from ringspark.estimators.training.check.driver import check_training
 from ringspark.extras.search import ranges
 from ringspark.extras.search.ranges import Choice, IntRange, Range, Uniform
 from ringspark.models import ModelSpec
-from ringspark.models.skeleton import build_skeleton
+from ringspark.models.meta_device import build_on_meta
 from ringspark.pipelines import ShardManifest
 
 # What a search gives each trial itself.
@@ -184,7 +184,7 @@ class Space:
             return  # which of its models a trial has is not known yet
         changed = self.applied({name: value}).getModel()
         try:
-            build_skeleton(changed.build)
+            build_on_meta(changed.build)
         except ValueError as error:
             raise ValueError(
                 f"space gives {name!r} the value {value!r} that cannot be built: {error}"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ringspark.estimators.names import check_name
-from ringspark.models.process_state import ignored_warnings
+from ringspark.models.process_state import ignore_warnings
 from ringspark.pipelines import storage
 
 JOURNAL = "journal.log"
@@ -75,7 +75,7 @@ def sampler_of(sampler: Any, seed: int, number: int) -> Any:
     if not isinstance(sampler, str):
         return sampler
     # optuna 4 warns of a parameter that its version 5 sets by itself.
-    with ignored_warnings(".*constant_liar"):
+    with ignore_warnings(".*constant_liar"):
         return SAMPLERS[sampler](import_optuna(), zlib.crc32(f"{seed} {number}".encode()))
 
 

@@ -19,7 +19,7 @@ from ringspark.estimators.inference.predict import Predictor
 from ringspark.estimators.training.checkpoint import streamed_file
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.models import ModelSpec
-from ringspark.models.skeleton import build_skeleton, fill
+from ringspark.models.meta_device import build_on_meta, fill
 
 pytestmark = pytest.mark.spark
 
@@ -107,7 +107,7 @@ print(json.dumps(found))
 def test_a_worker_that_cannot_have_all_weights_predicts_with_them(tmp_path: Path) -> None:
     """`spark.executor.pyspark.memory` limits the worker's address space (RLIMIT_AS), libraries included."""
     spec = ModelSpec("mlp", {"in_features": 2, "hidden": [4096] * 13, "out_features": 1})
-    network = build_skeleton(spec.build)
+    network = build_on_meta(spec.build)
     torch.manual_seed(0)
     # Rows that are alike take no memory here, and are written out.
     shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}

@@ -35,7 +35,7 @@ from ringspark.estimators.inference.predict import Predictor, run
 from ringspark.estimators.inference.results import Classes, Values
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.models import ModelSpec
-from ringspark.models.skeleton import skeleton
+from ringspark.models.meta_device import copy_to_meta
 from ringspark.pipelines import (
     Binary,
     HashBuckets,
@@ -418,7 +418,7 @@ def test_whole_numbers_and_doubles_are_not_rounded_to_fp32(pairs: Any, tmp_path:
 def test_rows_around_an_invalid_one_keep_their_exact_predictions(tmp_path: Path) -> None:
     info = save_checkpoint(str(tmp_path), Exact())
     predictor = Predictor(
-        model=user_code.dumps(skeleton(Exact())),
+        model=user_code.dumps(copy_to_meta(Exact())),
         weights_uri=str(tmp_path),
         weights_id=info.checkpoint_id,
         feeds=(Feed(name="x", shape=(1,)),),
@@ -736,11 +736,11 @@ def test_a_users_module_travels_without_its_weights_and_gets_them_all_back(
 
 
 def test_a_spec_is_built_without_memory_for_its_weights() -> None:
-    from ringspark.models.skeleton import build_skeleton
+    from ringspark.models.meta_device import build_on_meta
 
     spec = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 1})
     before = torch.random.get_rng_state()
-    assert all(parameter.is_meta for parameter in build_skeleton(spec.build).parameters())
+    assert all(parameter.is_meta for parameter in build_on_meta(spec.build).parameters())
     assert torch.random.get_rng_state().equal(before)
     assert not any(parameter.is_meta for parameter in spec.build().parameters())
 

@@ -27,7 +27,7 @@ from ringspark.estimators.stages.persistence import ALLOW_PICKLE
 from ringspark.estimators.stages.to_config import config_of
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.models import ModelSpec
-from ringspark.models.hugging_face import built, described
+from ringspark.models.hugging_face import build, describe
 from ringspark.models.program import Program
 from ringspark.models.recording import NoProgramError
 from ringspark.pipelines.columns import Column
@@ -374,29 +374,29 @@ def test_a_damaged_program_is_refused_in_one_sentence(own: Any, tmp_path: Path) 
     ],
 )
 def test_a_description_of_transformers_builds_nothing_else(change: dict[str, Any], message: str) -> None:
-    description = described(_bert(None))
+    description = describe(_bert(None))
     assert description is not None
     with pytest.raises(ValueError, match=message):
-        built(description | change)
+        build(description | change)
 
 
 def test_a_network_of_transformers_that_was_changed_has_no_description() -> None:
     network: Any = _bert(None)
     network.dropout.p = 0.5
-    assert described(network) is None
+    assert describe(network) is None
     network = _bert(None)
     # A list may decide as well as a number: over which dimensions a layer takes its mean, for one.
     network.bert.encoder.layer[0].output.LayerNorm.normalized_shape = (3,)
-    assert described(network) is None
+    assert describe(network) is None
 
 
 def test_a_network_of_from_pretrained_is_described_as_it_was(tmp_path: Path) -> None:
     network: Any = _bert(None)
     network.save_pretrained(tmp_path)
     loaded = type(network).from_pretrained(tmp_path).eval()
-    description = described(loaded)
+    description = describe(loaded)
     assert description is not None
-    again = built(description).eval()
+    again = build(description).eval()
     again.load_state_dict(loaded.state_dict())
     ids = torch.tensor([[1, 2, 3]])
     assert torch.allclose(again(ids).logits, loaded(ids).logits, atol=1e-6)
@@ -406,12 +406,12 @@ def test_a_tie_or_a_method_that_was_changed_by_hand_is_no_description() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     network: Any = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2))
-    assert described(network) is not None
+    assert describe(network) is not None
     network.lm_head.weight = nn.Parameter(torch.zeros(20, 8))
-    assert described(network) is None
+    assert describe(network) is None
     network = _bert(None)
     network.bert.pooler.forward = MethodType(lambda pooler, hidden: hidden[:, 1], network.bert.pooler)
-    assert described(network) is None
+    assert describe(network) is None
 
 
 def test_an_lstm_and_bags_do_not_read_past_their_tensors(own: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ringspark.models.layers import built, described
+from ringspark.models.layers import build, describe
 
 Make = Callable[[], nn.Module]
 
@@ -73,9 +73,9 @@ def test_a_network_of_torchs_layers_is_built_from_text(name: str) -> None:
     torch.manual_seed(0)
     module = make().eval()
     before = torch.random.get_rng_state()
-    description = described(module)
+    description = describe(module)
     assert torch.random.get_rng_state().equal(before)
-    again = built(json.loads(json.dumps(description))).eval()
+    again = build(json.loads(json.dumps(description))).eval()
     again.load_state_dict(module.state_dict())
     rows = torch.randn(shape, dtype=next(iter(module.parameters()), torch.zeros(1)).dtype)
     assert again(rows).equal(module(rows))
@@ -87,9 +87,9 @@ def test_a_network_of_torchs_layers_is_built_from_text(name: str) -> None:
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_have_a_description(kind: type[nn.RNNBase]) -> None:
     module = kind(3, 4, num_layers=2, batch_first=True, bidirectional=True)
-    description = described(module)
+    description = describe(module)
     assert description is not None
-    again = built(description)
+    again = build(description)
     again.load_state_dict(module.state_dict())
     rows = torch.randn(2, 5, 3)
     assert again(rows)[0].equal(module(rows)[0])
@@ -134,15 +134,15 @@ def _with_buffer(module: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_text_would_not_give_back_has_no_description(name: str) -> None:
-    assert described(OTHERS[name]()) is None
+    assert describe(OTHERS[name]()) is None
 
 
 def test_a_description_of_another_torch_is_refused_in_a_sentence() -> None:
-    description = described(nn.Sequential(nn.Linear(2, 2)))
+    description = describe(nn.Sequential(nn.Linear(2, 2)))
     assert description is not None
     description["layers"]["children"]["0"]["layer"] = "Bilinear3"
     with pytest.raises(ValueError, match=r"torch .* has no layer 'Bilinear3'; take the torch"):
-        built(description)
+        build(description)
     description["layers"]["children"]["0"] = {"layer": "Linear", "width": 3}
     with pytest.raises(ValueError, match=r"does not fit torch .* \(TypeError: .*width"):
-        built(description)
+        build(description)

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from ringspark.models.process_state import forked_random, ignored_warnings, quiet
-from ringspark.models.recording import recorded
-from ringspark.models.skeleton import fill
+from ringspark.models.meta_device import fill
+from ringspark.models.process_state import fork_generators, ignore_warnings, silence_thread
+from ringspark.models.recording import record_program
 
 
 class Net(nn.Module):
@@ -44,10 +44,12 @@ def test_networks_are_recorded_from_several_threads() -> None:
 
     def record(net: nn.Module) -> torch.Tensor:
         start.wait()
-        program = recorded(net, lambda rows: (torch.zeros(rows, 3),), [{0: torch.export.Dim("batch", min=1)}])
+        program = record_program(
+            net, lambda rows: (torch.zeros(rows, 3),), [{0: torch.export.Dim("batch", min=1)}]
+        )
         return program(torch.ones(4, 3))
 
-    with ignored_warnings(), ThreadPoolExecutor(len(nets)) as pool:
+    with ignore_warnings(), ThreadPoolExecutor(len(nets)) as pool:
         found = list(pool.map(record, nets))
         expected = [net(torch.ones(4, 3)) for net in nets]
     assert all(torch.allclose(*pair) for pair in zip(found, expected, strict=True))
@@ -62,9 +64,9 @@ def test_only_the_thread_that_asks_for_quiet_is_silent(
         logging.getLogger("torch.some").warning(name)
         warnings.warn(name, UserWarning, stacklevel=1)
 
-    with warnings.catch_warnings(record=True) as warned, quiet(), ThreadPoolExecutor(1) as pool:
+    with warnings.catch_warnings(record=True) as warned, silence_thread(), ThreadPoolExecutor(1) as pool:
         warnings.simplefilter("always")  # inserted before the quiet thread's filter
-        with ignored_warnings():
+        with ignore_warnings():
             speak("quiet")
             pool.submit(speak, "heard").result()
             logging.getLogger("torch.some").error("an error")
@@ -100,7 +102,7 @@ def test_two_threads_that_draw_random_numbers_do_not_meet() -> None:
     before = torch.get_rng_state()
 
     def work(seed: int, between: Callable[[], None]) -> float:
-        with forked_random():
+        with fork_generators():
             torch.manual_seed(seed)
             between()
             return torch.rand(1).item()

@@ -52,7 +52,7 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.estimators.training.settings.rules import makes_dense
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.outputs import as_outputs
-from ringspark.models.process_state import forked_random
+from ringspark.models.process_state import fork_generators
 from ringspark.pipelines import ShardManifest, check_engine
 from ringspark.pipelines.manifest import Split
 
@@ -86,7 +86,7 @@ def check_names(config: TrainConfig, objects: UserObjects) -> None:
 
 
 # Making a network draws random numbers; the fork keeps the driver's own random state.
-@forked_random()
+@fork_generators()
 def check_training(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest
 ) -> tuple[TrainConfig, list[Shape]]:

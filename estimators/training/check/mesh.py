@@ -48,8 +48,8 @@ from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.step import Recipe
 from ringspark.models.batch_norm import accept_single_rows
-from ringspark.models.generators import seed_rank, shared_generators_kept
-from ringspark.models.skeleton import copied
+from ringspark.models.generators import keep_shared_generators, seed_rank
+from ringspark.models.meta_device import copy_module
 from ringspark.pipelines import ShardManifest
 
 _log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ def check_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifes
     """
     name, mesh = type(module).__name__, config.parallelism
     remedy = "; ".join(words for key, words in _REMEDIES.items() if mesh.get(key, 1) not in (1, None))
-    with shared_generators_kept():
+    with keep_shared_generators():
         for zero_ids in (False, True):
             check = _MeshCheck(config, _rows(config, objects, manifest, zero_ids))
             try:
@@ -371,14 +371,14 @@ def _with_shared_weights(module: nn.Module) -> nn.Module:
         id(parameter): nn.Parameter(parameter.detach(), parameter.requires_grad)
         for parameter in module.parameters()
     }
-    network = copied(module, memo)
+    network = copy_module(module, memo)
     accept_single_rows(network)
     return network
 
 
 def _with_rounding_errors(module: nn.Module) -> nn.Module:
     """Returns a copy of the network with weights changed by a few rounding errors."""
-    network = copied(module)
+    network = copy_module(module)
     with torch.no_grad():
         for parameter in network.parameters():
             if parameter.is_floating_point():

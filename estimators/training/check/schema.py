@@ -25,8 +25,8 @@ from ringspark.estimators.training.objective.own_states import is_torchmetric
 from ringspark.estimators.training.optimizers.groups import group_parameters
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
+from ringspark.models.meta_device import build_on_meta, copy_to_meta
 from ringspark.models.registry import MODELS
-from ringspark.models.skeleton import build_skeleton, skeleton
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Array, HashBuckets, Padded
 from ringspark.pipelines.kinds.base import BatchArray
@@ -70,9 +70,9 @@ def check_schema(
 def _without_weights(config: TrainConfig, objects: UserObjects) -> nn.Module | None:
     """Returns the network without numbers; None if making it would run code that may load its weights."""
     if config.model is None:
-        return None if objects.module is None else skeleton(objects.module)
+        return None if objects.module is None else copy_to_meta(objects.module)
     spec = ModelSpec.from_json(config.model)
-    return build_skeleton(spec.build) if spec.target in MODELS else None
+    return build_on_meta(spec.build) if spec.target in MODELS else None
 
 
 def check_network(config: TrainConfig, module: nn.Module) -> None:
@@ -97,7 +97,7 @@ def check_network(config: TrainConfig, module: nn.Module) -> None:
             "leave max_norm out and set weightDecay, or set numWorkers=1"
         )
     if config.cuts_network:
-        check_spread(skeleton(module), config.axes, config.parallelism)
+        check_spread(copy_to_meta(module), config.axes, config.parallelism)
     kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__]
     is_lightning = any(
         kind.startswith(("lightning.", "pytorch_lightning.")) and kind.endswith(".LightningModule")

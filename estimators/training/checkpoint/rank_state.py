@@ -25,7 +25,7 @@ from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.objective.metric_set import section
 from ringspark.estimators.training.running import Running
-from ringspark.models.generators import random_state, seed_rank, set_random_state
+from ringspark.models.generators import get_generator_state, seed_rank, set_generator_state
 
 # States of up to this many bytes together travel in one message, and stay in memory.
 _SMALL_BYTES = 1 << 20
@@ -69,7 +69,7 @@ class RankState:
         """
         # First, because a strategy may end an exchange for it, which changes the network.
         exchange = {f"exchange/{name}": tensor for name, tensor in running.sync.rank_state().items()}
-        tensors, plain = random_state(running.device)
+        tensors, plain = get_generator_state(running.device)
         result = {f"random/{name}": tensor for name, tensor in tensors.items()}
         for name, buffer in running.sync.network.named_buffers():
             result[f"buffers/{name}"] = buffer.detach().to("cpu", copy=True).contiguous()
@@ -257,7 +257,7 @@ def _restore_same(running: Running, own: RankState) -> None:
     running.callbacks.load_state_dicts(own.values["callbacks"])
     running.state.stop_reason = own.values["stop_reason"]
     # Last, because restoring the rest may draw random numbers.
-    set_random_state(section(own.tensors, "random"), own.values["random"], running.device)
+    set_generator_state(section(own.tensors, "random"), own.values["random"], running.device)
 
 
 def _restore_other(running: Running, states: Sequence[RankState], data_rank: int) -> None:

@@ -31,9 +31,9 @@ from ringspark.estimators.parallel.optimizer_state import part_of
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.solo import Solo
 from ringspark.estimators.training.checkpoint.streamed_file import StreamedFile
+from ringspark.models.disk_offload import offload_to_disk
 from ringspark.models.lora import adapter_state, merged_state
-from ringspark.models.skeleton import fill
-from ringspark.models.streamed import stream
+from ringspark.models.meta_device import fill
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import OtherFormatError, added, record, versioned
 
@@ -282,7 +282,7 @@ def stream_checkpoint(
         _check_still(uri, info)
         with _of_this_model(uri):
             fill(module, file.small())
-    stream(module, file, device)
+    offload_to_disk(module, file, device)
     return info
 
 

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from ringspark.models.lora import adapted, merged_state
-from ringspark.models.process_state import forked_random
+from ringspark.models.lora import find_adapters, merged_state
+from ringspark.models.process_state import fork_generators
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -20,12 +20,14 @@ def check_adapters(module: nn.Module, run: Callable[[], Tensors]) -> Tensors:
     Raises:
         ValueError: A layer with an adapter is not called, or the merged network would compute something else.
     """
-    silent = adapted(module)
+    silent = find_adapters(module)
 
     def note(name: str, *_: object) -> None:
         silent.pop(name, None)
 
-    hooks = [layer.register_forward_hook(partial(note, name)) for name, layer in adapted(module).items()]
+    hooks = [
+        layer.register_forward_hook(partial(note, name)) for name, layer in find_adapters(module).items()
+    ]
     outputs = run()
     for hook in hooks:
         hook.remove()
@@ -46,7 +48,7 @@ def check_adapters(module: nn.Module, run: Callable[[], Tensors]) -> Tensors:
 @torch.no_grad()
 def _beside_and_merged(module: nn.Module, run: Callable[[], Tensors]) -> tuple[Tensors, Tensors]:
     """Returns the outputs with adapters of random numbers, and with the same merged; changes nothing."""
-    layers = adapted(module)
+    layers = find_adapters(module)
     first = {id(layer): layer.weight.data for layer in layers.values()}
 
     def seeded() -> Tensors:
@@ -56,7 +58,7 @@ def _beside_and_merged(module: nn.Module, run: Callable[[], Tensors]) -> tuple[T
     # Of zeros, a first layer's adapter would make zeros.
     hook = module.register_forward_pre_hook(_random_inputs)
     try:
-        with forked_random():
+        with fork_generators():
             for layer in layers.values():
                 # The product is about as large as the layer's own weight.
                 layer.lora_B.normal_(std=1 / layer._lora_scale)  # type: ignore[operator, arg-type]

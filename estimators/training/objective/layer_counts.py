@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.models.reports import CountedLayer, CountingLayer, counted_layers
+from ringspark.models.reports import CountingLayer, CountingLayerInfo, find_counting_layers
 
 
 class LayerCounts:
@@ -23,7 +23,7 @@ class LayerCounts:
         self,
         network: nn.Module | None,
         device: torch.device,
-        layers: Sequence[CountedLayer] | None = None,
+        layers: Sequence[CountingLayerInfo] | None = None,
         stages: Collective | None = None,
     ) -> None:
         """Starts from no rows.
@@ -34,7 +34,7 @@ class LayerCounts:
             stages: The ranks of a pipeline that have its layers together; None: this rank has all.
         """
         if layers is None:
-            layers = [] if network is None else counted_layers(network)
+            layers = [] if network is None else find_counting_layers(network)
         self._layers, self._stages = tuple(layers), stages
         # float64, so that an epoch's many tokens are counted exactly.
         dtype = torch.float32 if device.type == "mps" else torch.float64

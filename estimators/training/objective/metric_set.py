@@ -23,7 +23,7 @@ from ringspark.estimators.training.objective.metrics import METRICS, check_metri
 from ringspark.estimators.training.objective.own_metrics import as_number
 from ringspark.estimators.training.objective.own_states import OwnState, own_state
 from ringspark.models.generators import Tensors
-from ringspark.models.process_state import ignored_warnings
+from ringspark.models.process_state import ignore_warnings
 
 
 class MetricSet:
@@ -167,7 +167,7 @@ class MetricSet:
         if not num_rows:
             return dict.fromkeys(self.names, nan)
         # torchmetrics warns that `update` was not called, but the merged states hold its results.
-        with ignored_warnings(category=UserWarning):
+        with ignore_warnings(category=UserWarning):
             values = [self._value(name, metric, num_rows) for name, metric in merged.items()]
         if self._own:
             # A user's code may give each rank another number, and all ranks must decide alike by it.

@@ -22,7 +22,7 @@ from ringspark.estimators.training.objective.own_states import (
     own_state,
     what,
 )
-from ringspark.models.process_state import ignored_warnings
+from ringspark.models.process_state import ignore_warnings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ def _trial(metric: Any, output: torch.Tensor, label: torch.Tensor) -> tuple[Any,
     """Returns the metric's value over some rows, and whether it is a function of single rows."""
     device = torch.device("cpu")
     # A metric may warn that all labels or all outputs are equal, which they may be in a trial.
-    with ignored_warnings():
+    with ignore_warnings():
         is_function = not is_torchmetric(metric)
         per_row = is_function and gives_rows(metric(matched(output, label), label), len(label))
         state, merged = (own_state(metric, per_row, device) for _ in range(2))

@@ -13,7 +13,7 @@ from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.layer_counts import LayerCounts
 from ringspark.estimators.training.objective.metric_set import MetricSet, numbered, section
 from ringspark.models.generators import Tensors
-from ringspark.models.reports import CountedLayer, CountingLayer
+from ringspark.models.reports import CountingLayer, CountingLayerInfo
 
 
 class Seen(NamedTuple):
@@ -52,7 +52,7 @@ class Sums:
         network: nn.Module | None = None,
         *,
         with_metrics: bool = True,
-        layers: Sequence[CountedLayer] | None = None,
+        layers: Sequence[CountingLayerInfo] | None = None,
         stages: Collective | None = None,
     ) -> None:
         """Starts from no rows.

@@ -34,8 +34,8 @@ from ringspark.extras.planning.meshes.machine import Machine, Rates
 from ringspark.extras.planning.meshes.predict import StepWork, Training, plan_meshes
 from ringspark.extras.planning.meshes.rehearsal import MOST_RANKS
 from ringspark.extras.planning.meshes.report import ParallelismPlan
-from ringspark.models.generators import shared_generators_kept
-from ringspark.models.process_state import forked_random
+from ringspark.models.generators import keep_shared_generators
+from ringspark.models.process_state import fork_generators
 from ringspark.pipelines import ShardManifest
 
 _logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def choose_parallelism(
     choice = _kept(config, begun) if begun is not None else None
     if choice is None:
         # A user's network may draw numbers where it is made or run, and Spark uses this process again.
-        with forked_random(), shared_generators_kept():
+        with fork_generators(), keep_shared_generators():
             choice = _chosen(config, objects, manifest, begun, budget, limits, chooses_micro, is_here)
     _logger.info("parallelism='auto': %s", choice.told)
     return choice

@@ -11,7 +11,7 @@ from ringspark.estimators.parallel.model.spread import check_spread
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models.chain import links_of
 from ringspark.models.experts.layer import MixtureOfExperts
-from ringspark.models.skeleton import skeleton
+from ringspark.models.meta_device import copy_to_meta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ PLANNED_AXES = ("data", "tensor", "pipeline", "sequence", "expert")
 def spread_refusal(given: Spreadable, sizes: Mapping[str, int]) -> str:
     """Returns why the network cannot be cut along all these axes at a time; "" if it can."""
     full = dict.fromkeys(AXIS_RULES, 1) | dict(sizes)
-    return _refusal(lambda: check_spread(skeleton(given.network), full, given.config.parallelism))
+    return _refusal(lambda: check_spread(copy_to_meta(given.network), full, given.config.parallelism))
 
 
 def _refusal(check: Callable[[], object]) -> str:

@@ -35,7 +35,7 @@ from ringspark.estimators.parallel.model.tensor import (
 )
 from ringspark.estimators.training.check.probe import PROBE_ROWS
 from ringspark.models.chain import links_of
-from ringspark.models.skeleton import skeleton
+from ringspark.models.meta_device import copy_to_meta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def cut_network(
     Raises:
         ValueError: The network cannot be cut that way.
     """
-    whole = skeleton(empty)
+    whole = copy_to_meta(empty)
     stand_ins: dict[str, StandIn] = {}
     if sizes["tensor"] > 1:
         stand_ins["tensor"] = stand_in = StandIn(0, sizes["tensor"])
@@ -116,7 +116,7 @@ def cut_network(
         bounds = cut_stages(links, len(owners), costs)
     parts = []
     for rank in range(sizes["pipeline"]):
-        module = skeleton(whole)
+        module = copy_to_meta(whole)
         own = links_of(module)
         stages = {s: own[bounds[s] : bounds[s + 1]] for s, owner in enumerate(owners) if owner == rank}
         keep_stages(module, stages)

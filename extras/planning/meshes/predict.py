@@ -21,7 +21,7 @@ from ringspark.extras.planning.meshes.profile import Profile, Profiles
 from ringspark.extras.planning.meshes.report import MeshPlan
 from ringspark.extras.planning.meshes.step_time import step_time
 from ringspark.models import ModelSpec
-from ringspark.models.skeleton import build_skeleton, skeleton
+from ringspark.models.meta_device import build_on_meta, copy_to_meta
 
 # From rows to the work of a whole step on one worker.
 StepWork = Callable[[int], Work]
@@ -62,9 +62,9 @@ class Training:
         plan = {key: value for key, value in config.parallelism.items() if key == "plan"}
         config = replace(config, num_workers=1, parallelism=plan, gradient_accumulation=1, min_workers=None)
         if config.model is not None:
-            network = build_skeleton(ModelSpec.from_json(config.model).build)
+            network = build_on_meta(ModelSpec.from_json(config.model).build)
         else:
-            network = skeleton(objects.module)
+            network = copy_to_meta(objects.module)
         tuned(network, config)
         know_sizes(network, inputs, objects)
         profiles = Profiles(config, objects, network, inputs, labels)

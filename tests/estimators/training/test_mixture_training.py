@@ -19,7 +19,7 @@ from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.sums import Seen, Sums
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.models import ModelSpec
-from ringspark.models.reports import CountingLayer, collected
+from ringspark.models.reports import CountingLayer, collect_reports
 from ringspark.pipelines import ShardManifest
 
 MakeShards = Callable[..., ShardManifest]
@@ -143,7 +143,7 @@ def test_sums_of_layers_go_through_a_checkpoint_of_any_number_of_ranks() -> None
     parts = [torch.from_numpy(columns(12)["x"])[start : start + 4] for start in (0, 4, 8)]
 
     def seen(ids: torch.Tensor) -> Seen:
-        with collected() as reports:
+        with collect_reports() as reports:
             network(ids)
         return Seen(torch.ones(1), 1.0, [], reports.counts)
 

@@ -18,7 +18,7 @@ from torch import nn
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.streamed_file import KEPT_BYTES, StreamedFile
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint, stream_checkpoint
-from ringspark.models.skeleton import skeleton
+from ringspark.models.meta_device import copy_to_meta
 
 MIB = 1 << 20
 # From here on a tensor is mapped: with a start that is no page's.
@@ -69,7 +69,7 @@ def test_only_the_tensor_that_is_used_needs_room(tmp_path: Path) -> None:
     rows = torch.randn(2, 1024)
     with torch.inference_mode():
         expected = layers(rows)
-        streamed = skeleton(layers)
+        streamed = copy_to_meta(layers)
         # All weights have 128 MiB.
         with address_space_left(64 * MIB):
             with pytest.raises((RuntimeError, ValueError, MemoryError)):
@@ -90,9 +90,9 @@ def test_a_tensor_without_room_is_one_sentence(tmp_path: Path) -> None:
 def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     save_checkpoint(str(tmp_path), nn.Linear(4, 3))
     with pytest.raises(ValueError, match=r"is not of this model: .*size mismatch"):
-        stream_checkpoint(str(tmp_path), skeleton(nn.Linear(4, 4)))
+        stream_checkpoint(str(tmp_path), copy_to_meta(nn.Linear(4, 4)))
     with pytest.raises(ValueError, match="holds the weights of another model by now"):
-        stream_checkpoint(str(tmp_path), skeleton(nn.Linear(4, 3)), expected_id="other")
+        stream_checkpoint(str(tmp_path), copy_to_meta(nn.Linear(4, 3)), expected_id="other")
 
 
 def changed(header: dict[str, Any], **tensor: Any) -> dict[str, Any]:

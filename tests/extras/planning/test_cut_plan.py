@@ -20,7 +20,7 @@ from ringspark.extras.planning.meshes.cut_plan import orders_of, steps_of
 from ringspark.extras.planning.meshes.rank_step import RankBytes, measure_ranks
 from ringspark.extras.planning.meshes.schedule_peak import in_turns, peak_of_steps
 from ringspark.models import ModelSpec
-from ringspark.models.skeleton import build_skeleton
+from ringspark.models.meta_device import build_on_meta
 
 ROWS, SEQ, DIM, DEPTH, VOCAB = 8, 16, 32, 4, 64
 SPEC = ModelSpec(
@@ -47,7 +47,7 @@ def _config(mesh: dict[str, Any], workers: int, micro: int = 1, **changes: Any) 
 
 def _measured(config: TrainConfig, rows: int) -> tuple[CutNetwork, list[RankBytes]]:
     inputs, labels = columns_of(BATCH, rows)
-    network = cut_network(build_skeleton(SPEC.build), config.axes, config.parallelism, inputs)
+    network = cut_network(build_on_meta(SPEC.build), config.axes, config.parallelism, inputs)
     return network, measure_ranks(config, UserObjects(), network, inputs, labels)
 
 
@@ -69,7 +69,7 @@ def test_one_rank_with_everything_needs_what_the_memory_plan_says(
 
 
 def test_a_stage_and_a_cut_matrix_have_the_bytes_of_their_parameters() -> None:
-    whole = {name: p.numel() for name, p in build_skeleton(SPEC.build).named_parameters()}
+    whole = {name: p.numel() for name, p in build_on_meta(SPEC.build).named_parameters()}
     network, ranks = _measured(_config({"pipeline": 2, "tensor": 2}, 4), ROWS)
     cut = ("tokens.weight", "qkv.weight", "qkv.bias", "out.weight", "up.weight", "up.bias", "down.weight")
     for part, rank in zip(network.parts, ranks, strict=True):

@@ -32,7 +32,7 @@ from ringspark.extras.planning.meshes.predict import Training
 from ringspark.extras.planning.meshes.shared_cores import makespan
 from ringspark.extras.planning.meshes.step_time import step_time
 from ringspark.models import ModelSpec
-from ringspark.models.skeleton import build_skeleton
+from ringspark.models.meta_device import build_on_meta
 
 # Four equal matrices, of which 'tensor' cuts pairs; a head that is next to nothing.
 ROWS, WIDTH, DEPTH = 16, 64, 4
@@ -195,7 +195,7 @@ def test_each_axis_says_how_far_a_network_can_be_spread(training: Training) -> N
     assert "cannot have rows spread over ranks" in AXIS_RULES["sequence"](given, 2)
     assert "has no experts" in AXIS_RULES["expert"](given, 2)
     heads = {"vocab_size": 8, "max_seq_len": 4, "dim": 6, "depth": 1, "num_heads": 3}
-    lm = Spreadable(config=given.config, network=build_skeleton(ModelSpec("transformer_lm", heads).build))
+    lm = Spreadable(config=given.config, network=build_on_meta(ModelSpec("transformer_lm", heads).build))
     assert "must divide num_heads (3)" in AXIS_RULES["tensor"](lm, 2)
     assert AXIS_RULES["sequence"](lm, 2) == ""
     assert {"data": 2, "sequence": 2} in [dict(c.sizes) for c in candidates(lm, 4) if not c.refusal]

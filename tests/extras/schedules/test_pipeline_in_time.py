@@ -22,7 +22,7 @@ from ringspark.estimators.parallel.model.pipeline.sections import Section, lengt
 from ringspark.estimators.training.phase import Status
 from ringspark.models import Link, ModelSpec, add_loss, apply_activation_checkpoint
 from ringspark.models.chain import links_of, run_links
-from ringspark.models.reports import collected
+from ringspark.models.reports import collect_reports
 
 pytestmark = pytest.mark.distributed
 TIMES = 7
@@ -304,7 +304,7 @@ def _in_one_process(network: nn.Module) -> PipelinePasses:
 def test_losses_of_chunks_in_the_last_stage_are_refused() -> None:
     passes = _in_one_process(Pair(Along(), Added()))
     with pytest.raises(ValueError, match="add to the loss, which parallelism's 'time_chunks' does not cut"):
-        passes.train([(torch.ones(2, 4, 3),)], lambda y, _: _loss(y), around=collected)
+        passes.train([(torch.ones(2, 4, 3),)], lambda y, _: _loss(y), around=collect_reports)
 
 
 def test_values_without_time_are_refused_where_they_come_from() -> None:

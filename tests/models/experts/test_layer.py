@@ -10,7 +10,7 @@ import torch
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.experts.layer import MixtureOfExperts
 from ringspark.models.experts.routing import ROUTERS, Rule
-from ringspark.models.reports import add_loss, collected
+from ringspark.models.reports import add_loss, collect_reports
 
 DIM, EXPERTS = 6, 4
 SIZES = {"vocab_size": 11, "max_seq_len": 12, "dim": 8, "depth": 2, "num_heads": 2}
@@ -81,9 +81,9 @@ def test_in_sixteen_bits_the_router_sees_what_it_sees_in_fp32() -> None:
     torch.manual_seed(0)
     mixture = MixtureOfExperts(64, 5, EXPERTS)
     x = torch.randn(2, 50, 64)
-    with collected() as plain:
+    with collect_reports() as plain:
         mixture(x)
-    with collected() as mixed, torch.autocast("cpu", torch.bfloat16):
+    with collect_reports() as mixed, torch.autocast("cpu", torch.bfloat16):
         out = mixture(x)
     assert out.dtype == x.dtype
     assert torch.equal(plain.losses[0], mixed.losses[0])
@@ -97,7 +97,7 @@ def test_layers_report_once_however_often_they_run(policy: str) -> None:
     net = apply_activation_checkpoint(spec.build(), policy)
     ids = torch.randint(0, 11, (5, 7))
     torch.manual_seed(1)
-    with collected() as reports:
+    with collect_reports() as reports:
         out = net(ids)
     assert [values.shape for values in reports.losses] == [(5,), (5,)]
     before = [counts.clone() for counts in reports.counts.values()]
@@ -108,7 +108,7 @@ def test_layers_report_once_however_often_they_run(policy: str) -> None:
     again = spec.build()
     again.load_state_dict(net.state_dict())
     torch.manual_seed(1)
-    with collected() as reports:
+    with collect_reports() as reports:
         out = again(ids)
     (out.square().mean() + torch.stack(reports.losses).sum()).backward()
     for one, other in zip(net.parameters(), again.parameters(), strict=True):
@@ -117,7 +117,7 @@ def test_layers_report_once_however_often_they_run(policy: str) -> None:
 
 def test_nothing_is_kept_outside_of_a_collected_pass() -> None:
     add_loss(torch.ones(3))
-    with collected() as outer, collected() as inner:
+    with collect_reports() as outer, collect_reports() as inner:
         add_loss(torch.ones(3))
     assert (len(outer.losses), len(inner.losses)) == (0, 1)
 
@@ -146,7 +146,7 @@ def test_a_causal_network_knows_no_later_token_also_where_tokens_are_dropped(rou
     ids = torch.randint(0, 11, (20, 12))
     other = ids.clone()
     other[:, 7:] = torch.randint(0, 11, (20, 5))
-    with collected() as reports:
+    with collect_reports() as reports:
         first, second = net(ids), net(other)
     layers = list(reports.counts)
     assert layers[0].numbers(list(reports.counts.values()))["dropped_share"] > 0.2
@@ -260,7 +260,7 @@ def test_a_compiled_network_runs_its_mixtures_uncompiled() -> None:
 
     compiled = torch.compile(net, backend=backend, dynamic=True)
     try:
-        with collected() as plain, collected() as reports:
+        with collect_reports() as plain, collect_reports() as reports:
             found = compiled(ids)
         assert len(reports.losses) == 1
         assert not plain.losses

@@ -31,8 +31,8 @@ from ringspark.estimators.parallel.model.pipeline.ties import TiedGradients, fin
 from ringspark.estimators.parallel.model.pipeline.timeline import Timed
 from ringspark.estimators.parallel.model.pipeline.wire import PointToPoint, Wire
 from ringspark.models.chain import Link, links_of
-from ringspark.models.reports import CountedLayer, counted_layers
-from ringspark.models.skeleton import skeleton
+from ringspark.models.meta_device import copy_to_meta
+from ringspark.models.reports import CountingLayerInfo, find_counting_layers
 
 # Runs stages that pass values to each other in chunks of the sequence.
 CHUNKED_EXECUTOR = "ringspark.extras.schedules.chunked_executor:ChunkedExecutor"
@@ -90,7 +90,7 @@ def pipelined(
         bounds = cut_stages(links, len(owners), _of_first_rank(mesh.world, costs))
     stages = [links[begin:end] for begin, end in itertools.pairwise(bounds)]
     ties = find_ties(network, stages, owners)
-    layers = counted_layers(network)
+    layers = find_counting_layers(network)
     keep_stages(network, {s: own for s, own in enumerate(stages) if owners[s] == collective.rank})
     place = _place(collective.rank, owners, stages, schedule, options)
     kind = PipelinePasses if schedule.passes is None else load_object(schedule.passes)
@@ -172,7 +172,7 @@ class PipelinePasses:
         options: PipelineOptions,
         ties: TiedGradients,
         device: torch.device,
-        layers: Sequence[CountedLayer] = (),
+        layers: Sequence[CountingLayerInfo] = (),
     ) -> None:
         self.network = network
         self.layers = tuple(layers)
@@ -283,7 +283,7 @@ def _measured(
     """Returns the costs of links; None for a network without numbers that cannot run without them."""
     if not any(p.is_meta for p in network.parameters()):
         return measured_costs(network, links, sample)
-    empty = skeleton(network)
+    empty = copy_to_meta(network)
     try:
         return measured_costs(empty, links_of(empty), [values.to("meta") for values in sample])
     except Exception:  # of any kind: what a forward pass meets there depends on the network

@@ -33,7 +33,7 @@ from ringspark.estimators.parallel.model.pipeline.simulation import most_live
 from ringspark.estimators.training.phase import Status
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.chain import Link, belongs_to, links_of, run_links
-from ringspark.models.reports import Reports, add_loss, collected
+from ringspark.models.reports import Reports, add_loss, collect_reports
 
 pytestmark = pytest.mark.distributed
 
@@ -88,7 +88,7 @@ def _whole(network: nn.Module, micros: Sequence[Batch], around: Callable[[], Any
     divisor = float(sum(label.numel() for _, label in micros))
     total = 0.0
     for inputs, label in micros:
-        with around(), collected() as reports:
+        with around(), collect_reports() as reports:
             output = network(*inputs)
         loss = _loss(output, label, divisor)
         for values in reports.losses:
@@ -110,7 +110,7 @@ def _piped(
     @contextmanager
     def collecting() -> Iterator[None]:
         nonlocal reports
-        with around(), collected() as reports:
+        with around(), collect_reports() as reports:
             yield
 
     def added(index: int) -> torch.Tensor | None:

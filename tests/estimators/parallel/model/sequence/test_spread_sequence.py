@@ -26,7 +26,7 @@ from ringspark.estimators.parallel.model.sequence.spread_rows import SpreadRows
 from ringspark.estimators.training.phase import Status
 from ringspark.models import MLP, TransformerClassifier, TransformerLM, apply_activation_checkpoint
 from ringspark.models.experts.layer import MixtureOfExperts
-from ringspark.models.reports import collected
+from ringspark.models.reports import collect_reports
 from ringspark.models.whole_rows import WholeRows, attend
 
 pytestmark = pytest.mark.distributed
@@ -162,7 +162,7 @@ def _routed(collective: Collective, device: str, status: Status) -> str:
     module = _network("padded classifier", experts=experts)
     spread_sequence(module, collective)
     torch.manual_seed(collective.rank)
-    with collected() as reports:
+    with collect_reports() as reports:
         module(_ids(5, 13))
     return json.dumps([counts.tolist() for counts in reports.counts.values()])
 

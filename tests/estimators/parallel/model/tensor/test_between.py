@@ -25,7 +25,7 @@ from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.phase import Status
 from ringspark.models import TransformerClassifier, TransformerLM
 from ringspark.models.experts.layer import MixtureOfExperts
-from ringspark.models.reports import collected
+from ringspark.models.reports import collect_reports
 from ringspark.models.transformer import TransformerBlock
 
 pytestmark = pytest.mark.distributed
@@ -144,7 +144,7 @@ def _counts(collective: Collective, device: str, status: Status) -> str:
     mixture = MixtureOfExperts(16, num_experts=4, mlp_dim=32)
     spread_experts(mixture, counting)
     x = torch.randn(3, 8, 16, requires_grad=True)
-    with collected():
+    with collect_reports():
         out = counting.noted(lambda: mixture(x))
     found["experts forward"] = counting.found[0]
     counting.noted(lambda: out.sum().backward())

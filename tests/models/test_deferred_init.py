@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ringspark.models import ModelSpec
-from ringspark.models.deferred import deferred
+from ringspark.models.deferred_init import defer_initialization
 
 TEXT = {"vocab_size": 23, "max_seq_len": 12, "dim": 16, "depth": 2, "num_heads": 4}
 SPECS = {
@@ -47,14 +47,14 @@ def test_numbers_drawn_later_are_those_of_the_whole_network(build: Callable[[], 
     torch.manual_seed(3)
     whole = build()
     torch.manual_seed(3)
-    found = deferred(build)
+    found = defer_initialization(build)
     assert found is not None
     module, first = found
     torch.rand(5)  # what is drawn in between changes nothing
     names = list(dict(whole.named_parameters(remove_duplicate=False)))
     assert list(first.tensors) == names
     for name in reversed(names):
-        drawn, parameter = first.drawn(name), whole.get_parameter(name)
+        drawn, parameter = first.initialize(name), whole.get_parameter(name)
         assert torch.equal(drawn, parameter), name
         assert drawn.stride() == parameter.stride(), name
     for (name, buffer), (_, own) in zip(whole.named_buffers(), module.named_buffers(), strict=True):
@@ -88,5 +88,5 @@ def test_a_constructor_that_cannot_be_noted_leaves_the_generator_as_it_was(
 ) -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    assert deferred(build) is None
+    assert defer_initialization(build) is None
     assert torch.equal(before, torch.get_rng_state())

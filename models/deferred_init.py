@@ -8,7 +8,7 @@ those of the network built as a whole, to the bit.
 For constructors that are known, because not all that one may do is followed: hooks of parameters, seeds, a
 default dtype, tensors that it keeps outside of the module or changes after it took numbers from them. One
 that looks at numbers (`tensor.item()`), draws from generators of its own or keeps other tensors than
-parameters in lists cannot be noted; `deferred` then returns None.
+parameters in lists cannot be noted; `defer_initialization` then returns None.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _CannotDeferError(Exception):
     """The constructor does what notes cannot tell."""
 
 
-def deferred(build: Callable[[], nn.Module]) -> tuple[nn.Module, FirstWeights] | None:
+def defer_initialization(build: Callable[[], nn.Module]) -> tuple[nn.Module, InitialWeights] | None:
     """Returns a network whose parameters have no numbers yet, and what draws them; None if it cannot be.
 
     Buffers, and tensors that are plain attributes, have their numbers. Where the network cannot be built so,
@@ -48,10 +48,10 @@ def deferred(build: Callable[[], nn.Module]) -> tuple[nn.Module, FirstWeights] |
     except Exception:  # of any kind: a constructor that meets tensors without numbers may raise anything
         torch.set_rng_state(start)
         return None
-    return module, FirstWeights(notes, {name: p.detach() for name, p in parameters.items()})
+    return module, InitialWeights(notes, {name: p.detach() for name, p in parameters.items()})
 
 
-class FirstWeights:
+class InitialWeights:
     """The first numbers of a network's parameters.
 
     Attributes:
@@ -62,7 +62,7 @@ class FirstWeights:
         self.tensors = tensors
         self._notes = notes
 
-    def drawn(self, name: str) -> torch.Tensor:
+    def initialize(self, name: str) -> torch.Tensor:
         """Returns the numbers of a parameter, whole, on the CPU; leaves the random generator as it is."""
         if not self.tensors[name].is_meta:
             return self.tensors[name].clone()  # of few numbers that the constructor gave

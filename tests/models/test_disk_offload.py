@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ringspark.models import ModelSpec
+from ringspark.models.disk_offload import offload_to_disk
+from ringspark.models.meta_device import copy_to_meta, fill
 from ringspark.models.program import Program
-from ringspark.models.skeleton import fill, skeleton
-from ringspark.models.streamed import stream
 
 Tensors = dict[str, torch.Tensor]
 
@@ -31,7 +31,7 @@ class Memory:
     def fill(self, module: nn.Module) -> nn.Module:
         small = {name: tensor for name, tensor in self.state.items() if tensor.numel() <= self.small}
         fill(module, {name: tensor.to("meta") for name, tensor in self.state.items()} | small)
-        stream(module, self)
+        offload_to_disk(module, self)
         return module
 
     def announce(self, name: str) -> None:
@@ -111,7 +111,7 @@ def test_predictions_are_those_of_all_weights_to_the_bit(case: str, small: int) 
     build, inputs = CASES[case]
     whole = build().eval()
     source = Memory(whole.state_dict(), small)
-    streamed = source.fill(skeleton(whole)).eval()
+    streamed = source.fill(copy_to_meta(whole)).eval()
     given = inputs()
     with torch.inference_mode():
         for _ in range(2):
@@ -127,7 +127,7 @@ def test_predictions_are_those_of_all_weights_to_the_bit(case: str, small: int) 
 def test_a_weight_is_held_for_the_operation_that_uses_it() -> None:
     whole = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10))).eval()
     source = Memory(whole.state_dict())
-    streamed = source.fill(skeleton(whole))
+    streamed = source.fill(copy_to_meta(whole))
     with torch.inference_mode():
         streamed(torch.randn(2, 8))
     # Weight and bias of one layer, of 20 tensors.
@@ -156,7 +156,7 @@ def test_a_program_holds_its_weights_one_by_one_too() -> None:
 def test_the_next_weights_are_announced_but_for_tables_of_which_rows_are_looked_up() -> None:
     whole = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     source = Memory(whole.state_dict())
-    streamed = source.fill(skeleton(whole))
+    streamed = source.fill(copy_to_meta(whole))
     with torch.inference_mode():
         streamed(words(3))
         assert source.announced == ["1.weight", "2.weight"]
@@ -169,7 +169,7 @@ def test_the_next_weights_are_announced_but_for_tables_of_which_rows_are_looked_
 def test_gradients_reach_the_inputs() -> None:
     """As a report asks for them."""
     whole = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    streamed = Memory(whole.state_dict()).fill(skeleton(whole))
+    streamed = Memory(whole.state_dict()).fill(copy_to_meta(whole))
     rows = torch.randn(3, 4, requires_grad=True)
     (expected,) = torch.autograd.grad(whole(rows).sum(), rows)
     (found,) = torch.autograd.grad(streamed(rows).sum(), rows)
@@ -193,11 +193,11 @@ class Listed(nn.Module):
 def test_a_weight_that_is_used_from_a_list_is_refused_unless_it_is_kept() -> None:
     """torch multiplies with a tensor without numbers, and gives numbers."""
     whole, rows = Listed(), torch.randn(3, 4)
-    kept = Memory(whole.state_dict(), small=64).fill(skeleton(whole))
+    kept = Memory(whole.state_dict(), small=64).fill(copy_to_meta(whole))
     assert torch.equal(kept(rows), whole(rows))
     for small in (0, 32):
         with pytest.raises(ValueError, match=r"keeps beside its parameters and buffers, in a list"):
-            Memory(whole.state_dict(), small).fill(skeleton(whole))(rows)
+            Memory(whole.state_dict(), small).fill(copy_to_meta(whole))(rows)
 
 
 def test_a_weight_that_the_state_dict_changes_is_refused() -> None:
@@ -206,13 +206,13 @@ def test_a_weight_that_the_state_dict_changes_is_refused() -> None:
             destination[f"{prefix}weight"] = self.weight * 2
             destination[f"{prefix}bias"] = self.bias
 
-    module = skeleton(Packed(2, 2))
+    module = copy_to_meta(Packed(2, 2))
     with pytest.raises(ValueError, match="does not hold 'weight' of its Packed as it is"):
-        stream(module, Memory(Packed(2, 2).state_dict()))
+        offload_to_disk(module, Memory(Packed(2, 2).state_dict()))
 
 
 def test_weights_get_the_dtype_of_the_network() -> None:
     half = nn.Linear(4, 2).to(torch.bfloat16)
-    streamed = Memory(half.state_dict()).fill(skeleton(nn.Linear(4, 2)))
+    streamed = Memory(half.state_dict()).fill(copy_to_meta(nn.Linear(4, 2)))
     rows = torch.randn(3, 4)
     assert torch.equal(streamed(rows), half.float()(rows))

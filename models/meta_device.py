@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
-from ringspark.models.process_state import PROCESS, forked_random
+from ringspark.models.process_state import PROCESS_LOCK, fork_generators
 
 
-def skeleton(module: nn.Module) -> nn.Module:
+def copy_to_meta(module: nn.Module) -> nn.Module:
     """Returns a copy of the module without weights; copies no number of a parameter on the way."""
     # deepcopy uses the entries here as finished copies, wherever the objects turn up.
     memo: dict[int, object] = {}
@@ -33,10 +33,10 @@ def skeleton(module: nn.Module) -> nn.Module:
         for name, buffer in owner._buffers.items():
             if buffer is not None and name not in owner._non_persistent_buffers_set and not is_lazy(buffer):
                 memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copied(module, memo)
+    return copy_module(module, memo)
 
 
-def copied(module: nn.Module, memo: dict[int, object] | None = None) -> nn.Module:
+def copy_module(module: nn.Module, memo: dict[int, object] | None = None) -> nn.Module:
     """Returns a deep copy of a user's module.
 
     Args:
@@ -75,7 +75,7 @@ def fill(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     for layer in recurrent:
         # They keep weak references to their weights, and what has one cannot be swapped.
         layer._flat_weight_refs = []
-    with PROCESS:
+    with PROCESS_LOCK:
         before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
@@ -86,11 +86,11 @@ def fill(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
                 layer._init_flat_weights()
 
 
-def changed_state(start: nn.Module, trained: nn.Module) -> list[str]:
+def find_changed_buffers(start: nn.Module, trained: nn.Module) -> list[str]:
     """Returns the names of non-persistent buffers that a training changed; no checkpoint holds them.
 
     Args:
-        start: The module before the training; its `skeleton` is enough, because it keeps such buffers.
+        start: The module before the training; its `copy_to_meta` is enough, because it keeps such buffers.
         trained: The module after the training, on any device.
     """
     before, after = _non_persistent(start), _non_persistent(trained)
@@ -118,7 +118,7 @@ def _is_same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
     return bool(((first == second) | ((first != first) & (second != second))).all())
 
 
-def build_skeleton(build: Callable[[], nn.Module]) -> nn.Module:
+def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """Returns what `build` builds, without weights; spends neither memory nor random draws on them."""
     mine = threading.get_ident()
     empty: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
@@ -135,12 +135,12 @@ def build_skeleton(build: Callable[[], nn.Module]) -> nn.Module:
 
     hook = register_module_parameter_registration_hook(cast(Any, to_meta))
     try:
-        with forked_random():
+        with fork_generators():
             try:
                 return build()
             except Exception:
                 # The constructor probably read its own weights, so build them. Other errors come again here.
                 hook.remove()
-                return skeleton(build())
+                return copy_to_meta(build())
     finally:
         hook.remove()

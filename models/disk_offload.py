@@ -69,11 +69,11 @@ class FetchedTensors(dict[str, Any]):
         super().__delitem__(key)
 
 
-def stream(module: nn.Module, source: Source, device: torch.device | str = "cpu") -> None:
+def offload_to_disk(module: nn.Module, source: Source, device: torch.device | str = "cpu") -> None:
     """Lets the module fetch the weights that it lacks whenever it uses them.
 
     Args:
-        module: A skeleton, see `models.skeleton`. Tensors that have numbers stay, and move to `device`.
+        module: A skeleton, see `models.meta_device`. Tensors that have numbers stay, and move to `device`.
         source: Where the others are.
         device: Device of the tensors that the module sees.
 
