@@ -15,7 +15,7 @@ from torch import nn
 
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.parallel.layout import layout_of
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.optimizer_state import part_of
 from ringspark.models.deferred_init import InitialWeights
 from ringspark.models.meta_device import fill
@@ -35,7 +35,7 @@ def waits(module: nn.Module) -> bool:
     return module in _WAITING
 
 
-def give_first_weights(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
+def give_first_weights(module: nn.Module, mesh: RankMesh, device: torch.device) -> None:
     """Gives the parameters that this rank has their numbers. Runs on every rank.
 
     Args:
@@ -70,7 +70,9 @@ def give_first_weights(module: nn.Module, mesh: Mesh, device: torch.device) -> N
         module.to(device)  # buffers that no state dict holds
 
 
-def _arriving(first: InitialWeights, mesh: Mesh, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+def _arriving(
+    first: InitialWeights, mesh: RankMesh, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the name and the numbers of each parameter. Runs on every rank."""
     for names in _bundles(first.tensors):
         if mesh.world.rank == 0:

@@ -20,7 +20,7 @@ from torch import nn
 
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.cut import Cut, Spread, join, part_of, shape_of
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, StateValue, whole
 
 _LAYOUTS: WeakKeyDictionary[nn.Module, ModelLayout] = WeakKeyDictionary()
@@ -38,7 +38,7 @@ class _Place:
     Attributes:
         shape: Shape of the whole.
         dtype: Its dtype, by torch's name.
-        holders: Ranks of `Mesh.whole` that have the pieces, in the order of the cut's places.
+        holders: Ranks of `RankMesh.whole` that have the pieces, in the order of the cut's places.
     """
 
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class ModelLayout:
     def __init__(
         self,
         module: nn.Module,
-        mesh: Mesh,
+        mesh: RankMesh,
         cuts: Mapping[str, Cut],
         shapes: Mapping[str, torch.Size],
         copies: frozenset[str] = frozenset(),
@@ -117,7 +117,7 @@ class ModelLayout:
         return {name: self.own(name, tensor) for name, tensor in known.items() if tensor is not None}
 
     def counts(self, name: str, among: Sequence[str] = ("expert", "sequence", "tensor")) -> bool:
-        """Whether this rank's part of a gradient counts in a sum over `Mesh.whole`: each element once.
+        """Whether this rank's part of a gradient counts in a sum over `RankMesh.whole`: each element once.
 
         Args:
             among: Axes along which ranks have the same elements, unless the parameter is cut along one.
@@ -178,7 +178,7 @@ class ModelLayout:
         """Returns what the whole optimizer's state has beside tensors. Runs on every rank.
 
         Args:
-            own: The whole state of this rank's parameters; looked at where `Mesh.holds_first`.
+            own: The whole state of this rank's parameters; looked at where `RankMesh.holds_first`.
         """
         plain = {
             self.whole_name(name): {k: v for k, v in values.items() if not isinstance(v, torch.Tensor)}

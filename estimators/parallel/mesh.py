@@ -56,7 +56,7 @@ class Sharers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh:
+class RankMesh:
     """One rank's place among all.
 
     Attributes:
@@ -89,7 +89,7 @@ class Mesh:
     holds_first: bool = True
 
     @classmethod
-    def of(cls, world: Collective, sizes: Mapping[str, int] | None = None) -> Mesh:
+    def of(cls, world: Collective, sizes: Mapping[str, int] | None = None) -> RankMesh:
         """Makes the mesh; without sizes, or with those of rows alone, all ranks read different rows.
 
         Runs on every rank.

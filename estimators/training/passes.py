@@ -12,7 +12,7 @@ import torch
 
 from ringspark.estimators.collectives.base import backward_errors, gather_bytes
 from ringspark.estimators.parallel.base import GradientSync
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
 from ringspark.estimators.parallel.model.tensor import PartialGradients
 from ringspark.estimators.training.feed import Batch
@@ -150,7 +150,7 @@ class PipelinedPasses:
     that it lacks without rows.
     """
 
-    def __init__(self, recipe: Recipe, sync: GradientSync, pipeline: PipelinePasses, mesh: Mesh) -> None:
+    def __init__(self, recipe: Recipe, sync: GradientSync, pipeline: PipelinePasses, mesh: RankMesh) -> None:
         self._recipe, self._sync, self._pipeline = recipe, sync, pipeline
         self._axis = mesh.axes["pipeline"]
         self._autocast = partial(autocast, recipe.config.precision, recipe.device)

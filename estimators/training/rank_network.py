@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync, PlainSync, refuse_sparse
 from ringspark.estimators.parallel.first_weights import give_first_weights, put_off, waits
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.expert_sum import ExpertSum
 from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
 from ringspark.estimators.parallel.model.sharded import sharded
@@ -54,7 +54,7 @@ class RankNetwork:
         config: TrainConfig,
         objects: UserObjects,
         manifest: ShardManifest,
-        mesh: Mesh,
+        mesh: RankMesh,
         device: torch.device,
         status: Status,
     ) -> None:
@@ -150,7 +150,7 @@ class RankNetwork:
 
 
 def wrap_network(
-    config: TrainConfig, objects: UserObjects, module: nn.Module, mesh: Mesh, device: torch.device
+    config: TrainConfig, objects: UserObjects, module: nn.Module, mesh: RankMesh, device: torch.device
 ) -> GradientSync:
     """Synchronizes a rank's shard of the network with the other ranks, and makes its optimizer."""
     exchange = _exchange(config)

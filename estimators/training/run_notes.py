@@ -23,7 +23,7 @@ import torch
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.collectives.base import gather_bytes
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.data_facts import DataFacts
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import ShardManifest, storage
@@ -87,7 +87,7 @@ class Environment:
 
 
 def note_start(
-    config: TrainConfig, mesh: Mesh, manifest: ShardManifest, device: torch.device
+    config: TrainConfig, mesh: RankMesh, manifest: ShardManifest, device: torch.device
 ) -> StartNote | None:
     """Notes a start of the ranks and their data. Runs on every rank.
 
@@ -114,7 +114,7 @@ def note_start(
     return start
 
 
-def note_memory(run_uri: str, mesh: Mesh, device: torch.device, start: StartNote | None) -> None:
+def note_memory(run_uri: str, mesh: RankMesh, device: torch.device, start: StartNote | None) -> None:
     """Adds the ranks' memory to the note of their start. Runs on every rank, at the end."""
     texts = _gathered(mesh, _told(device, at_end=True))
     # Without a note of this start, the last one in the file is that of ranks which are gone.
@@ -169,7 +169,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _gathered(mesh: Mesh, note: bytes) -> list[bytes]:
+def _gathered(mesh: RankMesh, note: bytes) -> list[bytes]:
     """Returns the notes of all ranks, in rank order; on other ranks than rank 0 it means nothing."""
     return gather_bytes(mesh.world, note, to_all=False)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ringspark.estimators.parallel.base import GradientSync
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
 from ringspark.estimators.parallel.model.spread import partial_gradients
 from ringspark.estimators.training.average import Average
@@ -59,7 +59,7 @@ class Running:
     def __init__(
         self,
         config: TrainConfig,
-        mesh: Mesh,
+        mesh: RankMesh,
         heads: Sequence[Head],
         sync: GradientSync,
         rates: Rates,

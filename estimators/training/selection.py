@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint.weights import save_together
 from ringspark.estimators.training.history import EpochRecord
@@ -90,7 +90,9 @@ class BestCheckpoint(Best):
         uri: Folder of the best checkpoint, None before the first.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, status: Status, keeps_worse: bool = False) -> None:
+    def __init__(
+        self, config: TrainConfig, mesh: RankMesh, status: Status, keeps_worse: bool = False
+    ) -> None:
         super().__init__(config)
         self._root = storage.join(config.run_uri, run_layout.BEST)
         self._mesh = mesh

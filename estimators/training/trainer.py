@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ringspark.estimators.collectives.base import backward_errors, gather_bytes
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.arguments import layout_in
 from ringspark.estimators.training.batch_transforms import prepare_inputs
 from ringspark.estimators.training.checkpoint.resume import Recovery
@@ -37,7 +37,7 @@ class Trainer:
     """Trains one network on one rank's shards of every global batch."""
 
     def __init__(
-        self, config: TrainConfig, mesh: Mesh, running: Running, recovery: Recovery, status: Status
+        self, config: TrainConfig, mesh: RankMesh, running: Running, recovery: Recovery, status: Status
     ) -> None:
         self._config = config
         self._mesh = mesh

@@ -15,7 +15,7 @@ import torch
 from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.base import GradientSync
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
@@ -98,7 +98,7 @@ def train_worker(
     status = status or Status()
     torch_device = torch.device(device)
     gpus = [torch_device] if torch_device.type == "cuda" else []
-    mesh = Mesh.of(collective, config.axes)
+    mesh = RankMesh.of(collective, config.axes)
     recovery = Recovery(config, mesh, status)
     # Seeds are set only inside the fork, so a reused Python worker keeps its own random state.
     with recovery, torch.random.fork_rng(devices=gpus), keep_shared_generators(), ExitStack() as opened:
@@ -107,7 +107,7 @@ def train_worker(
 
 def _train(
     config: TrainConfig,
-    mesh: Mesh,
+    mesh: RankMesh,
     objects: UserObjects,
     device: torch.device,
     status: Status,
@@ -175,7 +175,7 @@ def _train(
 
 
 def _final_weights(
-    config: TrainConfig, mesh: Mesh, state: TrainingState, best: BestCheckpoint | None, status: Status
+    config: TrainConfig, mesh: RankMesh, state: TrainingState, best: BestCheckpoint | None, status: Status
 ) -> tuple[str, int]:
     """Returns the folder of the resulting weights and their epoch; writes them. Runs on every rank."""
     if best is not None and best.uri is not None:
@@ -207,7 +207,7 @@ def _callbacks(config: TrainConfig, objects: UserObjects, best: BestCheckpoint |
 
 
 def _open_readers(
-    config: TrainConfig, mesh: Mesh, manifest: ShardManifest, opened: ExitStack
+    config: TrainConfig, mesh: RankMesh, manifest: ShardManifest, opened: ExitStack
 ) -> tuple[ShardReader, ShardReader | None]:
     def opening(split: Split, **settings: Any) -> ShardReader:
         kept = caching(config, manifest, split, mesh.data_rank, mesh.data_size)

@@ -21,7 +21,7 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.pipeline import SCHEDULES, PipelineOptions, PipelinePasses, pipelined
 from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind
 from ringspark.estimators.parallel.model.pipeline.simulation import most_live
@@ -100,7 +100,7 @@ def timelines(
 ) -> str:
     """Runs on every rank; returns its actions in each recorded round, and the most that lived."""
     network = nn.Sequential(*(SleepingLayer(seconds) for _ in range(LAYERS)))
-    passes = pipelined(network, Mesh.of(collective, {"pipeline": RANKS}), options_of(way))
+    passes = pipelined(network, RankMesh.of(collective, {"pipeline": RANKS}), options_of(way))
     optimizer = torch.optim.SGD(network.parameters(), 0.01)
     inputs = [torch.randn(2, 4) for _ in range(MICROS)]
     steps = STEADY if passes.late else 1
@@ -162,7 +162,7 @@ def computing(way: str, width: int, steps: int, collective: Collective, device: 
     else:
         sample = (inputs[0],)
         passes = pipelined(
-            network, Mesh.of(collective, {"pipeline": collective.size}), options_of(way), sample
+            network, RankMesh.of(collective, {"pipeline": collective.size}), options_of(way), sample
         )
         optimizer = torch.optim.SGD(network.parameters(), 1e-4)
         take = partial(step, passes, inputs, optimizer)

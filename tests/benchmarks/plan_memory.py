@@ -23,7 +23,7 @@ from peak_memory import peak_bytes
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.memory import MemoryPlan, plan_memory
 from ringspark.estimators.parallel import STRATEGIES, Exchange
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks
 from ringspark.estimators.training.checkpoint.resume import Recovery
@@ -114,7 +114,7 @@ def measured(config: TrainConfig, model: ModelSpec, inputs: torch.Tensor, labels
     )
     batch = Batch(inputs=(inputs,), labels=(labels,), weight=None)
     with tempfile.TemporaryDirectory() as folder:
-        mesh, status, log = Mesh.of(collective), Status(), RunLog(folder, writes=False)
+        mesh, status, log = RankMesh.of(collective), Status(), RunLog(folder, writes=False)
         steps = Steps(config.batch_sizes, 3 * config.batch_size)
         rates = make_rates("constant", sync.optimizer, steps.total, 0)
         heads = make_heads(config, UserObjects())

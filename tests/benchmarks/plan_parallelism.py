@@ -31,7 +31,7 @@ from plan_memory import _num_bytes, _tensors
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.spread import spread
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks
@@ -156,7 +156,7 @@ class Rounds:
     def _trainer(self, config: TrainConfig, collective: Collective, folder: str, opened: ExitStack) -> Any:
         place = torch.device("cpu")
         torch.manual_seed(0)
-        mesh = Mesh.of(collective, config.axes)
+        mesh = RankMesh.of(collective, config.axes)
         module = self.network.spec.build()
         # All ranks of a copy have the same rows.
         inputs, labels = self._rows(config, mesh.data_rank)

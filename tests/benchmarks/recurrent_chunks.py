@@ -21,7 +21,7 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.pipeline import PipelineOptions, PipelinePasses, pipelined
 from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind
 from ringspark.estimators.parallel.model.pipeline.timeline import Timed, bubble_share
@@ -91,7 +91,7 @@ def timelines(
     found = []
     for num_micro, chunks in cases:
         options = PipelineOptions(schedule="gpipe", time_chunks=chunks)
-        mesh = Mesh.of(collective, {"pipeline": collective.size})
+        mesh = RankMesh.of(collective, {"pipeline": collective.size})
         passes = pipelined(SleepingStack(collective.size, seconds), mesh, options)
         inputs = [torch.randn(2, TIMES, 4) for _ in range(num_micro)]
         step(passes, inputs)
@@ -130,7 +130,7 @@ def computing(hidden: int, steps: int) -> list[list[str]]:
     """One process runs two stages of a GRU stack one after the other, in turns by chunks."""
     spec = ModelSpec("recurrent", {"in_features": hidden, "hidden": hidden, "depth": 4, "out_features": 1})
     x = torch.randn(32, TIMES, hidden)
-    mesh = Mesh.of(LocalCollective())
+    mesh = RankMesh.of(LocalCollective())
     made = {
         chunks: pipelined(
             spec.build(), mesh, PipelineOptions(schedule="interleaved", virtual=2, time_chunks=chunks)

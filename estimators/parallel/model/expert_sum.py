@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.expert import expert_names
 from ringspark.estimators.parallel.model.expert_rounds import Around, ExpertRounds
 
@@ -25,7 +25,7 @@ class ExpertSum(ExpertRounds, SummedGradients):
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        mesh: Mesh,
+        mesh: RankMesh,
         *,
         rounds: int,
         around: Around = nullcontext,

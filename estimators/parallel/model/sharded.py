@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.expert import expert_names
 from ringspark.estimators.parallel.model.expert_rounds import Around, ExpertRounds
 from ringspark.estimators.parallel.sharded.zero import ShardedSync, Sharing
@@ -27,7 +27,7 @@ class ExpertShards(ExpertRounds, ShardedSync):
 def sharded(
     module: torch.nn.Module,
     make_optimizer: MakeOptimizer,
-    mesh: Mesh,
+    mesh: RankMesh,
     *,
     passes: int,
     micro_batches: int,

@@ -11,7 +11,7 @@ from torch import nn
 
 from ringspark.estimators.parallel.cut import Cut
 from ringspark.estimators.parallel.layout import ModelLayout, layout_of
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.expert import spread_experts
 from ringspark.estimators.parallel.model.pipeline.cutting import cut_by_names, cut_stages
 from ringspark.estimators.parallel.model.pipeline.passes import PipelineOptions, PipelinePasses, pipelined
@@ -87,7 +87,7 @@ def check_spread(module: nn.Module, sizes: Mapping[str, int], options: Mapping[s
 
 def spread(
     module: nn.Module,
-    mesh: Mesh,
+    mesh: RankMesh,
     options: Mapping[str, Any],
     num_micro: int = 1,
     sample: Sequence[torch.Tensor] | None = None,

@@ -32,7 +32,7 @@ from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.exchange import Exchange
 from ringspark.estimators.parallel.first_weights import give_first_weights, waits
 from ringspark.estimators.parallel.layout import ModelLayout, layout_of
-from ringspark.estimators.parallel.mesh import AXES, Mesh, Sharers
+from ringspark.estimators.parallel.mesh import AXES, RankMesh, Sharers
 from ringspark.estimators.parallel.optimizer_state import OptimizerState
 from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, is_elementwise
 from ringspark.models.outputs import as_outputs
@@ -63,7 +63,7 @@ class FullySharded:
         self,
         module: nn.Module,
         make_optimizer: MakeOptimizer,
-        mesh: Mesh,
+        mesh: RankMesh,
         exchange: Exchange,
         device: torch.device,
     ) -> GradientSync:
@@ -102,7 +102,7 @@ class FullySharded:
         return FullySync(module, optimizer, units, sharers, exchange.micro_batches)
 
 
-def _mesh_over(mesh: Mesh, device: torch.device) -> Any:
+def _mesh_over(mesh: RankMesh, device: torch.device) -> Any:
     """Returns torch's mesh of the ranks that sum this rank's gradients. Runs on every rank.
 
     It has two dimensions where there is an axis `shard`: ranks with the same parts, and with others.

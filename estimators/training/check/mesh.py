@@ -32,7 +32,7 @@ from ringspark.estimators.collectives.in_process import RankError, run_in_turns
 from ringspark.estimators.parallel.base import GradientSync, PlainSync
 from ringspark.estimators.parallel.data.data_parallel import synchronize
 from ringspark.estimators.parallel.layout import layout_of
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.expert_sum import ExpertSum
 from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
 from ringspark.estimators.parallel.model.spread import partial_gradients, spread
@@ -255,7 +255,7 @@ class _MeshCheck:
 
     def _compare(self, module: nn.Module, expected: _Results, world: Collective) -> list[_Difference]:
         """Returns this rank's differences from `expected`. Runs on every rank."""
-        mesh = Mesh.of(world, self._sizes)
+        mesh = RankMesh.of(world, self._sizes)
         network = _with_shared_weights(module)
         num_micro = self._config.gradient_accumulation
         pipeline = spread(network, mesh, self._config.parallelism, num_micro, self._rows.costs, _CPU)
@@ -302,7 +302,7 @@ class _MeshCheck:
         criterion = Criterion(self._heads, _CPU, sync.network)
         return Recipe(config=self._config, criterion=criterion, scaler=LossScaler("fp32", _CPU), device=_CPU)
 
-    def _sync(self, network: nn.Module, mesh: Mesh, pipeline: PipelinePasses | None) -> GradientSync:
+    def _sync(self, network: nn.Module, mesh: RankMesh, pipeline: PipelinePasses | None) -> GradientSync:
         """Returns the gradient synchronization of the ranks of one replica."""
         optimizer = _optimizer(network)
         if not any(parameter.requires_grad for parameter in network.parameters()):

@@ -21,7 +21,7 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes, num_bytes
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.objective.metric_set import section
 from ringspark.estimators.training.running import Running
@@ -61,7 +61,7 @@ class RankState:
     values: dict[str, Any]
 
     @classmethod
-    def of(cls, running: Running, mesh: Mesh) -> RankState:
+    def of(cls, running: Running, mesh: RankMesh) -> RankState:
         """Copies the present state. Runs on every rank.
 
         Raises:
@@ -208,7 +208,7 @@ def _write_rank(
         file.write(piece.numpy())  # type: ignore[call-overload]
 
 
-def restore_rank(running: Running, states: Sequence[RankState], mesh: Mesh, seed: int) -> None:
+def restore_rank(running: Running, states: Sequence[RankState], mesh: RankMesh, seed: int) -> None:
     """Restores this rank from the states of all ranks at the present step, in rank order.
 
     Raises:

@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, newest_good, step_uri
 from ringspark.estimators.training.checkpoint.rank_state import RankState, gather_ranks, restore_rank
 from ringspark.estimators.training.checkpoint.reading import load_training_state, read_record
@@ -45,7 +45,7 @@ class Recovery:
         non_finite: The first steps that `onNonFinite` handled.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, status: Status) -> None:
+    def __init__(self, config: TrainConfig, mesh: RankMesh, status: Status) -> None:
         self._config = config
         self._mesh = mesh
         self._status = status

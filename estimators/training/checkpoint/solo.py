@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 
 # Seconds between two messages, as short as the shortest sensible timeout needs.
 TELL_SECONDS = 1.0
@@ -20,7 +20,7 @@ TELL_SECONDS = 1.0
 class Solo:
     """Every rank makes one and calls `end` equally often; rank 0 calls `progress` in between."""
 
-    def __init__(self, mesh: Mesh, tick: Callable[[], None]) -> None:
+    def __init__(self, mesh: RankMesh, tick: Callable[[], None]) -> None:
         """Args: tick: Notes progress of this rank."""
         self._mesh = mesh
         self._tick = tick

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.settings.config import TrainConfig
 
 # Seconds between two looks at the clock if the checkpoint is far away.
@@ -26,7 +26,9 @@ class Due:
         last_step: Number of steps before the last checkpoint.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: TrainConfig, mesh: RankMesh, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._steps = config.checkpoint_every_steps
         self._epochs = config.checkpoint_every_epochs
         self._seconds = config.checkpoint_every_seconds

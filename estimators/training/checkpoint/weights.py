@@ -26,7 +26,7 @@ from fsspec.spec import AbstractBufferedFile
 from torch import nn
 
 from ringspark.estimators.parallel.layout import layout_of
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.optimizer_state import part_of
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.solo import Solo
@@ -61,7 +61,7 @@ class CheckpointInfo:
 
 
 def save_together(
-    uri: str, module: nn.Module, mesh: Mesh, tick: Callable[[], None], *, epoch: int, step: int
+    uri: str, module: nn.Module, mesh: RankMesh, tick: Callable[[], None], *, epoch: int, step: int
 ) -> None:
     """Runs on every rank: rank 0 writes as `save_checkpoint` does, the others send it their parts.
 

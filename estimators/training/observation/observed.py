@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ringspark.estimators.lazy_imports import load_object
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.observation.epoch_meter import EpochMeter
@@ -37,7 +37,7 @@ class Observation:
 
     @classmethod
     def of(
-        cls, config: TrainConfig, mesh: Mesh, device: torch.device, *, is_compiled: bool = False
+        cls, config: TrainConfig, mesh: RankMesh, device: torch.device, *, is_compiled: bool = False
     ) -> Observation:
         """Returns what the settings ask for. Runs on every rank."""
         timeline: Timeline = NO_TIMELINE

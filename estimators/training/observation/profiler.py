@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.observation.background_file import BackgroundFile
@@ -49,7 +49,7 @@ class NoProfiler:
 NO_PROFILER = NoProfiler()
 
 
-def profiler_of(config: TrainConfig, mesh: Mesh, device: torch.device) -> Profiler:
+def profiler_of(config: TrainConfig, mesh: RankMesh, device: torch.device) -> Profiler:
     """Returns the profiler that the settings ask for on this rank."""
     if config.profile_steps is None or not mesh.writes:
         return NO_PROFILER

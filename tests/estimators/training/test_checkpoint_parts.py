@@ -24,7 +24,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.base import PlainSync
 from ringspark.estimators.parallel.cut import Cut, Spread
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.spread import spread
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.folders import (
@@ -320,7 +320,7 @@ def _peak(collective: Collective, device: str, status: Status) -> str:
     """Bytes of this rank's weights and moments, and the most that a copy of its part takes."""
     spec = ModelSpec("mlp", {"in_features": WIDTH, "hidden": [WIDTH] * LAYERS, "out_features": WIDTH})
     module = spec.build()
-    mesh = Mesh.of(collective, {"tensor": 2})
+    mesh = RankMesh.of(collective, {"tensor": 2})
     spread(module, mesh, {"tensor": 2})
     sync = PlainSync(module, torch.optim.AdamW(module.parameters()))
     for parameter in module.parameters():

@@ -14,7 +14,7 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.pipeline import PipelineOptions, PipelinePasses, pipelined
 from ringspark.estimators.parallel.model.pipeline.actions import Kind
 from ringspark.estimators.parallel.model.pipeline.cutting import measured_costs, parameter_counts
@@ -120,7 +120,7 @@ def _compare(whole: nn.Module, passes: PipelinePasses, rows: list[tuple[torch.Te
 
 
 def _gradients(collective: Collective, device: str, status: Status, *, cases: Sequence[Any]) -> str:
-    mesh = Mesh.of(collective, {"pipeline": collective.size})
+    mesh = RankMesh.of(collective, {"pipeline": collective.size})
     found: dict[str, float] = {}
     for name, schedule, chunks, options in cases:
         whole, cut = _network(name), _network(name)
@@ -188,7 +188,7 @@ def test_more_stages_in_chunks_have_the_gradients_of_one_process(size: int) -> N
 
 def _late(collective: Collective, device: str, status: Status, *, schedule: str) -> str:
     """Trains with late gradients, on whole rows and in chunks; returns the largest difference of weights."""
-    mesh = Mesh.of(collective, {"pipeline": collective.size})
+    mesh = RankMesh.of(collective, {"pipeline": collective.size})
     weights = []
     for chunks in (1, 3):
         options = PipelineOptions(schedule=schedule, num_micro=2, time_chunks=chunks)
@@ -216,7 +216,7 @@ def test_late_gradients_are_the_same_in_chunks(schedule: str) -> None:
 
 @pytest.mark.slow  # Torch's orders bring its compiler along.
 def test_stages_of_one_rank_hand_chunks_to_each_other() -> None:
-    mesh = Mesh.of(LocalCollective())
+    mesh = RankMesh.of(LocalCollective())
     for name, cuts in (("gru", ["layers.0", "layers.2", "layers.3"]), ("between", ["2", "5", "7"])):
         whole, cut = _network(name), _network(name)
         options = PipelineOptions(schedule="interleaved", virtual=4, cuts=cuts, time_chunks=3)
@@ -235,7 +235,7 @@ def test_cuts_and_schedules_that_pass_no_chunks_are_refused(options: dict[str, A
     class Two(LocalCollective):
         size = 2
 
-    mesh = Mesh.of(LocalCollective())
+    mesh = RankMesh.of(LocalCollective())
     object.__setattr__(mesh, "axes", {**mesh.axes, "pipeline": Two()})
     with pytest.raises(ValueError, match=message):
         pipelined(_network("gru"), mesh, PipelineOptions(time_chunks=2, **{"cuts": ["layers.2"], **options}))
@@ -243,7 +243,7 @@ def test_cuts_and_schedules_that_pass_no_chunks_are_refused(options: dict[str, A
 
 @pytest.mark.slow
 def test_losses_of_layers_that_work_in_chunks_are_refused() -> None:
-    mesh = Mesh.of(LocalCollective())
+    mesh = RankMesh.of(LocalCollective())
     options = PipelineOptions(schedule="interleaved", virtual=2, cuts=["2"], time_chunks=2)
     passes = pipelined(Between(adds=True).double(), mesh, options)
     with pytest.raises(ValueError, match="add to the loss, which parallelism's 'time_chunks' does not cut"):
@@ -298,7 +298,7 @@ class Along(Added):
 
 def _in_one_process(network: nn.Module) -> PipelinePasses:
     options = PipelineOptions(schedule="interleaved", virtual=2, cuts=["second"], time_chunks=2)
-    return pipelined(network, Mesh.of(LocalCollective()), options)
+    return pipelined(network, RankMesh.of(LocalCollective()), options)
 
 
 def test_losses_of_chunks_in_the_last_stage_are_refused() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.lazy_imports import load_object
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.pipeline.actions import Steps, with_arrivals
 from ringspark.estimators.parallel.model.pipeline.cutting import (
     cut_by_names,
@@ -59,7 +59,7 @@ class PipelineOptions:
 
 def pipelined(
     network: nn.Module,
-    mesh: Mesh,
+    mesh: RankMesh,
     options: PipelineOptions,
     sample: Sequence[torch.Tensor] | None = None,
     device: torch.device | None = None,

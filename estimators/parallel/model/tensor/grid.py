@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.parallel.cut import Cut, parameter_part
-from ringspark.estimators.parallel.mesh import Mesh, groups_over
+from ringspark.estimators.parallel.mesh import RankMesh, groups_over
 from ringspark.estimators.parallel.model.communication import copied, joined, part_of_whole, summed
 from ringspark.estimators.parallel.model.stand_in import StandIn
 
@@ -31,7 +31,7 @@ Grids = Callable[[int, int], tuple[Collective, Collective]]
 class MeshGrids:
     """Makes each grid of the ranks along 'tensor' once. All ranks of the world ask for the same ones."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: RankMesh) -> None:
         self._mesh = mesh
         self._made: dict[tuple[int, int], tuple[Collective, Collective]] = {}
 

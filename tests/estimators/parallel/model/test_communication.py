@@ -11,7 +11,7 @@ import torch
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.parallel.mesh import AXES, Mesh, groups_over
+from ringspark.estimators.parallel.mesh import AXES, RankMesh, groups_over
 from ringspark.estimators.parallel.model.communication import (
     copied,
     cut_along,
@@ -157,7 +157,7 @@ def test_the_groups_over_axes_hold_every_rank_once_and_neighbours_on_the_last_ax
 
 
 def _places(collective: Collective, device: str, status: Status) -> str:
-    mesh = Mesh.of(collective, {"pipeline": 2, "data": 2})
+    mesh = RankMesh.of(collective, {"pipeline": 2, "data": 2})
     told: dict[str, Any] = {
         "stage": mesh.stage,
         "losses": mesh.has_losses,

@@ -17,7 +17,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.base import GradientSync, PlainSync
 from ringspark.estimators.parallel.cut import join
-from ringspark.estimators.parallel.mesh import AXES, Mesh
+from ringspark.estimators.parallel.mesh import AXES, RankMesh
 from ringspark.estimators.parallel.model.expert import expert_names, spread_experts
 from ringspark.estimators.parallel.model.expert_sum import ExpertSum
 from ringspark.estimators.parallel.model.spread import check_spread
@@ -53,7 +53,7 @@ def _network(case: Mapping[str, Any]) -> nn.Module:
     return apply_activation_checkpoint(net, case.get("checkpoint", "none"))
 
 
-def _batch(step: int, mesh: Mesh) -> tuple[Batch, int]:
+def _batch(step: int, mesh: RankMesh) -> tuple[Batch, int]:
     """This rank's rows of a global batch of 1 to 7 rows, so that in some steps some ranks have none."""
     rng = np.random.default_rng(step)
     count = int(rng.integers(1, 8))
@@ -66,7 +66,7 @@ def _batch(step: int, mesh: Mesh) -> tuple[Batch, int]:
     return Batch(inputs=(torch.from_numpy(ids)[rows],), labels=(labels[rows],), weight=None), count
 
 
-def _trained(mesh: Mesh, case: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def _trained(mesh: RankMesh, case: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """The whole weights and the numbers of the history after some steps; runs on every rank."""
     torch.set_num_threads(1)
     net, precision = _network(case), case.get("precision", "fp32")
@@ -127,12 +127,12 @@ def _trained(mesh: Mesh, case: Mapping[str, Any]) -> tuple[dict[str, torch.Tenso
 
 
 def _told(case: Mapping[str, Any], collective: Collective, device: str, status: Status) -> str:
-    weights, numbers = _trained(Mesh.of(collective, case["mesh"]), case)
+    weights, numbers = _trained(RankMesh.of(collective, case["mesh"]), case)
     return json.dumps([{name: tensor.flatten().tolist() for name, tensor in weights.items()}, numbers])
 
 
 def _check(case: Mapping[str, Any], size: int, tolerance: float = 1e-5) -> None:
-    alone, expected = _trained(Mesh.of(LocalCollective()), case)
+    alone, expected = _trained(RankMesh.of(LocalCollective()), case)
     assert expected["train_dropped_share"] > 0.05 or case.get("capacity", 1.0) is None
     for text in run_spawned(size, "torch", partial(_told, case)):
         weights, numbers = json.loads(text)

@@ -21,7 +21,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.lazy_imports import load_object
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.pipeline import (
     SCHEDULES,
     PipelineOptions,
@@ -128,7 +128,7 @@ def _piped(
     return has_gradients, sum(seen.values())
 
 
-def _made(family: str, mesh: Mesh, schedule: str, **options: Any) -> tuple[nn.Module, PipelinePasses]:
+def _made(family: str, mesh: RankMesh, schedule: str, **options: Any) -> tuple[nn.Module, PipelinePasses]:
     """Returns the whole network, and its pipeline."""
     torch.manual_seed(3)
     whole = FAMILIES[family].build()
@@ -166,7 +166,7 @@ def _all_gradients(
     pairs: Sequence[tuple[str, str]],
     steps: Sequence[tuple[int, ...]],
 ) -> str:
-    mesh = Mesh.of(collective, {"pipeline": collective.size})
+    mesh = RankMesh.of(collective, {"pipeline": collective.size})
     found: dict[str, float] = {}
     for schedule, family in pairs:
         whole, passes = _made(family, mesh, schedule)
@@ -206,7 +206,7 @@ def _all_gradients(
 
 def test_one_rank_is_a_pipeline_too() -> None:
     """Stages of one rank hand their values to each other, and tied parameters are one there."""
-    mesh = Mesh.of(LocalCollective())
+    mesh = RankMesh.of(LocalCollective())
     for schedule in FLUSHED:
         whole, passes = _made("transformer_lm", mesh, schedule)
         micros = _split(_batch("transformer_lm", 5, 0), (2, 2, 1))
@@ -312,7 +312,7 @@ def _brought_gradients(collective: Collective, device: str, status: Status) -> s
         least, _ = SCHEDULES[schedule].virtual
         cuts = [f"layers.{i}" for i in ((1, 2, 3) if least == 2 else (1,))]
         options = PipelineOptions(schedule=schedule, virtual=least, cuts=cuts)
-        passes = pipelined(network, Mesh.of(collective, {"pipeline": collective.size}), options)
+        passes = pipelined(network, RankMesh.of(collective, {"pipeline": collective.size}), options)
         _piped(passes, micros)
         found[schedule] = _difference(_gradients(passes.network), dict(_gradients(whole)))
     return json.dumps(found)
@@ -325,7 +325,7 @@ def test_weights_that_meet_no_input_of_their_stage_get_their_gradients() -> None
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
 def test_stages_that_pass_arguments_on_or_change_them_in_place(schedule: str) -> None:
-    mesh = Mesh.of(LocalCollective())
+    mesh = RankMesh.of(LocalCollective())
     torch.manual_seed(0)
     in_place = [nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(inplace=True), nn.Linear(4, 3)]
     for network in (_PassesOn(), _AddsLosses(), nn.Sequential(*in_place)):
@@ -380,7 +380,7 @@ def _rows_of_step(step: int) -> tuple[int, ...]:
 
 
 def _trainings(collective: Collective, device: str, status: Status, *, pairs: list[tuple[str, str]]) -> str:
-    mesh = Mesh.of(collective, {"pipeline": collective.size})
+    mesh = RankMesh.of(collective, {"pipeline": collective.size})
     found: dict[str, Any] = {}
     for schedule, family in pairs:
         whole, passes = _made(family, mesh, schedule)
@@ -442,7 +442,7 @@ def _late_trainings(
     collective: Collective, device: str, status: Status, *, cases: list[tuple[str, str, int]]
 ) -> str:
     """Compares with one process that applies the gradients of each stage as many steps late."""
-    mesh = Mesh.of(collective, {"pipeline": collective.size})
+    mesh = RankMesh.of(collective, {"pipeline": collective.size})
     found: dict[str, Any] = {}
     for schedule, family, num_micro in cases:
         whole, passes = _made(family, mesh, schedule, num_micro=num_micro)
@@ -504,7 +504,7 @@ def test_late_gradients_on_four_ranks() -> None:
 
 
 def _special(collective: Collective, device: str, status: Status) -> str:
-    mesh = Mesh.of(collective, {"pipeline": collective.size})
+    mesh = RankMesh.of(collective, {"pipeline": collective.size})
     found: dict[str, float] = {}
     for schedule in ("1f1b", "zero_bubble", *(["2bw"] if has_extras() else [])):
         for case in ("recomputed", "autocast", "frozen"):
@@ -550,7 +550,7 @@ def test_recomputed_autocast_and_frozen_layers() -> None:
 
 
 def _with_data(collective: Collective, device: str, status: Status) -> str:
-    mesh = Mesh.of(collective, {"pipeline": 2, "data": 2})
+    mesh = RankMesh.of(collective, {"pipeline": 2, "data": 2})
     found: dict[str, float] = {}
     for schedule in ("1f1b", "interleaved", "zbv"):
         whole, passes = _made("transformer_lm", mesh, schedule)
@@ -582,7 +582,7 @@ def test_two_copies_of_a_pipeline_share_the_rows() -> None:
 
 
 def _failing(collective: Collective, device: str, status: Status) -> str:
-    mesh = Mesh.of(collective, {"pipeline": collective.size})
+    mesh = RankMesh.of(collective, {"pipeline": collective.size})
     _, passes = _made("mlp", mesh, "1f1b")
     micros = _split(_batch("mlp", 8, 0), (2, 2, 2, 2))
     _piped(passes, micros)

@@ -18,7 +18,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.sequence import CONTEXTS
 from ringspark.estimators.parallel.model.sequence.spans import Spans
 from ringspark.estimators.parallel.model.sequence.spread import spread_sequence
@@ -184,7 +184,7 @@ def test_a_mixture_that_is_not_told_how_long_rows_are_refuses_to_route_parts() -
 
 
 def _train(
-    module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, kind: str, global_rows: int
+    module: nn.Module, optimizer: torch.optim.Optimizer, mesh: RankMesh, kind: str, global_rows: int
 ) -> None:
     """Takes 50 steps, each with other rows; every data rank has its share of them, perhaps none."""
     sync = SummedGradients(module, optimizer, mesh.gradients)
@@ -204,7 +204,7 @@ def _train(
 def _trained(
     collective: Collective, device: str, status: Status, *, cases: list[tuple[str, str]], data: int
 ) -> str:
-    mesh = Mesh.of(collective, {"data": data, "sequence": collective.size // data})
+    mesh = RankMesh.of(collective, {"data": data, "sequence": collective.size // data})
     far = {}
     for way, kind in cases:
         # With one row the second data rank has none in any step.
@@ -215,7 +215,7 @@ def _trained(
             one = _network(kind)
             spread = copy.deepcopy(one)
             spread_sequence(spread, mesh.axes["sequence"], way)
-            for module, own in ((one, Mesh.of(LocalCollective())), (spread, mesh)):
+            for module, own in ((one, RankMesh.of(LocalCollective())), (spread, mesh)):
                 _train(module, optimizer(module.parameters(), lr=rate), own, kind, rows)
             if optimizer is torch.optim.AdamW:
                 _zero_key_biases(one)
@@ -397,7 +397,7 @@ def test_ranks_with_other_rows_or_tokens_draw_other_numbers() -> None:
     same = {"world": alone, "data": alone, "gradients": alone, "expert_gradients": alone}
     sizes = {"sequence": 3, "tensor": 2}
     drawing = [
-        Mesh(**same, sizes=sizes, places={"sequence": s, "tensor": t}).drawing_rank  # type: ignore[arg-type]
+        RankMesh(**same, sizes=sizes, places={"sequence": s, "tensor": t}).drawing_rank  # type: ignore[arg-type]
         for s in range(3)
         for t in range(2)
     ]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.layout import layout_of
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.expert import spread_experts
 from ringspark.estimators.parallel.model.spread import partial_gradients, spread
 from ringspark.estimators.parallel.model.tensor import region_of, spread_tensor
@@ -98,7 +98,7 @@ def _gradients(network: nn.Module, kind: str, seq: int) -> tuple[float, dict[str
 
 
 def _all(collective: Collective, device: str, status: Status) -> str:
-    mesh = Mesh.of(collective, {"tensor": collective.size})
+    mesh = RankMesh.of(collective, {"tensor": collective.size})
     worst: dict[str, float] = {}
     for kind in ("lm", "classifier"):
         for between in ("whole", "parts"):
