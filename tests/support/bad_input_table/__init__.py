@@ -1,0 +1,40 @@
+"""Inputs that must be refused, one row each: what is done, and what the one sentence must say.
+
+`test_bad_inputs.py` asserts every row, `tests/benchmarks/bad_inputs.py` times them. A row's `do` gets a
+`Place` with a table, shards, a model and a saved one, and must raise its error.
+
+To add a row, put it into the list of its subject; `python tests/benchmarks/bad_inputs.py` shows its message.
+"""
+
+from bad_input_table.columns import COLUMNS, TEXTS, WINDOWS
+from bad_input_table.jobs import JOB_LINES
+from bad_input_table.meshes import MESHES
+from bad_input_table.models import MODELS
+from bad_input_table.networks import FINETUNING, NETWORKS
+from bad_input_table.place import Place
+from bad_input_table.runs import RUNS
+from bad_input_table.settings import SETTINGS
+from bad_input_table.shards import READING, TABLES, WRITING
+
+__all__ = ["BAD_INPUTS", "OF_EXTRAS", "Place"]
+
+BAD_INPUTS = [
+    *WRITING,
+    *READING,
+    *COLUMNS,
+    *TEXTS,
+    *SETTINGS,
+    *MESHES,
+    *NETWORKS,
+    *FINETUNING,
+    *RUNS,
+    *MODELS,
+    *WINDOWS,
+    *JOB_LINES,
+    *TABLES,
+]
+
+# Names of the rows whose check is in `ringspark.extras`.
+OF_EXTRAS = frozenset(
+    ["mesh: with compression", "mesh: planned, and none fits", *(row.name for row in WINDOWS)]
+)

@@ -1,0 +1,64 @@
+"""Refusals of the jobs' command lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bad_input_table.place import BadInput, Place, RefusedError, gone
+
+R = BadInput
+
+# fmt: off
+JOB_LINES = [
+    R("etl: fraction of 2", lambda p: p.job("etl", "--fraction", "2"),
+      "--fraction", "at most 1, got '2'", RefusedError),
+    R("etl: results there", lambda p: p.job("etl", "--no-overwrite", "--output", with_results(p)),
+      "there are results in", "give --overwrite or another --output", RefusedError),
+    R("train: no shards", lambda p: p.job("train", "--data", p.prepared()),
+      "holds no shards", "write them", RefusedError),
+    R("train: no worker", lambda p: p.job("train", "--num-workers", "0"),
+      "--num-workers", "must be at least 1, got 0", RefusedError),
+    R("train: text as a rate", lambda p: p.job("train", "--learning-rate", "x"),
+      "--learning-rate", "must be a number, got 'x'", RefusedError),
+    R("train: misspelt option", lambda p: p.job("train", "--epoch", "1"),
+      "--epoch 1", "see --help", RefusedError),
+    R("train: restarts below 0", lambda p: p.job("train", "--max-restarts", "-1"),
+      "--max-restarts", "0 is for no restart", RefusedError),
+    R("train: time as text", lambda p: p.job("train", "--timeout-seconds", "x"),
+      "--timeout-seconds", "must be a number, got 'x'", RefusedError),
+    R("train: unfinished run",
+      lambda p: p.job("train", "--data", with_unfinished_run(p)),
+      "current holds an unfinished run", "give --resume to go on with it, --no-resume", RefusedError),
+    R("score: no model", lambda p: p.job("score", "--data", p.prepared()),
+      "no model at", "run jobs/train.py", RefusedError),
+    R("shards: no command", lambda p: p.job("shards"), "required: COMMAND", "see --help", RefusedError),
+    R("shards: no shards", lambda p: p.job("shards", "verify", p.prepared()),
+      "holds no shards", "write", RefusedError),
+    R("shards: one is missing",
+      lambda p: p.job("shards", "verify", p.prepared("shards", gone("_shards*/*.parquet"))),
+      "is missing", "write the shards again", RefusedError),
+    R("shards: no such entry", lambda p: p.job("shards", "remove", p.prepared(), "ab"),
+      "ab", ";", RefusedError),
+]
+# fmt: on
+
+
+def with_unfinished_run(place: Place) -> str:
+    """A job's folder in which a training has left a checkpoint."""
+
+    def damage(folder: Path) -> None:
+        found = list(folder.iterdir())
+        (folder / "shards").mkdir()
+        for path in found:
+            path.rename(folder / "shards" / path.name)
+        run = folder / "runs" / "current"
+        (run / "checkpoints" / "step-0000000001").mkdir(parents=True)
+        for name in ("owner.json", "run.json", "checkpoints/step-0000000001/checkpoint.json"):
+            (run / name).write_text("{}")
+
+    return place.prepared("shards", damage)
+
+
+def with_results(place: Place) -> str:
+    place.prepared("shards", lambda folder: (folder / "shards").mkdir())
+    return str(place.root / "given")

@@ -1,0 +1,139 @@
+"""Refusals of the setting `parallelism`."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from bad_input_table.place import DEEP, SPEC, BadInput
+from ringspark.models import CountingLayer, ModelSpec
+
+R = BadInput
+
+# fmt: off
+MESHES = [
+    R("mesh: no dict", lambda p: p.fit(parallelism="tensor"),
+      "parallelism must be a dict of axes", "such as", TypeError),
+    R("mesh: unknown axis", lambda p: p.fit(parallelism={"tensors": 2}),
+      "parallelism takes data, .* got 'tensors'", "did you mean 'tensor'"),
+    R("mesh: no workers", lambda p: p.fit(parallelism={"tensor": 0}),
+      "'tensor' must be a whole number of workers, 1 or more, got 0", ""),
+    R("mesh: half a worker", lambda p: p.fit(parallelism={"tensor": 1.5}),
+      "'tensor' must be a whole number", "got 1.5"),
+    R("mesh: not the workers", lambda p: p.fit(parallelism={"tensor": 4}, numWorkers=2),
+      r"must multiply to numWorkers \(2\), got tensor 4 = 4", "set numWorkers"),
+    R("mesh: more than the workers", lambda p: p.fit(parallelism={"data": 2, "tensor": 2}, numWorkers=2),
+      r"got data 2 x tensor 2 = 4", "set numWorkers"),
+    R("mesh: a plan that is none", lambda p: p.mesh(parallelism={"tensor": 2, "plan": "columns"}),
+      "'plan' must be a dict of patterns", "such as"),
+    R("mesh: a style that is none", lambda p: p.mesh(parallelism={"tensor": 2, "plan": {"head": "kolumn"}}),
+      "style must be one of column, .* got 'kolumn'", "did you mean 'column'"),
+    R("mesh: a plan for other layers", lambda p: p.mesh(parallelism={"tensor": 2, "plan": {"tail": "row"}}),
+      "plan names 'tail', which fits no layer", "leave it out, or name some of trunk.0.linear, head"),
+    R("mesh: a plan of half a pair",
+      lambda p: p.mesh(parallelism={"tensor": 2, "plan": {"trunk.0.linear": "column"}}),
+      "MLP does not run under parallelism", "name both layers of each pair"),
+    R("mesh: a plan that cuts the outputs",
+      lambda p: p.mesh(model=ModelSpec("mlp", {"in_features": 2, "hidden": [2], "out_features": 2}),
+                       parallelism={"tensor": 2, "plan": {"head": "column"}}),
+      r"in evaluation mode output 0 has shape \(2, 1\), but \(2, 2\) in the whole network",
+      "use 'column_joined'"),
+    R("mesh: no cuts", lambda p: p.fit(parallelism={"pipeline": 2, "cuts": None}),
+      "'cuts' must be a list of names", r"such as \['blocks.2'\], got None"),
+    R("mesh: a micro-batch without a row for each copy",
+      lambda p: p.fit(numWorkers=4, gradientAccumulation=5, parallelism={"data": 2, "pipeline": 2}),
+      r"gradientAccumulation \(5\) times the workers that read different rows \(2 of numWorkers 4\)",
+      "lower gradientAccumulation or"),
+    R("mesh: with steps of one's own",
+      lambda p: p.fit(numWorkers=2, localSteps=4, parallelism={"tensor": 2}),
+      "with localSteps they step apart", "set localSteps=1, or give all workers to 'data'"),
+    R("mesh: with workers that do not wait",
+      lambda p: p.fit(numWorkers=2, consistency="asp", parallelism={"tensor": 2}),
+      "with consistency 'asp' they step apart", "set consistency='bsp', or give all workers to 'data'"),
+    R("mesh: a plan that cuts no matrix",
+      lambda p: p.mesh(parallelism={"tensor": 2, "plan": {"trunk.0.norm": "row"}}),
+      "plan cannot cut 'trunk.0.norm': .* nn.Linear, got Identity", ""),
+    R("mesh: a network without a plan", lambda p: p.mesh(model=SPEC, parallelism={"tensor": 2}),
+      "'tensor' needs a plan .* Linear has none", "set parallelism's 'plan'"),
+    R("mesh: more parts than columns", lambda p: p.mesh(parallelism={"tensor": 4}, numWorkers=4),
+      "gives 'tensor' 4 workers, more than 'trunk.0.linear' can be cut into", "give fewer"),
+    R("mesh: something else between", lambda p: p.mesh(parallelism={"tensor": 2, "between": "part"}),
+      "'between' must be one of whole, parts, got 'part'", "did you mean 'parts'"),
+    R("mesh: parts between without tokens", lambda p: p.mesh(parallelism={"tensor": 2, "between": "parts"}),
+      "MLP cannot have parts of the tokens between its cut layers", "set parallelism's 'between'"),
+    R("mesh: heads that do not divide",
+      lambda p: p.mesh(model=three_heads(), parallelism={"tensor": 2}),
+      r"'tensor' must divide num_heads \(3\), got 2", "set num_heads to a multiple"),
+    R("mesh: layers that count parts of rows",
+      lambda p: p.mesh(model=counting(), parallelism={"sequence": 2}),
+      r"leave layer 'norm\.1' a part of each row", "set 'sequence' to 1"),
+    R("mesh: rolled back with rows on their way",
+      lambda p: p.mesh(onNonFinite="rollback", checkpointEverySteps=5,
+                       parallelism={"pipeline": 2, "schedule": "2bw"}),
+      "onNonFinite 'rollback' .* schedule '2bw'", "set onNonFinite='skip'"),
+    R("mesh: no chunk of time", lambda p: p.mesh(parallelism={"pipeline": 2, "time_chunks": 0}),
+      "'time_chunks' must be a whole number of chunks", "1 or more, got 0"),
+    R("mesh: chunks of time without stages", lambda p: p.mesh(parallelism={"data": 2, "time_chunks": 4}),
+      r"'time_chunks' \(4\) passes parts of rows", "give workers to 'pipeline'"),
+    R("mesh: chunks of time of a network without any",
+      lambda p: p.mesh(parallelism={"pipeline": 2, "time_chunks": 4}),
+      "'time_chunks' needs a network with links that go along time .* MLP has none", "give its links"),
+    R("mesh: chunks of time beside parts of rows",
+      lambda p: p.mesh(numWorkers=4, parallelism={"pipeline": 2, "sequence": 2, "time_chunks": 4}),
+      "'time_chunks' goes with the axes 'data', 'shard' and 'pipeline'", "leave the other axes"),
+    R("mesh: chunks of time with backward passes in halves",
+      lambda p: p.mesh(parallelism={"pipeline": 2, "schedule": "zero_bubble", "time_chunks": 4}),
+      "'time_chunks' takes backward passes .* schedule 'zero_bubble' splits", "set schedule='1f1b'"),
+    R("mesh: with horovod", lambda p: p.mesh(collective="horovod", parallelism={"tensor": 2}),
+      "collective 'horovod' does not have", "set collective='torch'"),
+    R("mesh: 'shard' without sharding", lambda p: p.mesh(parallelism={"shard": 2}),
+      "'shard' cuts over its workers what sharding names, got sharding 'none'", "set sharding"),
+    R("mesh: parts between with parameters in parts",
+      lambda p: p.mesh(parallelism={"tensor": 2, "between": "parts"}, sharding="parameters"),
+      "'between' \"parts\" sums gradients of whole parameters", "set sharding='gradients'"),
+    R("mesh: stages in parts", lambda p: p.mesh(parallelism={"pipeline": 2}, sharding="parameters"),
+      "sharding 'parameters' gathers a block in the same pass", "set sharding='gradients'"),
+    R("mesh: with compression", lambda p: p.mesh(parallelism={"tensor": 2}, gradientCompression="sign"),
+      "gradientCompression sums whole matrices", "set gradientCompression='none'"),
+    R("mesh: with local steps", lambda p: p.mesh(parallelism={"tensor": 2}, localSteps=4),
+      "exchange inside every step", "set localSteps=1"),
+    R("mesh: with ranks apart", lambda p: p.mesh(parallelism={"tensor": 2}, consistency="asp"),
+      "exchange inside every step", "consistency='bsp'"),
+    R("mesh: with an optimizer of whole parameters",
+      lambda p: p.mesh(parallelism={"tensor": 2}, optimizer="adafactor"),
+      "optimizer 'adafactor' looks at whole ones", "or give the workers to 'pipeline'"),
+    R("mesh: sharded stages with an optimizer of whole parameters",
+      lambda p: p.mesh(parallelism={"pipeline": 2}, sharding="optimizer", optimizer="lamb"),
+      "parts of a stage's parameters, and optimizer 'lamb' looks at whole ones", "set sharding='none'"),
+    R("mesh: with sums of one bit", lambda p: p.mesh(parallelism={"pipeline": 2}, optimizer="adam1bit"),
+      "optimizer 'adam1bit' sums whole gradients", "set optimizer='adamw'"),
+    R("mesh: with adapters",
+      lambda p: p.mesh(parallelism={"tensor": 2}, lora={"rank": 1, "targets": ["head"]}),
+      "lora adds matrices", "leave lora unset"),
+    R("mesh: compiled", lambda p: p.mesh(parallelism={"tensor": 2}, compile=True),
+      "exchanges inside it", "set compile=False"),
+    R("mesh: with the noise scale", lambda p: p.mesh(parallelism={"tensor": 2}, noiseScale=True),
+      "noiseScale compares whole gradients", "leave noiseScale unset"),
+    R("mesh: that may shrink", lambda p: p.mesh(parallelism={"tensor": 2}, minWorkers=1),
+      r"needs all of its workers, and minWorkers \(1\)", "leave minWorkers unset"),
+    R("mesh: planned, and none fits",
+      lambda p: p.train(model=DEEP, numWorkers=2, parallelism="auto", memoryBudget=10),
+      "'auto' found none: no mesh of 2 workers fits", "give more workers or memory"),
+]
+# fmt: on
+
+
+def three_heads() -> ModelSpec:
+    sizes = {"vocab_size": 9, "max_seq_len": 2, "dim": 6, "depth": 1, "num_heads": 3, "out_features": 2}
+    return ModelSpec("transformer_classifier", sizes)
+
+
+class Counting(CountingLayer):
+    """Counts what it sees, and does not know of parts of rows."""
+
+    num_counts = 1
+
+
+def counting() -> nn.Module:
+    network = three_heads().build()
+    network.norm = nn.Sequential(network.norm, Counting())
+    return network

@@ -1,0 +1,124 @@
+"""Refusals when models are used, exported, saved or loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import functions as F
+from torch import nn
+
+from bad_input_table.place import SPEC, BadInput, Place, blocked, cut, edited, gone
+from ringspark.estimators import TorchClassifier, TorchModel
+from ringspark.estimators.training.checkpoint.weights import save_checkpoint
+from ringspark.models import ModelSpec
+from ringspark.pipelines.columns import Column
+from ringspark.pipelines.kinds import Array
+
+R = BadInput
+
+# fmt: off
+MODELS = [
+    R("transform: no weights", lambda p: TorchModel(model=SPEC).transform(p.pair),
+      "has no weights", "get one from"),
+    R("transform: column missing", lambda p: p.model.transform(p.table.drop("features")),
+      "'features' is not", ";"),
+    R("transform: string column",
+      lambda p: p.model.transform(p.table.select(F.col("text").alias("features"))),
+      "'features' has type string", "Vocabulary"),
+    R("transform: output column there",
+      lambda p: p.model.transform(p.table.withColumnRenamed("half", "prediction")),
+      "column prediction already exists", "drop it first"),
+    R("transform: no rows at once", lambda p: p.model.copy().setInferenceBatchSize(0).transform(p.pair),
+      "inferenceBatchSize", "at least 1, got 0"),
+    R("transform: three thresholds",
+      lambda p: p.model.copy().setThresholds([0.1, 0.2, 0.3]).transform(p.pair),
+      "thresholds must hold", "each of the 2 classes, got 3"),
+    R("export: unknown format", lambda p: p.model.export(f"{p.storage}/x", "tf"),
+      "format must be", "'onnx'.* got 'tf'"),
+    R("save: folder in use", lambda p: p.model.save(p.prepared("saved")), "exists already", "overwrite"),
+    R("save: over something else", lambda p: p.model.write().overwrite().save(p.prepared("shards")),
+      "holds something else than a saved stage", "give a folder of its own"),
+    R("save: unwritable folder", lambda p: p.model.save(blocked(p)), "cannot be written", "choose a folder"),
+    R("load: no model", lambda p: TorchModel.load(p.prepared()),
+      "holds no saved TorchModel", "give the folder that"),
+    R("load: other stage", lambda p: p.load(lambda f: None, TorchModel),
+      "not a TorchModel", "load it with that class"),
+    R("load: description cut", lambda p: p.load(cut("ringspark.json")), "is damaged", "save the stage again"),
+    R("load: newer format", lambda p: p.load(edited("ringspark.json", lambda d: d | {"format_version": 9})),
+      "its format is 9", "upgrade ringspark"),
+    R("load: weights missing", lambda p: p.load(gone("weights/model.safetensors")),
+      "model.safetensors", "; "),
+    R("load: weights cut", lambda p: p.load(cut("weights/model.safetensors")),
+      "has .* bytes, .* were written", "save the model"),
+    R("load: record missing", lambda p: p.load(gone("weights/checkpoint.json")), "holds no checkpoint", "; "),
+    R("load: weights of another network", lambda p: p.load(edited("ringspark.json", other_network)).module(),
+      "is not of this model", "take the model that it was made of"),
+    R("load: code without leave", lambda p: TorchClassifier.load(saved_with_code(p)),
+      "holds pickled Python code", "RINGSPARK_ALLOW_PICKLE=1"),
+    R("load: first weights missing",
+      lambda p: TorchClassifier.load(saved_estimator(p, gone("model.safetensors"))),
+      "network of 'model' cannot be loaded: model.safetensors is missing", "save the stage again"),
+    R("load: program missing", lambda p: TorchModel.load(saved_program(p, gone("model.program.json"))),
+      "network of 'model' cannot be loaded: model.program.json .* is missing", "save the stage again"),
+    R("load: program with a function of Python",
+      lambda p: TorchModel.load(saved_program(p, edited("model.program.json", with_system_call))),
+      "asks for 'os.system', which is no operator that a program may name", "save the stage again"),
+    R("load: layer of another torch",
+      lambda p: TorchClassifier.load(saved_estimator(p, edited("ringspark.json", with_other_layer))),
+      "torch .* has no layer 'Linear9'", "take the torch it was saved with"),
+    R("fit: a saved program", lambda p: p.train(model=program_of(p)),
+      "model is a saved program, which predicts and cannot be trained", "give a network of its class"),
+]
+# fmt: on
+
+
+def other_network(description: dict[str, Any]) -> dict[str, Any]:
+    spec = ModelSpec("linear", {"in_features": 3, "out_features": 1})
+    return description | {"model": spec.to_json()}
+
+
+class Line(nn.Linear):
+    """A network of a class of the user's own."""
+
+
+def saved_with_code(place: Place) -> str:
+    return place.prepared(damage=lambda f: TorchClassifier(model=Line(2, 1)).save(str(f)))
+
+
+def saved_estimator(place: Place, damage: Callable[[Path], None]) -> str:
+    """An estimator whose network is described in JSON, after some damage."""
+
+    def save(folder: Path) -> None:
+        TorchClassifier(model=nn.Linear(2, 1)).save(str(folder))
+        damage(folder)
+
+    return place.prepared(damage=save)
+
+
+def saved_program(place: Place, damage: Callable[[Path], None] = lambda folder: None) -> str:
+    """A model whose network is a program, after some damage."""
+
+    def save(folder: Path) -> None:
+        module = Line(2, 1)
+        save_checkpoint(str(place.root / "weights"), module)
+        columns = [Column(name="features", kind=Array("float32", shape=(2,)))]
+        model = TorchModel(model=module)
+        model._set_trained(str(place.root / "weights"), [(1,)], None, columns=columns).save(str(folder))
+        damage(folder)
+
+    return place.prepared(damage=save)
+
+
+def program_of(place: Place) -> nn.Module:
+    return TorchModel.load(saved_program(place)).module()
+
+
+def with_system_call(text: dict[str, Any]) -> dict[str, Any]:
+    return text | {"steps": [["os.system", ["true"], {}]]}
+
+
+def with_other_layer(description: dict[str, Any]) -> dict[str, Any]:
+    description["modules"]["model"]["layers"]["layer"] = "Linear9"
+    return description

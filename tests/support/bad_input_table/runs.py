@@ -1,0 +1,54 @@
+"""Refusals of checkpoints, restarts and resumed runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from bad_input_table.place import BadInput, Place, blocked, cut
+from ringspark.estimators.run.folder import RunRefusedError
+
+R = BadInput
+
+# fmt: off
+RUNS = [
+    R("fit: more workers than there are", lambda p: p.fit(minWorkers=2),
+      "minWorkers .2. .* numWorkers", "lower"),
+    R("fit: restarts below 0", lambda p: p.fit(maxRestarts=-1), "maxRestarts must be", "0 is for no restart"),
+    R("fit: a checkpoint every 0 steps", lambda p: p.fit(checkpointEverySteps=0),
+      "checkpointEverySteps", "least 1"),
+    R("fit: negative interval", lambda p: p.fit(checkpointEverySeconds=-1),
+      "checkpointEverySeconds", "0 or above"),
+    R("fit: keeps no checkpoint", lambda p: p.fit(keepCheckpoints=0), "keepCheckpoints", "at least 1, got 0"),
+    R("fit: no time", lambda p: p.fit(timeoutSeconds=0.0), "timeoutSeconds", "above 0 and finite"),
+    R("fit: unknown onNonFinite", lambda p: p.fit(onNonFinite="ignore"), "onNonFinite", "'rollback'"),
+    R("fit: back to no checkpoint", lambda p: p.fit(onNonFinite="rollback", checkpointEverySeconds=0),
+      "'rollback' goes back to the last checkpoint, and none is asked for", "set checkpointEverySteps"),
+    R("resume: no folder", lambda p: p.fit(resume=True),
+      "resume=True goes on with", "set runUri to that folder"),
+    R("resume: not asked for", lambda p: p.train(runUri=p.prepared("run")), "holds a run", "set resume=True"),
+    R("resume: no run", lambda p: go_on(p, "shards"), "must be a new or empty folder", "give another folder"),
+    R("resume: unwritable folder", lambda p: p.train(runUri=blocked(p)),
+      "cannot be written", "choose a folder"),
+    R("resume: other settings", lambda p: go_on(p, "run", learningRate=0.5),
+      "cannot be resumed, .* learningRate: 0.001 -> 0.5", "set them back, or give another folder",
+      RunRefusedError),
+    R("resume: other batches later on", lambda p: go_on(p, "run", epochs=2, batchSizeSchedule={2: 9}),
+      r"cannot be resumed, .* batchSizeSchedule: \[\] -> \[\[2, 9\]\]", "set them back",
+      RunRefusedError),
+    R("resume: other network", lambda p: go_on(p, "run", model=nn.Linear(2, 1)),
+      "cannot be resumed, .* model: ", "set them back", RunRefusedError),
+    R("resume: damaged record", lambda p: p.train(runUri=p.prepared("run", cut("run.json")), resume=True),
+      "run.json is damaged", "give another folder", RunRefusedError),
+    R("resume: one folder for two fits",
+      lambda p: p.fit(run=lambda e: e.fit(p.pair, [{e.epochs: 1}, {e.epochs: 2}]), runUri=p.prepared()),
+      "is the folder of one training, and 2 parameter maps", "leave runUri unset"),
+]
+# fmt: on
+
+
+def go_on(place: Place, copy_of: str, **changes: Any) -> Any:
+    """Resumes the run in a copy of a folder."""
+    settings = {"epochs": 1, "batchSize": 1024, "runUri": place.prepared(copy_of), "resume": True}
+    return place.train(**(settings | changes))
