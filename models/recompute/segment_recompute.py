@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ringspark.models.recompute.moving_buffers import MovingBuffers, Values, replaced
@@ -78,7 +78,8 @@ class Segment:
         self._num_slots = 0
         # id of a tensor -> (tensor, version, slot); valid while the tensor lives and is unchanged.
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
-        self._kept: dict[int, tuple[Node, bool]] = {}
+        # Slot -> (tensor whose graph node saves the kept tensor, whether that one requires a gradient).
+        self._kept: dict[int, tuple[torch.Tensor, bool]] = {}
         self._used: set[int] = set()
         self._holders: list[weakref.ref[_Holder]] = []
         self._saved: list[tuple[Any, ...]] = []
@@ -145,8 +146,8 @@ class Segment:
     def run_again(self) -> None:
         """Fills every holder that the graph still has; leaves no other trace."""
         values = {
-            slot: node.saved_tensors[0].detach().requires_grad_(requires_grad)  # type: ignore[attr-defined]
-            for slot, (node, requires_grad) in self._kept.items()
+            slot: keeper.grad_fn.saved_tensors[0].detach().requires_grad_(requires_grad)  # type: ignore[union-attr]
+            for slot, (keeper, requires_grad) in self._kept.items()
         }
         refill = _Refill(self._holders, self._saved)
         with (
@@ -254,12 +255,15 @@ class _Keep(torch.autograd.Function):
         return torch.empty(0)
 
 
-def _keep(tensor: torch.Tensor) -> Node:
+def _keep(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an empty tensor whose `grad_fn` saves `tensor`.
+
+    Before torch 2.13, a node frees its saved tensors once no tensor refers to it, even if Python still does.
+    """
     # Detached: otherwise the segment would hold the graph between its calls, which holds the segment.
     anchor = torch.empty(0, requires_grad=True)
-    node = _Keep.apply(anchor, tensor if tensor.is_leaf else tensor.detach()).grad_fn  # type: ignore[no-untyped-call]
-    assert isinstance(node, Node)
-    return node
+    keeper: torch.Tensor = _Keep.apply(anchor, tensor if tensor.is_leaf else tensor.detach())  # type: ignore[no-untyped-call]
+    return keeper
 
 
 def _description(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -129,10 +129,11 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 def machine() -> str:
     """Cores, versions, and how busy the machine is: numbers of a loaded one say little."""
     load = os.getloadavg()[0]
-    return (
-        f"{os.cpu_count()} cores, load average {load:.1f}, torch {version('torch')}, "
-        f"pyspark {version('pyspark')}"
-    )
+    try:
+        spark = f"pyspark {version('pyspark')}"
+    except PackageNotFoundError:
+        spark = "no pyspark"
+    return f"{os.cpu_count()} cores, load average {load:.1f}, torch {version('torch')}, {spark}"
 
 
 def random_frame(spark: SparkSession, rows: int, *, seed: int = 0) -> DataFrame:
