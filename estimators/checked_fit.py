@@ -1,15 +1,21 @@
-"""One fit of a DataFrame, checked as far as its schema and the settings tell: no row has been looked at."""
+"""The checked value of one fit: `CheckedFit` before its rows are written, `CheckedTraining` after.
+
+Everything that a fit does later receives this value and checks nothing again. All checks run on the driver
+and start no Spark job.
+"""
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StringType, StructType
 
+from ringspark.estimators import run_layout
 from ringspark.estimators.columns.schema import (
     check_types,
     field_named,
@@ -19,46 +25,70 @@ from ringspark.estimators.columns.schema import (
 from ringspark.estimators.launch.python_daemon import PRELOADED
 from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.train_task import PackedObjects
+from ringspark.estimators.lazy_imports import load_object
+from ringspark.estimators.memory import check_budget, check_on_driver, is_on_driver, limits_on_driver
+from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.stages.fit_data import FitData
 from ringspark.estimators.stages.model_params import check_distinct, check_free
+from ringspark.estimators.stages.session import spark_conf
 from ringspark.estimators.stages.to_config import config_of
+from ringspark.estimators.tracking.base import Tracker
+from ringspark.estimators.tracking.registry import make_trackers
+from ringspark.estimators.training.check.driver import CheckedTraining, check_training
 from ringspark.estimators.training.check.schema import check_schema
+from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.settings.columns import VALIDATION_INDICATOR_COL
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.settings.parallelism import AUTO
+from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.columns import Column, check_frame, check_masks, is_case_sensitive
 from ringspark.pipelines.kinds import Kind, Vocabulary
+from ringspark.pipelines.spark_paths import is_remote, resolve
+
+# Import path of the choice of a mesh for `parallelism="auto"`.
+CHOOSE_PARALLELISM = "ringspark.extras.planning.meshes.automatic:choose_parallelism"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedFit:
-    """What one fit writes and trains."""
+    """One fit, checked by its settings and the schema of its DataFrame; no row has been read.
+
+    Attributes:
+        config: Settings; columns have the names of the DataFrame.
+        packed: The objects as Spark ships them to the workers.
+        heads: Heads by settings and schema; None for shards, whose columns are checked with their rows.
+        data: Columns and rows that the fit reads.
+    """
 
     config: TrainConfig
     objects: UserObjects
     packed: PackedObjects
+    trackers: Sequence[Tracker]
+    heads: tuple[Head, ...] | None
     data: FitData
 
     @classmethod
     def of(cls, estimator: Any, dataset: DataFrame) -> CheckedFit:
-        """Checks an estimator with a DataFrame. Runs on the driver and starts no job.
+        """Checks an estimator with a DataFrame.
 
         Raises:
             ValueError: The settings or the columns cannot be used; the message says why.
         """
         check_frame(dataset, f"{type(estimator).__name__}.fit")
-        run_uri = estimator._run_uri(dataset.sparkSession)
+        spark = dataset.sparkSession
+        run_uri = estimator._run_uri(spark)
         config, objects = config_of(estimator, estimator._task, estimator._label_columns())
-        schema, exact = dataset.schema, is_case_sensitive(dataset.sparkSession)
-        config, columns, kinds = _found(estimator, config, schema, exact)
+        schema, exact = dataset.schema, is_case_sensitive(spark)
+        config, columns, kinds = _find_columns(estimator, config, schema, exact)
         indicator, fraction = _indicator(estimator, columns, schema, exact), estimator.getValidationFraction()
         _check_free_names(estimator, config, kinds, schema, exact)
-        estimator._trackers()  # refuses what cannot work
+        trackers = make_trackers(estimator.getTracking(), estimator.getShowProgress())
         estimator._warn()
         packed = PackedObjects.of(objects)
         is_split = indicator is not None or fraction is not None
-        check_schema(config, objects, columns, ("validation", "train") if is_split else ("train",))
-        slots = check_slots(dataset.sparkSession, config.num_workers, config.use_gpu, config.collective)
+        heads = check_schema(config, objects, columns, ("validation", "train") if is_split else ("train",))
+        slots = check_slots(spark, config.num_workers, config.use_gpu, config.collective)
         data = FitData(
             columns=tuple(column.name for column in columns),
             validation_col=indicator,
@@ -66,29 +96,105 @@ class CheckedFit:
             seed=config.seed if fraction is not None else 0,
             drops_invalid=estimator.getHandleInvalid() != "error",
             kinds=json.dumps({name: kind.to_json() for name, kind in sorted(kinds.items())}),
-            root=run_uri or estimator._storage_root(dataset.sparkSession),
-            # Only where the gang takes every slot: other processes would hold torch for nothing.
+            root=run_uri or estimator._storage_root(spark),
+            # Only if the gang takes every slot: other processes would load torch and not use it.
             imports=PRELOADED if slots == config.num_workers else (),
         )
-        return cls(config=config, objects=objects, packed=packed, data=data)
+        return cls(config=config, objects=objects, packed=packed, trackers=trackers, heads=heads, data=data)
+
+    @classmethod
+    def of_shards(cls, estimator: Any, spark: SparkSession, uri: str) -> tuple[CheckedFit, ShardManifest]:
+        """Checks an estimator with shards that exist.
+
+        Raises:
+            ValueError: The settings or the shards cannot be used; the message says why.
+        """
+        run_uri = estimator._run_uri(spark)
+        config, objects = config_of(estimator, estimator._task, estimator._label_columns())
+        trackers = make_trackers(estimator.getTracking(), estimator.getShowProgress())
+        estimator._warn(on_shards=True)
+        packed = PackedObjects.of(objects)
+        check_slots(spark, config.num_workers, config.use_gpu, config.collective)
+        manifest = ShardManifest.load(resolve(spark, uri))
+        manifest.verify_files()
+        data = FitData(
+            columns=tuple(config.columns),
+            validation_col=None,
+            validation_fraction=None,
+            seed=0,
+            drops_invalid=False,
+            root=run_uri or estimator._storage_root(spark),
+        )
+        fit = cls(config=config, objects=objects, packed=packed, trackers=trackers, heads=None, data=data)
+        return fit, manifest
+
+    def with_rows(
+        self, estimator: Any, spark: SparkSession, run: RunFolder, manifest: ShardManifest
+    ) -> CheckedTraining:
+        """Checks the fit against its written rows, and chooses the mesh of parallelism="auto".
+
+        Raises:
+            ValueError: The rows, the network or the memory do not suit; the message says why.
+        """
+        data, objects = self.data, self.objects
+        is_split = data.validation_col is not None or data.validation_fraction is not None
+        if is_split and not manifest.select("validation").num_rows:
+            param = "validationFraction" if data.validation_col is None else "validationIndicatorCol"
+            message = (
+                f"{param} holds out none of the {manifest.num_rows} rows; hold out more, or leave it unset"
+            )
+            if self.config.looks_for_best:
+                raise ValueError(message)
+            warnings.warn(message, UserWarning, stacklevel=6)
+        config = replace(self.config, run_uri=run.uri, shards_uri=manifest.uri)
+        if config.pretrained is not None:
+            uri = storage.normalize(resolve(spark, config.pretrained["uri"]))
+            config = replace(config, pretrained={**config.pretrained, "uri": uri})
+        conf, remote = spark_conf(spark), is_remote(spark)
+
+        def check_memory(config: TrainConfig) -> None:
+            check_on_driver(config, objects, manifest, conf, remote)
+
+        is_planned = estimator.getParallelism() == AUTO
+        # A network that the host cannot hold would kill the driver, so the memory is checked first. Only the
+        # mesh of "auto" says how much of the network a worker holds, and its planner runs the network.
+        check_first = None if is_planned else check_memory
+        training = check_training(config, objects, manifest, self.heads, check_first)
+        estimator._check_outputs(training.shapes, is_case_sensitive(spark))
+        if is_planned:
+            choice = load_object(CHOOSE_PARALLELISM)(
+                training.config,
+                objects,
+                manifest,
+                begun=run.last_config(),
+                budget=estimator.getMemoryBudget(),
+                limits=limits_on_driver(config.num_workers, conf, remote),
+                chooses_micro=not estimator.isSet(estimator.gradientAccumulation),
+                is_here=is_on_driver(conf, remote),
+            )
+            run.note(run_layout.PARALLELISM, f"{choice.told}\n")
+            training = replace(training, config=choice.config)
+            check_memory(training.config)
+        check_budget(training.config, objects, manifest, estimator.getMemoryBudget())
+        return training
 
 
 def check_evaluated(estimator: Any, dataset: DataFrame) -> None:
-    """Checks that a DataFrame has the columns to evaluate an estimator's model. Starts no job.
+    """Checks that a DataFrame has the columns to evaluate an estimator's model.
 
     Raises:
         ValueError: An input or a label is missing, or has a type that the model cannot take.
     """
     config, _ = config_of(estimator, estimator._task, estimator._label_columns())
-    # An evaluation weighs every row 1, so it needs no weight column.
+    # An evaluation gives every row the weight 1, so it needs no weight column.
     config = replace(config, weight_column=None)
-    _found(estimator, config, dataset.schema, is_case_sensitive(dataset.sparkSession))
+    _find_columns(estimator, config, dataset.schema, is_case_sensitive(dataset.sparkSession))
 
 
-def _found(
+def _find_columns(
     estimator: Any, config: TrainConfig, schema: StructType, exact: bool
 ) -> tuple[TrainConfig, tuple[Column, ...], dict[str, Kind]]:
-    """Returns config, columns to read and their chosen kinds, with the names as the DataFrame has them."""
+    """Returns config, columns to read and chosen column types, with the names of the DataFrame."""
     kinds = kinds_by_column(estimator.getColumns(), schema, exact)
     sources, inputs = input_names(config.input_columns, kinds, schema, exact)
     check_types(schema, sources, kinds)
@@ -101,14 +207,14 @@ def _found(
     if useless := kinds.keys() - {*sources, *labels}:
         raise ValueError(f"columns names {min(useless)!r}, which is neither an input nor a label; drop it")
     if config.task == "classification":
-        # Classes learn their names, so that they can be told apart; all other strings need a choice.
+        # The classes of string labels are their distinct strings; other string columns need a choice.
         strings = [name for name in labels if isinstance(schema[name].dataType, StringType)]
         kinds = {name: Vocabulary(order="alphabet") for name in strings} | kinds
     return config, check_types(schema, names, kinds), kinds
 
 
 def _indicator(estimator: Any, columns: Sequence[Column], schema: StructType, exact: bool) -> str | None:
-    """Returns the column that tells the held-out rows apart, as the DataFrame has it."""
+    """Returns the column that marks the held-out rows, with its name in the DataFrame."""
     given = value_of(estimator, VALIDATION_INDICATOR_COL)
     if given is None:
         return None
@@ -124,10 +230,10 @@ def _indicator(estimator: Any, columns: Sequence[Column], schema: StructType, ex
 def _check_free_names(
     estimator: Any, config: TrainConfig, kinds: Mapping[str, Kind], schema: StructType, exact: bool
 ) -> None:
-    """Refuses names of the model's output columns that are taken."""
+    """Refuses output columns of the model that exist already."""
     outputs = estimator._output_columns(len(config.label_columns))
     if any(isinstance(kinds.get(label), Vocabulary) for label in config.label_columns):
         outputs += estimator._label_outputs()
     check_distinct(outputs, exact)
-    # As in Spark's own fit, a column whose name differs in case is for transform to refuse.
+    # As in Spark's own fit, transform refuses a column whose name differs in case.
     check_free(schema, outputs, exact=True)

@@ -1,17 +1,16 @@
 """`TorchEstimator` and its two tasks: from a DataFrame to a trained network, in one `fit`.
 
-`fit` promises this order to the user: it checks every setting with the schema, then the storage; it writes
-the data once and checks its statistics; it tries the model on two rows of zeros; only then does a gang start.
-Whatever fails, `fit` removes its folders.
+`fit` promises this order to the user. It checks every setting against the schema, then the storage. It writes
+the data once and checks the statistics. It tries the model on two rows of zeros. Only then does a gang start.
+If anything fails, `fit` removes its folders.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 from pyspark.ml import Estimator
@@ -19,19 +18,15 @@ from pyspark.ml.base import _FitMultipleIterator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import DataFrame, SparkSession
 
-from ringspark.estimators import run_layout
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.launch.python_daemon import choose_daemon
-from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.supervisor import Supervisor
-from ringspark.estimators.launch.train_task import PackedObjects, TrainTask
-from ringspark.estimators.lazy_imports import load_object
-from ringspark.estimators.memory import check_budget, check_on_driver, is_on_driver, limits_on_driver
+from ringspark.estimators.launch.train_task import TrainTask
 from ringspark.estimators.run.folder import RunFolder, check_run_uri
 from ringspark.estimators.run.identity import identity_of
 from ringspark.estimators.run.shard_states import ShardStates
 from ringspark.estimators.run.shards import run_shards
-from ringspark.estimators.run.tables import FitsOnTables
+from ringspark.estimators.run.tables import check_table, pinned_version, table_rows
 from ringspark.estimators.stages.advice import settings_without_effect
 from ringspark.estimators.stages.declared import plain_values, set_params
 from ringspark.estimators.stages.fit_data import SharedShards
@@ -42,36 +37,29 @@ from ringspark.estimators.stages.model_params import (
 )
 from ringspark.estimators.stages.params import _MultiLabelParams, _TrainingParams
 from ringspark.estimators.stages.persistence import StageReader, StageWriter
-from ringspark.estimators.stages.session import spark_conf
 from ringspark.estimators.stages.storage_root import active_session, storage_root
 from ringspark.estimators.stages.summary import TrainingSummary
-from ringspark.estimators.stages.to_config import config_of
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
-from ringspark.estimators.tracking.base import RunEnd, RunStart, Tracker
-from ringspark.estimators.tracking.registry import make_trackers, surroundings_of
+from ringspark.estimators.tracking.base import RunEnd, RunStart
+from ringspark.estimators.tracking.registry import surroundings_of
 from ringspark.estimators.tracking.watcher import RunWatcher
-from ringspark.estimators.training.arguments import with_arguments
-from ringspark.estimators.training.check.data import check_columns
-from ringspark.estimators.training.check.driver import check_training
+from ringspark.estimators.training.check.driver import CheckedTraining
 from ringspark.estimators.training.finished import Finished
-from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.settings.choices import Task
-from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.settings.parallelism import AUTO
+from ringspark.estimators.training.settings.places import READER
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.pipelines import ShardManifest, storage
-from ringspark.pipelines.columns import is_case_sensitive
-from ringspark.pipelines.spark_paths import alike, is_remote, resolve
+from ringspark.pipelines.external.delta import list_delta
+from ringspark.pipelines.external.listing import Listing, list_parquet
+from ringspark.pipelines.readers import check_table_reader
+from ringspark.pipelines.spark_paths import alike, resolve
 
 E = TypeVar("E", bound="_TorchEstimator[Any]")
 M = TypeVar("M", bound=TorchModel)
 
-# Import path of the choice of a mesh for `parallelism="auto"`.
-CHOOSE_PARALLELISM = "ringspark.extras.planning.meshes.automatic:choose_parallelism"
 
-
-class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, MLReadable[Any], Generic[M]):  # type: ignore[type-arg]
+class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], Generic[M]):  # type: ignore[type-arg]
     """Base class of the estimators. The keywords of the constructor are the Params: see `explainParams()`."""
 
     _task: Task = "any"
@@ -121,18 +109,38 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
             WorkerError: A worker failed.
         """
         spark = active_session()
-        run_uri = self._run_uri(spark)
-        config, objects = config_of(self, self._task, self._label_columns())
-        self._trackers()  # refuses what cannot work
-        self._warn(on_shards=True)
-        packed = PackedObjects.of(objects)
-        check_slots(spark, config.num_workers, config.use_gpu, config.collective)
-        manifest = ShardManifest.load(resolve(spark, uri))
-        manifest.verify_files()
-        run = self._run_folder(run_uri or self._storage_root(spark))
-        choose_daemon(spark, config.use_gpu)
+        fit, manifest = CheckedFit.of_shards(self, spark, uri)
+        run = self._run_folder(fit.data.root)
+        choose_daemon(spark, fit.config.use_gpu)
         with run.guarded():
-            return self._train_on(spark, run, config, objects, packed, manifest)
+            return self._train_on(spark, run, fit, manifest)
+
+    def fitOnParquet(self, uri: str) -> M:
+        """Trains on the Parquet files in a folder, without a copy of them.
+
+        The folder is read as `spark.read.parquet(uri)` reads it, partition columns included. Its files must
+        not change during the training.
+
+        Raises:
+            ValueError: The settings, the model or the files cannot be used; the message says why.
+            WorkerError: A worker failed.
+        """
+        spark = active_session()
+        return self._fit_on_table(spark, list_parquet(spark, uri))
+
+    def fitOnDelta(self, uri: str, version: int | None = None) -> M:
+        """Trains on one version of a Delta table, by default the newest, without a copy of its files.
+
+        A resumed run reads the version that it was begun with.
+
+        Raises:
+            ValueError: See `fitOnParquet`; or the table has deletion vectors or column mapping.
+            WorkerError: A worker failed.
+        """
+        spark = active_session()
+        if version is None:
+            version = pinned_version(self._run_uri(spark))
+        return self._fit_on_table(spark, list_delta(spark, uri, version))
 
     def write(self) -> StageWriter:
         """Returns a writer; its `overwrite()` replaces an existing stage."""
@@ -147,8 +155,18 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
         choose_daemon(dataset.sparkSession, fit.config.use_gpu)
         return self._train(dataset, fit, SharedShards(dataset, [fit.data]))
 
-    def _checked(self, dataset: DataFrame) -> CheckedFit:
-        return CheckedFit.of(self, dataset)
+    def _fit_on_table(self, spark: SparkSession, listing: Listing) -> M:
+        estimator, reader = self, self.getParam(READER.name)
+        if not self.isSet(reader):
+            # Petastorm, the default reader if it is installed, reads only shards.
+            estimator = self.copy({reader: "arrow"})
+        check_table_reader(estimator.getOrDefault(reader), listing.source)
+        fit = CheckedFit.of(estimator, spark.createDataFrame([], listing.schema))
+        check_table(fit.data)
+        choose_daemon(spark, fit.config.use_gpu)
+        run = estimator._run_folder(fit.data.root)
+        with run.guarded(), table_rows(spark, listing, fit.data, run) as (manifest, key):
+            return estimator._train_on(spark, run, fit, manifest, key)
 
     def _train(self, dataset: DataFrame, fit: CheckedFit, shards: SharedShards) -> M:
         spark, run = dataset.sparkSession, self._run_folder(fit.data.root)
@@ -157,11 +175,10 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
                 stack.enter_context(run.guarded())
                 manifest, key = run_shards(dataset, fit.data, run)
             else:
-                # The rows stay until the run has ended.
+                # The shards stay until the run has ended.
                 manifest, key = stack.enter_context(shards.shards(fit.data)), None
                 stack.enter_context(run.guarded())
-            self._check_held_out(fit, manifest)
-            return self._train_on(spark, run, fit.config, fit.objects, fit.packed, manifest, key)
+            return self._train_on(spark, run, fit, manifest, key)
 
     def _run_uri(self, spark: SparkSession) -> str | None:
         """Returns the folder that the user named for the run, if a fit may use it."""
@@ -171,53 +188,25 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
         return run_uri
 
     def _storage_root(self, spark: SparkSession) -> str:
-        """Returns the folder that holds what a fit writes, where the user named no run."""
+        """Returns the folder for the shards and runs of fits whose user named no run."""
         return storage_root(spark, self.getStorageUri())
 
     def _run_folder(self, root: str) -> RunFolder:
-        """Returns the folder of the run: `root`, if the user named it, or a new one in there."""
+        """Returns the folder of the run: `root` if the user named it, otherwise a new folder in `root`."""
         return RunFolder.new(root) if self.getRunUri() is None else RunFolder.given(root, self.getResume())
-
-    def _check_held_out(self, fit: CheckedFit, manifest: ShardManifest) -> None:
-        """Warns if rows were to be held out but there are none."""
-        asked = fit.data.validation_col is not None or fit.data.validation_fraction is not None
-        if not asked or manifest.select("validation").num_rows:
-            return
-        told = "validationFraction" if fit.data.validation_col is None else "validationIndicatorCol"
-        sentence = f"{told} holds out none of the {manifest.num_rows} rows; hold out more, or leave it unset"
-        if fit.config.looks_for_best:
-            raise ValueError(sentence)
-        warnings.warn(sentence, UserWarning, stacklevel=5)
 
     def _train_on(
         self,
         spark: SparkSession,
         run: RunFolder,
-        config: TrainConfig,
-        objects: UserObjects,
-        packed: PackedObjects,
+        fit: CheckedFit,
         manifest: ShardManifest,
         rows_key: str | None = None,
     ) -> M:
-        """Checks, trains (unless the run has finished already) and makes the model."""
-        names = config.input_columns
-        config = with_arguments(replace(config, run_uri=run.uri, shards_uri=manifest.uri), manifest)
-        if config.pretrained is not None:
-            uri = storage.normalize(resolve(spark, config.pretrained["uri"]))
-            config = replace(config, pretrained={**config.pretrained, "uri": uri})
-        check_columns(config, manifest)
-        # Checked before the network is made: a host that cannot hold it would kill the driver.
-        place = spark_conf(spark), is_remote(spark)
-        is_planned = self.getParallelism() == AUTO
-        if not is_planned:
-            check_on_driver(config, objects, manifest, *place)
-        config, shapes = check_training(config, objects, manifest)
-        self._check_outputs(shapes, is_case_sensitive(spark))
-        if is_planned:
-            config = self._planned(run, config, objects, manifest, *place)
-            check_on_driver(config, objects, manifest, *place)
-        check_budget(config, objects, manifest, self.getMemoryBudget())
-        run.begin(config, identity_of(config, objects, manifest), rows_key)
+        """Checks the fit with its rows, trains (unless the run has finished already) and makes the model."""
+        training = fit.with_rows(self, spark, run, manifest)
+        config = training.config
+        run.begin(config, identity_of(config, fit.objects, manifest), rows_key)
         finished = run.result()
         start = RunStart(
             name=self.uid,
@@ -231,53 +220,34 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
             resumed=run.has_history(),
             surroundings=surroundings_of(self.getTracking()) or self._surroundings,
         )
-        # A training that had finished before is told of no second time.
-        with RunWatcher(start, self._trackers() if finished is None else []) as watcher:
+        # Trackers have followed a training that finished before.
+        with RunWatcher(start, fit.trackers if finished is None else []) as watcher:
             if finished is None:
                 states = ShardStates(manifest, run.uri)
                 states.note()
-                finished = self._supervised(spark, run, config, packed, states)
+                weights = fit.packed.write_weights(run.uri)
+                supervisor = Supervisor(
+                    spark=spark,
+                    config=config,
+                    make_work=lambda c: TrainTask(config=c, objects=fit.packed.pickled, weights=weights),
+                    token=run.token,
+                    check_data=states.check,
+                )
+                result = TrainResult.from_json(supervisor.run()[0])
+                restarts = tuple(supervisor.restarts)
+                finished = Finished(
+                    result=result, restarts=restarts, parallelism=config.parallelism
+                ).to_json()
                 run.finish(finished, keeps_checkpoints=config.pause_after is not None)
-            model = self._trained_model(spark, run, config, objects, manifest, names, shapes, finished)
+            model = self._trained_model(spark, run, fit, training, finished)
             watcher.end(RunEnd(status="finished", model=model))
         return model
 
-    def _planned(
-        self,
-        run: RunFolder,
-        config: TrainConfig,
-        objects: UserObjects,
-        manifest: ShardManifest,
-        conf: Mapping[str, str],
-        remote: bool,
-    ) -> TrainConfig:
-        """Returns the config with the mesh that the planner chooses, or that the run was begun with."""
-        choice = load_object(CHOOSE_PARALLELISM)(
-            config,
-            objects,
-            manifest,
-            begun=run.last_config(),
-            budget=self.getMemoryBudget(),
-            limits=limits_on_driver(config.num_workers, conf, remote),
-            chooses_micro=not self.isSet(self.gradientAccumulation),
-            is_here=is_on_driver(conf, remote),
-        )
-        run.note(run_layout.PARALLELISM, f"{choice.told}\n")
-        planned: TrainConfig = choice.config
-        return planned
-
     def _trained_model(
-        self,
-        spark: SparkSession,
-        run: RunFolder,
-        config: TrainConfig,
-        objects: UserObjects,
-        manifest: ShardManifest,
-        names: Sequence[str],
-        shapes: Sequence[tuple[int, ...]],
-        finished: str,
+        self, spark: SparkSession, run: RunFolder, fit: CheckedFit, training: CheckedTraining, finished: str
     ) -> M:
         """Returns the model of a finished run, and warns of what its user should know."""
+        config = training.config
         summary, result = TrainingSummary.of_run(finished, alike(spark, run.uri))
         if config.keep == "best" and all(math.isnan(r.value(config.monitor)) for r in result.history):
             warnings.warn(
@@ -295,51 +265,21 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
             )
         model = self._model_class()._set_trained(
             result.checkpoint_uri,
-            shapes,
+            training.shapes,
             summary,
-            columns=manifest.columns,
-            input_columns=names,
+            columns=training.manifest.columns,
+            input_columns=fit.config.input_columns,
             label_columns=config.label_columns,
-            ignored_label=make_heads(config, objects, manifest)[0].ignored,
+            ignored_label=training.heads[0].ignored,
         )
         # The model also gets the parent's uid, like every Spark ML model.
         model._resetUid(self.uid)
         self._copyValues(model)
-        if objects.module is not None:
+        module = fit.objects.module
+        if module is not None:
             # Later changes of the user's module must not affect this model.
-            model._set(model=copy_to_meta(objects.module))
+            model._set(model=copy_to_meta(module))
         return cast(M, model)
-
-    def _supervised(
-        self,
-        spark: SparkSession,
-        run: RunFolder,
-        config: TrainConfig,
-        packed: PackedObjects,
-        states: ShardStates,
-    ) -> str:
-        """Trains on the gang; returns the JSON text that `TrainingSummary.of_run` reads."""
-        weights = packed.write_weights(run.uri)
-        supervisor = Supervisor(
-            spark=spark,
-            config=config,
-            make_work=lambda config: TrainTask(config=config, objects=packed.pickled, weights=weights),
-            token=run.token,
-            check_data=states.check,
-        )
-        texts = supervisor.run()
-        result = TrainResult.from_json(texts[0])
-        return Finished(
-            result=result, restarts=tuple(supervisor.restarts), parallelism=config.parallelism
-        ).to_json()
-
-    def _trackers(self) -> list[Tracker]:
-        """Returns who is told of the training.
-
-        Raises:
-            ValueError: A tracker cannot work here.
-        """
-        return make_trackers(self.getTracking(), self.getShowProgress())
 
     def _label_columns(self) -> list[str]:
         """Returns the label columns, one for each output of the network."""
@@ -353,7 +293,7 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
         return self.predictionColumns(num_outputs)
 
     def _label_outputs(self) -> list[str]:
-        """Returns the columns that the model adds where the labels were strings."""
+        """Returns the columns that the model adds if the labels were strings."""
         return []
 
     def _check_outputs(self, shapes: Sequence[tuple[int, ...]], exact: bool) -> None:
@@ -382,7 +322,7 @@ class TorchEstimator(_TorchEstimator[TorchModel], _MultiLabelParams):
 
 
 class TorchClassifier(_TorchEstimator[TorchClassificationModel], _ClassifierParams):
-    """Trains a network to tell classes 0..n-1 apart.
+    """Trains a network to predict classes 0..n-1.
 
     The network gives (batch, n) logits, or (batch, 1) or (batch,) for two classes.
     """

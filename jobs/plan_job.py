@@ -62,13 +62,9 @@ def _plan(
 ) -> MemoryPlan:
     from ringspark.estimators.memory.columns import column_of
     from ringspark.estimators.memory.planner import Planner
-    from ringspark.estimators.training.arguments import with_arguments
-    from ringspark.estimators.training.check.data import check_columns
     from ringspark.estimators.training.check.driver import check_training
 
-    config = with_arguments(replace(config, shards_uri=manifest.uri), manifest)
-    check_columns(config, manifest)
-    config, _ = check_training(config, objects, manifest)
+    config = check_training(replace(config, shards_uri=manifest.uri), objects, manifest).config
     rows = math.ceil(config.batch_sizes.largest / config.num_workers)
     inputs, labels = (
         [column_of(manifest, name, rows) for name in names]

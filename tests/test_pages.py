@@ -70,7 +70,7 @@ def test_lightning_and_we_train_the_page_s_module_alike(
     config, objects = config_of(estimator, "regression", ["y"])
     changes = {"shards_uri": manifest.uri, "run_uri": str(tmp_path / "run")}
     config = type(config)(**{**vars(config), **changes})
-    config, _ = check_training(config, objects, manifest)
+    config = check_training(config, objects, manifest).config
     ours = load_file(Path(train_here(config, objects).checkpoint_uri) / "model.safetensors")
 
     module = objects.module

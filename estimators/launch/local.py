@@ -52,7 +52,7 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
     objects = objects or UserObjects()
     config = replace(config, num_workers=1, collective="local")
     manifest = ShardManifest.load(config.shards_uri)
-    config, _ = check_training(config, objects, manifest)
+    config = check_training(config, objects, manifest).config
     collective = LocalCollective()
     config = check_on_rank(config, objects, manifest, collective)
     _note(config, run_layout.CONFIG, config.to_json())

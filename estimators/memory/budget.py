@@ -40,7 +40,7 @@ def check_budget(
             f"memoryBudget {show_bytes(budget)} could not be checked: model {network_name(config, objects)} "
             f"does not run without data: {reason(error)}",
             UserWarning,
-            stacklevel=5,
+            stacklevel=7,
         )
         return
     if not plan.fits:

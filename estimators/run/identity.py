@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.pipelines import ShardManifest
@@ -46,7 +45,7 @@ def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManife
         for f in fields(config)
         if f.name not in _FREE and f.name != "model"
     }
-    losses = [head.loss for head in make_heads(config, objects)]
+    losses = [objects.loss(config, index) for index in range(len(config.label_columns))]
     settings |= {
         "loss": [loss if isinstance(loss, str) else _settings_of(loss) for loss in losses],
         "optimizer function": _settings_of(objects.optimizer),

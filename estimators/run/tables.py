@@ -12,71 +12,17 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Any, Generic, TypeVar, cast
 
 from pyspark.sql import SparkSession
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.launch.python_daemon import choose_daemon
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.stages.fit_data import FitData, discard
-from ringspark.estimators.stages.storage_root import active_session
-from ringspark.estimators.training.settings.places import READER
 from ringspark.pipelines import ShardManifest, storage
-from ringspark.pipelines.external.delta import list_delta
-from ringspark.pipelines.external.listing import Listing, list_parquet
+from ringspark.pipelines.external.listing import Listing
 from ringspark.pipelines.external.table_manifest import table_manifest
 from ringspark.pipelines.kinds import kind_from_json
 from ringspark.pipelines.manifest import MANIFEST_NAME
-from ringspark.pipelines.readers import check_table_reader
-
-M = TypeVar("M")
-
-
-class FitsOnTables(Generic[M]):
-    """The fits of an estimator on tables as they are."""
-
-    def fitOnParquet(self: Any, uri: str) -> M:
-        """Trains on the Parquet files in a folder as they are, without a copy of them.
-
-        The folder is read as `spark.read.parquet(uri)` reads it, partition columns included. Its files must
-        not change during the training.
-
-        Raises:
-            ValueError: The settings, the model or the files cannot be used; the message says why.
-            WorkerError: A worker failed.
-        """
-        spark = active_session()
-        return cast(M, _fit(self, spark, list_parquet(spark, uri)))
-
-    def fitOnDelta(self: Any, uri: str, version: int | None = None) -> M:
-        """Trains on one version of a Delta table, by default the newest, without a copy of its files.
-
-        A resumed run reads the version that it was begun with.
-
-        Raises:
-            ValueError: See `fitOnParquet`; or the table has deletion vectors or column mapping.
-            WorkerError: A worker failed.
-        """
-        spark = active_session()
-        if version is None:
-            version = pinned_version(self._run_uri(spark))
-        return cast(M, _fit(self, spark, list_delta(spark, uri, version)))
-
-
-def _fit(estimator: Any, spark: SparkSession, listing: Listing) -> Any:
-    reader = estimator.getParam(READER.name)
-    if not estimator.isSet(reader):
-        # Petastorm, the default where it is installed, reads shards alone.
-        estimator = estimator.copy({reader: "arrow"})
-    check_table_reader(estimator.getOrDefault(reader), listing.source)
-    fit = estimator._checked(spark.createDataFrame([], listing.schema))
-    check_table(fit.data)
-    choose_daemon(spark, fit.config.use_gpu)
-    run = estimator._run_folder(fit.data.root)
-    with run.guarded(), table_rows(spark, listing, fit.data, run) as (manifest, key):
-        estimator._check_held_out(fit, manifest)
-        return estimator._train_on(spark, run, fit.config, fit.objects, fit.packed, manifest, key)
 
 
 def pinned_version(run_uri: str | None) -> int | None:

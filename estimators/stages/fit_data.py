@@ -1,7 +1,7 @@
 """Writes the shards of a DataFrame once for all fits that read the same columns and rows.
 
-`CrossValidator` fits one fold with many parameter maps: the fold is written by the first fit that
-needs it, the others wait for that write, and the last one removes the shards.
+`CrossValidator` fits one fold with many parameter maps. The first fit that needs the fold writes it. The
+other fits wait for that write, and the last fit removes the shards.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class FitData:
 
     Attributes:
         columns: Names of inputs, labels and weight, each once.
-        validation_col: Column that tells the held-out rows apart, or None.
+        validation_col: Column that marks the held-out rows, or None.
         validation_fraction: Share of the rows to hold out instead, between 0 and 1, or None.
-        seed: Seed of that draw; 0 if there is no draw, so that fits with other seeds share the write.
+        seed: Seed that draws the held-out rows; 0 without a draw, so that other seeds share the write.
         drops_invalid: Whether rows with nulls or NaN are left out.
-        kinds: JSON text of the kinds by column, as the setting `columns` holds them.
-        root: Parent of the shards' own folder.
-        imports: Modules that the tasks of the write import beside it.
+        kinds: Column types by column, as JSON text of the setting `columns`.
+        root: Parent of the folder with the shards, or the run's folder that the user named.
+        imports: Modules that the tasks of the write also import.
     """
 
     columns: tuple[str, ...]
@@ -72,7 +72,7 @@ class FitData:
                 dataset.select(*map(quote, names)),
                 alike(dataset.sparkSession, uri),
                 columns=kinds,
-                # What only the writing tasks can judge, such as broken images.
+                # Only the writing tasks can find some invalid rows, such as broken images.
                 handle_invalid="skip" if self.drops_invalid else "error",
                 validation_col=self.validation_col,
                 validation_fraction=self.validation_fraction,
@@ -89,7 +89,7 @@ class SharedShards:
     def __init__(self, dataset: DataFrame, fits: Iterable[FitData]) -> None:
         self._dataset = dataset
         self._writes = {data: _Write(users) for data, users in Counter(fits).items()}
-        # Data must not stay behind if one fit fails and the others never start.
+        # Data must not stay behind if one fit fails and the other fits never start.
         weakref.finalize(self, _discard_all, list(self._writes.values()))
 
     @contextmanager
@@ -98,7 +98,7 @@ class SharedShards:
         write = self._writes[data]
         try:
             with write.lock:
-                # After a failed write the next fit tries again and raises its own error.
+                # After a failed write, the next fit tries again and raises its own error.
                 if write.manifest is None:
                     uri = storage.join(data.root, f"shards-{uuid.uuid4().hex[:12]}")
                     write.manifest = data.write(self._dataset, uri)
@@ -111,7 +111,7 @@ class SharedShards:
 
 
 class _Write:
-    """One set of shards, and the number of fits that will still read it."""
+    """One set of shards, and the number of fits that have yet to read it."""
 
     def __init__(self, users: int) -> None:
         self.lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Makes the heads of a training from its settings and its data."""
+"""Makes the heads of a training from its settings, its data and the outputs of its network."""
 
 from __future__ import annotations
 
@@ -36,24 +36,18 @@ def make_heads(
     """Returns the heads, in the order of the labels.
 
     Args:
-        config: Result of `with_outputs`; the memory planner's has no widths, and each counts as 1.
+        config: Result of `with_outputs`. The memory planner's config has no widths; each counts as 1.
         manifest: Holds the range of the labels. Without it, no row counts as ignored.
 
     Raises:
         ValueError: A metric suits no label.
     """
-    widths = config.output_widths or (1,) * len(config.label_columns)
-    settings = zip(config.label_columns, config.loss_weights, widths, strict=True)
     per_row = {metric.name: metric.per_row for metric in config.own_metrics}
     own = {name: (metric, per_row.get(name, False)) for name, metric in objects.metrics.items()}
     heads = []
-    for index, (label, weight, width) in enumerate(settings):
-        head = Head(label=label, loss=objects.loss(config, index), weight=weight, width=width)
-        ignored = None
-        if manifest is not None:
-            ignored = ignored_label(resolve_loss(head.loss), manifest.range_of(label))
-        metrics = _metrics_of(head, config, objects.metrics)
-        heads.append(replace(head, metrics=metrics, own_metrics=own, ignored=ignored))
+    for index, (label, weight) in enumerate(zip(config.label_columns, config.loss_weights, strict=True)):
+        head = Head(label=label, loss=objects.loss(config, index), weight=weight, own_metrics=own)
+        heads.append(replace(head, metrics=_metrics_of(head, config, objects.metrics)))
     for name in config.metrics:
         if not any(name in head.metrics for head in heads):
             task = task_of(objects.metrics.get(name, name))
@@ -61,11 +55,28 @@ def make_heads(
                 f"metrics {name!r} is of a {task} and suits none of the losses "
                 f"{list(config.losses)}; drop it or set loss"
             )
-    return tuple(heads)
+    return settle_heads(heads, config, objects, manifest)
+
+
+def settle_heads(
+    heads: Sequence[Head], config: TrainConfig, objects: UserObjects, manifest: ShardManifest | None
+) -> tuple[Head, ...]:
+    """Returns the heads with the loss, the width and the ignored label of `config` and `manifest`.
+
+    `make_heads` needs neither the data nor the network's outputs to choose the metrics; these fields do.
+    """
+    settled = []
+    for index, (head, width) in enumerate(zip(heads, config.output_widths or (1,) * len(heads), strict=True)):
+        loss = objects.loss(config, index)
+        ignored = None
+        if manifest is not None:
+            ignored = ignored_label(resolve_loss(loss), manifest.range_of(head.label))
+        settled.append(replace(head, loss=loss, width=width, ignored=ignored))
+    return tuple(settled)
 
 
 def _metrics_of(head: Head, config: TrainConfig, own: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the metrics of classes if the loss takes classes, else those of values; all for a callable."""
+    """Returns the metrics of classes if the loss takes classes, else of values; all for a callable."""
     task = config.task
     if task == "any" and isinstance(head.loss, str | nn.Module):
         task = "classification" if head.takes_classes else "regression"
@@ -75,10 +86,10 @@ def _metrics_of(head: Head, config: TrainConfig, own: Mapping[str, Any]) -> tupl
 
 
 def ignored_label(loss: RowLoss, label_range: tuple[float, float] | None = None) -> int | None:
-    """Returns the class number of rows that a loss ignores, and metrics must too; None if there is none.
+    """Returns the class number of rows that the loss and the metrics ignore; None if there is none.
 
     Args:
-        label_range: Smallest and largest label of all rows, if known; a number outside of it is no row's.
+        label_range: Smallest and largest label of all rows, if known. No row has a number outside of it.
     """
     inner = loss.member if isinstance(loss, MemberLoss) else loss
     if not isinstance(inner, ClassLoss):

@@ -15,7 +15,6 @@ from typing import Any
 from pyspark.sql import DataFrame
 
 from ringspark.estimators.checked_fit import CheckedFit
-from ringspark.estimators.training.arguments import with_arguments
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.objective.own_metrics import direction, metric_of
@@ -56,7 +55,7 @@ class Objective:
         config = replace(fit.config, shards_uri=manifest.uri, keep="best", pretrained=None)
         if monitor is not None:
             config = replace(config, monitor=monitor)
-        config, _ = check_training(with_arguments(config, manifest), fit.objects, manifest)
+        config = check_training(config, fit.objects, manifest).config
         metric = metric_of(config.monitor.split("_", 1)[1], config.metrics)
         return cls(
             monitor=config.monitor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from pyspark.sql import DataFrame
@@ -36,6 +37,5 @@ def train_in(
         fit = CheckedFit.of(estimator, dataset)
         manifest = data.manifest(fit.data)
         forget_stop(stop_uri)
-        config = begin(fit, stop_uri)
-        estimator._check_held_out(fit, manifest)
-        return estimator._train_on(dataset.sparkSession, run, config, fit.objects, fit.packed, manifest)
+        fit = replace(fit, config=begin(fit, stop_uri))
+        return estimator._train_on(dataset.sparkSession, run, fit, manifest)

@@ -16,7 +16,6 @@ from pyspark.ml.param import Param
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.names import nearest
 from ringspark.estimators.run.identity import identity_of
-from ringspark.estimators.training.arguments import with_arguments
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.extras.search import ranges
 from ringspark.extras.search.ranges import Choice, IntRange, Range, Uniform
@@ -106,8 +105,8 @@ class Space:
         """
         if self._draw is not None:
             return {}  # nobody knows what it leaves
-        config = with_arguments(replace(fit.config, shards_uri=manifest.uri), manifest)
-        config, _ = check_training(config, fit.objects, manifest)
+        config = replace(fit.config, shards_uri=manifest.uri)
+        config = check_training(config, fit.objects, manifest, fit.heads).config
         identity = identity_of(config, fit.objects, manifest)
         varied = {name.partition(".")[0] for name in self._ranges}
         settings = {**identity["settings"], **identity["model"]}

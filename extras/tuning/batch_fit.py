@@ -20,7 +20,6 @@ from ringspark.estimators.memory.columns import column_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.stages.fit_data import SharedShards, discard
-from ringspark.estimators.training.arguments import with_arguments
 from ringspark.estimators.training.batch_sizes import BatchSizes
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes, show_bytes
@@ -149,10 +148,8 @@ def _sizes(estimator: Any) -> BatchSizes:
 
 def _planned(fit: CheckedFit, manifest: ShardManifest, parts: int) -> int | None:
     """Returns the bytes of a step by the plan; None if the network does not run without data."""
-    config = with_arguments(
-        replace(fit.config, shards_uri=manifest.uri, gradient_accumulation=parts), manifest
-    )
-    config, _ = check_training(config, fit.objects, manifest)
+    config = replace(fit.config, shards_uri=manifest.uri, gradient_accumulation=parts)
+    config = check_training(config, fit.objects, manifest, fit.heads).config
     rows = math.ceil(config.batch_size / config.num_workers)
     inputs, labels = (
         [column_of(manifest, name, rows) for name in names]
@@ -171,7 +168,7 @@ def _trained(trial: Any, sample: DataFrame, manifest: ShardManifest, parts: int)
     run = RunFolder.new(fit.data.root)
     try:
         with run.guarded():
-            trial._train_on(sample.sparkSession, run, fit.config, fit.objects, fit.packed, manifest)
+            trial._train_on(sample.sparkSession, run, fit, manifest)
     except WorkerError as error:
         lost = [failure for failure in error.failures if failure.is_out_of_memory]
         if not lost:

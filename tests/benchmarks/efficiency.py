@@ -114,7 +114,7 @@ def gang_rate(folder: Path, manifests: dict[int, ShardManifest], collective: str
         collective=collective,
         reader="arrow",
     )
-    config, _ = check_training(config, objects, manifest)
+    config = check_training(config, objects, manifest).config
     task = PinnedTask(TrainTask(config=config, objects=user_code.dumps(objects)))
     run_spawned(num_ranks, collective, task, timeout_seconds=120)
     return BATCH * num_ranks / float(clock.read_text())

@@ -58,7 +58,7 @@ def step_seconds(folder: Path, manifest: ShardManifest, rows: int, num_ranks: in
         collective="torch",
         reader="arrow",
     )
-    config, _ = check_training(config, objects, manifest)
+    config = check_training(config, objects, manifest).config
     task = TrainTask(config=config, objects=user_code.dumps(objects))
     run_spawned(num_ranks, "torch", task, timeout_seconds=300)
     return float(clock.read_text())

@@ -228,7 +228,7 @@ def from_memory(task: TrainTask, collective: Collective, device: str, status: St
 def training_rate(config: TrainConfig, in_memory: bool, objects: UserObjects | None = None) -> float:
     """Rows/s of this package's training on 2 ranks, in the epochs after the first."""
     objects = objects or UserObjects()
-    config, _ = check_training(config, objects, ShardManifest.load(config.shards_uri))
+    config = check_training(config, objects, ShardManifest.load(config.shards_uri)).config
     task = TrainTask(config=config, objects=user_code.dumps(objects))
     work = partial(from_memory, task) if in_memory else task
     texts = run_spawned(config.num_workers, config.collective, work, timeout_seconds=120)

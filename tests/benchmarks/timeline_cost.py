@@ -154,7 +154,7 @@ def train_ranks(manifest: ShardManifest, folder: Path) -> str:
         collective="torch",
         batch_size=RANKS * BATCH,
     )
-    config, _ = check_training(config, UserObjects(), manifest)
+    config = check_training(config, UserObjects(), manifest).config
     run_spawned(RANKS, "torch", TrainTask(config=config, objects=user_code.dumps(UserObjects())))
     return config.run_uri
 

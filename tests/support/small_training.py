@@ -44,7 +44,7 @@ def train_gang(config: TrainConfig, objects: UserObjects | None = None) -> Train
 def train_ranks(config: TrainConfig, objects: UserObjects | None = None) -> list[TrainResult]:
     """The same, with the results of all ranks."""
     objects = objects or UserObjects()
-    config, _ = check_training(config, objects, ShardManifest.load(config.shards_uri))
+    config = check_training(config, objects, ShardManifest.load(config.shards_uri)).config
     task = TrainTask(config=config, objects=user_code.dumps(objects))
     texts = run_spawned(config.num_workers, config.collective, task, timeout_seconds=120)
     return [TrainResult.from_json(text) for text in texts]

@@ -1,4 +1,4 @@
-"""Checks of columns, labels and losses against the data's manifest and the outputs of a network."""
+"""Checks of columns, labels and losses against the manifest of the data and the outputs of a network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.columns import MASK, check_masks
 from ringspark.pipelines.kinds import Scalar
 
-# Losses whose targets are not class numbers, or whose inputs are not logits.
+# Loss -> why it cannot be used: its targets are no class numbers, or its inputs are no logits.
 NOT_FOR_CLASSES = {
     "BCELoss": "takes probabilities, and TorchClassifier's networks give logits",
     "KLDivLoss": "takes distributions as labels",
@@ -38,7 +38,7 @@ def check_losses(
         if task == "classification" and (reason := NOT_FOR_CLASSES.get(name)):
             raise ValueError(f"loss {name!r} {reason}; take 'cross_entropy' or 'bce_with_logits'")
         if head.is_per_member:
-            # It applies to outputs in training mode, and these are of evaluation.
+            # The loss takes outputs of training mode, and these are outputs of evaluation mode.
             continue
         try:
             resolve_loss(head.loss)(output.float(), labels)
@@ -48,7 +48,7 @@ def check_losses(
 
 
 def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
-    """Refuses shards whose columns no network can take, or whose rows are none.
+    """Refuses shards without training rows, or with columns that no network can take.
 
     Raises:
         ValueError: Names the column.
@@ -82,7 +82,7 @@ def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
 def _check_masks(names: Set[str], manifest: ShardManifest) -> None:
     """Refuses a user's column that has the name of a null mask; older shards may contain one.
 
-    A null mask, in contrast, is a boolean column with as many true values as its owner has nulls.
+    A real null mask is a boolean column with as many true values as its owner has nulls.
     """
     known = {column.name: column for column in manifest.columns}
     for mask in known.values():

@@ -1,15 +1,15 @@
-"""Checks on the driver, before a gang starts, whether model, settings and data fit together.
+"""Checks on the driver, before a gang starts, that model, settings and data fit together.
 
-The checks use the manifest (schema and statistics from writing the shards) and run the module once on two
-rows of zeros; they read no data.
+The checks use the manifest: the columns and the statistics that the writer of the shards collected. They run
+the module once on two rows of zeros, and read no rows.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
@@ -30,20 +30,16 @@ from ringspark.estimators.training.check.data import (
 )
 from ringspark.estimators.training.check.mesh import check_mesh
 from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape, probe, samples
-from ringspark.estimators.training.check.schema import check_network, check_schema, monitored
+from ringspark.estimators.training.check.schema import check_network, check_schema, find_monitor
 from ringspark.estimators.training.checkpoint.tensor_file import check_state
 from ringspark.estimators.training.feed import zeros
 from ringspark.estimators.training.finetuning.adapter_check import check_adapters
 from ringspark.estimators.training.finetuning.pretrained import check_pretrained
-from ringspark.estimators.training.make_heads import make_heads, with_outputs
+from ringspark.estimators.training.make_heads import settle_heads, with_outputs
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import resolve_loss
 from ringspark.estimators.training.objective.metrics import check_metrics
-from ringspark.estimators.training.objective.own_metrics import (
-    OwnMetric,
-    check_own,
-    tried,
-)
+from ringspark.estimators.training.objective.own_metrics import OwnMetric, check_own, tried
 from ringspark.estimators.training.optimizers.late_compiler import do_without_compiler
 from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
@@ -58,18 +54,35 @@ from ringspark.pipelines.manifest import Split
 
 _log = logging.getLogger(__name__)
 
-# Share of the first weights in the final average above which a training warns.
-MOST_OF_FIRST_WEIGHTS = 0.5
+# The training warns if the initial weights keep a larger share than this in the final average.
+MAX_INITIAL_SHARE = 0.5
 
-# The history's entries that a monitor prefers come first.
-_BEST_SPLITS: tuple[Split, ...] = ("validation", "train")
+# Splits with history entries, in the order in which `monitor` prefers them.
+_SPLITS: tuple[Split, ...] = ("validation", "train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedTraining:
+    """A training that passed every check of the driver; nothing is checked again after it.
+
+    Attributes:
+        config: Settings with resolved inputs, `losses`, `monitor`, `output_widths` and `own_metrics`.
+        heads: One per output of the network.
+        shapes: Shape of one row of each output.
+    """
+
+    config: TrainConfig
+    objects: UserObjects
+    manifest: ShardManifest
+    heads: tuple[Head, ...]
+    shapes: tuple[Shape, ...]
 
 
 def check_names(config: TrainConfig, objects: UserObjects) -> None:
     """Refuses unknown names of optimizer, schedule, losses, metrics, collective and reader.
 
     Raises:
-        ValueError: A name is unknown; the error lists the known ones.
+        ValueError: A name is unknown; the message lists the known names.
     """
     if objects.optimizer is None:
         check_name("optimizer", config.optimizer, OPTIMIZERS)
@@ -85,64 +98,66 @@ def check_names(config: TrainConfig, objects: UserObjects) -> None:
     check_engine(config.reader)
 
 
-# Making a network draws random numbers; the fork keeps the driver's own random state.
+# Building a network draws random numbers; the fork keeps the driver's own random state.
 @fork_generators()
 def check_training(
-    config: TrainConfig, objects: UserObjects, manifest: ShardManifest
-) -> tuple[TrainConfig, list[Shape]]:
+    config: TrainConfig,
+    objects: UserObjects,
+    manifest: ShardManifest,
+    heads: Sequence[Head] | None = None,
+    check_memory: Callable[[TrainConfig], None] | None = None,
+) -> CheckedTraining:
     """Checks data and model against each other.
 
-    Returns:
-        The config with resolved `losses` and `monitor`, and the shape of one row of each output.
+    Args:
+        heads: Result of `check_schema`; None also runs `check_names` and `check_schema`.
+        check_memory: Refuses a network that the driver cannot hold; called before the network is built.
 
     Raises:
-        ValueError: They do not fit; the error names the column or the module, and the remedy.
+        ValueError: They do not fit; the message names the column or the module, and the remedy.
     """
-    check_names(config, objects)
+    if heads is None:
+        check_names(config, objects)
     config = with_arguments(config, manifest)
     check_columns(config, manifest)
-    splits: list[Split] = [split for split in _BEST_SPLITS if manifest.select(split).num_rows]
-    check_schema(config, objects, manifest.columns, splits)
+    if check_memory is not None:
+        check_memory(config)
+    splits: list[Split] = [split for split in _SPLITS if manifest.select(split).num_rows]
+    if heads is None:
+        heads = check_schema(config, objects, manifest.columns, splits)
     module = build_module(config, objects)
     check_network(config, module)
-    do_without_compiler()
-    # Made once, as the ranks will, so that errors of optimizer and schedule are raised here.
-    optimizer = own_optimizer(config, objects, module)
-    _check_exchange(config, optimizer)
-    steps = Steps(config.batch_sizes, manifest.select("train").num_rows)
-    scaling = RateScaling.of(config.scale_learning_rate, steps)
-    schedule = objects.lr_schedule or config.lr_schedule
-    make_rates(schedule, optimizer, steps.total, config.warmup_steps, scaling)
-    if scaling is not None:
-        _log.info("%s", scaling)
+    num_steps = _check_optimizer(config, objects, module, manifest.select("train").num_rows)
     outputs = check_adapters(module, lambda: probe(module, config, manifest, objects))
     if config.cuts_network:
         check_mesh(config, objects, manifest, module)
     if config.pretrained is not None:
         check_pretrained(config.pretrained, module)
-    _check_average(config, steps.total)
-    shapes = [tuple(output.shape) for output in outputs]
+    _check_average(config, num_steps)
     check_state(module.state_dict())
     if config.gradient_checkpointing != "none":
         apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
-    widths = [shape[-1] if len(shape) > 1 else 1 for shape in shapes]
-    config = with_outputs(config, widths)
-    heads = make_heads(config, objects, manifest)
-    monitor = monitored(config.monitor, heads, splits, not takes_labels(objects.transform_batch))
-    config = replace(config, monitor=monitor)
+    shapes = [tuple(output.shape) for output in outputs]
+    config = with_outputs(config, [shape[-1] if len(shape) > 1 else 1 for shape in shapes])
+    heads = settle_heads(heads, config, objects, manifest)
+    monitor = find_monitor(config.monitor, heads, splits, not takes_labels(objects.transform_batch))
     labels = tuple(zeros(manifest.array(head.label), PROBE_ROWS) for head in heads)
     if objects.transform_batch is not None:
         labels = _check_batch_transform(config, objects, manifest, module, shapes, labels)
-    name = type(module).__name__
     if config.task == "classification":
-        check_classes(heads[0], manifest, name, shapes[0])
+        check_classes(heads[0], manifest, type(module).__name__, shapes[0])
     elif config.task == "regression":
-        check_regression(heads[0], manifest, name, shapes[0])
+        check_regression(heads[0], manifest, type(module).__name__, shapes[0])
     check_losses(config.task, heads, outputs, labels)
-    if objects.metrics:
-        own = tuple(_try_metric(name, heads, outputs, manifest) for name in objects.metrics)
-        config = replace(config, own_metrics=own)
-    return config, [shape[1:] for shape in shapes]
+    own = tuple(_try_metric(name, heads, outputs, manifest) for name in objects.metrics)
+    config = replace(config, monitor=monitor, own_metrics=own)
+    return CheckedTraining(
+        config=config,
+        objects=objects,
+        manifest=manifest,
+        heads=heads,
+        shapes=tuple(shape[1:] for shape in shapes),
+    )
 
 
 def check_chosen_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> None:
@@ -153,10 +168,29 @@ def check_chosen_mesh(config: TrainConfig, objects: UserObjects, manifest: Shard
         check_mesh(config, objects, manifest, module)
 
 
-def _check_exchange(config: TrainConfig, optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer that the way in which the ranks exchange does not go with."""
-    if config.num_workers == 1:
-        return
+def _check_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Module, num_rows: int) -> int:
+    """Makes optimizer and schedule once, as the ranks will, to raise their errors here.
+
+    Returns:
+        The optimizer steps of the training.
+
+    Raises:
+        ValueError: The optimizer does not suit the way in which the ranks synchronize.
+    """
+    do_without_compiler()
+    optimizer = own_optimizer(config, objects, module)
+    if config.num_workers > 1:
+        _check_synchronization(config, optimizer)
+    steps = Steps(config.batch_sizes, num_rows)
+    scaling = RateScaling.of(config.scale_learning_rate, steps)
+    schedule = objects.lr_schedule or config.lr_schedule
+    make_rates(schedule, optimizer, steps.total, config.warmup_steps, scaling)
+    if scaling is not None:
+        _log.info("%s", scaling)
+    return steps.total
+
+
+def _check_synchronization(config: TrainConfig, optimizer: torch.optim.Optimizer) -> None:
     if config.consistency["name"] not in ("bsp", "hogwild"):
         check_optimizer(optimizer, config.consistency)
     cut = {axis: config.parallelism.get(axis, 1) for axis in ("tensor", "expert")}
@@ -220,7 +254,7 @@ def _try_metric(
         metric, _ = head.own_metrics[name]
         array = manifest.array(head.label)
         classes = max(PROBE_ROWS, head.width) if head.takes_classes and not array.shape else PROBE_ROWS
-        # Of another length than the output, whose classes or values could have one number each.
+        # No dimension of the output has this length, so one number per class does not look like one per row.
         rows = next(n for n in count(classes + 1) if n not in output.shape[1:])
         label = zeros(array, rows)
         numbers = torch.arange(rows) % classes
@@ -231,7 +265,7 @@ def _try_metric(
 
 def _check_average(config: TrainConfig, num_steps: int) -> None:
     decay = config.ema_decay
-    if decay is not None and decay**num_steps > MOST_OF_FIRST_WEIGHTS:
+    if decay is not None and decay**num_steps > MAX_INITIAL_SHARE:
         warnings.warn(
             f"emaDecay {decay} leaves {decay**num_steps:.0%} of the first weights in the average after all "
             f"{num_steps} steps; lower it, to {0.01 ** (1 / num_steps):.2g} for 1 %",

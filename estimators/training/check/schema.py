@@ -1,13 +1,12 @@
-"""Checks on the driver of settings against the columns' names and kinds, before a row is looked at.
+"""Checks settings against the names and types of the columns, before any row is read. Runs on the driver.
 
-`fit` runs them before it writes the data. `check.driver` checks shapes that depend on the data.
+`fit` runs them before it writes the data. `check.driver` checks everything that depends on the data.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -35,12 +34,15 @@ from ringspark.pipelines.manifest import Split
 
 def check_schema(
     config: TrainConfig, objects: UserObjects, columns: Sequence[Column], splits: Sequence[Split]
-) -> None:
-    """Checks settings and objects as far as the columns tell.
+) -> tuple[Head, ...]:
+    """Checks settings and objects against the columns.
 
     Args:
-        columns: The inputs, labels and weight, each with its kind; shapes may be unknown.
-        splits: Those that may have rows.
+        columns: The inputs, labels and weight, each with its type; shapes may be unknown.
+        splits: Splits that may have rows.
+
+    Returns:
+        The heads, before `settle_heads`.
 
     Raises:
         ValueError: They do not fit; the message names the column or the setting, and the remedy.
@@ -63,12 +65,20 @@ def check_schema(
                 f"metric {name!r} cannot take outputs and labels: {problem}; it is called as "
                 "metric(outputs, labels)"
             )
-    monitor = monitored(config.monitor, heads, splits, not takes_labels(objects.transform_batch))
-    check_direction(replace(config, monitor=monitor), objects)
+    monitor = find_monitor(config.monitor, heads, splits, not takes_labels(objects.transform_batch))
+    monitored = metric_of(monitor.split("_", 1)[1], config.metrics)
+    if config.looks_for_best and monitored is not None:
+        own = objects.metrics.get(monitored)
+        if (METRICS[monitored].higher_is_better if own is None else higher_is_better(own)) is None:
+            raise ValueError(
+                f"monitor {monitor!r} is of a metric that does not say whether more is better; set its "
+                "attribute higher_is_better to True or False, or monitor something else"
+            )
+    return heads
 
 
 def _without_weights(config: TrainConfig, objects: UserObjects) -> nn.Module | None:
-    """Returns the network without numbers; None if making it would run code that may load its weights."""
+    """Returns the network on the meta device; None if its constructor is the user's and may load weights."""
     if config.model is None:
         return None if objects.module is None else copy_to_meta(objects.module)
     spec = ModelSpec.from_json(config.model)
@@ -76,69 +86,45 @@ def _without_weights(config: TrainConfig, objects: UserObjects) -> nn.Module | N
 
 
 def check_network(config: TrainConfig, module: nn.Module) -> None:
-    """Refuses networks that a gang, or a training by `loss`, cannot train, or that the mesh cannot cut."""
-    # Its forward pass waits for all workers, and one without rows in a step runs none.
-    waiting = [name for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
-    if config.num_workers > 1 and waiting:
-        raise ValueError(
-            f"layer {waiting[0]!r} of model {type(module).__name__} is a SyncBatchNorm, which hangs where a "
-            "worker has no rows in a step; take BatchNorm, GroupNorm or LayerNorm"
-        )
-    # Its forward pass changes the weights of the rows that this worker's batch uses, which no exchange sees.
-    bounded = [
-        name
-        for name, layer in module.named_modules()
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None
-    ]
-    if config.num_workers > 1 and bounded:
-        raise ValueError(
-            f"layer {bounded[0]!r} of model {type(module).__name__} is an embedding with max_norm, which "
-            "shortens the rows that a worker's own batch uses, so that the workers' weights would part; "
-            "leave max_norm out and set weightDecay, or set numWorkers=1"
-        )
+    """Refuses networks that several workers, the loss or the mesh cannot train."""
+    model = f"model {type(module).__name__}"
+    for name, layer in module.named_modules() if config.num_workers > 1 else ():
+        # Its forward pass waits for all workers, but a worker without rows in a step runs no forward pass.
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise ValueError(
+                f"layer {name!r} of {model} is a SyncBatchNorm, which hangs where a "
+                "worker has no rows in a step; take BatchNorm, GroupNorm or LayerNorm"
+            )
+        # Its forward pass changes the weights of this worker's rows, and nothing synchronizes the change.
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+            raise ValueError(
+                f"layer {name!r} of {model} is an embedding with max_norm, which "
+                "shortens the rows that a worker's own batch uses, so that the workers' weights would part; "
+                "leave max_norm out and set weightDecay, or set numWorkers=1"
+            )
     if config.cuts_network:
         check_spread(copy_to_meta(module), config.axes, config.parallelism)
-    kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__]
-    is_lightning = any(
-        kind.startswith(("lightning.", "pytorch_lightning.")) and kind.endswith(".LightningModule")
-        for kind in kinds
-    )
-    # Its training_step computes a loss, which no default must replace.
+    classes = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(module).__mro__}
+    is_lightning = any((name, "LightningModule") in classes for name in ("lightning", "pytorch_lightning"))
+    # Its training_step computes a loss, which the default loss must not replace.
     if is_lightning and "auto" in config.losses:
         raise ValueError(
-            f"model {type(module).__name__} is a LightningModule, of which its forward alone is trained; set "
+            f"{model} is a LightningModule, of which its forward alone is trained; set "
             "loss to what its training_step computes, and optimizer to what its configure_optimizers makes, "
             "as docs/lightning.md shows"
         )
 
 
-def check_direction(config: TrainConfig, objects: UserObjects) -> None:
-    """Refuses to look for the best epoch by a metric that does not say what is better.
-
-    Args:
-        config: Its `monitor` is what `monitored` returned.
-    """
-    name = metric_of(config.monitor.split("_", 1)[1], config.metrics)
-    if not config.looks_for_best or name is None:
-        return
-    own = objects.metrics.get(name)
-    if (METRICS[name].higher_is_better if own is None else higher_is_better(own)) is None:
-        raise ValueError(
-            f"monitor {config.monitor!r} is of a metric that does not say whether more is better; set its "
-            "attribute higher_is_better to True or False, or monitor something else"
-        )
-
-
-def monitored(
+def find_monitor(
     monitor: str, heads: Sequence[Head], splits: Sequence[Split], has_train_metrics: bool = True
 ) -> str:
     """Returns the history's entry that `monitor` means; a bare name prefers the first split.
 
     Args:
-        splits: Those with rows.
+        splits: Splits that have rows.
 
     Raises:
-        ValueError: The history will have no such entry; the error names the nearest one.
+        ValueError: The history will have no such entry; the message names the nearest one.
     """
     names = ["loss", *heads[0].metrics]
     if len(heads) > 1:
@@ -160,17 +146,17 @@ def monitored(
 
 
 def _layout(columns: Sequence[Column], names: Sequence[str]) -> Layout:
-    """Returns the layout of the inputs with these names; refuses values without their starts."""
+    """Returns the layout of the inputs with these names; refuses values without the starts of their rows."""
     arrays: dict[str, BatchArray] = {}
     for column in columns:
-        # What a dense column gives has an entry per row, whatever its shape.
+        # Each array of a dense column has an entry per row; its shape may be unknown yet.
         dense = dict.fromkeys(column.kind.batch_names(column.name), BatchArray(""))
         arrays |= dense if column.is_dense else column.kind.arrays(column.name)
     return layout_of([(name, arrays[name]) for name in names])
 
 
 def _check_targets(config: TrainConfig, columns: dict[str, Column]) -> None:
-    """Refuses labels and weights of a kind that the task cannot compare with its outputs."""
+    """Refuses labels and weights of column types that the task cannot compare with its outputs."""
     for name in (*config.label_columns, *filter(None, [config.weight_column])):
         if name in columns and not columns[name].is_dense:
             dense = "by Vector()" if columns[name].kind.tag == "sparse" else "of one length"
@@ -185,7 +171,7 @@ def _check_targets(config: TrainConfig, columns: dict[str, Column]) -> None:
         return
     (name,) = config.label_columns
     column = columns.get(name)
-    if column is None:  # one of the arrays of a column, which shards alone can give
+    if column is None:  # one of the arrays of a column, which only shards can have as a label
         return
     if config.task == "classification" and not _is_number(column):
         raise ValueError(f"labelCol {name!r} must hold one class number per row, got an array column")
@@ -202,7 +188,7 @@ def _check_targets(config: TrainConfig, columns: dict[str, Column]) -> None:
 
 
 def _is_number(column: Column) -> bool:
-    """Whether a row holds one number. Arrays do not, whatever their lengths."""
+    """Whether a row holds one number. An array does not, even with length 1."""
     return not isinstance(column.kind, Array | Padded) and not column.row_shape
 
 
@@ -234,10 +220,10 @@ def _check_transforms(
 
 
 def _refusal(called: Callable[..., Any], num_arguments: int, **named: Any) -> str:
-    """Says why a function or module cannot be called with so many arguments; empty if it can, or may."""
+    """Returns why a function or module cannot take N arguments; empty if it can, or if nobody knows."""
     try:
         signature = inspect.signature(called.forward if isinstance(called, nn.Module) else called)
-    except (TypeError, ValueError):  # of a function in C
+    except (TypeError, ValueError):  # a function in C has no signature
         return ""
     try:
         signature.bind(*[None] * num_arguments, **named)

@@ -88,7 +88,7 @@ def test_the_need_is_below_what_a_worker_takes(make_shards: Any, case: str) -> N
     x = np.zeros((600, 8192) if is_wide else (200, 64), np.float32)
     model = _linear(8192) if is_wide else ModelSpec("mlp", BIG)
     manifest = make_shards({"x": x, "y": x[:, 0]}, row_group_rows=12)
-    config, _ = check_training(_config(manifest, model), NOTHING, manifest)
+    config = check_training(_config(manifest, model), NOTHING, manifest).config
     (taken,) = map(json.loads, run_spawned(1, "torch", _taken(config)))
     needs = worker_needs(config, NOTHING, manifest)
     assert 0 < sum(needs.values()) < taken
@@ -100,7 +100,7 @@ def test_the_need_is_below_what_a_worker_takes(make_shards: Any, case: str) -> N
 
 @pytest.mark.distributed
 def test_a_rank_refuses_what_its_process_may_not_hold(shards: ShardManifest) -> None:
-    config, _ = check_training(_config(shards, ModelSpec("mlp", BIG), num_workers=2), NOTHING, shards)
+    config = check_training(_config(shards, ModelSpec("mlp", BIG), num_workers=2), NOTHING, shards).config
 
     def work(collective: Any, device: str, status: Any) -> str:
         import resource
@@ -229,7 +229,7 @@ class Unused(nn.Module):
 
 def test_parameters_without_gradient_have_no_state_either(shards: ShardManifest) -> None:
     objects = UserObjects(module=Unused())
-    config, _ = check_training(_config(shards, None), objects, shards)
+    config = check_training(_config(shards, None), objects, shards).config
     needs = worker_needs(config, objects, shards)
     assert needs["gradients"] == 4 * 65
     # Enough for the parameters and the rows.
@@ -265,7 +265,7 @@ def test_spark_divides_the_memory_of_its_python_workers_by_cores(
 
 def test_the_driver_refuses_what_spark_leaves_no_room_for(shards: ShardManifest) -> None:
     conf = {"spark.master": "yarn", "spark.executor.pyspark.memory": "100m"}
-    config, _ = check_training(_config(shards, ModelSpec("mlp", BIG)), NOTHING, shards)
+    config = check_training(_config(shards, ModelSpec("mlp", BIG)), NOTHING, shards).config
     with pytest.raises(
         ValueError, match=r"spark.executor.pyspark.memory is 100.0 MiB\); .* more memory by spark"
     ):

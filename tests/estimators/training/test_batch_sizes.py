@@ -462,7 +462,7 @@ def test_two_ranks_are_one_and_either_goes_on_with_the_other_s(
 
 
 def _checked(config: TrainConfig) -> TrainConfig:
-    return check_training(config, _objects(), ShardManifest.load(config.shards_uri))[0]
+    return check_training(config, _objects(), ShardManifest.load(config.shards_uri)).config
 
 
 # ------------------------------------------------------------------------ reading and memory
@@ -496,7 +496,7 @@ def test_a_budget_counts_the_largest_batch(make_shards: MakeShards, tmp_path: Pa
 
     def budgeted(**changes: Any) -> None:
         config = config_of(manifest, tmp_path, model=model, **changes)
-        config, _ = check_training(config, UserObjects(), manifest)
+        config = check_training(config, UserObjects(), manifest).config
         check_budget(config, UserObjects(), manifest, 1 << 20)
 
     budgeted()

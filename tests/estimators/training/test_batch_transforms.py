@@ -85,7 +85,7 @@ def _objects(transform: Any, **more: Any) -> UserObjects:
 
 
 def _train(config: TrainConfig, objects: UserObjects) -> TrainResult:
-    config, _ = check_training(config, objects, ShardManifest.load(config.shards_uri))
+    config = check_training(config, objects, ShardManifest.load(config.shards_uri)).config
     return train_worker(config, LocalCollective(), objects)
 
 
@@ -285,7 +285,7 @@ def test_the_memory_of_a_step_is_that_of_the_changed_rows(manifest: ShardManifes
     objects = UserObjects(
         module=lazy, transform_batch=nn.Sequential(Noise(), Wider()), transform_in_prediction=Wider()
     )
-    config, _ = check_training(config_of(manifest, tmp_path), objects, manifest)
+    config = check_training(config_of(manifest, tmp_path), objects, manifest).config
     check_budget(config, objects, manifest, 10**9)
     with pytest.raises(ValueError, match="memoryBudget is 100 B"):
         check_budget(config, objects, manifest, 100)

@@ -301,7 +301,7 @@ def test_nobody_waits_for_a_part_whose_rank_can_write_nothing(
         collective="torch",
         checkpoint_every_steps=3,
     )
-    config, _ = check_training(config, UserObjects(), manifest)
+    config = check_training(config, UserObjects(), manifest).config
     config = replace(config, run_uri=f"refusing://{tmp_path}/run")
     texts = run_spawned(2, "torch", partial(_refused, config), timeout_seconds=120)
     errors = TrainResult.from_json(texts[0]).checkpoint_errors

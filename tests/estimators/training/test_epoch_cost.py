@@ -62,7 +62,7 @@ def test_a_gang_counts_the_bytes_and_operations_of_all_ranks(
 
 def test_an_epoch_that_was_resumed_has_no_bytes(manifest: ShardManifest, tmp_path: Path) -> None:
     config = _config(manifest, tmp_path / "run", epochs=1, checkpoint_every_steps=10)
-    config, _ = check_training(config, UserObjects(), manifest)
+    config = check_training(config, UserObjects(), manifest).config
     # The checkpoint of step 20 stays, as this is no fit that would remove it.
     first, second = (train_worker(config, LocalCollective()) for _ in range(2))
     assert second.resumed_steps == (20,)

@@ -20,7 +20,7 @@ from torch.nn import functional
 from ringspark.estimators import Callback, TrainingState, WorkerError
 from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.check.schema import check_network, monitored
+from ringspark.estimators.training.check.schema import check_network, find_monitor
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.make_heads import make_heads, with_outputs
@@ -305,7 +305,7 @@ def test_monitor_means_the_held_out_rows_where_there_are_any(
     manifest = make_shards(columns, validation=np.arange(301) % 4 == 0)
     config = _config(manifest, tmp_path / "run", metrics=("auroc",), monitor=given)
     heads = make_heads(with_outputs(config, [2]), UserObjects(), manifest)
-    assert monitored(config.monitor, heads, ("validation", "train")) == meant
+    assert find_monitor(config.monitor, heads, ("validation", "train")) == meant
 
 
 @pytest.mark.parametrize(

@@ -302,7 +302,7 @@ def test_two_ranks_decide_together(make_shards: MakeShards, tmp_path: Path, coll
         good, tmp_path / "rollback", on_non_finite="rollback", checkpoint_every_steps=4, **gang
     )
     configs = {
-        name: check_training(config, objects(), ShardManifest.load(config.shards_uri))[0]
+        name: check_training(config, objects(), ShardManifest.load(config.shards_uri)).config
         for name, config in configs.items()
     }
     last = replace(configs["plain"], run_uri=str(tmp_path / "last"), on_non_finite="stop")

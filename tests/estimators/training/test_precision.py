@@ -291,7 +291,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(
         max_grad_norm=10.0,
     )
     objects = UserObjects(module=_Net(), callbacks=(_Watch(),))
-    config, _ = check_training(config, objects, manifest)
+    config = check_training(config, objects, manifest).config
     texts = run_spawned(2, collective, TrainTask(config=config, objects=user_code.dumps(objects)))
     results = [TrainResult.from_json(text) for text in texts]
     for result in results:

@@ -298,8 +298,7 @@ def _gang(
 
 
 def _checked(config: TrainConfig) -> TrainConfig:
-    checked, _ = check_training(config, objects(), ShardManifest.load(config.shards_uri))
-    return checked
+    return check_training(config, objects(), ShardManifest.load(config.shards_uri)).config
 
 
 @pytest.mark.distributed

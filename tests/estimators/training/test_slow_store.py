@@ -60,7 +60,7 @@ def test_no_rank_stands_still_while_the_weights_are_written(
     config = config_of(
         manifest, tmp_path, model=SPEC.to_json(), num_workers=2, collective=collective, **changes
     )
-    config, _ = check_training(config, UserObjects(), manifest)
+    config = check_training(config, UserObjects(), manifest).config
     config = TrainConfig(**{**vars(config), "run_uri": f"slow://{tmp_path}/run"})
     pulse = Pulse(run_uri=str(tmp_path / "beats"), token="t", timeout_seconds=0.4)
     (tmp_path / "beats" / "heartbeat").mkdir(parents=True)
