@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 import textwrap
 import warnings
@@ -74,6 +75,22 @@ def writes(monkeypatch: Any) -> list[str]:
 
     monkeypatch.setattr(fit_data, "write_shards", write)
     return seen
+
+
+def test_a_fit_runs_each_check_once(table: Any, common: dict[str, Any], tmp_path: Path) -> None:
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "trace_fit.py"))
+    settings = common | {"epochs": 1, "metrics": ["accuracy"], "parallelism": {}}
+    write_shards(table.select("features", "label"), str(tmp_path / "shards"))
+
+    def count(run: Any) -> dict[str, int]:
+        found: dict[str, int] = script["count_checks"](script["count_calls"](run))
+        return found
+
+    once = dict.fromkeys(script["ONCE"], 1)
+    assert count(lambda: TorchClassifier(**settings, validationFraction=0.2).fit(table)) == once
+    # The columns of shards are known with their rows, and then the names are checked once more.
+    on_shards = count(lambda: TorchClassifier(**settings).fitOnShards(str(tmp_path / "shards")))
+    assert on_shards == once | {"training/check/driver.py:check_names": 2}
 
 
 @pytest.mark.slow
