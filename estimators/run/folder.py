@@ -20,7 +20,7 @@ from ringspark.estimators.launch.owner import read_owner, write_owner
 from ringspark.estimators.run.identity import FORMAT_VERSION, differences
 from ringspark.estimators.run.stored_runs import store_clock
 from ringspark.estimators.stages.fit_data import discard
-from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, is_committed, steps_in
+from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, is_committed, list_steps
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import OtherFormatError, record, versioned
@@ -312,4 +312,4 @@ class RunFolder:
     def has_checkpoint(self) -> bool:
         """Whether there is a checkpoint to resume from."""
         root = checkpoints_uri(self.uri)
-        return any(is_committed(root, step) for step in steps_in(root))
+        return any(is_committed(root, step) for step in list_steps(root))

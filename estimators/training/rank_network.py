@@ -23,7 +23,7 @@ from ringspark.estimators.parallel.model.spread import partial_gradients, spread
 from ringspark.estimators.parallel.sharded.fully_sharded import FullySharded
 from ringspark.estimators.training.build import build_module, own_optimizer
 from ringspark.estimators.training.check.probe import probe, samples
-from ringspark.estimators.training.checkpoint.solo import Solo
+from ringspark.estimators.training.checkpoint.rank_zero import RankZeroSection
 from ringspark.estimators.training.finetuning.pretrained import load_pretrained
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import autocast, keep_norms_fp32
@@ -80,11 +80,11 @@ class RankNetwork:
             probe(module, config, self._manifest, objects)
         if config.pretrained is not None:
             self._status.phase = "loading the pretrained weights"
-            solo = Solo(self._mesh, self._status.tick)
+            section = RankZeroSection(self._mesh, self._status.tick)
             if self._mesh.writes:
                 # The other ranks receive them with the initial weights.
-                load_pretrained(config.pretrained, module, solo.progress)
-            solo.end()
+                load_pretrained(config.pretrained, module, section.progress)
+            section.end()
         if not waits(module):
             module = module.to(self._device)
         accept_single_rows(module)

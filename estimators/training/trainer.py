@@ -117,7 +117,7 @@ class Trainer:
             if pause is not None:
                 self._save()
             return True  # the final weights are written next
-        if self._recovery.due.after_epoch(epoch + 1) or is_due:
+        if self._recovery.schedule.is_due_after_epoch(epoch + 1) or is_due:
             self._save()
         return False
 
@@ -159,7 +159,7 @@ class Trainer:
                             seconds=self._recovery.seconds,
                         )
                     )
-                if self._recovery.due.after_step(state.step):
+                if self._recovery.schedule.is_due_after_step(state.step):
                     # After the last step, the epoch's record and its callbacks come before the checkpoint.
                     is_due = step + 1 == plan.num_steps
                     if not is_due:

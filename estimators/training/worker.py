@@ -126,7 +126,7 @@ def _train(
     seed_rank(config.seed, 0, mesh.drawing_rank)
     best = None
     if config.keep == "best":
-        best = BestCheckpoint(config, mesh, status, keeps_worse=recovery.due.is_asked)
+        best = BestCheckpoint(config, mesh, status, keeps_worse=recovery.schedule.is_enabled)
     steps = Steps(config.batch_sizes, train.manifest.num_rows)
     start = note_start(config, mesh, manifest, device)
     status.phase = "comparing the clocks"

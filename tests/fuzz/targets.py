@@ -18,8 +18,8 @@ from ringspark.estimators.parallel.cut import Cut, Spread, join
 from ringspark.estimators.run.folder import Begun, RunFolder
 from ringspark.estimators.training import history
 from ringspark.estimators.training.checkpoint import tensor_file
-from ringspark.estimators.training.checkpoint.parts import files_of, places_of
 from ringspark.estimators.training.checkpoint.record import FileSum, Position, Record
+from ringspark.estimators.training.checkpoint.shards import locate_tensors, name_files
 from ringspark.estimators.training.checkpoint.weights import CheckpointInfo, parse_info, save_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.jobs import etl, score, train
@@ -69,7 +69,7 @@ PIECES = [torch.zeros(6, 4), torch.zeros(3, 4)]
 def _of_parts(record: Record) -> bytes:
     """A matrix of three blocks, of which one rank has two rows each, and the other one."""
     spread = Spread(Cut("tensor", 0, blocks=3), (9, 4), (0, 1))
-    files = {name: FileSum(bytes=8, sha256="00") for name in files_of("model.safetensors", 2, "abc")}
+    files = {name: FileSum(bytes=8, sha256="00") for name in name_files("model.safetensors", 2, "abc")}
     spreads = {"model.safetensors": {"w": spread}}
     return replace(record, num_parts=2, spreads=spreads, token="abc", files=files).to_json().encode()
 
@@ -77,7 +77,7 @@ def _of_parts(record: Record) -> bytes:
 def _joined(text: bytes) -> None:
     """What says that it makes up a whole can be put together."""
     spreads = Record.from_json(text).spreads.get("model.safetensors", {})
-    places = places_of([{"w": (piece.dtype, tuple(piece.shape))} for piece in PIECES], spreads)
+    places = locate_tensors([{"w": (piece.dtype, tuple(piece.shape))} for piece in PIECES], spreads)
     assert join([PIECES[part] for part in places["w"]], spreads["w"].cut).shape == spreads["w"].shape
 
 

@@ -1,9 +1,8 @@
-"""Each rank's own state in a checkpoint: random numbers, buffers, sums of the epoch, exchange, callbacks.
+"""Each rank's own state in a checkpoint: random state, buffers, epoch sums, strategy state, callbacks.
 
-Rank 0 gathers the states of all ranks for a checkpoint, in a temporary file unless they are small.
-
-If the number of ranks is unchanged, each restores its own state bitwise. If not, rank 0 takes all sums of
-the epoch so far, every rank takes rank 0's buffers and callbacks, and random numbers get new seeds.
+Rank 0 gathers the states of all ranks into a temporary file, or in memory if they are small. With the same
+number of ranks, each rank restores its own state bitwise. Otherwise rank 0 takes the sums of the epoch so
+far, all ranks take rank 0's buffers and callbacks, and the random number generators get new seeds.
 """
 
 from __future__ import annotations
@@ -23,24 +22,23 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes, num_bytes
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.checkpoint import tensor_file
-from ringspark.estimators.training.objective.metric_set import section
+from ringspark.estimators.training.objective.metric_set import tensors_under
 from ringspark.estimators.training.running import Running
 from ringspark.models.generators import get_generator_state, seed_rank, set_generator_state
 
-# States of up to this many bytes together travel in one message, and stay in memory.
+# States of at most this size together travel in one message and stay in memory.
 _SMALL_BYTES = 1 << 20
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
-    """Reads each tensor at its access, so that a rank holds only one of them at a time."""
+    """Reads each tensor at its access, so that a rank holds only one at a time.
+
+    Args:
+        read: Reads a tensor by its stored name.
+        names: Key of this mapping -> stored name.
+    """
 
     def __init__(self, read: Callable[[str], torch.Tensor], names: Mapping[str, str]) -> None:
-        """Stores the source.
-
-        Args:
-            read: Reads a tensor by its stored name.
-            names: Key of this mapping -> stored name.
-        """
         self._read, self._names = read, names
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -64,10 +62,9 @@ class RankState:
     def of(cls, running: Running, mesh: RankMesh) -> RankState:
         """Copies the present state. Runs on every rank.
 
-        Raises:
-            ValueError: A callback's state has no JSON form.
+        Raises ValueError if a callback's state cannot be JSON.
         """
-        # First, because a strategy may end an exchange for it, which changes the network.
+        # First, because a strategy may finish a synchronization for it, which changes the network.
         exchange = {f"exchange/{name}": tensor for name, tensor in running.sync.rank_state().items()}
         tensors, plain = get_generator_state(running.device)
         result = {f"random/{name}": tensor for name, tensor in tensors.items()}
@@ -79,7 +76,7 @@ class RankState:
             "stop_reason": running.state.stop_reason,
             "mesh": dict(mesh.sizes),
             "counts": mesh.copy.rank == 0,
-            # Stages count in their own layers.
+            # Each stage counts in its own layers.
             "layers": all(mesh.places.get(axis, 0) == 0 for axis in ("sequence", "tensor")),
         }
         noise = {} if running.noise is None else running.noise.state()
@@ -87,10 +84,12 @@ class RankState:
 
 
 class GatheredRanks:
-    """The states of all ranks; empty on other ranks than rank 0.
+    """The states of all ranks; empty except on rank 0.
 
-    Attributes:
+    Args:
         values: JSON values of each rank.
+        file: Open file with the tensors "<rank>/<name>", which this object closes.
+        error: The reason why there is no file.
     """
 
     def __init__(
@@ -99,11 +98,6 @@ class GatheredRanks:
         file: IO[bytes] | None = None,
         error: Exception | None = None,
     ) -> None:
-        """Takes over an open file of the tensors "<rank>/<name>".
-
-        Args:
-            error: The reason why there is no file.
-        """
         self.values = values
         self._file = file
         self._error = error
@@ -113,8 +107,7 @@ class GatheredRanks:
     def write(self, target: IO[bytes]) -> None:
         """Writes the tensors as a `.safetensors` file.
 
-        Raises:
-            OSError: The folder for temporary files had no room for them.
+        Raises OSError if the folder for temporary files is full.
         """
         if self._error is not None:
             raise self._error
@@ -128,14 +121,12 @@ class GatheredRanks:
 def gather_ranks(
     mine: RankState, world: Collective, progress: Callable[[], None] = lambda: None
 ) -> GatheredRanks:
-    """Gathers every rank's state on rank 0, which holds the tensors of one other rank at a time.
-
-    Runs on every rank.
+    """Gathers every rank's state on rank 0, one other rank at a time. Runs on every rank.
 
     Args:
         progress: Called after each message.
     """
-    own = {name: mine.tensors[name] for name in tensor_file.ordered(mine.tensors)}
+    own = {name: mine.tensors[name] for name in tensor_file.order_names(mine.tensors)}
     shapes = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.items()}
     texts = gather_bytes(world, json.dumps([mine.values, shapes]).encode(), to_all=False)
     found = [json.loads(text) for text in texts]
@@ -153,7 +144,7 @@ def gather_ranks(
     for ranks in _group(lengths):
         counts = [length if rank in ranks else 0 for rank, length in enumerate(lengths)]
         pieces = world.gather(data if world.rank in ranks else data[:0], counts)
-        # If there is no room, the other ranks still send: the training goes on without this checkpoint.
+        # Without room, the other ranks still send: training continues without this checkpoint.
         if world.rank == 0 and error is None:
             try:
                 if file is None:
@@ -162,14 +153,14 @@ def gather_ranks(
                     _write_rank(file, pieces[rank], rank, tensors[rank], starts)
             except (OSError, ValueError) as caught:
                 error = caught
-        # The next message needs its memory.
+        # Frees memory for the next message.
         del pieces
         progress()
     return GatheredRanks([values for values, _ in found], file, error)
 
 
 def _group(lengths: Sequence[int]) -> Iterator[range]:
-    """Yields ranks that send together: some with little, or one with much."""
+    """Yields ranks that send together: several with small states, or one with a large state."""
     first = 0
     for rank in range(1, len(lengths) + 1):
         if rank == len(lengths) or sum(lengths[first : rank + 1]) > _SMALL_BYTES:
@@ -180,13 +171,12 @@ def _group(lengths: Sequence[int]) -> Iterator[range]:
 def _open_file(
     own: Mapping[str, torch.Tensor], tensors: Sequence[Mapping[str, torch.Tensor]]
 ) -> tuple[IO[bytes], dict[str, int]]:
-    """Opens a file with the header of all ranks' tensors; returns where each tensor starts.
+    """Opens a file with the header of all ranks' tensors; returns the start of each tensor.
 
-    Raises:
-        ValueError: No checkpoint can hold a tensor.
+    Raises ValueError if a checkpoint cannot hold one of the tensors.
     """
     tensor_file.check_state(own)
-    header, starts = tensor_file.header_of(
+    header, starts = tensor_file.make_header(
         {f"{rank}/{name}": tensor for rank, of in enumerate(tensors) for name, tensor in of.items()}
     )
     file: Any = tempfile.SpooledTemporaryFile(max_size=_SMALL_BYTES, prefix="ringspark-")  # noqa: SIM115
@@ -201,7 +191,7 @@ def _write_rank(
     tensors: Mapping[str, torch.Tensor],
     starts: Mapping[str, int],
 ) -> None:
-    """Writes one rank's tensors, which are end to end in `data`, to their places."""
+    """Writes the tensors of one rank, concatenated in `data`, to their places."""
     pieces = torch.split(data, [num_bytes([tensor]) for tensor in tensors.values()])
     for name, piece in zip(tensors, pieces, strict=True):
         file.seek(starts[f"{rank}/{name}"])
@@ -211,16 +201,15 @@ def _write_rank(
 def restore_rank(running: Running, states: Sequence[RankState], mesh: RankMesh, seed: int) -> None:
     """Restores this rank from the states of all ranks at the present step, in rank order.
 
-    Raises:
-        ValueError: They belong to another network or other callbacks, or are damaged.
+    Raises ValueError if the states are damaged, or of another network or other callbacks.
     """
     if not states:
         raise ValueError("a checkpoint of no rank is damaged; take another checkpoint")
-    # Before there were meshes, all ranks read different rows.
+    # Checkpoints from before meshes: all ranks read different rows.
     before = states[0].values.get("mesh", {"data": len(states)})
-    is_same = _several(before) == _several(mesh.sizes)
+    is_same = _drop_ones(before) == _drop_ones(mesh.sizes)
     try:
-        exchange = [_lazy_section(state.tensors, "exchange") for state in states]
+        exchange = [_lazy_tensors_under(state.tensors, "exchange") for state in states]
         running.sync.load_rank_states(exchange, is_same=is_same)
         if is_same:
             _restore_same(running, states[mesh.world.rank])
@@ -229,43 +218,39 @@ def restore_rank(running: Running, states: Sequence[RankState], mesh: RankMesh, 
             seed_rank(seed, running.state.step, mesh.drawing_rank)
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(
-            f"what the checkpoint has of the ranks is of another training ({type(error).__name__}: {error}); "
+            f"the checkpoint's rank states are of another training ({type(error).__name__}: {error}); "
             "take another checkpoint, or give runUri a folder of its own"
         ) from error
 
 
-def _lazy_section(tensors: Mapping[str, torch.Tensor], prefix: str) -> LazyTensors:
-    """Returns the tensors "<prefix>/<name>" by name, as `section` does, but reads none of them yet.
-
-    The state of one rank may contain all weights, so not all states are read at once.
-    """
+def _lazy_tensors_under(tensors: Mapping[str, torch.Tensor], prefix: str) -> LazyTensors:
+    """Returns the tensors "<prefix>/<name>" without reading them; a rank's state may hold all weights."""
     start = f"{prefix}/"
     names = {name.removeprefix(start): name for name in tensors if name.startswith(start)}
     return LazyTensors(tensors.__getitem__, names)
 
 
-def _several(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns the axes that have several places."""
+def _drop_ones(sizes: Mapping[str, int]) -> dict[str, int]:
     return {axis: size for axis, size in sizes.items() if size > 1}
 
 
 def _restore_same(running: Running, own: RankState) -> None:
-    _fill_buffers(running.sync.network, section(own.tensors, "buffers"))
+    _fill_buffers(running.sync.network, tensors_under(own.tensors, "buffers"))
     running.sums.load(own.tensors)
     if running.noise is not None:
         running.noise.load([own.tensors])
     running.callbacks.load_state_dicts(own.values["callbacks"])
     running.state.stop_reason = own.values["stop_reason"]
-    # Last, because restoring the rest may draw random numbers.
-    set_generator_state(section(own.tensors, "random"), own.values["random"], running.device)
+    # Last, because restoring the rest may use random numbers.
+    set_generator_state(tensors_under(own.tensors, "random"), own.values["random"], running.device)
 
 
 def _restore_other(running: Running, states: Sequence[RankState], data_rank: int) -> None:
-    _fill_buffers(running.sync.network, section(states[0].tensors, "buffers"))
-    # Ranks that were one copy of a network had the same rows, and the same sums.
+    _fill_buffers(running.sync.network, tensors_under(states[0].tensors, "buffers"))
+    # The ranks of one replica have the same rows and the same sums.
     counting = [s.tensors for s in states if s.values.get("layers", s.values.get("counts", True))]
     states = [state for state in states if state.values.get("counts", True)]
-    # The first rank takes the sums of the epoch so far, because their ranks no longer exist.
+    # The first rank takes the sums of the epoch so far, because the ranks that made them no longer exist.
     running.sums.load_all([state.tensors for state in states], answers=data_rank == 0, counting=counting)
     if running.noise is not None:
         running.noise.load([state.tensors for state in states] if data_rank == 0 else [])
@@ -275,7 +260,7 @@ def _restore_other(running: Running, states: Sequence[RankState], data_rank: int
 
 
 def _fill_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Copies the values in; skips buffers that only the first forward pass will make."""
+    """Copies the values in; skips buffers that the first forward pass creates."""
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             if name in values:

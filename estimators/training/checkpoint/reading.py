@@ -1,4 +1,4 @@
-"""Reads the checkpoints that `snapshot` describes: checks that they are undamaged, and resumes from them."""
+"""Checks that a checkpoint (see `snapshot`) is undamaged, and loads it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.training.average import Average
 from ringspark.estimators.training.checkpoint import tensor_file
-from ringspark.estimators.training.checkpoint.parts import (
-    JoinedFiles,
-    LazyState,
-    files_of,
-    kinds_in,
-    places_of,
-)
 from ringspark.estimators.training.checkpoint.rank_state import LazyTensors, RankState
 from ringspark.estimators.training.checkpoint.record import FileSum, Record
+from ringspark.estimators.training.checkpoint.shards import (
+    LazyState,
+    ShardedTensors,
+    locate_tensors,
+    name_files,
+    read_tensor_specs,
+)
 from ringspark.estimators.training.checkpoint.snapshot import AVERAGE, NOT_KEPT, OPTIMIZER, RANKS, RECORD
 from ringspark.estimators.training.checkpoint.streamed_file import StreamedFile
 from ringspark.estimators.training.checkpoint.weights import (
@@ -36,10 +36,9 @@ from ringspark.pipelines import storage
 
 
 def read_record(uri: str) -> Record:
-    """Returns the record of the training in the checkpoint in folder `uri`.
+    """Returns the record of the training in the checkpoint folder `uri`.
 
-    Raises:
-        ValueError: There is none, or it is damaged.
+    Raises ValueError if there is none, or it is damaged.
     """
     if not storage.exists(storage.join(uri, RECORD)):
         raise ValueError(f"{uri} holds no training state ({RECORD} is missing); give one that was saved")
@@ -47,7 +46,7 @@ def read_record(uri: str) -> Record:
     text = storage.read_bytes(storage.join(uri, RECORD))
     if hashlib.sha256(text).hexdigest() != info.training_sha256:
         raise ValueError(
-            f"{uri}/{RECORD} is not what {COMMIT} is about; the file is damaged, take another training state"
+            f"{uri}/{RECORD} does not match {COMMIT}; the file is damaged, take another training state"
         )
     record = Record.from_json(text, f"{uri}/{RECORD}")
     if record.position.step != info.step:
@@ -59,14 +58,13 @@ def read_record(uri: str) -> Record:
 
 
 def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
-    """Returns the record of the checkpoint in folder `uri`, after checking all its files.
+    """Checks all files of the checkpoint folder `uri`; returns its record.
 
-    Raises:
-        ValueError: A file is missing, has another size or another SHA-256, or is a link.
+    Raises ValueError if a file is missing, is a link, or has another size or SHA-256.
     """
     _refuse_links(uri, (RECORD, COMMIT))
     record = read_record(uri)
-    files = _files_of(uri, record)
+    files = _list_files(uri, record)
     _refuse_links(uri, files)
     for name in files:
         expected = _check_size(uri, name, record)
@@ -77,14 +75,14 @@ def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
                 progress()
         if digest.hexdigest() != expected.sha256:
             raise ValueError(
-                f"{uri}/{name} has another SHA-256 than what was written; the file is damaged, take another "
-                "training state"
+                f"{uri}/{name} has another SHA-256 than when it was written; the file is damaged, take "
+                "another training state"
             )
     if record.num_parts > 1:
         for kind in (WEIGHTS, OPTIMIZER, AVERAGE):
-            found = [kinds_in(uri, name) for name in _parts_of(kind, record) if name in files]
+            found = [read_tensor_specs(uri, name) for name in _name_shards(kind, record) if name in files]
             try:
-                places_of(found, record.spreads.get(kind, {}))
+                locate_tensors(found, record.spreads.get(kind, {}))
             except ValueError as error:
                 raise ValueError(f"{uri} is damaged: {error}; take another training state") from error
     return record
@@ -96,45 +94,44 @@ def _refuse_links(uri: str, names: Sequence[str]) -> None:
             raise ValueError(f"{uri}/{name} is a link; checkpoints hold plain files, take another one")
 
 
-def _files_of(uri: str, record: Record) -> list[str]:
-    """Returns the files of the checkpoint but its records.
+def _list_files(uri: str, record: Record) -> list[str]:
+    """Returns the files of the checkpoint except its two JSON records.
 
-    Raises:
-        ValueError: The record names others, or not all.
+    Raises ValueError if the record names other files, or not all.
     """
     if not 1 <= record.num_parts <= max(1, len(record.files)):
         raise ValueError(
-            f"{uri}/{RECORD} speaks of {record.num_parts} parts and {len(record.files)} files; take another "
+            f"{uri}/{RECORD} names {record.num_parts} shards and {len(record.files)} files; take another "
             "training state"
         )
-    names = [RANKS, *(name for kind in (WEIGHTS, OPTIMIZER) for name in _parts_of(kind, record))]
-    averages = _parts_of(AVERAGE, record)
+    names = [RANKS, *(name for kind in (WEIGHTS, OPTIMIZER) for name in _name_shards(kind, record))]
+    averages = _name_shards(AVERAGE, record)
     if averages[0] in record.files:
         names += averages
     if others := sorted(set(record.files) - set(names)):
         raise ValueError(
-            f"{uri}/{RECORD} names {others[0]!r}, which is none of {record.num_parts} parts; take another "
-            "training state"
+            f"{uri}/{RECORD} names {others[0]!r}, which is no file of its {record.num_parts} shards; take "
+            "another training state"
         )
     return names
 
 
-def _parts_of(kind: str, record: Record) -> list[str]:
-    return files_of(kind, record.num_parts, record.token)
+def _name_shards(kind: str, record: Record) -> list[str]:
+    return name_files(kind, record.num_parts, record.token)
 
 
 def _check_size(uri: str, name: str, record: Record) -> FileSum:
-    """Returns the file's expected length and digest; refuses a file that is missing or of another length."""
+    """Returns the file's expected size and digest; raises if it is missing or has another size."""
     expected = record.files.get(name)
     if expected is None:
-        raise ValueError(f"{uri}/{RECORD} does not say how long {name} is; take another training state")
+        raise ValueError(f"{uri}/{RECORD} has no size of {name}; take another training state")
     try:
         size = storage.size(storage.join(uri, name))
     except FileNotFoundError as error:
-        raise ValueError(f"{uri} holds no {name} any more; take another training state") from error
+        raise ValueError(f"{uri} holds no {name}; take another training state") from error
     if size != expected.bytes:
         raise ValueError(
-            f"{uri}/{name} has {size} bytes, {expected.bytes} were written; the file is damaged, take "
+            f"{uri}/{name} has {size} bytes, but {expected.bytes} were written; the file is damaged, take "
             "another training state"
         )
     return expected
@@ -143,48 +140,46 @@ def _check_size(uri: str, name: str, record: Record) -> FileSum:
 def load_training_state(
     uri: str, sync: GradientSync, tick: Callable[[], None] | None = None, average: Average | None = None
 ) -> tuple[Record, list[RankState]]:
-    """Loads weights and optimizer state of the folder `uri` into this rank's. Runs on every rank.
+    """Loads weights and optimizer state from the folder `uri`. Runs on every rank.
+
+    Raises ValueError if there is none, it is damaged, or it belongs to another network or optimizer.
 
     Args:
-        tick: Notes progress, with each block that a remote store has given.
-        average: Also takes the average of the weights, if the training keeps one.
+        tick: Called after each block read from a remote store.
+        average: Also loaded, if the training keeps an average.
 
     Returns:
-        The record, and the states of the ranks that wrote it, for `restore_rank`, which reads their tensors
-        one at a time.
-
-    Raises:
-        ValueError: There is none, it is damaged, or it belongs to another network or optimizer.
+        The record, and the states of the ranks that wrote it, for `restore_rank`.
     """
     record = read_record(uri)
     layout = layout_of(sync.network)
     _check_optimizer(uri, record, sync.optimizer)
     takes_average = average is not None and bool(average.values)
-    # Whether there is an average or not, a training that keeps one needs it.
-    for name in {*_files_of(uri, record), *(_parts_of(AVERAGE, record) if takes_average else ())}:
+    # A training that keeps an average needs one in the checkpoint.
+    for name in {*_list_files(uri, record), *(_name_shards(AVERAGE, record) if takes_average else ())}:
         _check_size(uri, name, record)
     if average is not None and takes_average:
-        with _joined_files(uri, AVERAGE, record, tick) as averaged:
+        with _open_shards(uri, AVERAGE, record, tick) as averaged:
             average.load(dict(averaged) if layout is None else layout.own_parameters(averaged))
-    with _joined_files(uri, OPTIMIZER, record, tick) as tensors:
-        # Put together one tensor at a time, because a rank needs only its own part.
+    with _open_shards(uri, OPTIMIZER, record, tick) as tensors:
+        # One tensor at a time, because a rank needs only its own shard.
         state: Any = LazyState.by_parameter(record.optimizer_values, tensors)
         sync.load_optimizer_state(state if layout is None else layout.own_optimizer(state))
     for group, values in zip(sync.optimizer.param_groups, record.optimizer_groups, strict=True):
         set_group_values(group, values)
-    with _joined_files(uri, WEIGHTS, record, tick) as weights:
+    with _open_shards(uri, WEIGHTS, record, tick) as weights:
         load_state(uri, sync.network, weights)
     with local_file(uri, RANKS, tick) as path:
         file = StreamedFile(path)
     names: list[dict[str, str]] = [{} for _ in record.ranks]
-    for key in file.places:
+    for key in file.slices:
         rank, _, name = key.partition("/")
         if not rank.isdigit() or int(rank) >= len(names):
-            raise ValueError(f"{uri}/{RANKS} speaks of rank {rank!r}, of {len(names)}; take another one")
+            raise ValueError(f"{uri}/{RANKS} names rank {rank!r} of {len(names)}; take another one")
         names[int(rank)][name] = key
 
     def read(key: str) -> torch.Tensor:
-        # Copy the tensor, because the training may keep it after a later checkpoint has removed the file.
+        # A copy, because a later checkpoint may remove the file while the training keeps the tensor.
         return file.read(key).clone()
 
     return record, [
@@ -194,14 +189,13 @@ def load_training_state(
 
 
 @contextmanager
-def _joined_files(
+def _open_shards(
     uri: str, kind: str, record: Record, tick: Callable[[], None] | None
-) -> Iterator[JoinedFiles]:
-    """Yields the tensors of all parts of one kind of file."""
+) -> Iterator[ShardedTensors]:
     with ExitStack() as opened:
-        names = _parts_of(kind, record)
+        names = _name_shards(kind, record)
         paths = [opened.enter_context(local_file(uri, name, tick)) for name in names]
-        yield JoinedFiles(paths, record.spreads.get(kind, {}))
+        yield ShardedTensors(paths, record.spreads.get(kind, {}))
 
 
 def _check_optimizer(uri: str, record: Record, optimizer: torch.optim.Optimizer) -> None:
@@ -215,7 +209,7 @@ def _check_optimizer(uri: str, record: Record, optimizer: torch.optim.Optimizer)
 
 
 def set_group_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Restores the result of `group_values`, in the types that the group has."""
+    """Restores the result of `group_values`, in the types of the group."""
     for key, value in values.items():
         present = group.get(key)
         if key in NOT_KEPT:

@@ -1,6 +1,6 @@
 """`training.json`: everything in a checkpoint that is no tensor.
 
-The file may be damaged or untrusted: reading it ends in a `Record` or a ValueError, whatever it holds.
+Reading returns a `Record` or raises ValueError, whatever a damaged or untrusted file holds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class FileSum:
-    """The expected length of a file, and the SHA-256 of its bytes in hex."""
+    """The expected size of a file, and its SHA-256 in hex."""
 
     bytes: int
     sha256: str
@@ -29,16 +29,16 @@ class FileSum:
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The position of a training, and the history up to it.
+    """The position of a training, and its history.
 
     Attributes:
-        epoch: Number of the current epoch as callbacks see it, from 1; 0 before the first.
+        epoch: Number of the current epoch, from 1; 0 before the first.
         step: Optimizer steps taken.
         finished_epochs: Epochs with a record in the history.
-        step_in_epoch: Steps done in the current epoch.
-        steps_per_epoch: Optimizer steps of the current epoch with this data and batch size; 0 if unknown.
-        seconds: Training time so far, in seconds, over all continuations.
-        epoch_seconds: Training time in the current epoch so far, in seconds.
+        step_in_epoch: Steps taken in the current epoch.
+        steps_per_epoch: Steps of the current epoch with this data and batch size; 0 if unknown.
+        seconds: Training time over all continuations.
+        epoch_seconds: Training time in the current epoch.
         skipped_before: Steps skipped before the current epoch.
         scaler: Result of `LossScaler.state_dict`.
         rate_scales: Value of `Rates.scales`.
@@ -74,11 +74,11 @@ class Record:
         optimizer: Name of the optimizer's class.
         optimizer_values: Parameter -> key -> state value that is no tensor.
         optimizer_groups: Values of the parameter groups, without parameters and rates.
-        ranks: One entry per rank: positions of its random numbers, states of its callbacks.
-        files: Name -> expected length and digest.
-        num_parts: Into how many files weights, optimizer's state and average are written each.
-        spreads: File of one part -> tensor -> how the pieces in the parts make up the whole.
-        token: What the names of the parts carry, see `parts`; hexadecimal digits.
+        ranks: JSON values of each rank's state.
+        files: File name -> expected size and digest.
+        num_parts: Number of shards of weights, optimizer state and average.
+        spreads: File name of a single shard -> tensor -> how its pieces make up the tensor.
+        token: Token in the file names of shards, see `shards`.
     """
 
     position: Position
@@ -93,20 +93,20 @@ class Record:
     token: str = added("")
 
     def __post_init__(self) -> None:
-        # It becomes part of the name of a file.
+        # The token becomes part of a file name.
         if not re.fullmatch("[0-9a-f]{0,16}", self.token):
             raise ValueError(f"token must be up to 16 hexadecimal digits, got {self.token[:40]!r}")
 
     def to_json(self) -> str:
         values = asdict(self)
         if self.num_parts == 1:
-            # As ever, so that an older ringspark reads it.
+            # Readable by ringspark versions from before sharded checkpoints.
             del values["num_parts"], values["spreads"], values["token"]
         return json.dumps(values)
 
     @classmethod
     def from_json(cls, text: bytes | str, name: str = "training.json") -> Record:
-        """Reads the file `name`.
+        """Parses the file; `name` names it in messages.
 
         Raises:
             OtherFormatError: Another version of the format wrote it.

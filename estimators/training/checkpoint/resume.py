@@ -1,7 +1,7 @@
-"""Writes the checkpoints of a training, and resumes it from one.
+"""Decides when to write checkpoints of a training, writes them, and resumes from one.
 
-Invariant: every rank comes here at the same steps and makes the same collective calls. Rank 0 alone knows
-the clock, the good files and whether the writer is done; it tells the others before they decide by it.
+Invariant: every rank comes here at the same steps and makes the same collective calls. Only rank 0 knows the
+clock, the good files and whether the writer is done; it broadcasts them before the ranks decide by them.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 
 import torch
 
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, newest_good, step_uri
+from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, find_newest_good, step_uri
 from ringspark.estimators.training.checkpoint.rank_state import RankState, gather_ranks, restore_rank
+from ringspark.estimators.training.checkpoint.rank_zero import RankZeroSection
 from ringspark.estimators.training.checkpoint.reading import load_training_state, read_record
 from ringspark.estimators.training.checkpoint.record import Position
 from ringspark.estimators.training.checkpoint.snapshot import take_snapshot
-from ringspark.estimators.training.checkpoint.solo import Solo
-from ringspark.estimators.training.checkpoint.timing import Due
 from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
 from ringspark.estimators.training.non_finite import MAX_REPORTED, NonFiniteStep, raise_first_bad
 from ringspark.estimators.training.phase import Status
@@ -30,17 +30,88 @@ from ringspark.estimators.training.settings.config import TrainConfig
 
 MAX_ROLLBACKS = 5
 ROLLBACK_FACTOR = 0.5
-# The next checkpoint is left out if a write takes longer than this share of `timeout_seconds`.
+# A checkpoint is left out if the write before it takes longer than this share of `timeout_seconds`.
 _WAIT_SHARE = 0.25
+# Seconds between two looks at the clock if the next checkpoint is far away.
+_LOOK_SECONDS = 10.0
 
 _log = logging.getLogger(__name__)
 
 
-class Recovery:
-    """Writes the checkpoints of a training and resumes it from them. One per rank; use it in `with`.
+class CheckpointSchedule:
+    """Decides after which steps and epochs to write a checkpoint, equally on all ranks.
+
+    Every rank counts steps and epochs. Only rank 0 reads the clock: a rare broadcast says that a checkpoint
+    is due, or after how many steps to look again, so most steps cost one comparison. Ranks that step at their
+    own pace look only after an epoch, when they synchronize anyway.
 
     Attributes:
-        due: Decides after which steps and epochs `save` is called.
+        last_step: Step of the last checkpoint.
+    """
+
+    def __init__(
+        self, config: TrainConfig, mesh: RankMesh, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._steps = config.checkpoint_every_steps
+        self._epochs = config.checkpoint_every_epochs
+        self._seconds = config.checkpoint_every_seconds
+        self._in_step = config.is_in_step
+        self._mesh = mesh
+        self._clock = clock
+        self.is_enabled = bool(self._steps or self._epochs or self._seconds or config.pause_after)
+        self.restart(0)
+
+    def restart(self, step: int) -> None:
+        """Counts from a checkpoint after `step` steps, or from the start of training there."""
+        self.last_step = step
+        self._last = self._looked = self._clock()
+        self._looked_at = step
+        self._look_at = step + 1
+        self._stride = 1
+
+    def is_due_after_step(self, step: int) -> bool:
+        """Runs on every rank; `step` counts over the whole training."""
+        if self._steps and step % self._steps == 0:
+            return True
+        return bool(self._seconds) and self._in_step and step >= self._look_at and self._look(step)
+
+    def is_due_after_epoch(self, epoch: int) -> bool:
+        """Runs on every rank."""
+        if self._epochs and epoch % self._epochs == 0:
+            return True
+        return bool(self._seconds) and not self._in_step and self._is_late()
+
+    def _is_late(self) -> bool:
+        answer = torch.tensor([int(self._clock() - self._last >= self._seconds)])
+        self._mesh.world.broadcast([answer])
+        return bool(answer)
+
+    def _look(self, step: int) -> bool:
+        answer = torch.zeros(1, dtype=torch.int64)
+        if self._mesh.writes:
+            answer[0] = self._steps_to_go(step)
+        self._mesh.world.broadcast([answer])
+        self._look_at = step + int(answer)
+        return not int(answer)
+
+    def _steps_to_go(self, step: int) -> int:
+        """Returns the number of steps until the next look at the clock; 0 if a checkpoint is due now."""
+        now = self._clock()
+        left = self._seconds - (now - self._last)
+        if left <= 0:
+            return 0
+        pace = max(1e-9, (now - self._looked) / max(1, step - self._looked_at))
+        self._looked, self._looked_at = now, step
+        # At most doubled, because the first steps say little about the pace of later ones.
+        self._stride = max(1, min(2 * self._stride, int(0.9 * min(left, _LOOK_SECONDS) / pace)))
+        return self._stride
+
+
+class Recovery:
+    """Writes the checkpoints of a training and resumes it from them. One per rank; a context manager.
+
+    Attributes:
+        schedule: Decides after which steps and epochs `save` is called.
         resumed_steps: Steps from which the training was resumed.
         non_finite: The first steps that `onNonFinite` handled.
     """
@@ -50,9 +121,9 @@ class Recovery:
         self._mesh = mesh
         self._status = status
         self._root = checkpoints_uri(config.run_uri)
-        self.due = Due(config, mesh)
+        self.schedule = CheckpointSchedule(config, mesh)
         self._writer: BackgroundWriter | None = None
-        if self.due.is_asked and mesh.part is not None:
+        if self.schedule.is_enabled and mesh.part is not None:
             self._writer = BackgroundWriter(self._root, config.keep_checkpoints)
         self._start = time.monotonic()
         self._rollbacks = 0
@@ -71,29 +142,28 @@ class Recovery:
 
     @property
     def seconds(self) -> float:
-        """Training time so far, in seconds, over all continuations."""
+        """Training time over all continuations, in seconds."""
         return time.monotonic() - self._start
 
     @property
     def errors(self) -> tuple[str, ...]:
-        """Why checkpoints are missing, one line each; empty on other ranks than rank 0."""
+        """Why checkpoints are missing, one line per checkpoint; empty except on rank 0."""
         return tuple(self._writer.errors) if self._writer is not None and self._mesh.writes else ()
 
     def begin(self, running: Running) -> bool:
-        """Looks for a checkpoint to resume from, and restores its position; see `load`.
+        """Finds a checkpoint to resume from and restores its position; call `load` next.
+
+        Raises ValueError if it belongs to another training.
 
         Returns:
             Whether there is one.
-
-        Raises:
-            ValueError: It belongs to another training.
         """
         self._status.phase = "looking for a checkpoint"
-        if self.due.is_asked:
+        if self.schedule.is_enabled:
             # A state that cannot be saved raises here, not at the first checkpoint.
             running.callbacks.state_dicts()
-        step = self._newest()
-        self.due.written(step or 0)
+        step = self._find_newest()
+        self.schedule.restart(step or 0)
         if step is None:
             running.log.restore([])
             return False
@@ -104,11 +174,11 @@ class Recovery:
         self.non_finite = list(position.non_finite)
         self.resumed_steps = (*position.resumed_steps, step)
         if self._mesh.writes:
-            _log.info("the training goes on from the checkpoint of step %d", step)
+            _log.info("training resumes from the checkpoint of step %d", step)
         return True
 
     def load(self, running: Running, factor: float = 1.0) -> None:
-        """Restores weights, optimizer and everything else from the checkpoint of the present position.
+        """Restores everything except the position from the checkpoint of the present position.
 
         Args:
             factor: Scales the learning rates.
@@ -122,26 +192,26 @@ class Recovery:
         running.rates.resume([scale * factor for scale in record.position.rate_scales])
 
     def save(self, running: Running) -> None:
-        """Copies the training and starts to write the copy. Runs on every rank; waits only for the copy.
+        """Copies the training and starts to write the copy; waits only for the copy. Runs on every rank.
 
-        Raises:
-            FloatingPointError: A loss or the weights are not finite, so nothing could resume from here.
+        Raises FloatingPointError if a loss or a weight is not finite, so training could not resume
+        from here.
         """
         state = running.state
         self._status.phase = f"checkpoint, epoch {state.epoch}, step {running.step_in_epoch}"
         running.rates.take_changes()
         reason, patience = "", self._config.timeout_seconds * _WAIT_SHARE
-        is_free = self._wait_for_parts()
+        is_free = self._wait_for_shards()
         if self._writer is not None and self._mesh.writes:
             is_free = self._writer.wait(patience, self._status.tick)
             if is_free and self._mesh.num_parts > 1:
-                # Before the others begin, who wait for this rank's numbers.
+                # Before the other ranks begin; they wait for this rank's numbers below.
                 reason = self._writer.clear(state.step, patience, self._status.tick)
-        # Collective calls carry numbers, so 0 stands for no step.
+        # A collective call carries numbers, so 0 means no step.
         mine = torch.tensor([running.first_bad.step or 0, int(is_free and not reason), secrets.randbits(62)])
         first_bad, free, tokens = torch.stack(self._mesh.world.all_gather(mine)).T.tolist()
         raise_first_bad(state.epoch, first_bad, running.scaler.advice)
-        self.due.written(state.step)
+        self.schedule.restart(state.step)
         if not all(free):
             self._note(state.step, reason or "the one before is still being written")
             return
@@ -154,45 +224,42 @@ class Recovery:
                 running.sync, position, ranks, self._mesh.writes, self._status.tick, average
             )
         except ValueError as error:
-            # Where ranks hold parts, others may be waiting for this one, so the training must end.
+            # With sharded weights, other ranks may be waiting for this one, so training must end.
             if self._config.sharding != "none" or self._mesh.cuts_network:
                 raise
             self._note(state.step, str(error))
         if not running.sync.in_step:
-            # The weights and the optimizer that rank 0 copies are those which the others step on next.
+            # The other ranks step next on the weights and optimizer that rank 0 copies.
             self._mesh.world.barrier()
         if snapshot is not None and self._writer is not None:
-            part = replace(snapshot.part, token=f"{tokens[0]:x}", seconds=self._config.timeout_seconds)
-            self._writer.start(replace(snapshot, part=part))
+            shard = replace(snapshot.shard, token=f"{tokens[0]:x}", seconds=self._config.timeout_seconds)
+            self._writer.start(replace(snapshot, shard=shard))
 
     def roll_back(self, found: NonFiniteStep, running: Running) -> None:
-        """Goes back to the newest good checkpoint and halves its learning rates. Runs on every rank.
+        """Returns to the newest good checkpoint and halves its learning rates. Runs on every rank.
 
-        Raises:
-            FloatingPointError: There is none, or `MAX_ROLLBACKS` rollbacks to it did not help.
+        Raises FloatingPointError if there is none, or `MAX_ROLLBACKS` rollbacks to it did not help.
         """
         self._status.phase = f"rollback from epoch {found.epoch}, step {found.step}"
         if self._writer is not None:
             self._writer.wait(self._config.timeout_seconds * _WAIT_SHARE, self._status.tick)
-        step = self._newest()
+        step = self._find_newest()
         self._rollbacks = self._rollbacks + 1 if step == self._rolled_to else 1
         self._rolled_to = step
         if step is None or self._rollbacks > MAX_ROLLBACKS:
-            tried = (
-                "no checkpoint is there to go back to"
-                if step is None
-                else (f"{MAX_ROLLBACKS} times half the rate from step {step} did not help")
-            )
+            tried = f"{MAX_ROLLBACKS} times half the rate from step {step} did not help"
+            if step is None:
+                tried = "there is no checkpoint to return to"
             raise FloatingPointError(
                 f"{found}, and {tried}; lower learningRate, or look for rows that are not finite"
             )
         self._take_position(read_record(step_uri(self._root, step)).position, running)
         running.first_bad.reset()
         self.load(running, ROLLBACK_FACTOR**self._rollbacks)
-        self.due.written(step)
+        self.schedule.restart(step)
         if self._mesh.writes:
             _log.warning(
-                "the training goes back to the checkpoint of step %d, with its learning rates times %g",
+                "training rolls back to the checkpoint of step %d, with its learning rates times %g",
                 step,
                 ROLLBACK_FACTOR**self._rollbacks,
             )
@@ -206,22 +273,22 @@ class Recovery:
 
     def finish(self) -> None:
         """Waits for the last write. Runs on every rank, before the final weights are written."""
-        if not self.due.is_asked:
+        if not self.schedule.is_enabled:
             return
         self._status.phase = "waiting for the last checkpoint"
-        self._wait_for_parts()
-        solo = Solo(self._mesh, self._status.tick)
-        is_first = self._mesh.writes
-        if is_first and self._writer and not self._writer.wait(self._config.timeout_seconds, solo.progress):
+        self._wait_for_shards()
+        section = RankZeroSection(self._mesh, self._status.tick)
+        timeout = self._config.timeout_seconds
+        if self._mesh.writes and self._writer and not self._writer.wait(timeout, section.progress):
             # The final weights matter more than one more checkpoint before them.
-            self._note(self.due.last_step, "it was still being written when the training ended")
+            self._note(self.schedule.last_step, "it was still being written when the training ended")
             self._writer.abandon()
-        solo.end()
+        section.end()
 
-    def _wait_for_parts(self) -> bool:
-        """Waits for the other ranks' parts; returns whether this one's is over. Runs on every rank.
+    def _wait_for_shards(self) -> bool:
+        """Waits for the other ranks' shards; returns whether this rank's is written. Runs on every rank.
 
-        Rank 0 gives up a checkpoint of which a rank could neither write its part nor leave a word about it.
+        Rank 0 gives up a checkpoint if a rank could neither write its shard nor report that.
         """
         is_over = True
         if self._mesh.num_parts == 1:
@@ -233,18 +300,18 @@ class Recovery:
         flags = self._mesh.world.all_gather(torch.tensor([int(is_mute)]))
         mute = [rank for rank, flag in enumerate(flags) if int(flag)]
         if mute and self._mesh.writes and self._writer is not None:
-            self._writer.give_up(f"rank {mute[0]} could neither write its part nor tell why; its log does")
+            self._writer.give_up(f"rank {mute[0]} could neither write its shard nor report why; its log does")
         return is_over
 
-    def _newest(self) -> int | None:
-        """Returns the step of the checkpoint that rank 0 finds good."""
+    def _find_newest(self) -> int | None:
+        """Returns the step of the newest checkpoint that rank 0 finds good."""
         answer = torch.full((1,), -1, dtype=torch.int64)
-        solo = Solo(self._mesh, self._status.tick)
+        section = RankZeroSection(self._mesh, self._status.tick)
         if self._mesh.writes:
-            found = newest_good(self._root, solo.progress)
+            found = find_newest_good(self._root, section.progress)
             if found is not None:
                 answer[0] = found[0]
-        solo.end()
+        section.end()
         self._mesh.world.broadcast([answer])
         return int(answer) if int(answer) >= 0 else None
 
@@ -257,7 +324,7 @@ class Recovery:
         epoch, steps = position.finished_epochs, running.steps
         if position.steps_per_epoch != steps.in_epoch(epoch):
             raise ValueError(
-                f"{uri} is of a training with {position.steps_per_epoch} steps an epoch, this one has "
+                f"{uri} is of a training with {position.steps_per_epoch} steps per epoch, this one has "
                 f"{steps.in_epoch(epoch)}; give the same data and batchSize, or runUri a folder of its own"
             )
         if position.step - position.step_in_epoch != steps.before(epoch):
@@ -268,7 +335,7 @@ class Recovery:
             )
         if position.finished_epochs > self._config.epochs:
             raise ValueError(
-                f"{uri} has {position.finished_epochs} epochs behind it, this training has "
+                f"{uri} has finished {position.finished_epochs} epochs, this training has "
                 f"{self._config.epochs}; raise epochs, or give runUri a folder of its own"
             )
 

@@ -1,20 +1,19 @@
 """Copies a whole training, to resume it with any number of ranks and any sharding.
 
-    step-<10 digits>/           one checkpoint of the whole training; the digits are the optimizer steps taken
-      model.safetensors         the weights: rank 0's state dict, the adapters of `lora` not merged into it
+    step-<10 digits>/           one checkpoint; the digits are the optimizer steps taken
+      model.safetensors         rank 0's state dict, adapters of `lora` not merged
       optimizer.safetensors     the whole optimizer state: "<parameter>/<key>" -> tensor
-      average.safetensors       the moving average of the weights, where the training keeps one
-      ranks.safetensors         "<rank>/random/<generator>", "<rank>/buffers/<name>", "<rank>/totals",
-                                "<rank>/exchange/<name>",
-                                "<rank>/metrics/<label>/<piece>/...": each rank's own state
-      training.json             everything without a tensor: see `Record`; size and SHA-256 of the others
+      average.safetensors       the moving average of the weights, if the training keeps one
+      ranks.safetensors         each rank's state: "<rank>/random/<generator>", "<rank>/buffers/<name>",
+                                "<rank>/totals", "<rank>/exchange/<name>", "<rank>/metrics/<label>/..."
+      training.json             everything else (see `Record`), and size and SHA-256 of the files above
       checkpoint.json           `CheckpointInfo` with the SHA-256 of training.json; written last: it commits
 
-Where ranks hold other weights, along the mesh's axes 'pipeline', 'tensor' and 'expert', each of them writes
-a part of the first three, see `parts`. The rest does not depend on the number of ranks or on the part that
-each holds, up to the order of additions. Nothing in the files can run code: they are JSON and safetensors.
+With pipeline, tensor or expert parallelism, each rank with different weights writes one shard of the first
+three files (see `shards`). The other files do not depend on the number of ranks or their sharding, up to the
+order of additions. No file can run code: they are JSON and safetensors.
 
-Invariant: a `Snapshot` shares no memory with the training, so it may be written while the training goes on.
+Invariant: a `Snapshot` shares no memory with the training, so it can be written while training continues.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, whole
 from ringspark.estimators.training.checkpoint import tensor_file
-from ringspark.estimators.training.checkpoint.parts import (
-    Part,
-    PartError,
-    collect,
-    file_of,
-    files_of,
-)
 from ringspark.estimators.training.checkpoint.rank_state import GatheredRanks
 from ringspark.estimators.training.checkpoint.record import FileSum, Position, Record
+from ringspark.estimators.training.checkpoint.shards import (
+    CheckpointShard,
+    ShardError,
+    name_file,
+    name_files,
+    wait_for_shards,
+)
 from ringspark.estimators.training.checkpoint.weights import (
     WEIGHTS,
     CheckpointInfo,
@@ -57,13 +56,13 @@ AVERAGE = "average.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A rank's copy of what it writes of a training, on the CPU: all of it, or a part.
+    """The copy that one rank writes of a training, on the CPU: all of it, or one shard.
 
     Attributes:
-        ranks: The states of all ranks; empty except in the first part.
+        ranks: The states of all ranks; empty except in the first shard.
         average: None if the training keeps none.
         record: Lacks the digests of the unwritten files.
-        num_tensors: Weights of the whole network.
+        num_tensors: Number of weight tensors of the whole network.
     """
 
     weights: dict[str, torch.Tensor]
@@ -72,7 +71,7 @@ class Snapshot:
     average: dict[str, torch.Tensor] | None
     record: Record
     num_tensors: int
-    part: Part = field(default_factory=Part)
+    shard: CheckpointShard = field(default_factory=CheckpointShard)
 
 
 def take_snapshot(
@@ -83,33 +82,33 @@ def take_snapshot(
     progress: Callable[[], None] = lambda: None,
     average: Mapping[str, torch.Tensor] | None = None,
 ) -> Snapshot | None:
-    """Copies a training. Runs on every rank; those that write nothing get None.
+    """Copies a training. Runs on every rank; ranks that write nothing get None.
 
     Args:
         ranks: The states of all ranks; None for none.
-        writes: Whether this rank copies a whole network: rank 0, which gets all of the optimizer's state.
-            Of a network that is spread, each rank copies what its part of the checkpoint has.
+        writes: Whether this rank (rank 0) copies a network that every rank has. Unused if the network is
+            spread over ranks: then each rank copies its shard.
         progress: Called after each copied tensor.
         average: The moving average of the weights; None if the training keeps none.
 
     Raises:
-        ValueError: The optimizer keeps something that cannot be saved.
+        ValueError: The optimizer state holds something that cannot be saved.
         FloatingPointError: A trained weight is not finite; raised on rank 0.
     """
     ranks = ranks or GatheredRanks()
     state = sync.optimizer_state()
     weights = sync.network.state_dict()
     if (layout := layout_of(sync.network)) is not None:
-        return _take_part(sync, layout, state, weights, position, ranks, progress, average)
+        return _take_shard(sync, layout, state, weights, position, ranks, progress, average)
     if not writes:
-        # All ranks exchange the parts of tensors in the same order, that of `ordered`.
+        # All ranks exchange shards of tensors in the order of `order_names`.
         tensor_file.assist(weights)
         tensor_file.assist(average or {})
         return None
-    copies = _copies(weights, progress)
-    averaged = _copies(average or {}, progress)
+    copies = _copy_all(weights, progress)
+    averaged = _copy_all(average or {}, progress)
     trained = {name for name, parameter in sync.network.named_parameters() if parameter.requires_grad}
-    if (bad := _not_finite(copies, trained)) is not None:
+    if (bad := _find_not_finite(copies, trained)) is not None:
         raise _not_finite_error(bad, position)
     values = {
         name: {key: value for key, value in own.items() if not isinstance(value, torch.Tensor)}
@@ -117,15 +116,15 @@ def take_snapshot(
     }
     return Snapshot(
         weights=copies,
-        optimizer=_copies(_tensors_of(state), progress),
+        optimizer=_copy_all(_state_tensors(state), progress),
         ranks=ranks,
         average=averaged or None,
-        record=_record(sync, position, values, ranks),
+        record=_make_record(sync, position, values, ranks),
         num_tensors=len(copies),
     )
 
 
-def _take_part(
+def _take_shard(
     sync: GradientSync,
     layout: ModelLayout,
     state: OptimizerState,
@@ -135,25 +134,25 @@ def _take_part(
     progress: Callable[[], None],
     average: Mapping[str, torch.Tensor] | None,
 ) -> Snapshot | None:
-    """Copies this rank's part of a network that is spread; only what describes the tensors travels."""
+    """Copies this rank's shard of a network that is spread over ranks; only metadata is sent."""
     mesh = layout.mesh
     values = layout.merged_values(state)
     kept = {layout.whole_name(name): own for name, own in state.items()}
     averaged = {layout.whole_name(name): tensor for name, tensor in (average or {}).items()}
-    contents: dict[str, Mapping[str, torch.Tensor]] = {WEIGHTS: weights, OPTIMIZER: _tensors_of(kept)}
+    contents: dict[str, Mapping[str, torch.Tensor]] = {WEIGHTS: weights, OPTIMIZER: _state_tensors(kept)}
     if average is not None:
-        # Also where this rank's is empty, as in a stage whose parameters are all frozen.
+        # Even if it is empty here, as in a stage whose parameters are all frozen.
         contents[AVERAGE] = averaged
     pieces = {name: layout.pieces(tensors) for name, tensors in contents.items()}
-    # A sharding may have cut what this rank has once more; then its ranks are here together.
-    copies = {name: _copies(tensors, progress, pieces[name].names) for name, tensors in contents.items()}
-    bad = _not_finite(copies[WEIGHTS], set(layout.trained)) or ""
+    # If this rank's tensors are sharded once more, the ranks of that sharding run this together.
+    copies = {name: _copy_all(tensors, progress, pieces[name].names) for name, tensors in contents.items()}
+    bad = _find_not_finite(copies[WEIGHTS], set(layout.trained)) or ""
     found = [text.decode() for text in gather_bytes(mesh.world, bad.encode(), to_all=False)]
     if any(found):
         raise _not_finite_error(next(filter(None, found)), position)
     if mesh.part is None:
         return None
-    record = _record(sync, position, values, ranks)
+    record = _make_record(sync, position, values, ranks)
     if mesh.num_parts > 1:
         spreads = {name: found.spreads for name, found in pieces.items()}
         record = replace(record, num_parts=mesh.num_parts, spreads=spreads)
@@ -164,11 +163,11 @@ def _take_part(
         average=copies[AVERAGE] if AVERAGE in pieces and pieces[AVERAGE].total else None,
         record=record,
         num_tensors=pieces[WEIGHTS].total,
-        part=Part(mesh.part, mesh.num_parts),
+        shard=CheckpointShard(mesh.part, mesh.num_parts),
     )
 
 
-def _record(
+def _make_record(
     sync: GradientSync, position: Position, values: dict[str, dict[str, Any]], ranks: GatheredRanks
 ) -> Record:
     return Record(
@@ -180,7 +179,7 @@ def _record(
     )
 
 
-def _tensors_of(state: OptimizerState) -> dict[str, torch.Tensor]:
+def _state_tensors(state: OptimizerState) -> dict[str, torch.Tensor]:
     return {
         f"{name}/{key}": value
         for name, own in state.items()
@@ -189,10 +188,10 @@ def _tensors_of(state: OptimizerState) -> dict[str, torch.Tensor]:
     }
 
 
-def _not_finite(copies: Mapping[str, torch.Tensor], trained: set[str]) -> str | None:
-    """Returns the name of a trained weight that is not finite."""
+def _find_not_finite(copies: Mapping[str, torch.Tensor], trained: set[str]) -> str | None:
+    """Returns the name of a trained weight that is not finite, or None."""
     for name in sorted(trained & copies.keys()):
-        # A float64 sum of fp32 weights cannot overflow, and is not finite if one of them is not.
+        # A float64 sum of fp32 weights cannot overflow, and is finite only if all weights are.
         if copies[name].is_floating_point() and not bool(copies[name].sum(dtype=torch.float64).isfinite()):
             return name
     return None
@@ -205,18 +204,18 @@ def _not_finite_error(name: str, position: Position) -> FloatingPointError:
     )
 
 
-def _copies(
+def _copy_all(
     tensors: Mapping[str, torch.Tensor],
     progress: Callable[[], None],
     names: frozenset[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Copies tensors, of which the ranks may hold parts; they send them in this order.
+    """Copies tensors to the CPU in the same order on all ranks, which may hold shards of them.
 
     Args:
-        names: Those that are wanted; None for all. Of the others, this rank only sends its parts.
+        names: Tensors to copy; None for all. This rank only sends its shards of the others.
     """
     copies: dict[str, torch.Tensor] = {}
-    for name in tensor_file.ordered(tensors):
+    for name in tensor_file.order_names(tensors):
         if names is None or name in names:
             copies[name] = _copy(tensors[name])
         else:
@@ -226,7 +225,7 @@ def _copies(
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy in memory of its own on the CPU, in row-major order."""
+    """Returns a row-major copy on the CPU, in memory of its own."""
     if hasattr(tensor, "full_tensor"):
         full = whole(tensor)
         assert isinstance(full, torch.Tensor)
@@ -235,21 +234,20 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lambda: None) -> CheckpointInfo:
-    """Writes a checkpoint to the folder `uri`, its record last; of several parts, the first one.
+    """Writes a checkpoint, or its first shard, to the folder `uri` and commits it.
+
+    Raises ShardError if another shard was not written.
 
     Args:
-        check: Called before each block, and while other parts are missing; may raise to give up.
-
-    Raises:
-        PartError: Another part was not written.
+        check: Called before each block and while other shards are missing; may raise to give up.
     """
-    part = snapshot.part
-    files = write_part(uri, snapshot, check) | collect(uri, part, check)
-    kinds = contents_of(snapshot)
-    expected = {RANKS, *(name for kind in kinds for name in files_of(kind, part.of, part.token))}
+    shard = snapshot.shard
+    files = write_shard(uri, snapshot, check) | wait_for_shards(uri, shard, check)
+    kinds = _contents(snapshot)
+    expected = {RANKS, *(name for kind in kinds for name in name_files(kind, shard.of, shard.token))}
     if files.keys() != expected:
-        raise PartError(f"the parts are {sorted(files)}, where {sorted(expected)} should be")
-    text = replace(snapshot.record, files=files, token=part.token).to_json().encode()
+        raise ShardError(f"the shards are {sorted(files)}, but must be {sorted(expected)}")
+    text = replace(snapshot.record, files=files, token=shard.token).to_json().encode()
     check()
     storage.write_atomic(storage.join(uri, RECORD), text)
     check()
@@ -257,7 +255,7 @@ def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lam
     info = CheckpointInfo(
         epoch=position.epoch,
         step=position.step,
-        num_bytes=sum(files[name].bytes for name in files_of(WEIGHTS, part.of, part.token)),
+        num_bytes=sum(files[name].bytes for name in name_files(WEIGHTS, shard.of, shard.token)),
         num_tensors=snapshot.num_tensors,
         training_sha256=hashlib.sha256(text).hexdigest(),
     )
@@ -265,36 +263,31 @@ def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lam
     return info
 
 
-def contents_of(snapshot: Snapshot) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns what is written in parts, by the name of the file of one part."""
+def _contents(snapshot: Snapshot) -> dict[str, dict[str, torch.Tensor]]:
     contents = {WEIGHTS: snapshot.weights, OPTIMIZER: snapshot.optimizer}
     return contents if snapshot.average is None else contents | {AVERAGE: snapshot.average}
 
 
-def write_part(uri: str, snapshot: Snapshot, check: Callable[[], None] = lambda: None) -> dict[str, FileSum]:
-    """Writes this rank's files; returns their lengths and digests.
-
-    Args:
-        check: As in `write_snapshot`.
-    """
-    part = snapshot.part
+def write_shard(uri: str, snapshot: Snapshot, check: Callable[[], None] = lambda: None) -> dict[str, FileSum]:
+    """Writes this rank's files; returns their sizes and digests. `check` is as in `write_snapshot`."""
+    shard = snapshot.shard
     writes: dict[str, Callable[[Any], object]] = {
-        file_of(kind, part.number, part.of, part.token): partial(tensor_file.write, own)
-        for kind, own in contents_of(snapshot).items()
+        name_file(kind, shard.number, shard.of, shard.token): partial(tensor_file.write, own)
+        for kind, own in _contents(snapshot).items()
     }
-    if not part.number:
+    if not shard.number:
         writes[RANKS] = snapshot.ranks.write
     files = {}
     for name, write in writes.items():
         with replacing(uri, name) as target:
-            summed = _Summing(target, check)
-            write(summed)
-        files[name] = FileSum(bytes=summed.num_bytes, sha256=summed.digest.hexdigest())
+            hashing = _HashingFile(target, check)
+            write(hashing)
+        files[name] = FileSum(bytes=hashing.num_bytes, sha256=hashing.digest.hexdigest())
     return files
 
 
-class _Summing:
-    """A file to write to that counts the bytes and computes their SHA-256."""
+class _HashingFile:
+    """A writable file that counts its bytes and computes their SHA-256."""
 
     def __init__(self, file: IO[bytes], check: Callable[[], None]) -> None:
         self._file = file

@@ -1,13 +1,12 @@
 """Writes and reads a state dict as a `.safetensors` file without holding all of it in memory.
 
-The safetensors library writes to a local path, or returns the bytes of the whole file. Here one tensor at a
-time is written in blocks, to any open file, such as one in an object store: the peak is one block on the
-CPU, or one tensor if the weights are on a GPU. The
-format (https://github.com/huggingface/safetensors): eight bytes with the length of a JSON header, the
-header, the tensors end to end.
+The safetensors library writes to a local path, or returns the bytes of the whole file. This module writes one
+tensor at a time, in blocks, to any open file, such as one in an object store. Peak memory is one block on the
+CPU, or one tensor for weights on a GPU. The format (https://github.com/huggingface/safetensors): eight bytes
+with the length of a JSON header, the header, the tensors end to end.
 
-Reading maps the file: nothing is copied, pages are loaded when they are used, and all processes of a host
-share them. The mapping is private, so a module that changes a buffer changes its own copy.
+Reading maps the file: pages are loaded when they are used, and all processes of a host share them. The
+mapping is private, so a module that changes a buffer changes its own copy.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ringspark.estimators.parallel.optimizer_state import whole
-from ringspark.estimators.training.checkpoint.solo import Solo
+from ringspark.estimators.training.checkpoint.rank_zero import RankZeroSection
 from ringspark.pipelines.typed_json import parse_object
 
 BLOCK_BYTES = 16 << 20
 
-# Longer headers are refused, as by the library.
+# The limit of the safetensors library.
 _MAX_HEADER = 100_000_000
 
 # The tensors start at a multiple of this many bytes, the width of vector loads.
@@ -53,11 +52,7 @@ DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def check_state(state: Mapping[str, object]) -> None:
-    """Refuses a state dict that no checkpoint can hold; cheap enough to run before a training.
-
-    Raises:
-        ValueError: A value is no dense tensor, or has a dtype that the format lacks.
-    """
+    """Raises ValueError if a checkpoint cannot hold the state dict; cheap enough to run before a training."""
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(
@@ -72,46 +67,38 @@ def check_state(state: Mapping[str, object]) -> None:
         if tensor.dtype not in _NAMES:
             raise ValueError(
                 f"the model's tensor {name!r} has dtype {tensor.dtype}, which a checkpoint cannot hold; "
-                f"known are {', '.join(str(dtype).removeprefix('torch.') for dtype in _NAMES)}"
+                f"supported are {', '.join(str(dtype).removeprefix('torch.') for dtype in _NAMES)}"
             )
 
 
-def write(state: Mapping[str, torch.Tensor], file: IO[bytes], solo: Solo | None = None) -> int:
-    """Writes the tensors, each under its own name, even if two share memory.
+def write(state: Mapping[str, torch.Tensor], file: IO[bytes], section: RankZeroSection | None = None) -> int:
+    """Writes each tensor under its own name, even if two share memory; returns the number of bytes.
+
+    Raises ValueError like `check_state`.
 
     Args:
-        solo: Lets the ranks wait that run `assist`.
-
-    Returns:
-        The number of bytes written.
-
-    Raises:
-        ValueError: Like `check_state`.
+        section: Reports progress to the ranks that run `assist`.
     """
     check_state(state)
-    header, _ = header_of(state)
+    header, _ = make_header(state)
     file.write(header)
-    has_parts = _has_parts(state)
-    for name in ordered(state):
+    is_sharded = _is_sharded(state)
+    for name in order_names(state):
         for block in _blocks(state[name]):
             file.write(block)
-            if solo is not None:
-                solo.progress()
-        if solo is not None and has_parts:
-            solo.end()
+            if section is not None:
+                section.progress()
+        if section is not None and is_sharded:
+            section.end()
     return len(header) + sum(tensor.numel() * tensor.element_size() for tensor in state.values())
 
 
-def header_of(state: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
-    """Returns what a file begins with, and the byte at which each tensor starts.
-
-    Args:
-        state: Dtypes and shapes count alone, so the tensors may be on the device "meta".
-    """
+def make_header(state: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
+    """Returns the beginning of a file and the start byte of each tensor; tensors may be on "meta"."""
     entries: dict[str, object] = {}
     starts: dict[str, int] = {}
     end = 0
-    for name in ordered(state):
+    for name in order_names(state):
         start, end = end, end + state[name].numel() * state[name].element_size()
         entries[name] = {
             "dtype": _NAMES[state[name].dtype],
@@ -125,40 +112,36 @@ def header_of(state: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]
     return header, {name: len(header) + start for name, start in starts.items()}
 
 
-def assist(state: Mapping[str, torch.Tensor], solo: Solo | None = None) -> None:
-    """Sends this rank's parts of tensors to the rank that calls `write`; all other ranks call this.
+def assist(state: Mapping[str, torch.Tensor], section: RankZeroSection | None = None) -> None:
+    """Sends this rank's shards (`DTensor`) to the rank that calls `write`; all other ranks call this.
 
-    Only parts of tensors (`DTensor`) travel, one tensor at a time.
-
-    Raises:
-        ValueError: Like `check_state`, so that no rank waits for the others.
+    Raises ValueError like `check_state`, so that no rank waits for the others.
     """
     check_state(state)
-    has_parts = _has_parts(state)
-    for name in ordered(state):
+    is_sharded = _is_sharded(state)
+    for name in order_names(state):
         whole(state[name])
-        # After each tensor, also a whole one: a rank that sent its next part would not hear of progress.
-        if solo is not None and has_parts:
-            solo.end()
+        # After every tensor, whole ones too: a rank that sent its next shard would not hear of progress.
+        if section is not None and is_sharded:
+            section.end()
 
 
-def _has_parts(state: Mapping[str, torch.Tensor]) -> bool:
+def _is_sharded(state: Mapping[str, torch.Tensor]) -> bool:
     return any(hasattr(tensor, "full_tensor") for tensor in state.values())
 
 
-def ordered(state: Mapping[str, torch.Tensor]) -> list[str]:
-    """Returns the names by falling width of their numbers: each tensor starts at a multiple of its width."""
+def order_names(state: Mapping[str, torch.Tensor]) -> list[str]:
+    """Returns the names by falling element size, so that each tensor starts at a multiple of its own."""
     return sorted(state, key=lambda name: (-state[name].element_size(), name))
 
 
 def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
-    """Reads the header from the beginning of a file, and nothing behind it.
+    """Reads the header from the beginning of a file, and nothing after it.
+
+    Raises ValueError if it is no header.
 
     Returns:
-        Tensor -> its "dtype", "shape" and "data_offsets", unchecked; and the byte at which tensors begin.
-
-    Raises:
-        ValueError: It is no header.
+        Tensor -> its "dtype", "shape" and "data_offsets", unchecked; and the first byte of the tensors.
     """
     length = int.from_bytes(file.read(8), "little")
     text = file.read(length) if length <= _MAX_HEADER else b""
@@ -173,8 +156,8 @@ def read(path: str | Path, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Returns the tensors of a local file; on the CPU they are views of the mapped file.
 
     Raises:
-        ValueError: The file is not what `write` wrote.
-        MemoryError: This process may not map as much.
+        ValueError: The file is damaged.
+        MemoryError: This process may not map that much.
     """
     try:
         return load_file(path, device=device)
@@ -183,7 +166,7 @@ def read(path: str | Path, device: str = "cpu") -> dict[str, torch.Tensor]:
             raise MemoryError(
                 f"{path} has {os.path.getsize(path):,} bytes, which this process may not map ({error}); give "
                 "it more memory, see spark.executor.pyspark.memory, or let transform map one tensor at a "
-                "time by inferenceOffload='disk'"
+                "time with inferenceOffload='disk'"
             ) from error
         if isinstance(error, OSError):
             raise _unreadable(path, error) from error

@@ -1,12 +1,12 @@
-"""Saves and loads weights as safetensors + JSON in one folder, the JSON written last.
+"""Saves and loads weights as safetensors and JSON in one folder; the JSON file is written last.
 
     checkpoint/
-      model.safetensors   the state dict, adapters merged into it; nothing in it can run code
-      adapter.safetensors what a training with `lora` trained: its small matrices and what was trained beside
+      model.safetensors   the state dict, adapters merged; nothing in it can run code
+      adapter.safetensors the parameters that a training with `lora` trained
       checkpoint.json     format version, tensor count, bytes, epoch and step: its presence commits
 
-Weights are written in blocks and mapped when read (see `tensor_file`), so only the disk bounds their size.
-An existing file is replaced, never written into: a process that has mapped the old one keeps it.
+Weights are written in blocks and mapped when read (see `tensor_file`), so only the disk limits their size.
+Files are replaced, never written into: a process that has mapped the old file keeps it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.optimizer_state import part_of
 from ringspark.estimators.training.checkpoint import tensor_file
-from ringspark.estimators.training.checkpoint.solo import Solo
+from ringspark.estimators.training.checkpoint.rank_zero import RankZeroSection
 from ringspark.estimators.training.checkpoint.streamed_file import StreamedFile
 from ringspark.models.disk_offload import offload_to_disk
 from ringspark.models.lora import adapter_state, merged_state
@@ -45,9 +45,10 @@ COMMIT = "checkpoint.json"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """The committed record of a checkpoint; `checkpoint_id` tells it from any other.
+    """The committed record of a checkpoint.
 
     Attributes:
+        checkpoint_id: Unique per checkpoint.
         training_sha256: Digest of `training.json` in the same folder; None if there are only weights.
     """
 
@@ -63,34 +64,32 @@ class CheckpointInfo:
 def save_together(
     uri: str, module: nn.Module, mesh: RankMesh, tick: Callable[[], None], *, epoch: int, step: int
 ) -> None:
-    """Runs on every rank: rank 0 writes as `save_checkpoint` does, the others send it their parts.
+    """Writes like `save_checkpoint`; other ranks send rank 0 their shards. Runs on every rank.
 
     Args:
-        tick: Notes progress, with each block that the store has taken and on all ranks.
+        tick: Called on all ranks after each block written to the store.
     """
-    solo = Solo(mesh, tick)
+    section = RankZeroSection(mesh, tick)
     if mesh.writes:
-        save_checkpoint(uri, module, epoch=epoch, step=step, solo=solo)
+        save_checkpoint(uri, module, epoch=epoch, step=step, section=section)
     else:
-        for state in _states(module).values():
-            tensor_file.assist(state, solo)
-    solo.end()
+        for state in _collect_states(module).values():
+            tensor_file.assist(state, section)
+    section.end()
 
 
 def save_checkpoint(
-    uri: str, module: nn.Module, *, epoch: int = 0, step: int = 0, solo: Solo | None = None
+    uri: str, module: nn.Module, *, epoch: int = 0, step: int = 0, section: RankZeroSection | None = None
 ) -> CheckpointInfo:
     """Writes the module's state dict to the folder `uri`; a reader sees all of it or none.
 
-    The state dict is that of the network with its adapters merged; they have a file of their own.
-
-    Raises:
-        ValueError: The state dict holds something other than dense tensors of numbers.
+    Adapters are merged into the state dict, and also written to a file of their own. Raises ValueError if
+    the state dict holds something other than dense tensors of numbers.
     """
-    states, num_bytes = _states(module), {}
+    states, num_bytes = _collect_states(module), {}
     for name, state in states.items():
         with replacing(uri, name) as target:
-            num_bytes[name] = tensor_file.write(state, target, solo)
+            num_bytes[name] = tensor_file.write(state, target, section)
     info = CheckpointInfo(
         epoch=epoch, step=step, num_bytes=num_bytes[WEIGHTS], num_tensors=len(states[WEIGHTS])
     )
@@ -98,8 +97,8 @@ def save_checkpoint(
     return info
 
 
-def _states(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns the tensors of each file. Runs on every rank where the ranks hold parts of the weights."""
+def _collect_states(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """Returns the tensors of each file. Runs on every rank if the weights are sharded."""
     if (layout := layout_of(module)) is not None:
         return {WEIGHTS: layout.shared(module.state_dict())}
     adapter = adapter_state(module)
@@ -107,11 +106,7 @@ def _states(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def read_adapter(uri: str) -> dict[str, torch.Tensor]:
-    """Returns the tensors of the adapter in folder `uri`, in memory of their own.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Returns copies of the tensors of the adapter in folder `uri`. Raises ValueError if there is none."""
     if not storage.exists(storage.join(uri, ADAPTER)):
         raise ValueError(f"{uri} holds no adapter; fit with lora={{'rank': ..., 'targets': [...]}}")
     with local_file(uri, ADAPTER) as path:
@@ -125,7 +120,7 @@ def commit_checkpoint(uri: str, info: CheckpointInfo) -> None:
 
 @contextmanager
 def replacing(uri: str, name: str) -> Iterator[IO[bytes]]:
-    """Yields a file to write; once complete, it replaces `name` in the folder `uri`."""
+    """Yields a file to write; when it is complete, it replaces `name` in the folder `uri`."""
     storage.make_dirs(uri)
     if not storage.is_local(uri):
         # An object store keeps the old object until the new one is complete.
@@ -136,7 +131,7 @@ def replacing(uri: str, name: str) -> Iterator[IO[bytes]]:
                 _discard(file)
                 raise
         return
-    # Not into the old file: a process that has mapped it would crash or read the new numbers.
+    # Never into the old file: a process that has mapped it would crash or read the new numbers.
     temporary = os.path.join(uri, f".{name}.{uuid.uuid4().hex}")
     try:
         with open(temporary, "wb") as file:
@@ -148,9 +143,9 @@ def replacing(uri: str, name: str) -> Iterator[IO[bytes]]:
 
 
 def _discard(file: IO[bytes]) -> None:
-    """Has an object store forget what was written, which fsspec would upload when the file is closed."""
+    """Discards what was written; fsspec would upload it when the file is closed."""
     if isinstance(file, AbstractBufferedFile):
-        with suppress(Exception):  # a store's client raises what it likes
+        with suppress(Exception):  # store clients raise exceptions of any type
             file.discard()
         file.closed = True
 
@@ -158,8 +153,7 @@ def _discard(file: IO[bytes]) -> None:
 def read_info(uri: str) -> CheckpointInfo:
     """Returns the record of the checkpoint in folder `uri`.
 
-    Raises:
-        ValueError: There is none, it is damaged, or a newer version of the format wrote it.
+    Raises ValueError if there is none, it is damaged, or a newer version of the format wrote it.
     """
     commit = storage.join(uri, COMMIT)
     if not storage.exists(commit):
@@ -168,11 +162,11 @@ def read_info(uri: str) -> CheckpointInfo:
 
 
 def parse_info(text: bytes, uri: str) -> CheckpointInfo:
-    """Parses the record from the bytes of its file.
+    """Parses the file of a record; `uri` names its folder in messages.
 
     Raises:
-        OtherFormatError: Another version of the format wrote them.
-        ValueError: They are damaged.
+        OtherFormatError: Another version of the format wrote it.
+        ValueError: It is damaged.
     """
     try:
         return record(CheckpointInfo, versioned(text, FORMAT_VERSION))
@@ -187,11 +181,10 @@ def load_checkpoint(
 ) -> CheckpointInfo:
     """Copies the checkpoint in folder `uri` into the module's own tensors.
 
-    Args:
-        tick: Notes progress, see `local_file`.
+    Raises ValueError if there is no checkpoint, it is damaged, or its tensors are not this module's.
 
-    Raises:
-        ValueError: There is no checkpoint, it is damaged, or its tensors are not this module's.
+    Args:
+        tick: See `local_file`.
     """
     info = read_info(uri)
     with local_file(uri, WEIGHTS, tick) as path:
@@ -202,22 +195,21 @@ def load_checkpoint(
 def load_state(uri: str, module: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
     """Copies the whole network's tensors into the module's own; `uri` names them in messages.
 
-    Raises:
-        ValueError: They are not this module's.
+    Raises ValueError if they are not this module's.
     """
     layout, held, state = layout_of(module), module.state_dict(), {}
-    # By name, because each tensor may have to be put together first, of which a rank may need only a part.
+    # By name: each access may join a tensor from pieces, of which a rank may need only a shard.
     for name in whole:
         if layout is not None and name not in held:
             continue
         tensor = whole[name] if layout is None else layout.own(name, whole[name])
         own = held.get(name)
         if own is not None and hasattr(own, "full_tensor") and tensor.shape == own.shape:
-            # Sharded: each rank takes its part of the file.
+            # Each rank takes its own shard.
             tensor = part_of(tensor, own)
         state[name] = tensor
         del tensor
-    with _of_this_model(uri):
+    with _model_errors(uri):
         module.load_state_dict(state)
 
 
@@ -229,26 +221,24 @@ def map_checkpoint(
     expected_id: str | None = None,
     tick: Callable[[], None] | None = None,
 ) -> CheckpointInfo:
-    """Makes the tensors of the checkpoint in folder `uri` the module's own; on the CPU nothing is copied.
+    """Makes the tensors of the checkpoint in folder `uri` the module's own; on the CPU without a copy.
+
+    Raises ValueError if there is no checkpoint, it is damaged, its tensors are not this module's, or its
+    id is not the expected one.
 
     Args:
-        uri: Folder of the checkpoint; a local file is mapped in place, from another store it is copied.
-        module: May be a skeleton. Tensors that no checkpoint holds also move to `device`.
-        device: Device of the module afterwards.
-        cache: Local folder for that copy, which processes share and the folder's owner removes; without
-            it the copy is this process's own and vanishes with it.
+        uri: Folder of the checkpoint. A local file is mapped in place; a remote one is downloaded.
+        module: May be a meta-device module. Tensors that no checkpoint holds also move to `device`.
+        cache: Local folder for the download, shared by processes and removed by its owner. Without it, the
+            download is this process's own and is removed.
         expected_id: `checkpoint_id` that the folder must have; None accepts any.
-        tick: Notes progress, see `local_file`.
-
-    Raises:
-        ValueError: There is no checkpoint, it is damaged, its tensors are not this module's, or it is not
-            the expected one.
+        tick: See `local_file`.
     """
     with _held(uri, cache, expected_id, tick) as (info, path):
         state = _read(uri, path, info, device)
-        # Record and tensors are two files: the folder may have been replaced between them.
+        # Record and tensors are two files; the folder may have been replaced between reading them.
         _check_still(uri, info)
-        with _of_this_model(uri):
+        with _model_errors(uri):
             fill(module, state)
     if device != "cpu":
         module.to(device)
@@ -262,25 +252,21 @@ def stream_checkpoint(
     cache: str | None = None,
     expected_id: str | None = None,
 ) -> CheckpointInfo:
-    """Lets the module read the tensors of the checkpoint in folder `uri` where its forward pass uses them.
+    """Lets the module's forward pass read each tensor of the checkpoint in folder `uri` when it is used.
 
-    Small tensors are read once and kept. The file may be removed meanwhile.
+    Small tensors are read once and kept. The file may be removed meanwhile. Raises ValueError like
+    `map_checkpoint`, and if the module cannot fetch its tensors one by one.
 
     Args:
-        uri: As `map_checkpoint` takes it.
-        module: A skeleton. Tensors that no checkpoint holds move to `device`.
+        uri, cache, expected_id: See `map_checkpoint`.
+        module: A meta-device module. Tensors that no checkpoint holds move to `device`.
         device: Device on which the module finds its tensors.
-        cache: As `map_checkpoint` takes it.
-        expected_id: As `map_checkpoint` takes it.
-
-    Raises:
-        ValueError: Like `map_checkpoint`; or the module cannot fetch its tensors one by one.
     """
     with _held(uri, cache, expected_id) as (info, path):
         _check_size(uri, path, info)
         file = StreamedFile(path)
         _check_still(uri, info)
-        with _of_this_model(uri):
+        with _model_errors(uri):
             fill(module, file.small())
     offload_to_disk(module, file, device)
     return info
@@ -289,20 +275,19 @@ def stream_checkpoint(
 def map_file(path: str, module: nn.Module, uri: str) -> None:
     """Makes the tensors of a local file the module's own on the CPU; `uri` names it in messages.
 
-    Raises:
-        ValueError: The file is damaged, or its tensors are not this module's.
+    Raises ValueError if the file is damaged, or its tensors are not this module's.
     """
     state = tensor_file.read(path)
-    with _of_this_model(uri):
+    with _model_errors(uri):
         fill(module, state)
 
 
 @contextmanager
 def local_file(uri: str, name: str, tick: Callable[[], None] | None = None) -> Iterator[str]:
-    """Yields a local path of the file `name` in folder `uri`; a copy is removed, but mappings of it stay.
+    """Yields a local path of file `name` in folder `uri`; a download is removed, but mappings of it stay.
 
     Args:
-        tick: Notes progress, with each block that a remote store has given.
+        tick: Called after each downloaded block.
     """
     if storage.is_local(uri):
         storage.check_inside(uri, name)
@@ -318,39 +303,38 @@ def local_file(uri: str, name: str, tick: Callable[[], None] | None = None) -> I
 def _held(
     uri: str, cache: str | None, expected_id: str | None, tick: Callable[[], None] | None = None
 ) -> Iterator[tuple[CheckpointInfo, str]]:
-    """Yields the record of the checkpoint that is expected, and a local path of its tensors."""
+    """Yields the record of the checkpoint, after checking its id, and a local path of its tensors."""
     info = read_info(uri)
     if expected_id is not None and info.checkpoint_id != expected_id:
-        raise _replaced(uri)
+        raise _replaced_error(uri)
     copied = None if cache is None or storage.is_local(uri) else _shared_copy(uri, info, cache)
     with local_file(uri, WEIGHTS, tick) if copied is None else nullcontext(copied) as path:
         yield info, path
 
 
 def _shared_copy(uri: str, info: CheckpointInfo, cache: str) -> str:
-    """Returns the copy that all processes with this cache folder share; the first one makes it."""
+    """Returns the download that all processes with this cache folder share; the first one makes it."""
     import fcntl
 
     path = os.path.join(cache, f"ringspark-{info.checkpoint_id}.safetensors")
     with open(f"{path}.lock", "wb") as lock:
-        # Released when the file is closed, also if the process dies.
+        # Released when the file is closed, even if the process dies.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not os.path.exists(path):
             _download(storage.join(uri, WEIGHTS), f"{path}.part")
-            # Checked first: from here on, the copy serves all processes under this id.
+            # Checked before the rename: from then on, all processes use the download under this id.
             _check_still(uri, info)
             os.replace(f"{path}.part", path)
     return path
 
 
 def _check_still(uri: str, info: CheckpointInfo) -> None:
-    """Refuses a folder whose checkpoint was replaced since `info` was read."""
     if read_info(uri).checkpoint_id != info.checkpoint_id:
-        raise _replaced(uri)
+        raise _replaced_error(uri)
 
 
-def _replaced(uri: str) -> ValueError:
-    return ValueError(f"{uri} holds the weights of another model by now; load the model again")
+def _replaced_error(uri: str) -> ValueError:
+    return ValueError(f"{uri} now has the weights of another model; load the model again")
 
 
 def _download(uri: str, path: str, tick: Callable[[], None] | None = None) -> None:
@@ -368,22 +352,22 @@ def _read(uri: str, path: str, info: CheckpointInfo, device: str) -> dict[str, t
 
 def _check_size(uri: str, path: str, info: CheckpointInfo) -> None:
     if not os.path.exists(path):
-        raise ValueError(f"{uri} holds no {WEIGHTS} any more; take another checkpoint")
+        raise ValueError(f"{uri} holds no {WEIGHTS}; take another checkpoint")
     size = os.path.getsize(path)
     if size != info.num_bytes:
         raise ValueError(
-            f"{uri}/{WEIGHTS} has {size} bytes, {info.num_bytes} were written; "
+            f"{uri}/{WEIGHTS} has {size} bytes, but {info.num_bytes} were written; "
             "the file is damaged, take another checkpoint"
         )
 
 
 @contextmanager
-def _of_this_model(uri: str) -> Iterator[None]:
+def _model_errors(uri: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # torch puts each difference on a line of its own.
+        # torch puts each difference on its own line.
         differences = " ".join(str(error).split())
         raise ValueError(
-            f"the checkpoint {uri} is not of this model: {differences}; take the model that it was made of"
+            f"the checkpoint {uri} is not of this model: {differences}; take the model that it was made from"
         ) from error

@@ -1,6 +1,6 @@
-"""Writes checkpoints in a thread, one at a time, while the training goes on.
+"""Writes checkpoints in a thread, one at a time, while training continues.
 
-A failed write costs that checkpoint but not the training: it is logged and kept in `errors`, and the next
+A failed write costs that checkpoint, not the training: it is logged and kept in `errors`, and the next
 checkpoint is tried when it is due. A half-written folder is removed if the store allows it.
 """
 
@@ -19,13 +19,13 @@ from ringspark.estimators.training.checkpoint.folders import (
     remove_unfinished_one,
     step_uri,
 )
-from ringspark.estimators.training.checkpoint.parts import PartError, tell
-from ringspark.estimators.training.checkpoint.snapshot import Snapshot, write_part, write_snapshot
+from ringspark.estimators.training.checkpoint.shards import ShardError, report_shard
+from ringspark.estimators.training.checkpoint.snapshot import Snapshot, write_shard, write_snapshot
 
-# Number of errors that a result reports; the log has all.
+# Number of errors that a result reports; all are logged.
 MAX_ERRORS = 20
 _LOOK_SECONDS = 1.0
-# Short, because after a failure somebody waits for the end of the training.
+# Short, because after a failure the user waits for the end of the training.
 _LAST_SECONDS = 2.0
 
 _log = logging.getLogger(__name__)
@@ -36,11 +36,11 @@ class _AbandonedError(Exception):
 
 
 class BackgroundWriter:
-    """Writes checkpoints on rank 0, and parts of them on other ranks.
+    """Writes checkpoints on rank 0, and shards of them on other ranks.
 
     Attributes:
         errors: One sentence per checkpoint that could not be written, at most `MAX_ERRORS`.
-        is_mute: Whether this rank could not write its part of the last checkpoint, nor tell rank 0 so.
+        is_mute: Whether this rank could neither write its shard of the last checkpoint nor report that.
     """
 
     def __init__(self, root: str, keep: int) -> None:
@@ -55,14 +55,14 @@ class BackgroundWriter:
     def clear(
         self, step: int, seconds: float = float("inf"), progress: Callable[[], None] = lambda: None
     ) -> str:
-        """Makes room for a checkpoint that several ranks write, before any of them begins.
+        """Removes incomplete checkpoints before several ranks begin to write one.
 
         Args:
-            seconds: How long the other ranks can wait for it; what takes longer goes on as a write does.
+            seconds: Longest wait; the removal continues in the background.
             progress: Called once per second.
 
         Returns:
-            Why there is none; empty if there is.
+            Why the checkpoint cannot be written; empty if it can.
         """
         reasons: list[str] = []
 
@@ -74,7 +74,7 @@ class BackgroundWriter:
 
         self._start(remove)
         if not self.wait(seconds, progress):
-            return f"unfinished ones were not removed within {seconds:g} s, the store does not answer"
+            return f"incomplete ones were not removed within {seconds:g} s, the store does not answer"
         return "".join(reasons)
 
     def start(self, snapshot: Snapshot) -> None:
@@ -84,12 +84,12 @@ class BackgroundWriter:
 
     def _start(self, work: Callable[[], None]) -> None:
         assert self._thread is None
-        # Daemon: a hung store must not keep the process alive.
+        # Daemon, because a hung store must not keep the process alive.
         self._thread = threading.Thread(target=work, name="ringspark-checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self, seconds: float = float("inf"), progress: Callable[[], None] = lambda: None) -> bool:
-        """Waits for the running write, or `clear`; returns whether it has ended.
+        """Waits for the running write or `clear`; returns whether it has ended.
 
         Args:
             progress: Called once per second.
@@ -105,18 +105,18 @@ class BackgroundWriter:
         return True
 
     def give_up(self, reason: str) -> None:
-        """Ends the running write at its next block, or look for other parts; the next ones are tried."""
+        """Ends the running write at its next block or look for other shards; later checkpoints are tried."""
         self._hopeless = reason
 
     def abandon(self) -> None:
-        """Waits a little for the running write, then stops it at its next block; for use after a failure."""
+        """Waits briefly for the running write, then stops it at its next block; for use after a failure."""
         if not self.wait(_LAST_SECONDS):
             self._abandoned.set()
             self.wait(_LOOK_SECONDS)
 
     def note(self, step: int, error: str) -> None:
-        """Keeps and logs why the checkpoint of `step` is missing."""
-        text = f"the checkpoint of step {step} was not written ({error}); the training goes on without it"
+        """Stores and logs why the checkpoint of `step` is missing."""
+        text = f"the checkpoint of step {step} was not written ({error}); training continues without it"
         _log.warning("%s", text)
         if len(self.errors) < MAX_ERRORS:
             self.errors.append(text)
@@ -125,18 +125,18 @@ class BackgroundWriter:
         if self._abandoned.is_set():
             raise _AbandonedError
         if self._hopeless:
-            raise PartError(self._hopeless)
+            raise ShardError(self._hopeless)
 
     def _write(self, snapshot: Snapshot) -> None:
         step = snapshot.record.position.step
-        if snapshot.part.number:
-            self._write_part(step, snapshot)
+        if snapshot.shard.number:
+            self._write_shard(step, snapshot)
             return
         try:
-            if snapshot.part.of == 1:
+            if snapshot.shard.of == 1:
                 remove_unfinished(self._root, step)
             write_snapshot(step_uri(self._root, step), snapshot, self._check)
-        except Exception as error:  # a store's client raises what it likes
+        except Exception as error:  # store clients raise exceptions of any type
             if not isinstance(error, _AbandonedError):
                 self.note(step, f"{type(error).__name__}: {error}")
             with suppress(Exception):
@@ -147,17 +147,17 @@ class BackgroundWriter:
         except Exception as error:
             _log.warning("old checkpoints in %s could not be removed: %s", self._root, error)
 
-    def _write_part(self, step: int, snapshot: Snapshot) -> None:
+    def _write_shard(self, step: int, snapshot: Snapshot) -> None:
         uri = step_uri(self._root, step)
         try:
-            tell(uri, snapshot.part, write_part(uri, snapshot, self._check))
+            report_shard(uri, snapshot.shard, write_shard(uri, snapshot, self._check))
         except _AbandonedError:
             return
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             self.note(step, text)
             try:
-                tell(uri, snapshot.part, {}, text)
+                report_shard(uri, snapshot.shard, {}, text)
             except Exception:
-                # The first writer waits in vain until the ranks meet, and no longer than for a hung rank.
+                # The first writer waits until the ranks next synchronize, at most as long as for a hung rank.
                 self.is_mute = True

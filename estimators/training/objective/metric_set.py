@@ -158,7 +158,7 @@ class MetricSet:
         merged = {name: self._make(name, torch.device("cpu")) for name in self.names}
         num_rows = 0
         for theirs in gather_bytes(collective, mine):
-            for states in numbered(load(theirs)):
+            for states in group_by_number(load(theirs)):
                 num_rows += int(states["rows"])
                 for name, metric in merged.items():
                     own = _of_metric(states, name)
@@ -259,22 +259,22 @@ def _add(name: str, metric: OwnState, output: torch.Tensor, label: torch.Tensor)
         ) from error
 
 
-def section(tensors: Mapping[str, torch.Tensor], prefix: str) -> Tensors:
+def tensors_under(tensors: Mapping[str, torch.Tensor], prefix: str) -> Tensors:
     """Returns the tensors "<prefix>/<name>" by name."""
     start = f"{prefix}/"
     # Iterate over keys, not items, because a `LazyTensors` reads a tensor from the file at each access.
     return {key.removeprefix(start): tensors[key] for key in tensors if key.startswith(start)}
 
 
-def numbered(tensors: Tensors) -> list[Tensors]:
+def group_by_number(tensors: Tensors) -> list[Tensors]:
     """Groups the tensors "<number>/<name>" by their numbers."""
     numbers = sorted({int(key.split("/", 1)[0]) for key in tensors})
-    return [section(tensors, str(number)) for number in numbers]
+    return [tensors_under(tensors, str(number)) for number in numbers]
 
 
 def _of_metric(states: Tensors, name: str) -> dict[str, Any]:
     """Returns one metric's states in the form that `merge_state` takes: lists of tensors as lists."""
     return {
         key.removesuffix("/list"): [state] if key.endswith("/list") else state
-        for key, state in section(states, name).items()
+        for key, state in tensors_under(states, name).items()
     }

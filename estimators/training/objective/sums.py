@@ -11,7 +11,7 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.layer_counts import LayerCounts
-from ringspark.estimators.training.objective.metric_set import MetricSet, numbered, section
+from ringspark.estimators.training.objective.metric_set import MetricSet, group_by_number, tensors_under
 from ringspark.models.generators import Tensors
 from ringspark.models.reports import CountingLayer, CountingLayerInfo
 
@@ -158,7 +158,7 @@ class Sums:
         self._load_losses(state["totals"])
         self._counts.load(state.get("counts"))
         for index, metric_set in enumerate(self._metrics):
-            metric_set.load_states(numbered(section(state, f"metrics/{index}")))
+            metric_set.load_states(group_by_number(tensors_under(state, f"metrics/{index}")))
 
     def load_all(
         self,
@@ -178,7 +178,9 @@ class Sums:
         self._counts.load_all([state["counts"] for state in counting if "counts" in state], answers)
         for index, metric_set in enumerate(self._metrics):
             former = states if answers else []
-            carried = [own for state in former for own in numbered(section(state, f"metrics/{index}"))]
+            carried = [
+                own for state in former for own in group_by_number(tensors_under(state, f"metrics/{index}"))
+            ]
             metric_set.load_states(carried, carried=True)
 
     def _load_losses(self, totals: torch.Tensor) -> None:

@@ -390,7 +390,7 @@ def test_a_checkpoint_of_another_schedule_is_refused(make_shards: MakeShards, tm
     manifest = data(make_shards)
     config = config_of(manifest, tmp_path / "run", checkpoint_every_steps=1)
     _stopped(config, 14)
-    with pytest.raises(ValueError, match=r"with 4 steps an epoch, this one has 3; give the same data"):
+    with pytest.raises(ValueError, match=r"with 4 steps per epoch, this one has 3; give the same data"):
         train_here(replace(config, batch_size_schedule=((3, 30),)), _objects())
     # The same steps in this epoch, and others before it.
     with pytest.raises(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ringspark.estimators.training.checkpoint.folders import keep_newest, step_uri, steps_in
+from ringspark.estimators.training.checkpoint.folders import keep_newest, list_steps, step_uri
 from ringspark.estimators.training.checkpoint.weights import COMMIT, WEIGHTS
 from ringspark.pipelines import storage
 
@@ -18,7 +18,7 @@ def test_the_checkpoint_just_written_is_kept_and_later_ones_are_removed(
         Path(step_uri(str(tmp_path), step)).mkdir()
         Path(step_uri(str(tmp_path), step), COMMIT).write_text("{}")
     keep_newest(str(tmp_path), 6, number)
-    assert steps_in(str(tmp_path)) == kept
+    assert list_steps(str(tmp_path)) == kept
 
 
 def test_an_interrupted_removal_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.training.check.driver import check_training
-from ringspark.estimators.training.checkpoint import solo, writer
+from ringspark.estimators.training.checkpoint import rank_zero, writer
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
@@ -31,7 +31,7 @@ MakeShards = Callable[..., ShardManifest]
 def _train(config: TrainConfig, pulse: Pulse, collective: Collective, device: str, status: Status) -> str:
     fsspec.register_implementation("slow", SlowDisk, clobber=True)
     SlowDisk.pulse = pulse
-    solo.TELL_SECONDS = 0.0
+    rank_zero.REPORT_SECONDS = 0.0
     writer._LOOK_SECONDS = 0.05
     with Heartbeat(pulse, status, collective.rank, "host", collective.rank):
         result = train_worker(config, collective, UserObjects(), device, status)

@@ -51,7 +51,7 @@ def test_every_dtype_and_shape_comes_as_from_the_whole_file(tmp_path: Path) -> N
     path = written(tmp_path, state)
     file, whole = StreamedFile(path), tensor_file.read(path)
     os.remove(path)
-    assert file.places.keys() == whole.keys()
+    assert file.slices.keys() == whole.keys()
     for name, expected in whole.items():
         found = file.read(name)
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)

@@ -19,9 +19,9 @@ from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.cut import Cut, Spread
 from ringspark.estimators.training.checkpoint import tensor_file
-from ringspark.estimators.training.checkpoint.parts import JoinedFiles
 from ringspark.estimators.training.checkpoint.reading import load_training_state
 from ringspark.estimators.training.checkpoint.record import Position
+from ringspark.estimators.training.checkpoint.shards import ShardedTensors
 from ringspark.estimators.training.checkpoint.snapshot import take_snapshot, write_snapshot
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint, load_state
 from ringspark.estimators.training.optimizers.build import build_optimizer
@@ -177,7 +177,9 @@ def _load(folder: str, collective: Collective, device: str, status: Status) -> s
     make = partial(build_optimizer, "sgd", groups=None, learning_rate=0.01, weight_decay=0.0)
     sync = STRATEGIES["zero3"]().prepare(module, make, collective, Exchange())
     spread = Spread(Cut("tensor", 0), (512, 256), (0, 1))
-    joined = JoinedFiles([f"{folder}/{part}" for part in (0, 1)], dict.fromkeys(module.state_dict(), spread))
+    joined = ShardedTensors(
+        [f"{folder}/{part}" for part in (0, 1)], dict.fromkeys(module.state_dict(), spread)
+    )
     return str(memory_use(lambda: load_state(folder, sync.network, joined)).peak)
 
 

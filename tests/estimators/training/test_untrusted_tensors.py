@@ -17,27 +17,27 @@ from ringspark.estimators.training.checkpoint.weights import load_checkpoint, sa
 GOOD: dict[str, Any] = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
-def file_of(header: object, data: bytes = b"\0" * 8, length: int | None = None) -> bytes:
+def name_file(header: object, data: bytes = b"\0" * 8, length: int | None = None) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
 HOSTILE = {
     "empty": b"",
-    "huge header length": file_of({"a": GOOD}, length=2**63),
-    "header length past the end": file_of({"a": GOOD}, length=10_000),
-    "out of the file": file_of({"a": GOOD | {"shape": [2**40], "data_offsets": [0, 2**42]}}),
-    "overlapping": file_of({"a": GOOD, "b": GOOD}),
-    "backwards": file_of({"a": GOOD | {"data_offsets": [8, 0]}}),
-    "negative": file_of({"a": GOOD | {"shape": [-2]}}),
-    "overflowing shape": file_of({"a": GOOD | {"shape": [2**62, 2**62]}}),
-    "shape against offsets": file_of({"a": GOOD | {"shape": [1]}}),
-    "unknown dtype": file_of({"a": GOOD | {"dtype": "F99"}}),
-    "dtype of another type": file_of({"a": GOOD | {"dtype": 7}}),
-    "no object": file_of([1, 2]),
-    "not a number": file_of(b'{"a": NaN}'),
-    "deep": file_of(b'{"a":' * 50_000),
-    "data behind": file_of({"a": GOOD}, data=b"\0" * 64),
+    "huge header length": name_file({"a": GOOD}, length=2**63),
+    "header length past the end": name_file({"a": GOOD}, length=10_000),
+    "out of the file": name_file({"a": GOOD | {"shape": [2**40], "data_offsets": [0, 2**42]}}),
+    "overlapping": name_file({"a": GOOD, "b": GOOD}),
+    "backwards": name_file({"a": GOOD | {"data_offsets": [8, 0]}}),
+    "negative": name_file({"a": GOOD | {"shape": [-2]}}),
+    "overflowing shape": name_file({"a": GOOD | {"shape": [2**62, 2**62]}}),
+    "shape against offsets": name_file({"a": GOOD | {"shape": [1]}}),
+    "unknown dtype": name_file({"a": GOOD | {"dtype": "F99"}}),
+    "dtype of another type": name_file({"a": GOOD | {"dtype": 7}}),
+    "no object": name_file([1, 2]),
+    "not a number": name_file(b'{"a": NaN}'),
+    "deep": name_file(b'{"a":' * 50_000),
+    "data behind": name_file({"a": GOOD}, data=b"\0" * 64),
 }
 
 

@@ -29,15 +29,15 @@ from ringspark.estimators.parallel.model.spread import spread
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.folders import (
     copy_checkpoint,
+    find_newest_good,
     is_committed,
-    newest_good,
+    list_steps,
     step_uri,
-    steps_in,
 )
-from ringspark.estimators.training.checkpoint.parts import JoinedFiles, Part, places_of
 from ringspark.estimators.training.checkpoint.rank_state import GatheredRanks
 from ringspark.estimators.training.checkpoint.reading import verify
 from ringspark.estimators.training.checkpoint.record import Position, Record
+from ringspark.estimators.training.checkpoint.shards import CheckpointShard, ShardedTensors, locate_tensors
 from ringspark.estimators.training.checkpoint.snapshot import Snapshot, take_snapshot
 from ringspark.estimators.training.checkpoint.weights import read_info
 from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
@@ -49,12 +49,14 @@ from ringspark.pipelines import ShardManifest
 
 WHOLE = torch.arange(20.0).reshape(5, 4)
 SPREAD = Spread(Cut("tensor", 0), (5, 4), (0, 1))
-NAMES = [f"{kind}-0000{part}-of-00002.abc.safetensors" for part in (0, 1) for kind in ("model", "optimizer")]
+NAMES = [
+    f"{kind}-0000{shard}-of-00002.abc.safetensors" for shard in (0, 1) for kind in ("model", "optimizer")
+]
 FILES = sorted([*NAMES, "ranks.safetensors", "training.json", "checkpoint.json"])
 
 
 def _snapshots(step: int, seconds: float = 60.0) -> list[Snapshot]:
-    """A matrix that is cut, a bias in the first part, and one in the second."""
+    """A matrix that is split, a bias in the first shard, and one in the second."""
     record = Record(
         position=Position(epoch=1, step=step), num_parts=2, spreads={"model.safetensors": {"w": SPREAD}}
     )
@@ -70,14 +72,14 @@ def _snapshots(step: int, seconds: float = 60.0) -> list[Snapshot]:
             average=None,
             record=record,
             num_tensors=3,
-            part=Part(number, 2, "abc", seconds),
+            shard=CheckpointShard(number, 2, "abc", seconds),
         )
         for number, own in enumerate(pieces)
     ]
 
 
 def _write(root: Path, snapshots: list[Snapshot], keep: int = 2) -> list[list[str]]:
-    """Each part by a writer of its own; their errors."""
+    """Each shard by a writer of its own; their errors."""
     writers = [BackgroundWriter(str(root), keep) for _ in snapshots]
     assert writers[0].clear(snapshots[0].record.position.step) == ""
     for writer, snapshot in zip(writers, snapshots, strict=True):
@@ -90,7 +92,7 @@ def test_parts_are_one_checkpoint_that_is_counted_copied_and_pruned_whole(tmp_pa
     root = tmp_path / "checkpoints"
     for step in (1, 2, 3):
         assert _write(root, _snapshots(step)) == [[], []]
-    assert steps_in(str(root)) == [2, 3]
+    assert list_steps(str(root)) == [2, 3]
     folder = Path(step_uri(str(root), 3))
     assert sorted(path.name for path in folder.iterdir()) == FILES
     info = read_info(str(folder))
@@ -100,7 +102,7 @@ def test_parts_are_one_checkpoint_that_is_counted_copied_and_pruned_whole(tmp_pa
     copied = step_uri(str(tmp_path / "copy"), 3)
     assert verify(copied).num_parts == 2
     files = sorted(str(path) for path in Path(copied).glob("model-*"))
-    joined = JoinedFiles(files, {"w": SPREAD})
+    joined = ShardedTensors(files, {"w": SPREAD})
     assert sorted(joined) == ["a", "b", "w"]
     assert joined["w"].equal(WHOLE + 3)
 
@@ -141,15 +143,15 @@ def _cut(**changes: Any) -> Callable[[Path], None]:
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "digest": (_flip, "another SHA-256"),
-    "missing": (_missing, f"holds no {NAMES[3]} any more"),
-    "more parts": (partial(_signed, lambda r: r.update(num_parts=3)), "none of 3 parts"),
+    "missing": (_missing, f"holds no {NAMES[3]};"),
+    "more parts": (partial(_signed, lambda r: r.update(num_parts=3)), "no file of its 3 shards"),
     "countless parts": (
         partial(_signed, lambda r: r.update(num_parts=10**12)),
-        "speaks of 1000000000000 parts",
+        "names 1000000000000 shards",
     ),
     "path": (partial(_signed, lambda r: r.update(token="/../abc")), "must be up to 16 hexadecimal digits"),
-    "no parts": (partial(_signed, lambda r: r.update(num_parts=0)), "speaks of 0 parts"),
-    "overlap": (partial(_signed, lambda r: r.update(spreads={})), r"parts \[0, 1\] have 'w' each"),
+    "no parts": (partial(_signed, lambda r: r.update(num_parts=0)), "names 0 shards"),
+    "overlap": (partial(_signed, lambda r: r.update(spreads={})), r"shards \[0, 1\] have 'w' each"),
     "hole": (_cut(shape=[6, 4]), "do not make up"),
     "order": (_cut(parts=[1, 0]), "do not make up"),
     "other parts": (_cut(parts=[0]), "and .0. should"),
@@ -171,10 +173,10 @@ def test_parts_that_make_up_no_whole_are_passed_over(
     change(folder)
     with pytest.raises(ValueError, match=words):
         verify(str(folder))
-    found = newest_good(str(tmp_path))
+    found = find_newest_good(str(tmp_path))
     assert found is not None
     assert found[0] == 1
-    assert "the checkpoint of step 2 is passed over" in caplog.text
+    assert "the checkpoint of step 2 is skipped" in caplog.text
 
 
 def test_blocks_that_leave_a_rest_make_up_no_whole() -> None:
@@ -182,41 +184,43 @@ def test_blocks_that_leave_a_rest_make_up_no_whole() -> None:
         Spread(Cut("tensor", 0, blocks=3), (4, 1), (0, 1)).check("w", [[3, 1], [0, 1]])
 
 
-@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("shard", [0, 1])
 def test_a_part_that_cannot_be_written_costs_the_checkpoint_and_nobody_waits(
-    tmp_path: Path, part: int
+    tmp_path: Path, shard: int
 ) -> None:
     _write(tmp_path, _snapshots(1))
     snapshots = _snapshots(2)
-    snapshots[part].weights["w"] = snapshots[part].weights["w"].to(torch.complex128)
+    snapshots[shard].weights["w"] = snapshots[shard].weights["w"].to(torch.complex128)
     errors = _write(tmp_path, snapshots)
     assert "the checkpoint of step 2 was not written (" in errors[0][0]
     assert "complex128" in errors[0][0]
-    assert newest_good(str(tmp_path)) is not None
-    # The other part may have made the folder again; it is no checkpoint, and the next one clears it away.
+    assert find_newest_good(str(tmp_path)) is not None
+    # The other shard may have made the folder again; it is no checkpoint, and the next one clears it away.
     assert not (Path(step_uri(str(tmp_path), 2)) / "checkpoint.json").exists()
     assert _write(tmp_path, _snapshots(3)) == [[], []]
-    assert steps_in(str(tmp_path)) == [1, 3]
+    assert list_steps(str(tmp_path)) == [1, 3]
 
 
 def test_a_part_that_never_comes_or_is_of_another_attempt_is_not_taken(tmp_path: Path) -> None:
     _write(tmp_path, _snapshots(1))
     first, second = _snapshots(2, seconds=1.0)
-    errors = _write(tmp_path, [first, replace(second, part=Part(1, 2, "def"))])
-    assert "part 1 of 2 was not written within 1 s" in errors[0][0]
-    assert steps_in(str(tmp_path)) == [1]
+    errors = _write(tmp_path, [first, replace(second, shard=CheckpointShard(1, 2, "def"))])
+    assert "shard 1 of 2 was not written within 1 s" in errors[0][0]
+    assert list_steps(str(tmp_path)) == [1]
 
 
 def test_a_part_of_an_attempt_before_that_comes_late_takes_no_place(tmp_path: Path) -> None:
     """Its rank is alive after the gang was started again; its bytes are other ones, as many."""
     first, second = _snapshots(2)
-    late = replace(second, weights={"w": WHOLE[3:] - 1, "b": torch.ones(3)}, part=Part(1, 2, "fed"))
+    late = replace(
+        second, weights={"w": WHOLE[3:] - 1, "b": torch.ones(3)}, shard=CheckpointShard(1, 2, "fed")
+    )
     for snapshot in (second, late, first):
         writer = BackgroundWriter(str(tmp_path), 2)
         writer.start(snapshot)
         assert writer.wait(60)
         assert writer.errors == []
-    found = newest_good(str(tmp_path))
+    found = find_newest_good(str(tmp_path))
     assert found is not None
     assert found[0] == 2
 
@@ -258,7 +262,7 @@ class KeepingDisk(LocalFileSystem):
 
 
 def test_a_store_that_lets_nothing_be_removed_takes_checkpoints(tmp_path: Path) -> None:
-    """It keeps all of them, and what a rank told of its part, which nobody reads again."""
+    """It keeps all of them, and what a rank told of its shard, which nobody reads again."""
     fsspec.register_implementation("keeping", KeepingDisk, clobber=True)
     for step in (1, 2):
         writers = [BackgroundWriter(f"keeping://{tmp_path}", 1) for _ in range(2)]
@@ -266,19 +270,19 @@ def test_a_store_that_lets_nothing_be_removed_takes_checkpoints(tmp_path: Path) 
         for writer, snapshot in zip(writers, _snapshots(step), strict=True):
             writer.start(snapshot)
         assert all(writer.wait(60) and not writer.errors for writer in writers)
-    found = newest_good(str(tmp_path))
+    found = find_newest_good(str(tmp_path))
     assert found is not None
     assert found[0] == 2
-    assert steps_in(str(tmp_path)) == [1, 2]
+    assert list_steps(str(tmp_path)) == [1, 2]
 
 
 def test_a_tensor_that_no_part_has_is_missed() -> None:
-    with pytest.raises(ValueError, match="no part has 'w'"):
-        places_of([{}, {}], {"w": SPREAD})
+    with pytest.raises(ValueError, match="no shard has 'w'"):
+        locate_tensors([{}, {}], {"w": SPREAD})
 
 
 def _refused(config: TrainConfig, collective: Collective, device: str, status: Status) -> str:
-    """The second rank cannot even leave a file that says why its part is missing."""
+    """The second rank cannot even leave a file that says why its shard is missing."""
     fsspec.register_implementation("refusing", RefusingDisk, clobber=True)
     RefusingDisk.refuses = collective.rank == 1
     return train_worker(config, collective, UserObjects(), device, status).to_json()
@@ -308,8 +312,8 @@ def test_nobody_waits_for_a_part_whose_rank_can_write_nothing(
     assert [error.split(" (")[0] for error in errors] == [
         f"the checkpoint of step {step} was not written" for step in (3, 6)
     ]
-    assert all("rank 1 could neither write its part nor tell why" in error for error in errors)
-    assert steps_in(f"{tmp_path}/run/checkpoints") == []
+    assert all("rank 1 could neither write its shard nor report why" in error for error in errors)
+    assert list_steps(f"{tmp_path}/run/checkpoints") == []
 
 
 # Six matrices with the head, which are cut by pairs: an odd one would be whole on both ranks.
@@ -317,7 +321,7 @@ WIDTH, LAYERS = 256, 5
 
 
 def _peak(collective: Collective, device: str, status: Status) -> str:
-    """Bytes of this rank's weights and moments, and the most that a copy of its part takes."""
+    """Bytes of this rank's weights and moments, and the most that a copy of its shard takes."""
     spec = ModelSpec("mlp", {"in_features": WIDTH, "hidden": [WIDTH] * LAYERS, "out_features": WIDTH})
     module = spec.build()
     mesh = RankMesh.of(collective, {"tensor": 2})

@@ -10,8 +10,8 @@ import torch
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.traffic import Member
-from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.training.checkpoint.timing import Due
+from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.training.checkpoint.resume import CheckpointSchedule
 from ringspark.estimators.training.settings.config import TrainConfig
 
 
@@ -32,24 +32,24 @@ class Clock:
         return self.now
 
 
-def _due(collective: LocalCollective, clock: Clock, **settings: Any) -> Due:
+def _due(collective: LocalCollective, clock: Clock, **settings: Any) -> CheckpointSchedule:
     asked = {"checkpoint_every_seconds": 0.0} | settings
     config = TrainConfig(shards_uri="/s", run_uri="/r", input_columns=("x",), label_columns=("y",), **asked)
-    return Due(config, RankMesh.of(collective), clock)
+    return CheckpointSchedule(config, Mesh.of(collective), clock)
 
 
 def test_steps_and_epochs_need_nobody_elses_word() -> None:
     collective = CountsBroadcasts()
     due = _due(collective, Clock(), checkpoint_every_steps=4, checkpoint_every_epochs=2)
-    assert [step for step in range(1, 13) if due.after_step(step)] == [4, 8, 12]
-    assert [epoch for epoch in range(1, 7) if due.after_epoch(epoch)] == [2, 4, 6]
+    assert [step for step in range(1, 13) if due.is_due_after_step(step)] == [4, 8, 12]
+    assert [epoch for epoch in range(1, 7) if due.is_due_after_epoch(epoch)] == [2, 4, 6]
     assert collective.broadcasts == 0
 
 
 def test_without_a_wish_nothing_is_ever_due() -> None:
     due = _due(LocalCollective(), Clock())
-    assert not due.is_asked
-    assert not any(due.after_step(step) or due.after_epoch(step) for step in range(1, 50))
+    assert not due.is_enabled
+    assert not any(due.is_due_after_step(step) or due.is_due_after_epoch(step) for step in range(1, 50))
 
 
 @pytest.mark.parametrize("pace", [0.001, 0.1, 7.0, 1000.0])
@@ -62,10 +62,10 @@ def test_seconds_are_kept_within_a_tenth_or_a_step(pace: float) -> None:
     while len(written) < 4:
         steps += 1
         clock.now += pace if steps > 1 else 10 * pace
-        if due.after_step(steps):
+        if due.is_due_after_step(steps):
             assert 60.0 <= clock.now - written[-1] <= max(66.0, 60.0 + 10 * pace)
             written.append(clock.now)
-            due.written(steps)
+            due.restart(steps)
     assert collective.broadcasts <= min(steps, 120)
 
 
@@ -85,4 +85,4 @@ def test_the_clock_of_rank_0_decides_for_all() -> None:
     clock = Clock()
     due = _due(FollowsRank0(), clock, checkpoint_every_seconds=60.0)
     clock.now = 1e6
-    assert [due.after_step(step) for step in (1, 2, 3)] == [False, False, True]
+    assert [due.is_due_after_step(step) for step in (1, 2, 3)] == [False, False, True]

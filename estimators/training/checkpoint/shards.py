@@ -1,12 +1,11 @@
-"""A checkpoint of several parts: one of each rank that has other weights, written by that rank itself.
+"""A sharded checkpoint: each rank with different weights writes one shard.
 
-    model-00001-of-00004.<token>.safetensors    the second of four parts, by the whole network's names
-    part-00001-of-00004.<token>.json            what was written of it: read and removed by rank 0, which then
-                                                commits
+    model-00001-of-00004.<token>.safetensors    the second of four shards, with the whole network's names
+    part-00001-of-00004.<token>.json            that shard's report, which rank 0 reads, then removes
 
-A tensor that is whole where it is lies in one part. Of one that is cut, each part has a piece: `Spread`, in
-`training.json`, says how they make up the whole. Names carry the token of an attempt: what a rank of the
-attempt before, which may still be alive, writes late is neither taken for a part nor takes the place of one.
+A whole tensor is in one shard. A split tensor has pieces in several shards; `Spread`, in `training.json`,
+says how to join them. File names carry the token of one attempt, so a late write of a rank of an earlier
+attempt is never taken for a shard of this one.
 """
 
 from __future__ import annotations
@@ -31,17 +30,19 @@ from ringspark.pipelines.typed_json import parse_object, record
 _LOOK_SECONDS = 0.2
 
 
-class PartError(Exception):
-    """A part of a checkpoint was not written; the message says why."""
+class ShardError(Exception):
+    """A shard of a checkpoint was not written; the message says why."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """One of the parts of a checkpoint that is written.
+class CheckpointShard:
+    """One shard of a checkpoint to write.
 
     Attributes:
-        token: Tells this attempt to write the checkpoint from others; of hexadecimal digits.
-        seconds: How long the first part waits for the others when it is written.
+        number: Number of the shard, from 0.
+        of: Number of shards.
+        token: Identifies this attempt to write the checkpoint; hexadecimal digits.
+        seconds: Timeout of the first shard's writer for the other shards.
     """
 
     number: int = 0
@@ -51,46 +52,45 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Written:
+class _ShardReport:
     files: dict[str, FileSum] = field(default_factory=dict)
     error: str = ""
 
 
-def file_of(name: str, number: int, of: int, token: str) -> str:
-    """Returns the file of a part; a checkpoint of one part has the name itself."""
+def name_file(name: str, number: int, of: int, token: str) -> str:
+    """Returns the file name of one shard; `name` itself if there is only one shard."""
     if of == 1:
         return name
     stem, _, ending = name.partition(".")
     return ".".join(filter(None, (f"{stem}-{number:05d}-of-{of:05d}", token, ending)))
 
 
-def files_of(name: str, of: int, token: str) -> list[str]:
-    """Returns the files of all parts, in their order."""
-    return [file_of(name, number, of, token) for number in range(of)]
+def name_files(name: str, of: int, token: str) -> list[str]:
+    """Returns the file names of all shards, in order."""
+    return [name_file(name, number, of, token) for number in range(of)]
 
 
-def _told(part: Part, number: int) -> str:
-    return f"part-{number:05d}-of-{part.of:05d}.{part.token}.json"
+def _name_report(shard: CheckpointShard, number: int) -> str:
+    return f"part-{number:05d}-of-{shard.of:05d}.{shard.token}.json"
 
 
-def tell(uri: str, part: Part, files: Mapping[str, FileSum], error: str = "") -> None:
-    """Tells the writer of the first part that this one is on disk, or why it is not."""
-    text = json.dumps(asdict(_Written(files=dict(files), error=error))).encode()
-    storage.write_atomic(storage.join(uri, _told(part, part.number)), text)
+def report_shard(uri: str, shard: CheckpointShard, files: Mapping[str, FileSum], error: str = "") -> None:
+    """Reports to the writer of the first shard that this shard is written, or why not."""
+    text = json.dumps(asdict(_ShardReport(files=dict(files), error=error))).encode()
+    storage.write_atomic(storage.join(uri, _name_report(shard, shard.number)), text)
 
 
-def collect(uri: str, part: Part, check: Callable[[], None]) -> dict[str, FileSum]:
-    """Waits for all other parts; returns their files. Runs on the writer of the first.
+def wait_for_shards(uri: str, shard: CheckpointShard, check: Callable[[], None]) -> dict[str, FileSum]:
+    """Waits for the reports of all other shards; returns their files. Runs on the writer of the first shard.
+
+    Raises ShardError if a shard could not be written, or not within `shard.seconds`.
 
     Args:
-        check: Called between two looks; may raise to give up.
-
-    Raises:
-        PartError: One could not be written, or was not within `part.seconds`.
+        check: Called before each look; may raise to give up.
     """
-    missing = {number: _told(part, number) for number in range(1, part.of)}
+    missing = {number: _name_report(shard, number) for number in range(1, shard.of)}
     files: dict[str, FileSum] = {}
-    end = time.monotonic() + part.seconds
+    end = time.monotonic() + shard.seconds
     while missing:
         check()
         names = set(storage.list_names(uri))
@@ -98,17 +98,17 @@ def collect(uri: str, part: Part, check: Callable[[], None]) -> dict[str, FileSu
             if name not in names:
                 continue
             path = storage.join(uri, name)
-            written = record(_Written, parse_object(storage.read_bytes(path)))
-            if written.error:
-                raise PartError(f"part {number} of {part.of}: {written.error}")
-            files |= written.files
+            report = record(_ShardReport, parse_object(storage.read_bytes(path)))
+            if report.error:
+                raise ShardError(f"shard {number} of {shard.of}: {report.error}")
+            files |= report.files
             del missing[number]
-            # A store may let files be written and none removed; this one spoils no checkpoint.
+            # Some stores accept writes but refuse removals; a report left behind does no harm.
             with suppress(Exception):
                 storage.remove(path)
         if missing and time.monotonic() >= end:
-            raise PartError(
-                f"part {min(missing)} of {part.of} was not written within {part.seconds:g} s; all workers "
+            raise ShardError(
+                f"shard {min(missing)} of {shard.of} was not written within {shard.seconds:g} s; all workers "
                 "must reach runUri"
             )
         if missing:
@@ -117,50 +117,45 @@ def collect(uri: str, part: Part, check: Callable[[], None]) -> dict[str, FileSu
 
 
 # dtype and shape of a tensor in a file.
-Kind = tuple[torch.dtype, tuple[int, ...]]
+TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 
 
-def places_of(
-    found: Sequence[Mapping[str, Kind]], spreads: Mapping[str, Spread]
+def locate_tensors(
+    found: Sequence[Mapping[str, TensorSpec]], spreads: Mapping[str, Spread]
 ) -> dict[str, tuple[int, ...]]:
-    """Returns for each tensor the parts that have it, in the order of its pieces.
+    """Returns the shards that hold each tensor, in the order of its pieces.
+
+    Raises ValueError if the shards do not make up each tensor exactly once.
 
     Args:
-        found: What each part has.
-
-    Raises:
-        ValueError: The parts do not make up whole tensors, each once.
+        found: Tensors of each shard.
     """
     having: dict[str, list[int]] = {}
-    for number, kinds in enumerate(found):
-        for name in kinds:
+    for number, specs in enumerate(found):
+        for name in specs:
             having.setdefault(name, []).append(number)
     places: dict[str, tuple[int, ...]] = {}
     for name, parts in having.items():
         spread = spreads.get(name)
         if spread is None:
             if len(parts) > 1:
-                raise ValueError(f"its parts {parts} have {name!r} each")
+                raise ValueError(f"its shards {parts} have {name!r} each")
             places[name] = (parts[0],)
             continue
         if sorted(spread.parts) != parts:
-            raise ValueError(f"its parts {parts} have {name!r}, and {sorted(spread.parts)} should")
-        kinds_of = [found[number][name] for number in spread.parts]
-        spread.check(name, [shape for _, shape in kinds_of])
-        if len({dtype for dtype, _ in kinds_of}) > 1:
-            raise ValueError(f"its parts have {name!r} in several dtypes")
+            raise ValueError(f"its shards {parts} have {name!r}, and {sorted(spread.parts)} should")
+        specs_of = [found[number][name] for number in spread.parts]
+        spread.check(name, [shape for _, shape in specs_of])
+        if len({dtype for dtype, _ in specs_of}) > 1:
+            raise ValueError(f"its shards have {name!r} in several dtypes")
         places[name] = spread.parts
     if lost := sorted(set(spreads) - set(having)):
-        raise ValueError(f"no part has {lost[0]!r}")
+        raise ValueError(f"no shard has {lost[0]!r}")
     return places
 
 
-def kinds_in(uri: str, name: str) -> dict[str, Kind]:
-    """Returns what a file has by its header alone.
-
-    Raises:
-        ValueError: It is no safetensors file.
-    """
+def read_tensor_specs(uri: str, name: str) -> dict[str, TensorSpec]:
+    """Reads the tensors of a file from its header. Raises ValueError if it is no safetensors file."""
     try:
         with storage.open_file(storage.join(uri, name), "rb") as file:
             entries, _ = tensor_file.read_header(file)
@@ -174,17 +169,13 @@ def kinds_in(uri: str, name: str) -> dict[str, Kind]:
         ) from error
 
 
-class JoinedFiles(Mapping[str, torch.Tensor]):
-    """The tensors of the files of all parts; one that is cut is put together when it is asked for.
-
-    The others are views of the mapped files.
-    """
+class ShardedTensors(Mapping[str, torch.Tensor]):
+    """The tensors of all shards: views of the files; a split tensor is joined at each access."""
 
     def __init__(self, paths: Sequence[str], spreads: Mapping[str, Spread]) -> None:
         """Maps local files.
 
-        Raises:
-            ValueError: They are not what the parts' writers wrote, or do not make up whole tensors.
+        Raises ValueError if a file is damaged, or the shards do not make up whole tensors.
         """
         self._files = [tensor_file.read(path) for path in paths]
         self._spreads = spreads
@@ -193,7 +184,7 @@ class JoinedFiles(Mapping[str, torch.Tensor]):
             for file in self._files
         ]
         try:
-            self._places = places_of(found, spreads)
+            self._places = locate_tensors(found, spreads)
         except ValueError as error:
             raise ValueError(f"{paths[0]} is damaged: {error}; take another training state") from error
 
@@ -210,12 +201,15 @@ class JoinedFiles(Mapping[str, torch.Tensor]):
 
 
 class LazyState(Mapping[str, StateValue]):
-    """What an optimizer keeps of one parameter; tensors are put together when they are asked for."""
+    """The optimizer state of one parameter; split tensors are joined at each access.
+
+    Args:
+        names: Names of the state in `tensors`, "<parameter>/<key>".
+    """
 
     def __init__(
         self, plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], names: Sequence[str]
     ) -> None:
-        """Args: names: Those of `tensors`, "<parameter>/<key>"."""
         self._plain, self._tensors = plain, tensors
         self._names = {name.rsplit("/", 1)[1]: name for name in names}
 

@@ -1,0 +1,49 @@
+"""Work with files that rank 0 does alone while the other ranks wait for it.
+
+A slow store may take longer than `timeoutSeconds`. Then a waiting rank would give up, and the driver would
+take a rank for hung. So rank 0 reports progress to the other ranks about once per second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from ringspark.estimators.parallel.mesh import RankMesh
+
+# As short as the shortest sensible timeout needs.
+REPORT_SECONDS = 1.0
+
+
+class RankZeroSection:
+    """Every rank makes one and calls `end` equally often; rank 0 calls `progress` in between.
+
+    Args:
+        tick: Reports progress of this rank to the driver.
+    """
+
+    def __init__(self, mesh: RankMesh, tick: Callable[[], None]) -> None:
+        self._mesh = mesh
+        self._tick = tick
+        self._reported = time.monotonic()
+
+    def progress(self) -> None:
+        """Reports that a piece of the work is done. Runs on rank 0."""
+        self._tick()
+        if time.monotonic() - self._reported >= REPORT_SECONDS:
+            self._broadcast(is_over=False)
+
+    def end(self) -> None:
+        """Ends this work on rank 0; the other ranks wait for it. Runs on every rank."""
+        while not self._broadcast(is_over=True):
+            self._tick()
+        self._tick()
+
+    def _broadcast(self, *, is_over: bool) -> bool:
+        """Returns rank 0's `is_over`. Runs on every rank."""
+        flag = torch.tensor([int(is_over)])
+        self._mesh.world.broadcast([flag])
+        self._reported = time.monotonic()
+        return bool(flag)
