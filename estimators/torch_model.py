@@ -30,7 +30,7 @@ from ringspark.estimators.stages.model_params import (
 )
 from ringspark.estimators.trained_model import TorchModel
 from ringspark.estimators.training.objective.metrics import Task, check_metrics
-from ringspark.estimators.training.objective.own_metrics import check_own, named_metrics
+from ringspark.estimators.training.objective.own_metrics import check_own_tasks, name_metrics
 from ringspark.pipelines.columns import check_frame, is_case_sensitive, quote
 
 __all__ = ["TorchClassificationModel", "TorchModel", "TorchRegressionModel"]
@@ -59,11 +59,11 @@ class _EvaluatedModel(TorchModel, _EvaluatedParams):
         check_frame(dataset, "evaluate")
         exact = is_case_sensitive(dataset.sparkSession)
         bound = self._bind(dataset.schema, exact)
-        metrics = named_metrics(self.getMetrics())
+        metrics = name_metrics(self.getMetrics())
         if not metrics:
             raise ValueError("evaluate needs metrics; fit with metrics=[...], or set them by setMetrics")
         own = {name: metric for name, metric in metrics.items() if not isinstance(metric, str)}
-        check_own(own, self._task)
+        check_own_tasks(own, self._task)
         check_metrics([name for name in metrics if name not in own], self._task)
         label, numbers = self._label(dataset.schema, exact)
         evaluation = self._evaluation(label, list(metrics)).with_own(own)

@@ -20,7 +20,7 @@ from safetensors.torch import load, save
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.training.objective.metric_set import MetricSet
-from ringspark.estimators.training.objective.own_metrics import tried
+from ringspark.estimators.training.objective.own_metrics import try_metric
 from ringspark.pipelines.kinds.base import is_list, list_offsets
 
 _SCHEMA = "state binary, problem string"
@@ -55,7 +55,7 @@ class Evaluation:
         """Returns the same with the user's metrics, after a trial.
 
         Raises:
-            ValueError: See `tried`.
+            ValueError: See `try_metric`.
         """
         if not metrics:
             return self
@@ -65,7 +65,7 @@ class Evaluation:
         numbers = torch.arange(rows) % classes
         labels = numbers if self.num_classes is not None else numbers[:, None].expand(rows, self.width)
         output, label = self._own_arguments(torch.zeros(rows, self.width), labels)
-        found = {name: (m, tried(name, m, [output], [label]).per_row) for name, m in metrics.items()}
+        found = {name: (m, try_metric(name, m, [output], [label]).per_row) for name, m in metrics.items()}
         return replace(self, own=user_code.dumps(found))
 
     def over(self, scored: DataFrame) -> dict[str, float]:

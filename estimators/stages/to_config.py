@@ -8,7 +8,7 @@ from typing import Any
 from ringspark.estimators.stages.declared import values_of
 from ringspark.estimators.stages.params import _TrainingParams
 from ringspark.estimators.training.check.driver import check_names
-from ringspark.estimators.training.objective.own_metrics import named_metrics
+from ringspark.estimators.training.objective.own_metrics import name_metrics
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.parallelism import AUTO, MODEL_AXES
@@ -39,7 +39,7 @@ def config_of(
             "model is a saved program, which predicts and cannot be trained; give a network of its class, "
             "filled by network.load_state_dict(program.state_dict())"
         )
-    metrics = named_metrics(given["metrics"])
+    metrics = name_metrics(given["metrics"])
     model, losses = given["model"], _for_each_label(given["loss"], len(label_columns))
     values = {
         setting.field: _frozen(given[name])

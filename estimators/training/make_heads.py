@@ -16,7 +16,7 @@ from ringspark.estimators.training.objective.losses import (
     default_loss,
     resolve_loss,
 )
-from ringspark.estimators.training.objective.own_metrics import task_of
+from ringspark.estimators.training.objective.own_metrics import get_task
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.pipelines import ShardManifest
 
@@ -50,7 +50,7 @@ def make_heads(
         heads.append(replace(head, metrics=_metrics_of(head, config, objects.metrics)))
     for name in config.metrics:
         if not any(name in head.metrics for head in heads):
-            task = task_of(objects.metrics.get(name, name))
+            task = get_task(objects.metrics.get(name, name))
             raise ValueError(
                 f"metrics {name!r} is of a {task} and suits none of the losses "
                 f"{list(config.losses)}; drop it or set loss"
@@ -82,7 +82,7 @@ def _metrics_of(head: Head, config: TrainConfig, own: Mapping[str, Any]) -> tupl
         task = "classification" if head.takes_classes else "regression"
     if task == "any":
         return config.metrics
-    return tuple(name for name in config.metrics if task_of(own.get(name, name)) in (None, task))
+    return tuple(name for name in config.metrics if get_task(own.get(name, name)) in (None, task))
 
 
 def ignored_label(loss: RowLoss, label_range: tuple[float, float] | None = None) -> int | None:

@@ -16,7 +16,7 @@ from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
 from ringspark.estimators.parallel.model.tensor import PartialGradients
 from ringspark.estimators.training.feed import Batch
-from ringspark.estimators.training.objective.sums import Seen
+from ringspark.estimators.training.objective.sums import MicroBatchOutput
 from ringspark.estimators.training.precision import autocast
 from ringspark.estimators.training.step import Recipe, forward, forward_backward, judged, of_layers, scaled
 from ringspark.models.outputs import as_outputs
@@ -44,7 +44,7 @@ class Passes(Protocol):
         *,
         inputs: Sequence[torch.Tensor],
         keeps_outputs: bool,
-    ) -> list[Seen]:
+    ) -> list[MicroBatchOutput]:
         """Adds the gradients of the rows' share of the global mean loss.
 
         Args:
@@ -63,7 +63,7 @@ class Passes(Protocol):
     def settle(self) -> None:
         """Makes what several ranks have of one parameter equal, to the bit. Runs on every rank."""
 
-    def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[Seen]:
+    def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[MicroBatchOutput]:
         """Computes the losses of rows without gradients; returns like `train`."""
 
     def evaluate_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -104,7 +104,7 @@ class WholePasses:
         *,
         inputs: Sequence[torch.Tensor],
         keeps_outputs: bool,
-    ) -> list[Seen]:
+    ) -> list[MicroBatchOutput]:
         if not micro_batches:
             with self._recipe.timeline.span("backward"):
                 self._sync.backward_without_rows(inputs)
@@ -130,7 +130,7 @@ class WholePasses:
     def settle(self) -> None:
         return
 
-    def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[Seen]:
+    def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[MicroBatchOutput]:
         network = self._sync.network
         return [forward(self._recipe, network, network, micro_batch, keeps_outputs=keeps_outputs)[1]]
 
@@ -170,7 +170,7 @@ class PipelinedPasses:
         *,
         inputs: Sequence[torch.Tensor],
         keeps_outputs: bool,
-    ) -> list[Seen]:
+    ) -> list[MicroBatchOutput]:
         recipe, seen = self._recipe, []
 
         def loss(outputs: Any, index: int) -> torch.Tensor:
@@ -212,7 +212,7 @@ class PipelinedPasses:
         with backward_errors():
             self._pipeline.share_ties()
 
-    def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[Seen]:
+    def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[MicroBatchOutput]:
         with backward_errors(), collect_reports() as reports:
             outputs = self._pipeline.evaluate(micro_batch.inputs, self._autocast)
             self._pipeline.finish()
@@ -238,10 +238,10 @@ class PipelinedPasses:
         with self._autocast(), collect_reports() as self._reports:
             yield
 
-    def _seen_elsewhere(self, reports: Reports) -> Seen:
+    def _seen_elsewhere(self, reports: Reports) -> MicroBatchOutput:
         """Returns what a stage knows that does not see the losses."""
         losses = torch.zeros(self._recipe.criterion.num_losses, device=self._recipe.device)
-        return Seen(losses, 0.0, [], reports.counts)
+        return MicroBatchOutput(losses, 0.0, [], reports.counts)
 
     def _without_rows(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return tuple(values[:0] for values in inputs)

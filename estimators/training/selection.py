@@ -15,7 +15,7 @@ from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint.weights import save_together
 from ringspark.estimators.training.history import EpochRecord
-from ringspark.estimators.training.objective.own_metrics import direction, metric_of
+from ringspark.estimators.training.objective.own_metrics import find_metric, is_higher_better
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage
@@ -33,8 +33,8 @@ class Best(Callback):
         self.epoch = 0
         self.value = math.nan
         _, name = config.monitor.split("_", 1)
-        metric = metric_of(name, config.metrics)
-        self._sign = 1.0 if metric is not None and direction(metric, config.own_metrics) else -1.0
+        metric = find_metric(name, config.metrics)
+        self._sign = 1.0 if metric is not None and is_higher_better(metric, config.own_metrics) else -1.0
         self._min_delta = min_delta
 
     def improves(self, record: EpochRecord) -> bool:

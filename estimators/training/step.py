@@ -19,7 +19,7 @@ from ringspark.estimators.training.compilation import single_rows_eager
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.non_finite import poisoned
 from ringspark.estimators.training.objective.criterion import Criterion
-from ringspark.estimators.training.objective.sums import Seen
+from ringspark.estimators.training.objective.sums import MicroBatchOutput
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE, Timeline
 from ringspark.estimators.training.precision import LossScaler, autocast
 from ringspark.estimators.training.saved_tensors import saved_tensor_hooks
@@ -41,7 +41,7 @@ class Recipe:
 
 def forward_backward(
     recipe: Recipe, sync: GradientSync, batch: Batch, divisor: torch.Tensor | float, *, keeps_outputs: bool
-) -> Seen:
+) -> MicroBatchOutput:
     """Adds to the gradients those of these rows' share of the global mean loss.
 
     Args:
@@ -72,7 +72,7 @@ def scaled(
 
 def forward(
     recipe: Recipe, module: nn.Module, network: nn.Module, batch: Batch, *, keeps_outputs: bool
-) -> tuple[torch.Tensor, Seen]:
+) -> tuple[torch.Tensor, MicroBatchOutput]:
     """Returns each head's weighted loss summed over the rows, (num_heads,), and what the history needs.
 
     In training the first has in it what layers have added to the loss (`models.reports`), and the second has
@@ -108,7 +108,7 @@ def judged(
     reports: Reports | None = None,
     *,
     keeps_outputs: bool,
-) -> tuple[torch.Tensor, Seen]:
+) -> tuple[torch.Tensor, MicroBatchOutput]:
     """Returns what `forward` does, from what the network returned for a micro-batch.
 
     Args:
@@ -133,9 +133,9 @@ def judged(
     if keeps_outputs:
         # A CUDA graph writes its outputs anew in every pass, and metrics may hold them for longer.
         own = torch.clone if config.compile and recipe.device.type == "cuda" else torch.Tensor.detach
-        whole = criterion.whole(outputs)
+        whole = criterion.gather_classes(outputs)
         pairs = [(own(output.detach()), label) for output, label in zip(whole, batch.labels, strict=True)]
-    seen = Seen(losses.detach(), _own_weights(recipe, batch), pairs, reports.counts)
+    seen = MicroBatchOutput(losses.detach(), _own_weights(recipe, batch), pairs, reports.counts)
     if reports.losses:
         losses = losses + of_layers(recipe, reports, batch)
     return losses, seen
@@ -147,7 +147,7 @@ def of_layers(recipe: Recipe, reports: Reports, batch: Batch) -> torch.Tensor:
     Raises:
         ValueError: A layer adds a loss that is not one value per row.
     """
-    return recipe.criterion.of_layers(_of_rows(reports, batch), batch.labels, batch.weight)
+    return recipe.criterion.sum_layer_losses(_of_rows(reports, batch), batch.labels, batch.weight)
 
 
 def _of_rows(reports: Reports, batch: Batch) -> torch.Tensor:

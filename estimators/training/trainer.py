@@ -24,7 +24,7 @@ from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.feed import Batch, batches_on
 from ringspark.estimators.training.history import EpochRecord, Progress
 from ringspark.estimators.training.non_finite import NonFiniteStep, RollBackError, raise_first_bad
-from ringspark.estimators.training.objective.sums import Seen
+from ringspark.estimators.training.objective.sums import MicroBatchOutput
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -247,7 +247,7 @@ class Trainer:
                 if noise is not None:
                     noise.keep()
 
-    def _backward(self, batch: Batch, global_rows: int) -> list[Seen]:
+    def _backward(self, batch: Batch, global_rows: int) -> list[MicroBatchOutput]:
         """Computes the gradients of this rank's rows, in micro-batches. Runs on every rank."""
         running = self._running
         if running.transform is not None:
@@ -258,7 +258,7 @@ class Trainer:
         keeps = running.sums.takes_outputs and bool(micro_batches)
         return running.passes.train(micro_batches, divisor, inputs=batch.inputs, keeps_outputs=keeps)
 
-    def _ranks_with_bad_loss(self, seen: list[Seen]) -> tuple[int, ...]:
+    def _ranks_with_bad_loss(self, seen: list[MicroBatchOutput]) -> tuple[int, ...]:
         """Returns the ranks with a loss that is not finite in this step. Runs on every rank."""
         is_bad = not all(micro_batch.is_finite for micro_batch in seen)
         flags = self._mesh.world.all_gather(torch.tensor([int(is_bad)]))
@@ -281,7 +281,7 @@ class Trainer:
         if goes_back:
             raise RollBackError(found)
 
-    def _note_losses(self, step: int, seen: list[Seen]) -> None:
+    def _note_losses(self, step: int, seen: list[MicroBatchOutput]) -> None:
         for micro_batch in seen:
             self._first_bad.note(micro_batch.losses, step)
         if self._first_bad.at_once and (bad := self._first_bad.step) is not None:
@@ -351,7 +351,7 @@ class Trainer:
     def _call(self, event: str) -> None:
         if len(self._running.callbacks):
             self._status.phase = f"callbacks, {event}, epoch {self._state.epoch}"
-            with self._running.recipe.criterion.whole_outputs():
+            with self._running.recipe.criterion.gather_in_forward():
                 self._running.callbacks.call(event, self._state)
 
     def _all_stop(self) -> bool:

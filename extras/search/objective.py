@@ -17,7 +17,7 @@ from pyspark.sql import DataFrame
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.history import EpochRecord
-from ringspark.estimators.training.objective.own_metrics import direction, metric_of
+from ringspark.estimators.training.objective.own_metrics import find_metric, is_higher_better
 from ringspark.pipelines import ShardManifest
 
 
@@ -56,10 +56,10 @@ class Objective:
         if monitor is not None:
             config = replace(config, monitor=monitor)
         config = check_training(config, fit.objects, manifest).config
-        metric = metric_of(config.monitor.split("_", 1)[1], config.metrics)
+        metric = find_metric(config.monitor.split("_", 1)[1], config.metrics)
         return cls(
             monitor=config.monitor,
-            monitor_is_larger_better=metric is not None and bool(direction(metric, config.own_metrics)),
+            monitor_is_larger_better=bool(metric and is_higher_better(metric, config.own_metrics)),
             evaluator=evaluator,
             held_out=held_out,
         )

@@ -39,7 +39,11 @@ from ringspark.estimators.training.make_heads import settle_heads, with_outputs
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import resolve_loss
 from ringspark.estimators.training.objective.metrics import check_metrics
-from ringspark.estimators.training.objective.own_metrics import OwnMetric, check_own, tried
+from ringspark.estimators.training.objective.own_metrics import (
+    OwnMetric,
+    check_own_tasks,
+    try_metric,
+)
 from ringspark.estimators.training.optimizers.late_compiler import do_without_compiler
 from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
@@ -93,7 +97,7 @@ def check_names(config: TrainConfig, objects: UserObjects) -> None:
         if isinstance(loss, str) and loss != "auto":
             resolve_loss(loss)
     check_metrics([name for name in config.metrics if name not in objects.metrics], config.task)
-    check_own(objects.metrics, config.task)
+    check_own_tasks(objects.metrics, config.task)
     collective_class(config.collective)
     check_engine(config.reader)
 
@@ -260,7 +264,7 @@ def _try_metric(
         numbers = torch.arange(rows) % classes
         labels.append(label + numbers.view(-1, *(1,) * (label.dim() - 1)).to(label.dtype))
         given.append(output[:1].float().expand(rows, *output.shape[1:]))
-    return tried(name, metric, given, labels)
+    return try_metric(name, metric, given, labels)
 
 
 def _check_average(config: TrainConfig, num_steps: int) -> None:

@@ -42,7 +42,7 @@ from ringspark.estimators.training.check.probe import PROBE_ROWS, random_samples
 from ringspark.estimators.training.feed import Batch, zeros
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
-from ringspark.estimators.training.objective.sums import Seen
+from ringspark.estimators.training.objective.sums import MicroBatchOutput
 from ringspark.estimators.training.passes import Passes, PipelinedPasses, WholePasses
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -404,7 +404,7 @@ def _gradient_of(name: str) -> _Key:
     return _Key("training", None, f"the gradient of {name!r}")
 
 
-def _outputs(mode: str, seen: Sequence[Seen]) -> _Results:
+def _outputs(mode: str, seen: Sequence[MicroBatchOutput]) -> _Results:
     return {
         _Key(mode, int(label[0]), f"output {number}"): output
         for micro_batch in seen

@@ -19,7 +19,7 @@ from ringspark.estimators.training.finetuning.freezing import tuned
 from ringspark.estimators.training.make_heads import make_heads, with_outputs
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.metrics import METRICS
-from ringspark.estimators.training.objective.own_metrics import higher_is_better, metric_of
+from ringspark.estimators.training.objective.own_metrics import find_metric, higher_is_better
 from ringspark.estimators.training.objective.own_states import is_torchmetric
 from ringspark.estimators.training.optimizers.groups import group_parameters
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -66,7 +66,7 @@ def check_schema(
                 "metric(outputs, labels)"
             )
     monitor = find_monitor(config.monitor, heads, splits, not takes_labels(objects.transform_batch))
-    monitored = metric_of(monitor.split("_", 1)[1], config.metrics)
+    monitored = find_metric(monitor.split("_", 1)[1], config.metrics)
     if config.looks_for_best and monitored is not None:
         own = objects.metrics.get(monitored)
         if (METRICS[monitored].higher_is_better if own is None else higher_is_better(own)) is None:

@@ -251,7 +251,7 @@ def _restore_other(running: Running, states: Sequence[RankState], data_rank: int
     counting = [s.tensors for s in states if s.values.get("layers", s.values.get("counts", True))]
     states = [state for state in states if state.values.get("counts", True)]
     # The first rank takes the sums of the epoch so far, because the ranks that made them no longer exist.
-    running.sums.load_all([state.tensors for state in states], answers=data_rank == 0, counting=counting)
+    running.sums.load_all([state.tensors for state in states], takes_all=data_rank == 0, counting=counting)
     if running.noise is not None:
         running.noise.load([state.tensors for state in states] if data_rank == 0 else [])
     running.callbacks.load_state_dicts(states[0].values["callbacks"])

@@ -1,4 +1,4 @@
-"""Adds up the losses of several outputs, and finds the weight of each row in their means."""
+"""Adds up the losses of several outputs, with the weight of each row in their means."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from ringspark.estimators.parallel.model.tensor import scores_of
-from ringspark.estimators.training.objective.cut_classes import of_cut_classes
+from ringspark.estimators.parallel.model.tensor import CutCrossEntropy, Scores, scores_of
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import (
     ClassLoss,
@@ -22,11 +21,11 @@ from ringspark.models.transformer import TransformerLM
 
 
 def row_weights(loss: RowLoss, ignored: int | None) -> RowWeights | None:
-    """Returns a function from labels to row weights in a loss's divisor, (batch,) fp32; None if all are 1.
+    """Returns a function: labels -> weight of each row in a loss's divisor, (batch,); None if all are 1.
 
     Args:
-        ignored: See `Head.ignored`. If no row is ignored, the ranks need no reduction per step: the
-            divisor is the number of rows.
+        ignored: See `Head.ignored`. If no row is ignored, the ranks need no all-reduce per step: the divisor
+            is the number of rows.
     """
     inner = loss.member if isinstance(loss, MemberLoss) else loss
     if not isinstance(inner, ClassLoss) or (ignored is None and not inner.weighs_classes):
@@ -34,8 +33,22 @@ def row_weights(loss: RowLoss, ignored: int | None) -> RowWeights | None:
     return inner.row_weights
 
 
+def _split_by_classes(loss: RowLoss, scores: Scores) -> RowLoss:
+    """Returns a loss of this rank's classes only, and lets the network return their logits only.
+
+    This works for plain cross entropy. For any other loss the network gathers the logits.
+    """
+    whole = loss.unreduced if isinstance(loss, ClassLoss) else None
+    # A subclass may compute something else.
+    if type(whole) is not nn.CrossEntropyLoss or whole.weight is not None or whole.label_smoothing:
+        return loss
+    assert isinstance(loss, ClassLoss)
+    scores.joins = False
+    return loss.with_function(CutCrossEntropy(whole, scores))
+
+
 class Criterion:
-    """The losses of a module's outputs, one label each, and how they add up.
+    """The losses of a module's outputs, one label per output, and how they add up.
 
     The loss of a batch is the sum over k of heads[k].weight * mean[k]. Over the global batch, mean[k] is
     the sum of column k of `rows` divided by the sum of column k of `row_weights`, both times the rows'
@@ -54,14 +67,14 @@ class Criterion:
 
         Args:
             device: Device for class weights and the state of a user's loss.
-            network: This rank's part of the network. If it is a `TransformerLM` whose table is cut by its
-                classes, and the loss can do with a part of them, it returns those of this rank from now on.
+            network: This rank's shard of the network. A `TransformerLM` whose table is sharded by classes
+                returns only this rank's logits from now on, if the loss can use them.
         """
         self._losses = [resolve_loss(head.loss, device) for head in heads]
         self._scores = None if network is None else scores_of(network)
-        # Of networks of one's own nobody knows that they return what they compared, and nothing else.
+        # A user's network may return something else than the logits.
         if self._scores is not None and len(heads) == 1 and type(network) is TransformerLM:
-            self._losses = [of_cut_classes(loss, self._scores) for loss in self._losses]
+            self._losses = [_split_by_classes(loss, self._scores) for loss in self._losses]
         self._factors = tuple(head.weight for head in heads)
         self._is_plain_sum = all(factor == 1 for factor in self._factors)
         pairs = zip(self._losses, heads, strict=True)
@@ -71,12 +84,12 @@ class Criterion:
     def num_losses(self) -> int:
         return len(self._losses)
 
-    def whole(self, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Returns the outputs of all classes, for who looks at them without gradients. Runs on every rank."""
+    def gather_classes(self, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Returns the outputs of all classes, without gradients. Runs on every rank."""
         return outputs if self._scores is None else [self._scores.whole(output) for output in outputs]
 
-    def whole_outputs(self) -> AbstractContextManager[None]:
-        """Returns a context in which the network itself returns them, as one that is not cut does."""
+    def gather_in_forward(self) -> AbstractContextManager[None]:
+        """Returns a context in which the network itself returns the outputs of all classes."""
         return nullcontext() if self._scores is None else self._scores.joined()
 
     def rows(self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -99,17 +112,17 @@ class Criterion:
         ]
         return torch.stack([column.float() for column in columns], dim=1)
 
-    def of_layers(
+    def sum_layer_losses(
         self, values: torch.Tensor, labels: Sequence[torch.Tensor], weight: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns what is added to the sums of the losses for losses that layers have added, (num_losses,).
+        """Returns the share of layers' own losses in the summed losses, (num_losses,).
 
-        Divided and added up like them it is the mean over the rows, in which a row weighs what it weighs in
-        the losses of the outputs; where these differ, it is the mean of their means by the losses' factors.
+        After division and `total`, it is the mean over the rows, each row weighted as in the losses of the
+        outputs. If these weights differ between losses, it is the mean of their means by the heads' weights.
 
         Args:
             values: One value per row, (batch,).
-            weight: Weights of the rows, (batch,); None: ones.
+            weight: Weights of the rows, (batch,); None for ones.
         """
         weights = self.row_weights(labels)
         columns = values[:, None].float()

@@ -1,4 +1,4 @@
-"""The label, the loss and the metrics of each output of the network, as one value per output."""
+"""The label, the loss and the metrics of one output of the network."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Head:
     """One output of the network.
 
     Attributes:
-        label: Column of the label.
-        loss: Name of the loss, or the user's own `nn` loss or callable; see `losses.resolve_loss`.
+        label: Label column.
+        loss: Name of the loss, or the user's `nn` loss or callable; see `losses.resolve_loss`.
         weight: Factor of this loss in the sum of all losses.
         width: Size of the output's last dimension, 1 if it has none.
-        metrics: Names of the metrics that suit the label.
-        own_metrics: The user's own metrics, see `MetricSet`; some may not suit the label.
-        ignored: Class number of rows that count neither in the loss nor in metrics; None if no row of the
-            data has it, or the loss ignores none.
+        metrics: Names of the metrics that fit the label.
+        own_metrics: The user's own metrics, see `MetricSet`; some may not fit the label.
+        ignored: Class number of rows that count neither in the loss nor in metrics; None if the loss ignores
+            none, or no row of the data has it.
     """
 
     label: str
@@ -38,7 +38,7 @@ class Head:
 
     @property
     def loss_name(self) -> str:
-        """The name of the loss in messages."""
+        """The name for messages."""
         kind = type(self.loss).__name__
         return self.loss if isinstance(self.loss, str) else getattr(self.loss, "__name__", kind)
 

@@ -1,8 +1,7 @@
-"""Sums what layers of the network count over the rows of a split, for the history.
+"""Sums the counts that layers make over the rows of a split, for the history.
 
-Counts are sums over rows, so those of micro-batches and ranks add up: any number of ranks tells the same.
-Where the layers lie in the stages of a pipeline, each rank has places for the counts of all, and zeros where
-it lacks the layer.
+Counts are sums over rows, so the counts of micro-batches and ranks add up to the same for any number of
+ranks. With pipeline parallelism, each rank has room for the counts of all layers, zero for absent layers.
 """
 
 from __future__ import annotations
@@ -17,7 +16,13 @@ from ringspark.models.reports import CountingLayer, CountingLayerInfo, find_coun
 
 
 class LayerCounts:
-    """The counts of one network's layers on one rank."""
+    """The counts of one network's layers on one rank.
+
+    Args:
+        network: This rank's stages of the network.
+        layers: Layers of the whole network; None if `network` is the whole network.
+        stages: The ranks of the pipeline; None without one.
+    """
 
     def __init__(
         self,
@@ -26,17 +31,10 @@ class LayerCounts:
         layers: Sequence[CountingLayerInfo] | None = None,
         stages: Collective | None = None,
     ) -> None:
-        """Starts from no rows.
-
-        Args:
-            network: What this rank has of the network.
-            layers: Layers of the whole network; None: `network` is the whole one.
-            stages: The ranks of a pipeline that have its layers together; None: this rank has all.
-        """
         if layers is None:
             layers = [] if network is None else find_counting_layers(network)
         self._layers, self._stages = tuple(layers), stages
-        # float64, so that an epoch's many tokens are counted exactly.
+        # float64, so that counts of an epoch's many tokens are exact.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         sizes = [layer.num_counts for layer in self._layers]
         self._totals = torch.zeros(sum(sizes), dtype=dtype, device=device)
@@ -54,7 +52,7 @@ class LayerCounts:
                 self._views[layer].add_(own)
 
     def take(self, data: Collective) -> dict[str, float]:
-        """Returns the numbers over all ranks of `data`, which all call it, and all stages, by their names."""
+        """Returns the numbers over all ranks and stages, by name. Runs on every rank."""
         values: dict[str, float] = {}
         if not self._layers:
             return values
@@ -71,25 +69,20 @@ class LayerCounts:
         self._totals.zero_()
 
     def state(self) -> torch.Tensor | None:
-        """Copies the counts to the CPU, 1-D; None for a network whose layers count nothing."""
+        """Copies the counts to the CPU, (counts,); None if no layer counts."""
         return self._totals.detach().cpu().clone() if self._layers else None
 
-    def load_all(self, states: Sequence[torch.Tensor], answers: bool) -> None:
-        """Restores results of `state` of ranks that no longer exist.
+    def load_all(self, states: Sequence[torch.Tensor], takes_all: bool) -> None:
+        """Restores the states of ranks that no longer exist.
 
         Args:
-            answers: Whether this rank, with those of its pipeline, takes all of them; the others start from
-                zero.
+            takes_all: Whether this rank, with its pipeline, takes all of them; other ranks start from zero.
         """
         first = self._stages is None or self._stages.rank == 0
-        self.load(torch.stack(list(states)).sum(0) if states and answers and first else None)
+        self.load(torch.stack(list(states)).sum(0) if states and takes_all and first else None)
 
     def load(self, state: torch.Tensor | None) -> None:
-        """Restores a result of `state`; None starts from zero.
-
-        Raises:
-            ValueError: It is that of another network.
-        """
+        """Restores a result of `state`; None starts from zero. Raises ValueError for another network."""
         if state is None:
             self._totals.zero_()
             return

@@ -1,14 +1,14 @@
 """Computes losses per row, so that weights and uneven shards are exact.
 
-A loss maps (output, label) to one value per row, shape (batch,): the mean over the row's elements or
-positions. If PyTorch's own mean does not weight all rows alike (class weights, ignored positions),
-`criterion.row_weights` returns the weight of each row, and the loss of a batch is
+A loss maps (output, label) to one value per row, (batch,): the mean over the row's elements or positions. If
+PyTorch's own mean does not weight all rows alike (class weights, ignored positions), `criterion.row_weights`
+returns the weight of each row, and the loss of a batch is
 
     sum of the rows' values / sum of the rows' weights
 
 over the GLOBAL batch, which equals the torch loss with reduction='mean'. A row with weight 0 also has the
-value 0, so these weights apply only to the divisor; a weight column multiplies both. Everything is
-computed in fp32 at least.
+value 0, so these weights apply only to the divisor; a weight column multiplies both. Losses are computed in
+fp32 or wider.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ringspark.estimators.names import nearest
 RowLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 RowWeights = Callable[[torch.Tensor], torch.Tensor]
 
-# Losses of torch.nn that do not take (output, label), and why.
+# Losses of torch.nn that take other arguments than (output, label), and why.
 NOT_OF_OUTPUT_AND_LABEL = {
     "CTCLoss": "it also takes the lengths of inputs and targets",
     "CosineEmbeddingLoss": "it compares two outputs",
@@ -36,12 +36,12 @@ NOT_OF_OUTPUT_AND_LABEL = {
     "TripletMarginLoss": "it compares three outputs",
     "TripletMarginWithDistanceLoss": "it compares three outputs",
 }
-# Their labels are class numbers or probabilities, so output and label may differ in shape.
+# Labels are class numbers or probabilities, so output and label may differ in shape.
 CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 MULTI_CLASS_LOSSES = (nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.MultiMarginLoss)
 
 
-def matched(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+def match_shapes(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     """Drops or adds the trailing unit dimension between (batch, 1) and (batch,)."""
     if output.dim() == label.dim() + 1 and output.shape[-1] == 1:
         return output.squeeze(-1)
@@ -59,32 +59,32 @@ def _at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ElementLoss:
-    """A torch loss that compares each element of the output with one of the label.
+    """A torch loss that compares each element of the output with an element of the label.
 
     `reduction='batchmean'` sums over a row's elements, as in torch; otherwise they are averaged.
     """
 
     def __init__(self, loss: nn.Module) -> None:
         self._sums = loss.reduction == "batchmean"
-        self._loss = _unreduced(loss)
+        self._loss = _copy_unreduced(loss)
 
     def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        output = matched(_at_least_fp32(output), label)
+        output = match_shapes(_at_least_fp32(output), label)
         if output.shape != label.shape:
-            # PyTorch would broadcast and compare every prediction with every row's label.
+            # PyTorch would broadcast, and compare every prediction with every row's label.
             raise ValueError(
                 f"the loss needs output and label of one shape, got {tuple(output.shape)} and "
-                f"{tuple(label.shape)}; change the last layer, or take a '..._per_member' loss"
+                f"{tuple(label.shape)}; change the last layer, or use a '..._per_member' loss"
             )
         values = self._loss(output, label.to(output.dtype))
         return values.flatten(1).sum(1) if self._sums and values.dim() > 1 else _row_means(values)
 
 
 class ClassLoss:
-    """Cross entropy or NLL with class numbers per row or per position, or with probabilities.
+    """Cross entropy or NLL with class numbers per row or position, or with probabilities.
 
-    Class numbers are integers; those per row may be floating, like Spark's. Floating labels of more
-    dimensions are probabilities, for which the torch loss averages over rows without class weights.
+    Class numbers are integers, or per row also floats, as in Spark. Float labels with more dimensions are
+    probabilities, for which the torch loss averages over rows without class weights.
 
     Attributes:
         ignored: Class number of rows and positions that do not count.
@@ -92,7 +92,7 @@ class ClassLoss:
     """
 
     def __init__(self, loss: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
-        self.unreduced = _unreduced(loss)
+        self.unreduced = _copy_unreduced(loss)
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self.unreduced
         self._class_weights: torch.Tensor | None = loss.weight
         self.ignored: int = loss.ignore_index
@@ -112,7 +112,7 @@ class ClassLoss:
             label = label.squeeze(-1)
         return _row_means(self._loss(output, label))
 
-    def computed_by(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> ClassLoss:
+    def with_function(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> ClassLoss:
         """Returns this loss with another function for the values of rows and positions."""
         other = copy.copy(self)
         other._loss = loss
@@ -125,13 +125,12 @@ class ClassLoss:
         kept = label != self.ignored
         if self._class_weights is None:
             return _row_means(kept.float())
-        # An ignored index may lie outside the classes: it is looked up as class 0 and gets weight 0.
+        # An ignored index may lie outside the classes, so look it up as class 0; it gets weight 0.
         weights = self._class_weights.to(label.device)[label.where(kept, 0)]
         return _row_means(weights * kept)
 
     @property
     def weighs_classes(self) -> bool:
-        """Whether rows have the weights of their classes."""
         return self._class_weights is not None
 
     @staticmethod
@@ -142,16 +141,16 @@ class ClassLoss:
 
 
 class MultiClassLoss:
-    """A torch loss that reduces over the classes itself, for margins and for sets of labels.
+    """A torch loss that reduces over the classes itself, for margins and sets of labels.
 
-    `MultiMarginLoss` takes class numbers, `MultiLabelMarginLoss` lists of them that end with -1,
+    `MultiMarginLoss` takes class numbers, `MultiLabelMarginLoss` lists of class numbers that end with -1,
     `MultiLabelSoftMarginLoss` zeros and ones.
     """
 
     def __init__(self, loss: nn.Module) -> None:
         self._takes_numbers = not isinstance(loss, nn.MultiLabelSoftMarginLoss)
         self._takes_one = isinstance(loss, nn.MultiMarginLoss)
-        self._loss = _unreduced(loss)
+        self._loss = _copy_unreduced(loss)
 
     def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         output = _at_least_fp32(output)
@@ -159,7 +158,7 @@ class MultiClassLoss:
         if self._takes_one:
             label = label.squeeze(-1) if label.dim() == 2 else label
         else:
-            label = matched(label, output)
+            label = match_shapes(label, output)
             if label.shape != output.shape:
                 raise ValueError(
                     "the loss needs output and label of one shape, "
@@ -171,9 +170,8 @@ class MultiClassLoss:
 class CallableLoss:
     """A user's callable or module (output, label) -> one value per row.
 
-    It gets the network's output and the column's labels unchanged, as in a loop written in torch. A
-    callable that compares each output with every row's label, (batch, 1) with (batch,), is refused because
-    of the shape of its result: training on its mean would learn a constant.
+    It gets output and labels unchanged. A callable that compares each output with every row's label,
+    (batch, 1) with (batch,), is refused by the shape of its result: its mean would train a constant.
     """
 
     def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
@@ -209,8 +207,7 @@ def _remedy(output: torch.Tensor, label: torch.Tensor) -> str:
 class MemberLoss:
     """Compares each ensemble member's output with the row's label, and averages over members.
 
-    Takes (batch, members, ...) outputs, which ensembles return in training, and (batch, ...) outputs, the
-    members' mean, which they return in evaluation.
+    Ensembles return (batch, members, ...) in training, and the members' mean (batch, ...) in evaluation.
     """
 
     def __init__(self, loss: ElementLoss | ClassLoss) -> None:
@@ -224,19 +221,19 @@ class MemberLoss:
         return rows.view(batch, members).mean(1)
 
 
-def _unreduced(loss: nn.Module) -> nn.Module:
+def _copy_unreduced(loss: nn.Module) -> nn.Module:
     loss = copy.deepcopy(loss)
     if hasattr(loss, "reduction"):
         if loss.reduction == "sum":
             raise ValueError(
                 f"loss {type(loss).__name__} has reduction='sum', but the loss of a batch is a mean, so that "
-                "batchSize does not scale the gradient; take reduction='mean'"
+                "batchSize does not scale the gradient; use reduction='mean'"
             )
         loss.reduction = "none"  # type: ignore[assignment]
     return loss
 
 
-def _of_module(loss: nn.Module) -> RowLoss:
+def _wrap_module(loss: nn.Module) -> RowLoss:
     if isinstance(loss, _Loss):
         _check_arguments(type(loss).__name__)
     if isinstance(loss, CLASS_LOSSES):
@@ -245,7 +242,7 @@ def _of_module(loss: nn.Module) -> RowLoss:
         return MultiClassLoss(loss)
     if isinstance(loss, _Loss) and type(loss).__module__ == _Loss.__module__:
         return ElementLoss(loss)
-    return CallableLoss(_unreduced(loss))
+    return CallableLoss(_copy_unreduced(loss))
 
 
 def _check_arguments(name: str) -> None:
@@ -269,7 +266,7 @@ LOSSES: dict[str, RowLoss] = {
 
 
 def default_loss(task: str, output_width: int) -> str:
-    """Returns the loss that `loss="auto"` stands for.
+    """Returns the loss for `loss="auto"`.
 
     Args:
         task: "classification", "regression" or "any".
@@ -282,7 +279,7 @@ def default_loss(task: str, output_width: int) -> str:
 
 @cache
 def _torch_losses() -> dict[str, type[nn.Module]]:
-    """Returns the losses of torch.nn that take (output, label), by class name."""
+    """Returns the losses of torch.nn on (output, label), by class name."""
     classes = {name: value for name, value in vars(nn).items() if isinstance(value, type)}
     return {
         name: value
@@ -293,16 +290,12 @@ def _torch_losses() -> dict[str, type[nn.Module]]:
 
 
 def loss_names() -> list[str]:
-    """Returns the names that `loss` accepts: ours first, then the class names of torch.nn."""
+    """Returns the names that `loss` accepts: our own, then the class names of torch.nn."""
     return [*LOSSES, *sorted(_torch_losses())]
 
 
 def check_loss_name(name: str) -> None:
-    """Refuses a name that is no loss.
-
-    Raises:
-        ValueError: The name is no loss; the error says why, or lists the known names and the nearest.
-    """
+    """Raises ValueError, with the nearest known name, if the name is no loss."""
     _check_arguments(name)
     if name not in loss_names():
         raise ValueError(
@@ -314,19 +307,17 @@ def check_loss_name(name: str) -> None:
 def resolve_loss(loss: str | Callable[..., torch.Tensor], device: torch.device | None = None) -> RowLoss:
     """Returns the per-row form of a loss.
 
-    Args:
-        loss: A name of `loss_names()`; an instance of a torch.nn loss, whose reduction is replaced (the
-            instance itself is not changed); or a callable (output, label) -> one value per row, which
-            gets both unchanged, see `CallableLoss`. Parameters of a loss are not trained.
-        device: Device for class weights and the state of a user's module.
+    Raises ValueError if the name is unknown, or the loss does not take (output, label). When called: also
+    if it returns one number for many rows or for pairs of rows, or if output and label differ in shape.
 
-    Raises:
-        ValueError: The name is unknown, or the loss does not take (output, label); at a call, also if it
-            returns one number for many rows or for pairs of rows, or if output and label differ in shape.
+    Args:
+        loss: A name of `loss_names()`, an instance of a torch.nn loss, or a callable, see `CallableLoss`.
+            An instance is copied, and its reduction replaced. Parameters of a loss are not trained.
+        device: Device for class weights and the state of a user's module.
     """
     if isinstance(loss, str):
         check_loss_name(loss)
-        return LOSSES[loss] if loss in LOSSES else _of_module(_torch_losses()[loss]())
+        return LOSSES[loss] if loss in LOSSES else _wrap_module(_torch_losses()[loss]())
     if isinstance(loss, nn.Module):
-        return _of_module(copy.deepcopy(loss).to(device))
+        return _wrap_module(copy.deepcopy(loss).to(device))
     return CallableLoss(loss)

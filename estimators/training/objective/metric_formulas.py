@@ -12,7 +12,7 @@ Curve = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def class_counts(predicted: torch.Tensor, label: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Counts the rows per class that are predicted correctly, predicted, and labelled so: (3, classes)."""
+    """Counts rows per class that are predicted correctly, predicted, and labelled: (3, classes)."""
     # torchmetrics counts by bincount, which waits for the device to learn its size.
     counts = torch.zeros((3, num_classes), dtype=torch.int64, device=label.device)
     ones = torch.ones_like(label)
@@ -23,7 +23,7 @@ def class_counts(predicted: torch.Tensor, label: torch.Tensor, num_classes: int)
 
 
 def add_counts(metric: Any, counts: torch.Tensor) -> None:
-    """Adds to a metric's true and false positives and negatives what `metric.update` would."""
+    """Adds counts of classes to a metric's true and false positives and negatives."""
     right, predicted, actual = counts
     rest = actual.sum() - predicted - actual + right
     for key, value in {"tp": right, "fp": predicted - right, "fn": actual - right, "tn": rest}.items():
@@ -67,8 +67,8 @@ def average_precision(scores: torch.Tensor, positive: torch.Tensor) -> torch.Ten
 def curve_mean(metric: Any, curve: Curve, needs_negatives: bool) -> torch.Tensor:
     """Returns the mean over the classes whose curve is defined, NaN if none is.
 
-    torchmetrics counts in fp32, which is exact only up to 16.7 million positives, and scores a class
-    without rows as 0.
+    torchmetrics counts in fp32, which is exact only up to 16.7 million positives, and scores a class without
+    rows as 0.
     """
     scores, label = torch.cat(metric.preds), torch.cat(metric.target)
     columns = [(1, scores)] if scores.dim() == 1 else list(enumerate(scores.unbind(1)))
@@ -83,9 +83,9 @@ def curve_mean(metric: Any, curve: Curve, needs_negatives: bool) -> torch.Tensor
 class R2:
     """Coefficient of determination, averaged over the outputs, with torchmetrics' protocol.
 
-    torchmetrics uses sums of squares, which lose all digits for targets far from zero, and treats every
-    target of small scale as constant. This class merges means and squared deviations (Chan, Golub and
-    LeVeque 1979). Constant targets score 0, or 1 if they are predicted exactly, as in scikit-learn.
+    torchmetrics uses sums of squares, which lose all digits for targets far from zero, and takes every target
+    of small scale for constant. This class merges means and squared deviations (Chan, Golub and LeVeque
+    1979). Constant targets score 0, or 1 if they are predicted exactly, as in scikit-learn.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Accumulates the metrics of one output on each rank's device, and merges them over all ranks.
 
-`update` neither waits for the device nor talks to other ranks. `compute` gathers the ranks' states once for
-all metrics and merges them by each metric's own method; torchmetrics' synchronisation needs
-torch.distributed and hangs if a rank saw no rows.
+`update` neither waits for the device nor communicates. `compute` gathers the ranks' states once and merges
+them by each metric's own method. torchmetrics' synchronization needs torch.distributed, and hangs if a rank
+saw no rows.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.training.objective.metric_formulas import add_counts, class_counts
 from ringspark.estimators.training.objective.metrics import METRICS, check_metrics
-from ringspark.estimators.training.objective.own_metrics import as_number
-from ringspark.estimators.training.objective.own_states import OwnState, own_state
+from ringspark.estimators.training.objective.own_metrics import to_number
+from ringspark.estimators.training.objective.own_states import OwnState, make_own_state
 from ringspark.models.generators import Tensors
 from ringspark.models.process_state import ignore_warnings
 
@@ -45,7 +45,7 @@ class MetricSet:
                 logit. Unused in a regression.
             device: Device of the rows.
             ignored: Rows with this label are not counted; see `Head.ignored`.
-            own: The user's metrics by name, each with whether it is a function of single rows.
+            own: The user's metrics by name, each with whether it returns one number per row.
 
         Raises:
             ValueError: See `check_metrics`.
@@ -57,32 +57,30 @@ class MetricSet:
         self._num_classes = max(2, output_width)
         self._ignored = ignored
         self._device = device
-        # float64, so that sums over many millions of rows stay exact to the printed digits.
+        # float64, so that sums over many millions of rows are exact to the printed digits.
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._metrics = {name: self._make(name, device) for name in self.names}
         self._rows = 0
-        # States of ranks that no longer exist; `compute` merges them.
+        # States of ranks that no longer exist, for `compute`.
         self._carried: list[Tensors] = []
 
     def _make(self, name: str, device: torch.device) -> Any:
         if name in self._own:
-            return own_state(*self._own[name], device)
-        # Only torchmetrics' `set_dtype` sets a dtype that `to` does not change.
+            return make_own_state(*self._own[name], device)
+        # torchmetrics' `to` does not change dtypes.
         return METRICS[name].make(self._num_classes).to(device).set_dtype(self._dtype)
 
     @torch.no_grad()
     def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
         """Adds rows to the metrics.
 
-        Does not wait for the device, except for the number of kept rows if some may be ignored.
+        Does not wait for the device, unless rows may be ignored: then it waits for the number of kept
+        rows. Raises ValueError if the shapes of output and label do not match.
 
         Args:
             output: (batch,) or (batch, width): logits in a classification, else values. Other shapes
                 are values if `label` has the same shape.
             label: (batch,) or (batch, 1) class numbers, or values.
-
-        Raises:
-            ValueError: The shapes do not fit each other.
         """
         if self._ignored is not None and self.names and label.numel() == len(label) == len(output):
             kept = label.reshape(-1) != self._ignored
@@ -127,7 +125,7 @@ class MetricSet:
         logits = output.reshape(len(output), -1).to(self._dtype)  # (batch, 1 or classes)
         if label.numel() != len(label) or max(2, logits.shape[1]) != self._num_classes or output.dim() > 2:
             raise ValueError(
-                f"classification metrics need logits (batch, {self._num_classes}) and one class number a "
+                f"classification metrics need logits (batch, {self._num_classes}) and one class number per "
                 f"row, got {tuple(output.shape)} and labels {tuple(label.shape)}; leave the metrics out"
             )
         label = label.reshape(-1).long()
@@ -148,12 +146,11 @@ class MetricSet:
     def compute(self, collective: Collective) -> dict[str, float]:
         """Returns the metrics over all rows of all ranks, equal on every rank. Runs on every rank.
 
-        An undefined metric is NaN: without rows, or "auroc" of a single class. The rows are kept; see
-        `reset`.
+        An undefined metric is NaN: without rows, or "auroc" of a single class. The rows are kept.
         """
         if not self.names:
             return {}
-        # Every rank reaches this call; one that saw no rows sends its empty state.
+        # Every rank makes this call; a rank without rows sends its empty state.
         mine = save({f"{i}/{key}": t for i, own in enumerate(self.states()) for key, t in own.items()})
         merged = {name: self._make(name, torch.device("cpu")) for name in self.names}
         num_rows = 0
@@ -166,11 +163,11 @@ class MetricSet:
                         metric.merge_state(own)
         if not num_rows:
             return dict.fromkeys(self.names, nan)
-        # torchmetrics warns that `update` was not called, but the merged states hold its results.
+        # torchmetrics warns that `update` was not called, but the merged states hold all rows.
         with ignore_warnings(category=UserWarning):
             values = [self._value(name, metric, num_rows) for name, metric in merged.items()]
         if self._own:
-            # A user's code may give each rank another number, and all ranks must decide alike by it.
+            # A user's code may return another number on each rank, but all ranks must decide alike by it.
             shared = torch.tensor(values, dtype=torch.float64)
             collective.broadcast([shared])
             values = shared.tolist()
@@ -180,11 +177,11 @@ class MetricSet:
         if not isinstance(metric, OwnState):
             return float(METRICS[name].finish(metric))
         try:
-            return as_number(metric.compute())
+            return to_number(metric.compute())
         except Exception as error:
             raise ValueError(
-                f"metric {name!r} failed on {num_rows} rows: {type(error).__name__}: {error}; let it give "
-                "NaN where it is not defined"
+                f"metric {name!r} failed on {num_rows} rows: {type(error).__name__}: {error}; return NaN "
+                "where it is not defined"
             ) from error
 
     def states(self) -> list[Tensors]:
@@ -200,14 +197,11 @@ class MetricSet:
         return [states, *self._carried]
 
     def load_states(self, states: Sequence[Tensors], carried: bool = False) -> None:
-        """Restores the result of `states`, in place of all rows so far.
+        """Restores the result of `states`; forgets all rows so far. Raises ValueError for other metrics.
 
         Args:
             states: States of one rank, or of several ranks one after another.
-            carried: Whether they belong to other ranks and are kept beside this rank's own rows.
-
-        Raises:
-            ValueError: They belong to other metrics.
+            carried: Whether they belong to other ranks and are kept besides this rank's own rows.
         """
         self.reset()
         if carried or not states:
@@ -230,19 +224,18 @@ class MetricSet:
             if not isinstance(metric, nn.Module):
                 metric.merge_state(own)
                 continue
-            # Set, not merged into zeros: merging a state that is not summed would change its shape.
+            # Set, not merged into zeros: merging changes the shape of a state that is not summed.
             known: Any = metric.metric_state
             unknown = sorted(set(own) - set(known))
             if unknown:
                 raise ValueError(
                     f"the checkpoint's metric {name!r} has a state {unknown[0]!r}, which this version of it "
-                    "lacks; go on with the torchmetrics that wrote it, or start anew"
+                    "lacks; continue with the torchmetrics that wrote it, or start again"
                 )
             for key, state in own.items():
                 setattr(metric, key, state)
 
     def reset(self) -> None:
-        """Forgets all rows."""
         for metric in self._metrics.values():
             metric.reset()
         self._rows = 0
@@ -262,7 +255,7 @@ def _add(name: str, metric: OwnState, output: torch.Tensor, label: torch.Tensor)
 def tensors_under(tensors: Mapping[str, torch.Tensor], prefix: str) -> Tensors:
     """Returns the tensors "<prefix>/<name>" by name."""
     start = f"{prefix}/"
-    # Iterate over keys, not items, because a `LazyTensors` reads a tensor from the file at each access.
+    # By keys, not items, because a `LazyTensors` reads a tensor from the file at each access.
     return {key.removeprefix(start): tensors[key] for key in tensors if key.startswith(start)}
 
 
@@ -273,7 +266,7 @@ def group_by_number(tensors: Tensors) -> list[Tensors]:
 
 
 def _of_metric(states: Tensors, name: str) -> dict[str, Any]:
-    """Returns one metric's states in the form that `merge_state` takes: lists of tensors as lists."""
+    """Returns one metric's states as `merge_state` takes them."""
     return {
         key.removesuffix("/list"): [state] if key.endswith("/list") else state
         for key, state in tensors_under(states, name).items()

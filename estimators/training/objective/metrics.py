@@ -1,10 +1,10 @@
 """The registry of metrics: torchmetrics' by name, with the arguments that each takes.
 
-Metrics count every row once: a weight column affects only the loss. Two classes, with one logit or with
-two, are binary: precision, recall, f1, auroc and average_precision are those of class 1, as in
-scikit-learn. With more classes, each class counts alike (macro), but in "f1_weighted" by its rows, which
-Spark's MulticlassClassificationEvaluator calls f1. "auroc" and "average_precision" keep every score of a
-validation: each rank holds 8 bytes per row and class and 8 per label for the rows of all ranks.
+Metrics count every row once: a weight column affects only the loss. Two classes, with one logit or two, are
+binary: precision, recall, f1, auroc and average_precision are those of class 1, as in scikit-learn. With more
+classes, each class counts alike (macro), except in "f1_weighted" (Spark's MulticlassClassificationEvaluator
+calls it f1), where it counts by its rows. "auroc" and "average_precision" keep every score of a validation:
+each rank holds 8 bytes per row and class and 8 per label for the rows of all ranks.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ class MetricInfo:
 
     Attributes:
         make: Makes a metric with torchmetrics' protocol from the number of classes (unused in a regression).
-        task: Kind of the labels.
         higher_is_better: Whether a larger value is better, for early stopping and the best checkpoint.
-        takes: Kind of the arguments of `update`: values and labels, relative errors, counts of predicted
-            classes, probabilities and labels, or log losses.
+        takes: Arguments of `update`: values and labels, relative errors, counts of predicted classes,
+            probabilities and labels, or log losses.
         finish: Computes the value of a merged metric.
     """
 
@@ -52,7 +51,7 @@ class MetricInfo:
 
 
 def _torchmetric(class_name: str, **options: Any) -> Any:
-    # The metric would synchronise by itself if the collective is torch.distributed.
+    # With torch.distributed as the collective, the metric would synchronize by itself.
     return getattr(import_module("torchmetrics"), class_name)(sync_on_compute=False, **options)
 
 
@@ -115,23 +114,18 @@ METRICS: dict[str, MetricInfo] = {
 
 
 def metric_info(name: str) -> MetricInfo:
-    """Returns the registry's entry.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
+    """Returns the registry's entry. Raises ValueError if the name is unknown."""
     check_name("metrics", name, METRICS, otherwise="")
     return METRICS[name]
 
 
 def check_metrics(names: Sequence[str], task: str) -> None:
-    """Checks the user's names of metrics. Runs on the driver.
+    """Checks the names of metrics. Runs on the driver.
+
+    Raises ValueError if a name is unknown, given twice or for another task, or torchmetrics is missing.
 
     Args:
         task: "classification", "regression", or "any", which accepts both.
-
-    Raises:
-        ValueError: A name is unknown, given twice or for another task, or torchmetrics is missing.
     """
     for name in names:
         info = metric_info(name)

@@ -1,6 +1,6 @@
-"""Metrics of the user's own: torchmetrics objects, and functions of outputs and labels.
+"""The user's own metrics: torchmetrics objects, and functions of outputs and labels.
 
-They are named and checked as they are given, and tried on a few rows before a gang starts.
+They are named and checked when they are given, and tried on a few rows before a gang starts.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.training.objective.losses import matched
+from ringspark.estimators.training.objective.losses import match_shapes
 from ringspark.estimators.training.objective.metrics import METRICS, Task, metric_info
 from ringspark.estimators.training.objective.own_states import (
     CLASS_FAMILIES,
-    family_of,
-    gives_rows,
+    describe_value,
+    find_family,
+    is_per_row,
     is_torchmetric,
-    own_state,
-    what,
+    make_own_state,
 )
 from ringspark.models.process_state import ignore_warnings
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnMetric:
-    """What all ranks must know of a metric beside the object itself; the driver found it out by a trial.
+    """What all ranks must know of a metric besides the object itself, found by a trial on the driver.
 
     Attributes:
-        per_row: Whether it is a function that gives one number per row.
+        per_row: Whether it is a function that returns one number per row.
         higher_is_better: Whether a larger value is better; None if the object does not say.
     """
 
@@ -39,58 +39,54 @@ class OwnMetric:
     higher_is_better: bool | None
 
 
-def task_of(metric: Any) -> Task | None:
-    """Returns the kind of labels that a metric takes, by its name or as an object; None if it takes any."""
+def get_task(metric: Any) -> Task | None:
+    """Returns the task of a metric, given by name or as an object; None if it takes any labels."""
     if isinstance(metric, str):
         return metric_info(metric).task
-    family = family_of(metric)
+    family = find_family(metric)
     if family in CLASS_FAMILIES:
         return "classification"
     return "regression" if family else None
 
 
-def check_own(metrics: Mapping[str, Any], task: str) -> None:
-    """Refuses the user's metrics that take other labels than those of the task; "any" accepts all.
-
-    Raises:
-        ValueError: Names the metric.
-    """
+def check_own_tasks(metrics: Mapping[str, Any], task: str) -> None:
+    """Raises ValueError if a user's metric is for another task; "any" accepts all."""
     for name, metric in metrics.items():
-        if task != "any" and task_of(metric) not in (None, task):
+        if task != "any" and get_task(metric) not in (None, task):
             raise ValueError(
-                f"metrics of a {task} must take its labels, got {name!r} of a {task_of(metric)}; drop it"
+                f"metrics of a {task} must take its labels, got {name!r} of a {get_task(metric)}; drop it"
             )
 
 
-def named_metrics(given: Sequence[Any]) -> dict[str, Any]:
-    """Returns the metrics by their names in the history: registered names as they are, the rest as objects.
+def name_metrics(given: Sequence[Any]) -> dict[str, Any]:
+    """Returns the metrics by their names in the history; a registered metric stays a name.
 
     Args:
         given: Registered names, torchmetrics classes or objects, functions, and mappings from names to these.
 
     Raises:
         ValueError: Two have one name, or one cannot be used; the message says what to give instead.
-        TypeError: One is nothing that computes a metric.
+        TypeError: One cannot compute a metric.
     """
     found: dict[str, Any] = {}
     for entry in given:
         # A MetricCollection is no mapping, but has the items of one.
         is_mapping = isinstance(entry, Mapping) or type(entry).__name__ == "MetricCollection"
-        for name, metric in entry.items() if is_mapping else [(_name_of(entry), entry)]:
+        for name, metric in entry.items() if is_mapping else [(_find_name(entry), entry)]:
             if name in found:
                 raise ValueError(
                     f"metrics must differ from each other, got {name!r} more than once; drop one, or name "
                     f"them: metrics=[{{'first': ..., 'second': ...}}]"
                 )
-            found[name] = _checked(name, metric)
+            found[name] = _check_entry(name, metric)
     return found
 
 
-def _name_of(metric: Any) -> str:
+def _find_name(metric: Any) -> str:
     if isinstance(metric, str):
         return metric
     if isinstance(metric, functools.partial):
-        return _name_of(metric.func)
+        return _find_name(metric.func)
     name = getattr(metric, "__name__", None) or type(metric).__name__
     if name == "<lambda>":
         raise ValueError(
@@ -100,8 +96,8 @@ def _name_of(metric: Any) -> str:
     return str(name)
 
 
-def _checked(name: Any, metric: Any) -> Any:
-    """Returns the name of a registered metric, or the object of another."""
+def _check_entry(name: Any, metric: Any) -> Any:
+    """Returns the name of a registered metric, or the object of another metric."""
     if isinstance(metric, str):
         metric_info(metric)
         if name != metric:
@@ -136,7 +132,7 @@ def _check_states(name: str, metric: Any) -> None:
     if inner:
         raise ValueError(
             f"metric {name!r} is made of other metrics, whose states it does not hold; give "
-            f"{type(inner[0]).__name__} itself, and compute from the history what it makes of them"
+            f"{type(inner[0]).__name__} itself, and compute the rest from the history"
         )
     for key, state in metric.metric_state.items():
         if isinstance(state, list) and metric._reductions[key] is not dim_zero_cat:
@@ -146,11 +142,10 @@ def _check_states(name: str, metric: Any) -> None:
             )
 
 
-def as_number(value: Any) -> float:
+def to_number(value: Any) -> float:
     """Returns the value of a metric.
 
-    Raises:
-        ValueError: It is not one number; the message is the rest of a sentence about the metric.
+    Raises ValueError if it is not one number; the message is the rest of a sentence about the metric.
     """
     try:
         if not isinstance(value, str | dict | list | tuple):
@@ -158,18 +153,17 @@ def as_number(value: Any) -> float:
     except (TypeError, ValueError, RuntimeError):
         pass
     raise ValueError(
-        f"must give one number per row or one number, got {what(value)}; average it, such as by "
+        f"must give one number per row or one number, got {describe_value(value)}; average it, such as by "
         "average='macro', or give a function for each number"
     )
 
 
-def tried(
+def try_metric(
     name: str, metric: Any, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]
 ) -> OwnMetric:
-    """Tries a metric on a few rows of each output that it is for, and returns what the ranks must know of it.
+    """Tries a metric on a few rows of each output that it is for; returns what the ranks must know of it.
 
-    Raises:
-        ValueError: It fails, or gives no number; the message names it.
+    Raises ValueError if it fails or returns no number.
     """
     kinds = set()
     try:
@@ -185,7 +179,7 @@ def tried(
             f"{error}; it is called as metric(outputs, labels)"
         ) from error
     try:
-        as_number(value)
+        to_number(value)
     except ValueError as error:
         raise ValueError(f"metric {name!r} {error}") from None
     if len(kinds) > 1:
@@ -198,38 +192,38 @@ def tried(
 
 @torch.no_grad()
 def _trial(metric: Any, output: torch.Tensor, label: torch.Tensor) -> tuple[Any, bool]:
-    """Returns the metric's value over some rows, and whether it is a function of single rows."""
+    """Returns the metric's value over some rows, and whether it returns one number per row."""
     device = torch.device("cpu")
-    # A metric may warn that all labels or all outputs are equal, which they may be in a trial.
+    # In a trial all labels or all outputs may be equal, of which a metric may warn.
     with ignore_warnings():
         is_function = not is_torchmetric(metric)
-        per_row = is_function and gives_rows(metric(matched(output, label), label), len(label))
-        state, merged = (own_state(metric, per_row, device) for _ in range(2))
+        per_row = is_function and is_per_row(metric(match_shapes(output, label), label), len(label))
+        state, merged = (make_own_state(metric, per_row, device) for _ in range(2))
         state.update(output, label)
-        # Several parts, or the rules by which those of ranks are merged would not be tried.
+        # Several states, so that the rules for merging are tried too.
         for _ in range(3):
             merged.merge_state(state.metric_state)
         return merged.compute(), per_row
 
 
 def higher_is_better(metric: Any) -> bool | None:
-    """Returns whether a larger value of a user's metric is better; None if the object does not say."""
+    """Returns whether a larger value is better; None if the object does not say."""
     better = getattr(metric, "higher_is_better", None)
     return None if better is None else bool(better)
 
 
-def direction(name: str, own: Sequence[OwnMetric]) -> bool | None:
-    """Returns whether a larger value of the metric is better; None if it does not say."""
+def is_higher_better(name: str, own: Sequence[OwnMetric]) -> bool | None:
+    """Returns whether a larger value of the metric is better; None if that is unknown."""
     for metric in own:
         if metric.name == name:
             return metric.higher_is_better
     return METRICS[name].higher_is_better
 
 
-def metric_of(entry: str, metrics: Sequence[str]) -> str | None:
+def find_metric(entry: str, metrics: Sequence[str]) -> str | None:
     """Returns the metric of an entry of the history without its split; None for a loss.
 
-    With several labels the entry is the metric, "_", the label; the longest name that fits is meant.
+    With several labels the entry is "<metric>_<label>"; the longest metric that matches is returned.
     """
     fitting = [name for name in metrics if entry == name or entry.startswith(f"{name}_")]
     return max(fitting, key=len, default=None)

@@ -1,7 +1,7 @@
-"""What the user's own metrics keep of the rows, on one rank and merged over all.
+"""The states of the user's own metrics, on one rank and merged over all ranks.
 
-The states of a torchmetrics object are merged by the rule that its `add_state` names. A function that gives
-one number per row is averaged over the rows. A function that gives one number for all of them is called once
+The states of a torchmetrics object are merged by the rule that its `add_state` names. A function that returns
+one number per row is averaged over the rows. A function that returns one number for all rows is called once
 with the rows of all ranks, so every rank holds all outputs and labels of the epoch.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.training.objective.losses import matched
+from ringspark.estimators.training.objective.losses import match_shapes
 
-# The key of a state that counts the rows behind the others.
+# The key of a state that counts rows.
 _ROWS = "#rows"
 CLASS_FAMILIES = ("Binary", "Multiclass", "Multilabel")
 
@@ -27,11 +27,10 @@ class OwnState(ABC):
     @property
     @abstractmethod
     def metric_state(self) -> dict[str, Any]:
-        """The states by name: tensors, and lists of at most one tensor for what is kept of every row."""
+        """The states by name: tensors, and lists of at most one tensor for values that are kept per row."""
 
     @abstractmethod
-    def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
-        """Adds rows."""
+    def update(self, output: torch.Tensor, label: torch.Tensor) -> None: ...
 
     @abstractmethod
     def merge_state(self, state: Mapping[str, Any]) -> None:
@@ -42,16 +41,14 @@ class OwnState(ABC):
         """Continues from another `metric_state`, to which rows can be added."""
 
     @abstractmethod
-    def compute(self) -> Any:
-        """Returns the metric over all rows."""
+    def compute(self) -> Any: ...
 
     @abstractmethod
-    def reset(self) -> None:
-        """Forgets all rows."""
+    def reset(self) -> None: ...
 
 
 class RowMean(OwnState):
-    """The mean of a function that gives one number per row."""
+    """The mean of a function that returns one number per row."""
 
     def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
         self._function = function
@@ -64,9 +61,9 @@ class RowMean(OwnState):
         return {"sum": self._sum, _ROWS: torch.tensor(self._rows)}
 
     def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
-        values = self._function(matched(output, label), label)
-        if not gives_rows(values, len(label)):
-            raise ValueError(f"it gave one number per row on the driver, and {what(values)} now")
+        values = self._function(match_shapes(output, label), label)
+        if not is_per_row(values, len(label)):
+            raise ValueError(f"it gave one number per row on the driver, and {describe_value(values)} now")
         self._sum = self._sum + values.to(self._dtype).sum()
         self._rows += len(label)
 
@@ -89,7 +86,7 @@ class RowMean(OwnState):
 
 
 class AllRows(OwnState):
-    """A function that gives one number for all rows, which are kept until then."""
+    """A function that returns one number for all rows, which are kept until then."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -100,7 +97,7 @@ class AllRows(OwnState):
         return {key: [torch.cat(kept)] if kept else [] for key, kept in self._kept.items()}
 
     def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
-        self._kept["outputs"].append(matched(output, label))
+        self._kept["outputs"].append(match_shapes(output, label))
         self._kept["labels"].append(label)
 
     def merge_state(self, state: Mapping[str, Any]) -> None:
@@ -119,11 +116,11 @@ class AllRows(OwnState):
 
 
 class Reduced(OwnState):
-    """A torchmetrics object, its states merged by its own rules but not by torch.distributed."""
+    """A torchmetrics object whose states are merged by its own rules, without torch.distributed."""
 
     def __init__(self, metric: Any, device: torch.device) -> None:
         self._metric = metric.clone().to(device)
-        # It would synchronise by itself if the collective is torch.distributed.
+        # With torch.distributed as the collective, the metric would synchronize by itself.
         self._metric.distributed_available_fn = _never
         self._rules: dict[str, Any] = self._metric._reductions
         self._device = device
@@ -153,7 +150,7 @@ class Reduced(OwnState):
     def compute(self) -> Any:
         rows = [int(part[_ROWS]) for part in self._parts]
         names = {key for part in self._parts for key in part if key != _ROWS}
-        self._set({name: _merged(self._rules.get(name), name, self._parts, rows) for name in names})
+        self._set({name: _merge(self._rules.get(name), name, self._parts, rows) for name in names})
         return self._metric.compute()
 
     def reset(self) -> None:
@@ -162,11 +159,11 @@ class Reduced(OwnState):
         self._rows = 0
 
     def _set(self, states: Mapping[str, Any]) -> None:
-        """Sets states, not merging them into zeros: what is not summed would change its shape."""
+        """Sets states. Merging them into zeros would change the shape of a state that is not summed."""
         if unknown := sorted(states.keys() - self._rules.keys()):
             raise ValueError(
                 f"the checkpoint's metric {type(self._metric).__name__} has a state {unknown[0]!r}, which "
-                "this version of it lacks; go on with the torchmetrics that wrote it, or start anew"
+                "this version of it lacks; continue with the torchmetrics that wrote it, or start again"
             )
         for name, state in states.items():
             setattr(self._metric, name, state)
@@ -180,8 +177,8 @@ def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([part.reshape(1) if part.dim() == 0 else part for part in parts])
 
 
-def _merged(rule: Any, name: str, parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> Any:
-    """Returns one state of several ranks, all of which have rows, as torchmetrics' own sync would."""
+def _merge(rule: Any, name: str, parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> Any:
+    """Merges one state of several ranks that all have rows, like torchmetrics' own synchronization."""
     from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
     states = [part[name] for part in parts if name in part]
@@ -193,28 +190,27 @@ def _merged(rule: Any, name: str, parts: Sequence[Mapping[str, Any]], rows: Sequ
         return _cat(states)
     stacked = torch.stack(states)  # (ranks, ...)
     if rule is dim_zero_mean:
-        # By rows, not by ranks: the mean of rank means depends on how many rows each rank has.
+        # By rows, because a mean of the ranks' means depends on how many rows each rank has.
         weights = torch.tensor(rows, dtype=torch.float64).view(-1, *(1,) * states[0].dim())
         return ((stacked * weights).sum(0) / weights.sum()).to(stacked.dtype)
     return stacked if rule is None else rule(stacked)
 
 
-def own_state(metric: Any, per_row: bool, device: torch.device) -> OwnState:
-    """Returns the state of a user's metric before its first row."""
+def make_own_state(metric: Any, per_row: bool, device: torch.device) -> OwnState:
     if is_torchmetric(metric):
         return Reduced(metric, device)
     return RowMean(metric, device) if per_row else AllRows(metric)
 
 
 def is_torchmetric(metric: Any) -> bool:
-    """Whether the object, or the class, is torchmetrics'; whoever has one has imported it."""
+    """Returns whether the object or class is torchmetrics'; whoever has one has imported it."""
     package = sys.modules.get("torchmetrics")
     if package is None:
         return False
     return issubclass(metric if isinstance(metric, type) else type(metric), package.Metric)
 
 
-def family_of(metric: Any) -> str:
+def find_family(metric: Any) -> str:
     """Returns the family of a torchmetrics object: one of `CLASS_FAMILIES`, "regression", or ""."""
     for kind in type(metric).__mro__:
         if kind.__module__.startswith("torchmetrics.classification"):
@@ -229,12 +225,12 @@ def family_of(metric: Any) -> str:
 def _arguments(metric: Any, output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns outputs and labels as a torchmetrics object takes them.
 
-    Those of classes get probabilities, never logits: they would take logits that happen to lie in 0..1
-    for probabilities.
+    A classification metric gets probabilities, because it would take logits that all lie in 0..1 for
+    probabilities.
     """
-    family = family_of(metric)
+    family = find_family(metric)
     if family not in CLASS_FAMILIES:
-        output = matched(output, label)
+        output = match_shapes(output, label)
         return (output.to(metric.dtype), label.to(metric.dtype)) if family else (output, label)
     if label.dim() > 1 and label.numel() == len(label):
         label = label.reshape(-1)
@@ -252,12 +248,10 @@ def _arguments(metric: Any, output: torch.Tensor, label: torch.Tensor) -> tuple[
     return probabilities.to(metric.dtype), label
 
 
-def gives_rows(values: Any, num_rows: int) -> bool:
-    """Whether a function's result is one number per row."""
+def is_per_row(values: Any, num_rows: int) -> bool:
     return isinstance(values, torch.Tensor) and values.shape == (num_rows,)
 
 
-def what(value: Any) -> str:
-    """Returns what a value is, for a sentence that refuses it."""
+def describe_value(value: Any) -> str:
     is_tensor = isinstance(value, torch.Tensor)
     return f"a tensor {tuple(value.shape)}" if is_tensor else f"a {type(value).__name__}"

@@ -16,14 +16,14 @@ from ringspark.models.generators import Tensors
 from ringspark.models.reports import CountingLayer, CountingLayerInfo
 
 
-class Seen(NamedTuple):
+class MicroBatchOutput(NamedTuple):
     """The results of one micro-batch.
 
     Attributes:
         losses: Each head's weighted loss summed over the rows, (num_heads,).
-        weights: The rows' weight in each of them, (num_heads,); one number if rows have no weights.
+        weights: The rows' weight in each loss, (num_heads,); one number if rows have no weights.
         pairs: Output and label of each head, (rows, ...), if metrics need them; else empty.
-        counts: What layers of the network counted.
+        counts: Counts of the network's layers.
     """
 
     losses: torch.Tensor
@@ -38,7 +38,7 @@ class Seen(NamedTuple):
 
 
 class Sums:
-    """Losses and metrics of the rows that this rank has seen of one split, since the last `take`.
+    """Losses and metrics of the rows of one split on this rank, since the last `take`.
 
     Attributes:
         takes_outputs: Whether `add` needs outputs and labels.
@@ -55,16 +55,16 @@ class Sums:
         layers: Sequence[CountingLayerInfo] | None = None,
         stages: Collective | None = None,
     ) -> None:
-        """Starts from no rows.
+        """Starts without rows.
 
         Args:
-            network: The network, for what its layers count.
+            network: The network, for the counts of its layers.
             with_metrics: Whether metrics are computed from the outputs.
             layers, stages: See `LayerCounts`.
         """
         self._split = split
         self._heads = tuple(heads)
-        # float64, so that the mean over many millions of rows stays exact to the printed digits.
+        # float64, so that the mean over many millions of rows is exact to the printed digits.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._losses = torch.zeros((2, len(heads)), dtype=dtype, device=device)
         self._loss_sums, self._weight_sums = self._losses  # views
@@ -77,14 +77,14 @@ class Sums:
         self._counts = LayerCounts(network, device, layers, stages)
         self.takes_outputs = any(metric_set.names for metric_set in self._metrics)
 
-    def add(self, seen: Iterable[Seen], *, metrics_only: bool = False) -> None:
+    def add(self, results: Iterable[MicroBatchOutput], *, metrics_only: bool = False) -> None:
         """Adds the results of micro-batches without waiting for the device.
 
         Args:
             metrics_only: Adds only rows with finite outputs, and only to metrics, not to losses. For a step
                 with a loss that is not finite.
         """
-        for losses, weights, pairs, counts in seen:
+        for losses, weights, pairs, counts in results:
             self._counts.add(counts)
             if not metrics_only:
                 self._loss_sums.add_(losses)
@@ -96,13 +96,13 @@ class Sums:
                 metric_set.update(output, label)
 
     def totals(self) -> torch.Tensor:
-        """Copies the sums of losses and of weights so far, (2, num_heads), without waiting for the device."""
+        """Copies the sums of losses and weights, (2, num_heads), without waiting for the device."""
         return self._losses.detach().clone()
 
     def mean_loss(self, totals: torch.Tensor, data: Collective | None) -> float:
-        """Returns the mean loss of the rows in `totals` of all ranks of `data`, which all call it.
+        """Returns the mean loss of the rows in `totals` over all ranks of `data`. Runs on every rank.
 
-        Without `data` it is that of this rank's own rows.
+        If `data` is None, it is the mean over this rank's rows only.
         """
         own = totals.cpu()
         losses, weights = own if data is None else data.all_reduce(own.flatten()).view_as(totals)
@@ -113,8 +113,7 @@ class Sums:
         """Returns the split's numbers by their names in the history, and resets them. Runs on every rank.
 
         Args:
-            data: Collective of the ranks that have seen rows. Each number is over all of them and equal on
-                all; NaN if no row has weight.
+            data: The ranks that have rows. Each number is over all of them; NaN if no row has weight.
         """
         losses, weights = data.all_reduce(self._losses.cpu().flatten()).view_as(self._losses)
         means: list[float] = (losses / weights).tolist()
@@ -132,15 +131,16 @@ class Sums:
         return values
 
     def reset(self) -> None:
-        """Forgets all rows."""
         self._losses.zero_()
         self._counts.reset()
         for metric_set in self._metrics:
             metric_set.reset()
 
     def state(self) -> Tensors:
-        """Copies the sums to the CPU: "totals", (2, num_heads), "metrics/<head>/<number>/<key>", and "counts"
-        where layers count."""
+        """Copies the sums to the CPU.
+
+        Keys are "totals", (2, num_heads), "metrics/<head>/<number>/<key>", and "counts" if layers count.
+        """
         result = {"totals": self._losses.detach().cpu().clone()}
         if (counts := self._counts.state()) is not None:
             result["counts"] = counts
@@ -150,11 +150,7 @@ class Sums:
         return result
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restores this rank's result of `state`.
-
-        Raises:
-            ValueError: It has another number of heads, or other metrics.
-        """
+        """Restores this rank's result of `state`. Raises ValueError for other heads or metrics."""
         self._load_losses(state["totals"])
         self._counts.load(state.get("counts"))
         for index, metric_set in enumerate(self._metrics):
@@ -163,24 +159,22 @@ class Sums:
     def load_all(
         self,
         states: Sequence[Mapping[str, torch.Tensor]],
-        answers: bool,
+        takes_all: bool,
         counting: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
         """Restores the results of ranks that no longer exist.
 
         Args:
-            counting: Those of which the counts of layers are taken; None: the same.
-            answers: Whether this rank takes all of them; the others start from zero.
+            takes_all: Whether this rank takes all of them; the others start from zero.
+            counting: States whose counts of layers are taken; None for `states`.
         """
         total = torch.stack([state["totals"] for state in states]).sum(0)
-        self._load_losses(total if answers else torch.zeros_like(total))
+        self._load_losses(total if takes_all else torch.zeros_like(total))
         counting = states if counting is None else counting
-        self._counts.load_all([state["counts"] for state in counting if "counts" in state], answers)
+        self._counts.load_all([state["counts"] for state in counting if "counts" in state], takes_all)
         for index, metric_set in enumerate(self._metrics):
-            former = states if answers else []
-            carried = [
-                own for state in former for own in group_by_number(tensors_under(state, f"metrics/{index}"))
-            ]
+            former = [tensors_under(state, f"metrics/{index}") for state in states if takes_all]
+            carried = [own for tensors in former for own in group_by_number(tensors)]
             metric_set.load_states(carried, carried=True)
 
     def _load_losses(self, totals: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from ringspark.estimators.names import check_name
 from ringspark.estimators.training.callbacks import Callback
 from ringspark.estimators.training.objective.losses import check_loss_name
-from ringspark.estimators.training.objective.own_metrics import named_metrics
+from ringspark.estimators.training.objective.own_metrics import name_metrics
 from ringspark.estimators.training.optimizers.groups import check_groups
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES
@@ -61,7 +61,7 @@ def _name_or_callable(setting: str, known: Iterable[str]) -> Callable[[Any], Any
 def _metrics(value: Any) -> list[Any]:
     is_one = isinstance(value, str | Mapping) or not isinstance(value, list | tuple)
     metrics = [value] if is_one else list(value)
-    named_metrics(metrics)
+    name_metrics(metrics)
     return metrics
 
 

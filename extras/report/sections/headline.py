@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ringspark.estimators.run.facts import RunFacts
 from ringspark.estimators.training.objective.metrics import METRICS
-from ringspark.estimators.training.objective.own_metrics import direction, metric_of
+from ringspark.estimators.training.objective.own_metrics import find_metric, is_higher_better
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.report.content import Block, Cards, Section, Table, Text, seconds, show
 from ringspark.extras.report.facts import Facts
@@ -27,9 +27,9 @@ def higher_is_better(entry: str, config: TrainConfig | None) -> bool | None:
     """Returns whether a larger value of an entry of the history is better; None if nobody said."""
     name = entry.partition("_")[2]
     if config is not None:
-        metric = metric_of(name, config.metrics)
+        metric = find_metric(name, config.metrics)
         if metric is not None:
-            return direction(metric, config.own_metrics)
+            return is_higher_better(metric, config.own_metrics)
         return False
     if name in METRICS:
         return METRICS[name].higher_is_better

@@ -320,7 +320,7 @@ def test_a_module_of_the_users_loses_its_reduction() -> None:
 
 
 def test_a_sum_over_the_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"MSELoss has reduction='sum'.* take reduction='mean'"):
+    with pytest.raises(ValueError, match=r"MSELoss has reduction='sum'.* use reduction='mean'"):
         resolve_loss(nn.MSELoss(reduction="sum"))
 
 

@@ -209,7 +209,7 @@ def test_the_any_task_takes_both_kinds() -> None:
 def test_shapes_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(ValueError, match=r"one shape, got \(4, 2\) and \(4,\)"):
         MetricSet(["mse"], 2, CPU).update(torch.zeros(4, 2), torch.zeros(4))
-    with pytest.raises(ValueError, match=r"logits \(batch, 3\) and one class number a row, got \(4, 2\)"):
+    with pytest.raises(ValueError, match=r"logits \(batch, 3\) and one class number per row, got \(4, 2\)"):
         MetricSet(["f1"], 3, CPU).update(torch.zeros(4, 2), torch.zeros(4))
     with pytest.raises(ValueError, match=r"got \(4, 3\) and labels \(4, 5\)"):
         MetricSet(["f1"], 3, CPU).update(torch.zeros(4, 3), torch.zeros(4, 5))

@@ -16,7 +16,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.objective.heads import Head
-from ringspark.estimators.training.objective.sums import Seen, Sums
+from ringspark.estimators.training.objective.sums import MicroBatchOutput, Sums
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.models import ModelSpec
 from ringspark.models.reports import CountingLayer, collect_reports
@@ -142,10 +142,10 @@ def test_sums_of_layers_go_through_a_checkpoint_of_any_number_of_ranks() -> None
     heads = [Head(label="y", loss="cross_entropy", width=3)]
     parts = [torch.from_numpy(columns(12)["x"])[start : start + 4] for start in (0, 4, 8)]
 
-    def seen(ids: torch.Tensor) -> Seen:
+    def seen(ids: torch.Tensor) -> MicroBatchOutput:
         with collect_reports() as reports:
             network(ids)
-        return Seen(torch.ones(1), 1.0, [], reports.counts)
+        return MicroBatchOutput(torch.ones(1), 1.0, [], reports.counts)
 
     def made(*ids: torch.Tensor) -> Sums:
         sums = Sums("train", heads, CPU, network)
@@ -155,8 +155,8 @@ def test_sums_of_layers_go_through_a_checkpoint_of_any_number_of_ranks() -> None
     whole = made(*parts).take(LocalCollective())
     again, joined, other = made(), made(), made(parts[0])
     again.load(made(*parts).state())
-    joined.load_all([made(part).state() for part in parts], answers=True)
-    other.load_all([made(part).state() for part in parts], answers=False)
+    joined.load_all([made(part).state() for part in parts], takes_all=True)
+    other.load_all([made(part).state() for part in parts], takes_all=False)
     assert again.take(LocalCollective()) == joined.take(LocalCollective()) == whole
     numbers = other.take(LocalCollective())
     assert np.isnan([numbers["train_dropped_share"], numbers["train_loss"]]).all()

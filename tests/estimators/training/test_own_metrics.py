@@ -22,10 +22,10 @@ from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.objective.metric_set import MetricSet
 from ringspark.estimators.training.objective.own_metrics import (
-    direction,
-    metric_of,
-    named_metrics,
-    tried,
+    find_metric,
+    is_higher_better,
+    name_metrics,
+    try_metric,
 )
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import UserObjects
@@ -142,7 +142,7 @@ def _reference(name: str) -> float:
 def _set(name: str) -> MetricSet:
     metric, data = CASES[name]
     outputs, labels = _data(data)
-    found = tried("own", metric, [outputs[:10]], [labels[:10]])
+    found = try_metric("own", metric, [outputs[:10]], [labels[:10]])
     width = outputs.shape[-1]
     return MetricSet(["own"], width, CPU, own={"own": (metric, found.per_row)})
 
@@ -206,7 +206,7 @@ def test_a_metric_over_ranks_is_that_of_the_joined_rows(name: str) -> None:
 def test_the_object_that_was_given_stays_as_it_is() -> None:
     metric = regression.MeanSquaredError()
     metric.update(torch.ones(2), torch.zeros(2))
-    tried("own", metric, [torch.zeros(4)], [torch.ones(4)])
+    try_metric("own", metric, [torch.zeros(4)], [torch.ones(4)])
     metrics = MetricSet(["own"], 1, CPU, own={"own": (metric, False)})
     metrics.update(torch.zeros(3), torch.full((3,), 2.0))
     assert metrics.compute(LocalCollective()) == {"own": 4.0}
@@ -222,7 +222,7 @@ def test_rows_of_an_ignored_label_count_in_no_metric_of_ones_own() -> None:
 
 
 def test_metrics_get_names_of_their_own() -> None:
-    found = named_metrics(
+    found = name_metrics(
         [
             "f1",
             regression.MeanSquaredError,
@@ -271,7 +271,7 @@ BAD: dict[str, tuple[Any, str]] = {
 def test_what_is_no_metric_is_refused_as_it_is_given(name: str) -> None:
     given, sentence = BAD[name]
     with pytest.raises((ValueError, TypeError), match=sentence):
-        named_metrics(given)
+        name_metrics(given)
 
 
 TRIALS: dict[str, tuple[Any, str]] = {
@@ -316,7 +316,7 @@ TRIALS["a broken merge"] = (
 def test_what_gives_no_number_is_refused_after_a_trial(name: str) -> None:
     metric, sentence = TRIALS[name]
     with pytest.raises(ValueError, match=sentence):
-        tried("own", metric, [torch.zeros(4, 2)], [torch.tensor([0, 1, 1, 0])])
+        try_metric("own", metric, [torch.zeros(4, 2)], [torch.tensor([0, 1, 1, 0])])
 
 
 def by_class(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -347,18 +347,16 @@ def test_one_number_per_class_is_not_taken_for_one_per_row(
 def test_a_metric_that_fails_later_is_named_with_its_rows() -> None:
     metrics = MetricSet(["own"], 1, CPU, own={"own": (Picky(), False)})
     metrics.update(torch.zeros(5), torch.zeros(5))
-    with pytest.raises(
-        ValueError, match="metric 'own' failed on 5 rows: ArithmeticError: never; let it give NaN"
-    ):
+    with pytest.raises(ValueError, match="metric 'own' failed on 5 rows: ArithmeticError: never; return NaN"):
         metrics.compute(LocalCollective())
 
 
 def test_what_is_better_is_said_by_the_object() -> None:
     outputs, labels = [torch.zeros(4)], [torch.ones(4)]
-    own = [tried(n, m, outputs, labels) for n, m in {"spread": Spread(), "absolute": absolute}.items()]
-    assert direction("spread", own) is False
-    assert direction("absolute", own) is None
-    assert direction("auroc", own) is True
+    own = [try_metric(n, m, outputs, labels) for n, m in {"spread": Spread(), "absolute": absolute}.items()]
+    assert is_higher_better("spread", own) is False
+    assert is_higher_better("absolute", own) is None
+    assert is_higher_better("auroc", own) is True
     # An entry of several labels: the longest name that fits is its metric.
-    assert metric_of("f1_weighted_kind", ["f1", "f1_weighted"]) == "f1_weighted"
-    assert metric_of("loss_kind", ["f1"]) is None
+    assert find_metric("f1_weighted_kind", ["f1", "f1_weighted"]) == "f1_weighted"
+    assert find_metric("loss_kind", ["f1"]) is None
