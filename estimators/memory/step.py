@@ -33,7 +33,7 @@ from ringspark.estimators.memory.sharing import (
 )
 from ringspark.estimators.parallel.base import PlainSync
 from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_inputs, prepared
-from ringspark.estimators.training.build import own_optimizer
+from ringspark.estimators.training.build import build_configured_optimizer
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.objective.criterion import Criterion
@@ -191,7 +191,7 @@ class FakeStep:
         meter.assign(self._average, "parameters")
         for parameter in self._trained:
             parameter.register_post_accumulate_grad_hook(self._own_gradient)  # type: ignore[no-untyped-call]
-        optimizer = own_optimizer(config, objects, self.module)
+        optimizer = build_configured_optimizer(config, objects, self.module)
         # Adagrad makes its state here, other optimizers in their first step.
         meter.assign(filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))), "optimizer_state")
         self.sync = PlainSync(self.module, optimizer)

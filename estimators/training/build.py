@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from inspect import Parameter, signature
+from typing import Any
+
 import torch
 from torch import nn
 
-from ringspark.estimators.training.finetuning.freezing import tuned
-from ringspark.estimators.training.optimizers.build import build_optimizer
+from ringspark.estimators.parallel.layout import layout_of
+from ringspark.estimators.training.finetuning.freezing import tune
+from ringspark.estimators.training.optimizers.groups import group_parameters
+from ringspark.estimators.training.optimizers.registry import make_optimizer
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import copy_module
 
 
 def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
-    """Returns the untrained module, built from the spec or copied from the user's own.
-
-    Its frozen parameters are frozen, and its adapters are there.
-    """
+    """Returns the untrained module, frozen and with adapters as the config says."""
     if config.model is not None:
         module = ModelSpec.from_json(config.model).build()
     elif objects.module is not None:
         module = copy_module(objects.module)
     else:
         raise ValueError("model is not set; give a ModelSpec or an nn.Module")
-    return tuned(module, config)
+    return tune(module, config.freeze, config.lora)
 
 
-def own_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Module) -> torch.optim.Optimizer:
-    """Returns the module's optimizer, by the config's settings and the user's factory if there is one."""
+def build_configured_optimizer(
+    config: TrainConfig, objects: UserObjects, module: nn.Module
+) -> torch.optim.Optimizer:
+    """Returns the module's optimizer, from the config or the user's factory."""
     return build_optimizer(
         objects.optimizer or config.optimizer,
         module,
@@ -35,3 +41,61 @@ def own_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Module) 
         config.learning_rate,
         config.weight_decay,
     )
+
+
+def build_optimizer(
+    spec: str | Callable[[Any], torch.optim.Optimizer],
+    module: nn.Module,
+    groups: object,
+    learning_rate: float,
+    weight_decay: float,
+) -> torch.optim.Optimizer:
+    """Builds the optimizer of a module in its final form. Runs on every rank.
+
+    Raises ValueError if the name is unknown, the groups do not fit the module, or the factory returned
+    something other than an optimizer of this module's trainable parameters.
+
+    Args:
+        spec: A name of `OPTIMIZERS`, or a factory. A factory gets the list of trainable parameters, or
+            with `groups` the list of group dicts, and sets rates and decays that a group lacks.
+        groups: See `check_groups`; empty or None for one group of all parameters.
+    """
+    trainable: list[Any] = [p for p in module.parameters() if p.requires_grad]
+    if not trainable and layout_of(module) is not None:
+        # A pipeline stage whose parameters are all frozen. torch accepts no empty list of parameters.
+        trainable = [{"params": []}]
+    if isinstance(spec, str):
+        grouped = group_parameters(module, groups, learning_rate, weight_decay) if groups else None
+        return make_optimizer(spec, grouped or trainable, learning_rate, weight_decay)
+    optimizer = spec(group_parameters(module, groups) if groups else list(trainable))
+    _check_optimizer(optimizer, module)
+    return optimizer
+
+
+def _check_optimizer(optimizer: object, module: nn.Module) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}; "
+            "give a callable (parameters) -> optimizer"
+        )
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} evaluates the loss several times per step, which the "
+            "training loop does not offer; use one whose step() needs no closure"
+        )
+    names = {p: name for name, p in module.named_parameters() if p.requires_grad}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if len(set(held)) < len(held):
+        raise ValueError("optimizer holds a parameter twice; give each parameter to one group")
+    if any(p not in names for p in held) or (not held and layout_of(module) is None):
+        raise ValueError(
+            f"optimizer must hold the parameters it was given, the {len(names)} trainable ones of "
+            f"{type(module).__name__}, got others or none; make it from its argument"
+        )
+    missing = [name for p, name in names.items() if p not in set(held)]
+    if missing:
+        warnings.warn(
+            f"optimizer leaves out {len(missing)} trainable parameters; they are not trained: {missing[:10]}",
+            stacklevel=3,
+        )

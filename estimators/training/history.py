@@ -35,7 +35,7 @@ class EpochCost:
     Attributes:
         training_seconds: Time without the validation.
         bytes_sent: Bytes that the ranks sent to each other, counted as `Collective.bytes_sent` says.
-        flops: Operations of the model for all rows, see `observation.flops`.
+        flops: Operations of the model for all rows, see `observation.epoch_meter`.
         flops_utilization: Share of the operations that the devices could have done in the time.
         energy_joules: Energy of the ranks' GPUs, or on processors of their hosts, see `observation.energy`.
         communication_seconds: Time in which a rank had an operation over the collective under way, mean over

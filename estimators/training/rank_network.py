@@ -21,7 +21,7 @@ from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
 from ringspark.estimators.parallel.model.sharded import sharded
 from ringspark.estimators.parallel.model.spread import partial_gradients, spread
 from ringspark.estimators.parallel.sharded.fully_sharded import FullySharded
-from ringspark.estimators.training.build import build_module, own_optimizer
+from ringspark.estimators.training.build import build_configured_optimizer, build_module
 from ringspark.estimators.training.check.probe import probe, samples
 from ringspark.estimators.training.checkpoint.rank_zero import RankZeroSection
 from ringspark.estimators.training.finetuning.pretrained import load_pretrained
@@ -154,7 +154,8 @@ def wrap_network(
 ) -> GradientSync:
     """Synchronizes a rank's shard of the network with the other ranks, and makes its optimizer."""
     exchange = _exchange(config)
-    make, around = partial(own_optimizer, config, objects), partial(autocast, config.precision, device)
+    make = partial(build_configured_optimizer, config, objects)
+    around = partial(autocast, config.precision, device)
     is_staged = mesh.sizes["pipeline"] > 1
     # A pipeline also runs passes without rows itself.
     passes = 0 if is_staged else config.gradient_accumulation

@@ -23,7 +23,7 @@ from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.sums import Sums
 from ringspark.estimators.training.observation.noise_scale import NoiseMeter
-from ringspark.estimators.training.observation.observed import Observation
+from ringspark.estimators.training.observation.observation import Observation
 from ringspark.estimators.training.optimizers.schedules import Rates
 from ringspark.estimators.training.passes import Passes, PipelinedPasses, WholePasses
 from ringspark.estimators.training.precision import LossScaler

@@ -22,7 +22,7 @@ from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.sums import MicroBatchOutput
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE, Timeline
 from ringspark.estimators.training.precision import LossScaler, autocast
-from ringspark.estimators.training.saved_tensors import saved_tensor_hooks
+from ringspark.estimators.training.saved_tensors.hooks import saved_tensor_hooks
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models.outputs import as_outputs
 from ringspark.models.reports import Reports, collect_reports

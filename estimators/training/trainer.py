@@ -234,7 +234,7 @@ class Trainer:
         noise = self._running.noise
         if noise is not None:
             factor = self._scaler.current_scale * self._sync.loss_factor
-            noise.reduced(own_rows, global_rows, factor)
+            noise.solve(own_rows, global_rows, factor)
         with self._timeline.span("step"):
             if self._config.max_grad_norm is not None:
                 # The check for non-finite gradients comes first: the norm would spread NaN over all of them.

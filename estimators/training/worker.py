@@ -25,7 +25,7 @@ from ringspark.estimators.training.history import EpochRecord, RunLog
 from ringspark.estimators.training.kept_rows import caching
 from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.non_finite import NonFiniteStep
-from ringspark.estimators.training.observation.observed import Observation
+from ringspark.estimators.training.observation.observation import Observation
 from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
 from ringspark.estimators.training.optimizers.schedules import Rates, make_rates
 from ringspark.estimators.training.phase import Status

@@ -25,13 +25,13 @@ from ringspark.estimators.memory import MemoryPlan, plan_memory
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.batch_sizes import Steps
+from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.callbacks import Callbacks
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.history import RunLog
 from ringspark.estimators.training.make_heads import make_heads
-from ringspark.estimators.training.observation.observed import Observation
-from ringspark.estimators.training.optimizers.build import build_optimizer
+from ringspark.estimators.training.observation.observation import Observation
 from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32

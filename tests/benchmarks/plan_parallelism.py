@@ -39,7 +39,7 @@ from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.history import RunLog
 from ringspark.estimators.training.make_heads import make_heads
-from ringspark.estimators.training.observation.observed import Observation
+from ringspark.estimators.training.observation.observation import Observation
 from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.rank_network import wrap_network

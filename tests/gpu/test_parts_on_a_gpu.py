@@ -16,7 +16,7 @@ from ringspark.estimators.collectives.compressors import COMPRESSORS
 from ringspark.estimators.collectives.compressors.options import resolved
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
-from ringspark.estimators.training.saved_tensors import saved_tensor_hooks
+from ringspark.estimators.training.saved_tensors.hooks import saved_tensor_hooks
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.recompute.activation_checkpoint import block_names
 

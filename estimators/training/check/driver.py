@@ -21,7 +21,7 @@ from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, check_opti
 from ringspark.estimators.training.arguments import layout_in, with_arguments
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.batch_transforms import takes_labels, try_transform
-from ringspark.estimators.training.build import build_module, own_optimizer
+from ringspark.estimators.training.build import build_configured_optimizer, build_module
 from ringspark.estimators.training.check.data import (
     check_classes,
     check_columns,
@@ -44,7 +44,7 @@ from ringspark.estimators.training.objective.own_metrics import (
     check_own_tasks,
     try_metric,
 )
-from ringspark.estimators.training.optimizers.late_compiler import do_without_compiler
+from ringspark.estimators.training.optimizers.late_compiler import defer_compiler_import
 from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_rates
@@ -181,8 +181,8 @@ def _check_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Modul
     Raises:
         ValueError: The optimizer does not suit the way in which the ranks synchronize.
     """
-    do_without_compiler()
-    optimizer = own_optimizer(config, objects, module)
+    defer_compiler_import()
+    optimizer = build_configured_optimizer(config, objects, module)
     if config.num_workers > 1:
         _check_synchronization(config, optimizer)
     steps = Steps(config.batch_sizes, num_rows)

@@ -1,8 +1,8 @@
-"""Chooses which parameters a training moves: `freeze` by patterns, and the adapters of `lora`.
+"""Chooses which parameters to train: `freeze` by patterns, and the adapters of `lora`.
 
-A frozen parameter takes no gradient, is in no exchange and has no optimizer state. A batch normalisation that
-is frozen whole keeps its running statistics and normalises by them, in training too: otherwise the "frozen"
-layers would compute something else after every step. Dropout works in frozen layers as in others.
+A frozen parameter has no gradient, no communication and no optimizer state. A batch normalisation that is
+frozen whole keeps its running statistics and normalises by them, in training too; otherwise "frozen" layers
+would compute something else after every step. Dropout works in frozen layers as in others.
 """
 
 from __future__ import annotations
@@ -16,20 +16,18 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ringspark.estimators.names import nearest
-from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models.lora import add_lora
 
 
 def tune(module: nn.Module, freeze: Sequence[str] = (), lora: dict[str, Any] | None = None) -> nn.Module:
-    """Freezes parameters and adds adapters, in place; returns the module. Runs on driver and ranks alike.
+    """Freezes parameters and adds adapters, in place; returns the module. Runs on the driver and every rank.
 
-    Raises:
-        ValueError: A pattern matches nothing, or nothing is left to train.
+    Raises ValueError if a pattern matches nothing, or nothing is left to train.
     """
     if lora is not None:
         _add_adapters(module, lora)
     elif freeze:
-        _freeze(module, matching(freeze, _names(module), "freeze", "parameter"))
+        _freeze(module, match_names(freeze, _names(module), "freeze", "parameter"))
     if not any(p.requires_grad for p in module.parameters()):
         name = type(module).__name__
         if not freeze:
@@ -38,20 +36,15 @@ def tune(module: nn.Module, freeze: Sequence[str] = (), lora: dict[str, Any] | N
     return module
 
 
-def tuned(module: nn.Module, config: TrainConfig) -> nn.Module:
-    """Does `tune` as a training's config says."""
-    return tune(module, config.freeze, config.lora)
-
-
 def _add_adapters(module: nn.Module, lora: dict[str, Any]) -> None:
     names = _names(module)
-    trained = matching(lora["train"], names, "lora's 'train'", "parameter")
+    trained = match_names(lora["train"], names, "lora's 'train'", "parameter")
     before = dict(module.named_parameters(remove_duplicate=False))
     try:
         add_lora(module, lora["rank"], lora["alpha"], lora["targets"], lora["dropout"])
     except ValueError as error:
         raise ValueError(f"lora's targets: {error}") from error
-    # A tied parameter has several names, and one of them is enough.
+    # One name of a tied parameter is enough.
     kept = {id(parameter) for name, parameter in before.items() if name in trained}
     _freeze(module, {name for name in names if name not in trained and id(before.get(name)) not in kept})
 
@@ -69,12 +62,8 @@ def _within(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def matching(patterns: Iterable[str], names: Sequence[str], setting: str, kind: str) -> set[str]:
-    """Returns the names that match a pattern.
-
-    Raises:
-        ValueError: A pattern matches none; the error names the nearest name, or some.
-    """
+def match_names(patterns: Iterable[str], names: Sequence[str], setting: str, kind: str) -> set[str]:
+    """Returns the names that match a pattern; raises ValueError if a pattern matches none."""
     found: set[str] = set()
     for pattern in patterns:
         own = {name for name in names if fnmatchcase(name, pattern)}
@@ -102,5 +91,5 @@ def _freeze(module: nn.Module, names: set[str]) -> None:
 
 
 def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
-    """Takes the place of `train` in a layer that is to stay in evaluation mode."""
+    """Replaces `train` in a layer that stays in evaluation mode."""
     return layer

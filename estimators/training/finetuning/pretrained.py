@@ -1,9 +1,8 @@
-"""Loads the first weights of a training from safetensors files: the setting `pretrained`.
+"""Loads the initial weights of a training from safetensors files: the setting `pretrained`.
 
 A URI names a file, a folder with `model.safetensors` or an index of several files (as Hugging Face saves
-them), or a saved model of ours. The driver reads the header alone, and compares names and shapes before a
-gang starts. Rank 0 reads the tensors, mapped from a local disk; the others get them when the first weights
-are shared.
+them), or a saved ringspark model. The driver reads only the header, and compares names and shapes before a
+gang starts. Rank 0 reads the tensors, and the other ranks get them with the initial weights.
 """
 
 from __future__ import annotations
@@ -31,25 +30,20 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def check_pretrained(setting: dict[str, Any], module: nn.Module) -> None:
-    """Compares names and shapes; reads no tensor. Runs on the driver.
+    """Compares names and shapes without reading tensors. Runs on the driver.
 
-    Raises:
-        ValueError: There is no such checkpoint, or it is not of this network; the error names what differs.
+    Raises ValueError if there is no such checkpoint, or it is not of this network.
     """
     found: Shapes = {}
     for uri in _files(setting["uri"]):
         found |= _header(uri)
-    _chosen(setting, found, module)
+    _choose(setting, found, module)
 
 
 def load_pretrained(setting: dict[str, Any], module: nn.Module, tick: Callable[[], None]) -> None:
-    """Copies the checkpoint's tensors into the module's. Runs on rank 0.
-
-    Raises:
-        ValueError: As `check_pretrained` does.
-    """
+    """Copies the checkpoint's tensors into the module's; raises like `check_pretrained`. Runs on rank 0."""
     headers = {uri: _header(uri) for uri in _files(setting["uri"])}
-    names = _chosen(setting, {k: v for header in headers.values() for k, v in header.items()}, module)
+    names = _choose(setting, {k: v for header in headers.values() for k, v in header.items()}, module)
     state = module.state_dict()
     for uri, header in headers.items():
         folder, _, name = uri.rpartition("/")
@@ -60,7 +54,7 @@ def load_pretrained(setting: dict[str, Any], module: nn.Module, tick: Callable[[
                 tick()
 
 
-def _chosen(setting: dict[str, Any], found: Shapes, module: nn.Module) -> set[str]:
+def _choose(setting: dict[str, Any], found: Shapes, module: nn.Module) -> set[str]:
     """Returns the names of the tensors to load."""
     uri, ignore = storage.redact(setting["uri"]), setting["ignore"]
     of_adapters = matrix_names(module)
@@ -83,14 +77,14 @@ def _chosen(setting: dict[str, Any], found: Shapes, module: nn.Module) -> set[st
     if not names or (setting["strict"] and (missing or unexpected)):
         raise ValueError(
             f"pretrained {uri} is not of model {type(module).__name__}: it lacks {_few(missing)}, and has "
-            f"{_few(unexpected)}, which the model lacks; name what stays out in 'ignore', as in "
+            f"{_few(unexpected)}, which the model lacks; list the names to skip in 'ignore', as in "
             "{'uri': ..., 'ignore': ['head.*']}, or set 'strict': False"
         )
     if different := sorted(name for name in names if found[name] != tuple(own[name].shape)):
         first = different[0]
         raise ValueError(
             f"pretrained {uri} has {first!r} of shape {list(found[first])}, the model of "
-            f"{list(own[first].shape)}; leave out what differs by 'ignore': [{_few(different)}], or "
+            f"{list(own[first].shape)}; skip the tensors that differ by 'ignore': [{_few(different)}], or "
             "give the model its sizes"
         )
     return names
@@ -104,12 +98,12 @@ def _few(names: list[str]) -> str:
 
 
 def _files(uri: str) -> list[str]:
-    """Returns the URIs of the safetensors files that a user's URI means."""
-    # A cache of Hugging Face's holds links to its files.
-    return [os.path.realpath(found) if storage.is_local(found) else found for found in _found(uri)]
+    """Returns the URIs of the safetensors files that a user's URI stands for."""
+    # Hugging Face's cache holds links to its files.
+    return [os.path.realpath(found) if storage.is_local(found) else found for found in _find_files(uri)]
 
 
-def _found(uri: str) -> list[str]:
+def _find_files(uri: str) -> list[str]:
     shown = storage.redact(uri)
     if uri.endswith(_PICKLES):
         raise ValueError(f"pretrained {shown} {_CONVERT}")
@@ -121,11 +115,11 @@ def _found(uri: str) -> list[str]:
     if WEIGHTS in names:
         return [storage.join(uri, WEIGHTS)]
     if INDEX in names:
-        files = _indexed(storage.join(uri, INDEX))
+        files = _read_index(storage.join(uri, INDEX))
         if missing := [name for name in files if name not in names]:
             raise ValueError(
-                f"pretrained {storage.join(shown, missing[0])} is missing, which the index beside it lists; "
-                "copy it again"
+                f"pretrained {storage.join(shown, missing[0])} is missing, but its index lists it; copy it "
+                "again"
             )
         return [storage.join(uri, name) for name in files]
     saved = storage.join(uri, "weights", WEIGHTS)
@@ -145,13 +139,12 @@ _CONVERT = (
 )
 
 
-def _indexed(uri: str) -> list[str]:
-    """Returns the names of the files that an index lists."""
+def _read_index(uri: str) -> list[str]:
     names = parse_object(storage.read_bytes(uri)).get("weight_map")
     files = sorted(set(names.values())) if isinstance(names, dict) else []
     if not files or any(not isinstance(f, str) or "/" in f or not f.endswith(".safetensors") for f in files):
         raise ValueError(
-            f"pretrained {storage.redact(uri)} is damaged: it lists no files beside it; copy it again"
+            f"pretrained {storage.redact(uri)} is damaged: it lists no files next to it; copy it again"
         )
     return files
 

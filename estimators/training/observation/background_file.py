@@ -1,4 +1,4 @@
-"""Writes one file anew from time to time, in a thread, and costs the training nothing if that fails."""
+"""Rewrites one file from time to time in a thread; failures and slow stores cost the training nothing."""
 
 from __future__ import annotations
 
@@ -16,38 +16,36 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundFile:
-    """A file that only informs: no training fails because the store refuses it, or waits for it."""
+    """A file that only informs: no training fails because the store refuses it, or waits for it.
+
+    Args:
+        what: Name of the file in warnings.
+    """
 
     def __init__(self, uri: str, what: str) -> None:
-        """Writes nothing yet.
-
-        Args:
-            what: Name of the file in the warning that it was not written.
-        """
         self._uri = uri
         self._what = what
         self._thread: threading.Thread | None = None
         self._has_failed = False
         self.cpu_seconds = 0.0
-        """What the last write took of the processor, without waiting for the store."""
+        """CPU time of the last write, without waiting for the store."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether a write is under way."""
         return self._thread is not None and self._thread.is_alive()
 
     def write(self, make: Callable[[], bytes]) -> None:
-        """Replaces the file's content by what `make` returns in the thread, unless a write is under way."""
+        """Replaces the file by the result of `make`, in the thread, unless a write is in progress."""
         if self.is_busy:
             return
-        # Daemon: a hung store must not keep the process alive.
+        # Daemon, because a hung store must not keep the process alive.
         self._thread = threading.Thread(
             target=self._write, args=(make,), name="ringspark-observation", daemon=True
         )
         self._thread.start()
 
     def close(self, make: Callable[[], bytes] | None = None) -> None:
-        """Writes once more if there is something to write; waits for the store only a little."""
+        """Writes once more if there is something to write; waits only briefly for the store."""
         self._join()
         if make is not None:
             self.write(make)
@@ -62,10 +60,8 @@ class BackgroundFile:
         try:
             # The next write replaces it, so a flush to disk would only disturb the training.
             storage.write_atomic(self._uri, make(), durable=False)
-        except Exception as error:  # a store's client raises what it likes
+        except Exception as error:  # store clients raise exceptions of any type
             if not self._has_failed:
-                _log.warning(
-                    "the %s was not written (%s); the training goes on without it", self._what, error
-                )
+                _log.warning("the %s was not written (%s); training continues without it", self._what, error)
             self._has_failed = True
         self.cpu_seconds = time.thread_time() - begun

@@ -1,44 +1,34 @@
-"""Reads how much energy a rank's machine used, where it says so.
+"""Reads the energy that a rank's device used, if the machine reports it.
 
-A processor says it by RAPL, in files that Linux often lets only root read: the energy of the packages and
-their memory, whatever ran on them. A GPU says it by NVML, whose library comes with the driver, since Volta:
-the energy of the whole card. A training on a GPU counts the card, and leaves the host out.
+CPUs report it by RAPL, in files that Linux often lets only root read: the energy of the packages and their
+memory, whatever ran on them. GPUs since Volta report the energy of the whole card by NVML, which needs the
+package nvidia-ml-py. A training on a GPU counts the card, not the host.
 """
 
 from __future__ import annotations
 
-import ctypes
 import re
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 RAPL_FOLDER = Path("/sys/class/powercap")
 
 
-class EnergySource(Protocol):
-    """A counter that only grows."""
-
-    def joules(self) -> float:
-        """Returns the energy since the source was made; to be called every few minutes at least.
-
-        Raises:
-            OSError: The machine says it no longer.
-        """
-
-
 def device_key(device: torch.device) -> str:
-    """Returns a name that ranks have in common if they share the card, or on processors the host."""
+    """Returns a name that ranks share if they share the GPU, or on CPUs the host."""
     if device.type != "cuda":
         return f"host {socket.gethostname()}"
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
 
 
-def energy_source(device: torch.device) -> EnergySource | None:
-    """Returns what the device's energy is read from; None if the machine does not say it."""
+def energy_source(device: torch.device) -> RaplEnergy | NvmlEnergy | None:
+    """Returns the device's energy counter; None if the machine has none."""
     try:
         return NvmlEnergy(device) if device.type == "cuda" else RaplEnergy()
     except OSError:
@@ -46,10 +36,10 @@ def energy_source(device: torch.device) -> EnergySource | None:
 
 
 class RaplEnergy:
-    """The processor's packages and their memory, in microjoules that begin anew at a largest value."""
+    """The processor's packages and their memory, by counters in microjoules that wrap around."""
 
     def __init__(self, folder: Path = RAPL_FOLDER) -> None:
-        """Raises OSError if there is nothing that can be read."""
+        """Raises OSError if no counter can be read."""
         found = [zone for zone in folder.glob("intel-rapl:*") if _is_counted(zone)]
         if not found:
             raise FileNotFoundError(f"no zone of a package below {folder}")
@@ -58,6 +48,10 @@ class RaplEnergy:
         self._total = 0
 
     def joules(self) -> float:
+        """Returns the energy since this object was made; call it at least every few minutes.
+
+        Raises OSError if the machine no longer reports it.
+        """
         for index, (file, most) in enumerate(self._zones):
             now = _number(file)
             passed = now - self._last[index]
@@ -67,7 +61,7 @@ class RaplEnergy:
 
 
 def _is_counted(zone: Path) -> bool:
-    """Returns whether the zone is a package or its memory; cores are parts of a package."""
+    """Returns whether the zone is a package or its memory; cores are inside a package."""
     if re.fullmatch(r"intel-rapl:\d+(:\d+)?", zone.name) is None:
         return False
     name = (zone / "name").read_text().strip()
@@ -82,24 +76,26 @@ def _number(file: Path) -> int:
 
 
 class NvmlEnergy:
-    """One GPU, in millijoules since its driver was loaded."""
+    """One GPU, by a counter in millijoules."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises OSError if the library or the card does not say it."""
-        self._library = ctypes.CDLL("libnvidia-ml.so.1")
-        self._handle = ctypes.c_void_p()
-        self._call("nvmlInit_v2")
-        self._call("nvmlDeviceGetHandleByUUID", device_key(device).encode(), ctypes.byref(self._handle))
-        self._first = self._read()
+        """Raises OSError if nvidia-ml-py is not installed or the GPU has no counter."""
+        with _nvml_errors():
+            import pynvml
+
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByUUID(device_key(device))
+            self._read = partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+            self._first = self._read()
 
     def joules(self) -> float:
-        return (self._read() - self._first) / 1000
+        with _nvml_errors():
+            return float(self._read() - self._first) / 1000
 
-    def _read(self) -> int:
-        value = ctypes.c_ulonglong()
-        self._call("nvmlDeviceGetTotalEnergyConsumption", self._handle, ctypes.byref(value))
-        return value.value
 
-    def _call(self, name: str, *args: object) -> None:
-        if code := getattr(self._library, name)(*args):
-            raise OSError(f"{name} returned {code}")
+@contextmanager
+def _nvml_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # ImportError, or an NVMLError of the package that may be missing
+        raise OSError(f"NVML is not available ({type(error).__name__}: {error})") from error

@@ -1,9 +1,14 @@
-"""Measures what an epoch cost beside its time: bytes, operations, energy, communication.
+"""Measures what an epoch costs besides time: bytes, operations, energy, communication.
 
-Every rank measures its own part, and one small exchange at an epoch's end puts the parts together. An epoch
-that begins in its midst, after a resume or a rollback, has no bytes, energy or times of communication: those
-of its first part are lost with the process that counted them. The operations are counted in one micro-batch
-after each start of the ranks, and stand for all rows.
+Every rank measures its own share; one small all-gather at the epoch's end joins them. An epoch that starts in
+the middle, after a resume or a rollback, has no bytes, energy or communication time: the counts of its first
+part are lost. Operations are counted in one micro-batch after each start of the ranks, and scaled to all
+rows.
+
+`FlopCount` counts matrix products, convolutions and attention, forward and backward, by torch's table
+(`torch.utils.flop_counter`). It leaves out recomputation in the backward pass. torch's `FlopCounterMode`
+counts recomputation too, and decomposes unknown operations, so that other kernels may run than in uncounted
+steps.
 """
 
 from __future__ import annotations
@@ -12,24 +17,79 @@ import hashlib
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.history import EpochCost
 from ringspark.estimators.training.observation.energy import device_key, energy_source
-from ringspark.estimators.training.observation.flops import FlopCount, peak_flops
 from ringspark.estimators.training.observation.overlap import NO_OVERLAP, Overlap
 
-# Seconds between two looks at an energy counter, some of which begin anew every quarter of an hour.
+# Seconds between two reads of an energy counter; some wrap around every quarter of an hour.
 _ENERGY_SECONDS = 60.0
 _UNKNOWN = -1
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
+# Operations per second without sparsity, in fp32 outside the tensor cores and in 16 bits, from the makers'
+# data sheets. The first name that begins the device's name counts. CPUs have no entry, because their clock
+# varies.
+PEAKS: tuple[tuple[str, float, float], ...] = (
+    ("NVIDIA H200", 67e12, 989e12),
+    ("NVIDIA H100 PCIe", 51e12, 756e12),
+    ("NVIDIA H100 80GB HBM3", 67e12, 989e12),
+    ("NVIDIA A100", 19.5e12, 312e12),
+    ("NVIDIA L40S", 91.6e12, 362e12),
+    ("NVIDIA L4", 30.3e12, 121e12),
+    ("Tesla V100-SXM2", 15.7e12, 125e12),
+    ("Tesla V100-PCIE", 14e12, 112e12),
+    ("Tesla T4", 8.1e12, 65e12),
+)
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Returns the most operations per second of a device; None if unknown."""
+    for name, single, half in PEAKS:
+        if device_name == name or device_name.startswith((f"{name}-", f"{name} ")):
+            # Before Ampere there were no tensor cores for bf16.
+            if precision == "bf16" and name.startswith("Tesla"):
+                return None
+            return single if precision == "fp32" else half
+    return None
+
+
+class FlopCount(TorchDispatchMode):
+    """Counts the operations in it on this thread, and in the backward pass that this thread starts."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        result = func(*args, **given)
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None and not _is_recomputing():
+            self.flops += int(count(*args, **given, out_val=result))
+        return result
+
+
+def _is_recomputing() -> bool:
+    """Returns whether a forward pass runs within the backward pass; only that one builds a graph there."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+
 
 class EpochMeter:
-    """Measures one epoch after the other on one rank."""
+    """Measures one epoch after another on one rank.
+
+    Args:
+        ranks_per_copy: Ranks that compute parts of the same rows.
+    """
 
     def __init__(
         self,
@@ -41,20 +101,15 @@ class EpochMeter:
         overlap: Overlap = NO_OVERLAP,
         ranks_per_copy: int = 1,
     ) -> None:
-        """Stands before the first epoch.
-
-        Args:
-            ranks_per_copy: Ranks that compute parts of the same rows.
-        """
         self._world = world
         self._overlap = overlap
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._peak = peak_flops(name, precision)
         self._energy = energy_source(device)
         key = hashlib.sha256(device_key(device).encode()).digest()
-        # Equal on ranks that share a machine or a card.
+        # Equal on ranks that share a host or a GPU.
         self._shared = int.from_bytes(key[:7], "big")
-        # Compiled code would be left for the count, and run otherwise than in the steps after it.
+        # Under the count, compiled code would run uncompiled.
         self._counts_next = not is_compiled
         self._flops = _UNKNOWN
         self._counted_rows = 0
@@ -63,21 +118,20 @@ class EpochMeter:
         self._joules_before: float | None = None
 
     def begin(self, *, is_whole: bool) -> None:
-        """Begins an epoch, or the rest of one that is not `is_whole`."""
+        """Starts an epoch, or the rest of an epoch that is not `is_whole`."""
         self._bytes_before = self._world.bytes_sent if is_whole else None
         self._joules_before = self._joules() if is_whole else None
         self._overlap.begin()
 
     def steps(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Returns the batches of an epoch's steps."""
-        return batches if self._energy is None else self._looked_after(batches)
+        return batches if self._energy is None else self._read_energy_between(batches)
 
     def counting(self, batch: Batch) -> AbstractContextManager[None]:
-        """Returns a context for the passes of a micro-batch; the first one's operations are counted."""
+        """Returns a context for the passes of a micro-batch; the operations of the first one are counted."""
         return self._count(batch) if self._counts_next else _NOTHING
 
     def cost(self, rows: int, seconds: float) -> EpochCost:
-        """Returns what the epoch cost all ranks. Runs on every rank.
+        """Returns the cost of the epoch over all ranks. Runs on every rank.
 
         Args:
             rows: Rows of all ranks.
@@ -87,7 +141,7 @@ class EpochMeter:
         if used is not None and self._joules_before is not None:
             energy = round(1000 * (used - self._joules_before))
         sent = self._bytes_before
-        found = None if sent is None else self._overlap.taken()
+        found = None if sent is None else self._overlap.read()
         mine = [
             _UNKNOWN if sent is None else self._world.bytes_sent - sent,
             energy,
@@ -95,7 +149,7 @@ class EpochMeter:
             self._flops,
             self._counted_rows,
             _UNKNOWN if self._peak is None else round(self._peak),
-            # The measured steps stand for all.
+            # Scaled from the measured steps to all steps.
             _UNKNOWN if found is None else found.total_ns * found.taken // found.measured,
             _UNKNOWN if found is None else found.hidden_ns * found.taken // found.measured,
         ]
@@ -109,7 +163,7 @@ class EpochMeter:
         if known and all(f > 0 for f, _ in known):
             counted_rows = sum(n for _, n in known) / self._ranks_per_copy
             total = round(rows * sum(f for f, _ in known) / counted_rows)
-        # Ranks that share a machine or a card all see the same counter.
+        # Ranks that share a host or a GPU all read the same counter.
         all_joules = _sum(dict(zip(keys, joules, strict=True)).values())
         peak = _sum(dict(zip(keys, peaks, strict=True)).values())
         all_ns, hidden_ns = _sum(communicated), _sum(hidden)
@@ -139,7 +193,7 @@ class EpochMeter:
             self._energy = None
             return None
 
-    def _looked_after(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _read_energy_between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         last = time.monotonic()
         for batch in batches:
             yield batch
@@ -149,6 +203,6 @@ class EpochMeter:
 
 
 def _sum(values: Iterable[int]) -> int | None:
-    """Returns the sum; None if one of them is unknown."""
+    """Returns the sum; None if a value is unknown."""
     found = list(values)
     return None if _UNKNOWN in found else sum(found)

@@ -1,15 +1,15 @@
-"""Measures the gradient noise scale: at which batch size more rows cease to pay.
+"""Measures the gradient noise scale, the batch size above which more rows help little.
 
-McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A. Rows' gradients have mean G
-and covariance Sigma, so that for the mean over b rows E|g_b|^2 = |G|^2 + tr(Sigma) / b. Two batch sizes give
-both unknowns: that of a rank, whose gradient is there before the ranks sum theirs, and that of all ranks. One
-rank alone takes its first micro-batch and its whole batch.
+McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A. If rows' gradients have mean
+G and covariance Sigma, the mean over b rows has E|g_b|^2 = |G|^2 + tr(Sigma) / b. Two batch sizes give both
+unknowns: a rank's rows, before the ranks sum their gradients, and all ranks' rows. A single rank uses its
+first micro-batch and its whole batch.
 
-Each rank solves the two equations with its own number of rows, so that uneven shares are right. Both
-solutions are averaged exponentially over the steps, each by itself, because a ratio of noisy numbers is
-biased. They are linear in what was measured, so the ranks add theirs once an epoch instead of in every step.
+Each rank solves the two equations with its own number of rows, so uneven shards are right. Both solutions are
+averaged exponentially over the steps, each by itself, because a ratio of noisy numbers is biased. They are
+linear in the measurements, so the ranks add them up once per epoch instead of in every step.
 
-Where rows have weights, the gradient of a row counts times its weight over the mean weight.
+If rows have weights, a row's gradient counts times its weight over the mean weight.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ from ringspark.estimators.parallel.data.gradient_buckets import norm_dtype
 from ringspark.estimators.training.history import GradientNoise
 from ringspark.models.generators import Tensors
 
-# Weight of all steps before in the average, which so reaches over about 100 steps.
+# Weight of the earlier steps in the average, which spans about 100 steps.
 DECAY = 0.99
 _STATE = "noise"
 
 
 class NoiseMeter:
-    """Measures the noise of one rank's training steps, without waiting for the device."""
+    """Measures the gradient noise of one rank's steps, without waiting for the device."""
 
     def __init__(self, sync: GradientSync, data: Collective) -> None:
         self._sync = sync
         self._data = data
         self._parameters = [p for group in sync.optimizer.param_groups for p in group["params"]]
         first = self._parameters[0]
-        # Averages of tr(Sigma) and of |G|^2, and the weight of the steps in them.
+        # Averages of tr(Sigma) and of |G|^2, and the total weight of the steps in them.
         self._means = torch.zeros(3, dtype=norm_dtype(first), device=first.device)
         self._small: tuple[torch.Tensor, int] | None = None  # squared norm and rows of the smaller batch
         self._step: torch.Tensor | None = None  # not kept yet
 
     def micro_batch(self, number: int, count: int, rows: int) -> None:
-        """Looks at the gradients after micro-batch `number` of `count`, counted from 1."""
+        """Reads the gradients after micro-batch `number` of `count`, from 1."""
         if self._data.size == 1 and number == 1 < count:
             self._small = self._square(), rows
 
-    def reduced(self, own_rows: int, global_rows: int, factor: float) -> None:
+    def solve(self, own_rows: int, global_rows: int, factor: float) -> None:
         """Solves for this step, once its gradients are summed over the ranks.
 
         Args:
             own_rows: Rows of this rank.
             global_rows: Rows of all ranks.
-            factor: What the loss was multiplied by before it was differentiated.
+            factor: Factor of the loss before the backward pass.
         """
         if self._sync.local_square is not None:
             self._small = self._sync.local_square, own_rows
         small, self._small, self._step = self._small, None, None
         if small is None or not 0 < small[1] < global_rows:
-            return  # all rows were here, or none
+            return  # all rows were on this rank, or none
         square, rows = small
-        # The rank's gradient is a share of the mean over all rows.
+        # The rank's gradient is its share of the mean over all rows.
         own = square * (global_rows / rows) ** 2 / factor**2
         whole = self._square() / factor**2
         variance = (own - whole) / (1 / rows - 1 / global_rows)
@@ -69,7 +69,7 @@ class NoiseMeter:
         self._step = torch.stack([variance, mean, torch.ones_like(mean)]).to(self._means)
 
     def keep(self) -> None:
-        """Takes the step into the averages, once the optimizer has taken it."""
+        """Adds the step to the averages, once the optimizer has taken it."""
         self._means *= DECAY
         if self._step is not None:
             self._means += (1 - DECAY) * self._step
@@ -80,11 +80,10 @@ class NoiseMeter:
         return GradientNoise(variance=variance / weight, square=square / weight) if weight else None
 
     def state(self) -> Tensors:
-        """Copies the averages to the CPU."""
         return {_STATE: self._means.cpu().clone()}
 
     def load(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Continues the averages of these ranks; none are known where the training did not measure."""
+        """Continues the averages of these ranks, or starts without any."""
         found = [state[_STATE] for state in states if _STATE in state]
         self._means.copy_(torch.stack(found).sum(0) if found else torch.zeros(3))
 

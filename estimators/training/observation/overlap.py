@@ -1,22 +1,24 @@
-"""Measures how much of the communication of a step is hidden behind its computation.
+"""Measures how much of a step's communication is hidden behind its computation.
 
-As in Holistic Trace Analysis (`comm_comp_overlap`): the time in which a rank both computes and communicates
-over the time in which it communicates. Both are unions of intervals, so what travels beside something else
-counts once. The rank communicates from the call that begins an operation until its result is there, which
-includes that it waits for a peer that is late. It computes in the forward and backward passes and in the
-optimizer's step, except while it begins an operation in there or waits for one.
+As in Holistic Trace Analysis (`comm_comp_overlap`): the time in which a rank both computes and communicates,
+over the time in which it communicates. Both are unions of intervals, so simultaneous operations count once. A
+rank communicates from the call that starts an operation until the result is there, including the wait for a
+late peer. It computes in the forward and backward passes and in the optimizer's step, except while it starts
+an operation there or waits for one.
 
-Only some steps are measured, and they stand for the others of their epoch, because on a measured step a
-thread looks for the ends of operations. Measuring needs no exchange, and changes no number.
+Only some steps are measured, and stand for the others of their epoch, because a thread watches for the ends
+of operations meanwhile. Measuring needs no communication and changes no number.
 
-Nobody knows the share on a GPU, whose work goes on after the host's call has returned, where a library
-sends by itself (sharding 'parameters', a parameter server, DiLoCo with a delay), and in a pipeline, whose
-stages send to each other beside the operations that are noted.
+The share is unknown on a GPU, which works on after the host's call returns; if a library communicates by
+itself (sharding 'parameters', a parameter server, DiLoCo with a delay); and in a pipeline, whose stages
+communicate outside the recorded operations.
+
+Intervals are half open, [begin, end), in nanoseconds. A set of intervals is sorted and disjoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,31 +27,77 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.operation_times import OperationTime
 from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
-from ringspark.estimators.training.observation.intervals import (
-    Interval,
-    difference,
-    intersection,
-    length,
-    union,
-)
 from ringspark.estimators.training.observation.timeline import RareKind, StepKind, Timeline, now_ns
 
-# Distance of the measured steps. A prime, so that whatever happens every few steps is seen as often as it is.
+# Every so many steps are measured. A prime, so that periodic events are seen as often as they happen.
 MEASURED_EVERY = 13
 
 COMPUTING: frozenset[StepKind] = frozenset(("forward", "backward", "step"))
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
+Interval = tuple[int, int]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Returns the union of intervals, which may overlap and have any order."""
+    merged: list[Interval] = []
+    for begin, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def intersection(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
+    """Returns the intersection of two results of `union`."""
+    others = list(right)
+    first = 0
+    found = []
+    for begin, end in left:
+        # An interval that ends before this one begins also ends before all later ones.
+        while first < len(others) and others[first][1] <= begin:
+            first += 1
+        number = first
+        while number < len(others) and others[number][0] < end:
+            found.append((max(begin, others[number][0]), min(end, others[number][1])))
+            number += 1
+    return found
+
+
+def difference(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
+    """Returns the first result of `union` without the second."""
+    others = list(right)
+    first = 0
+    found = []
+    for begin, end in left:
+        while first < len(others) and others[first][1] <= begin:
+            first += 1
+        number = first
+        while begin < end and number < len(others) and others[number][0] < end:
+            if begin < others[number][0]:
+                found.append((begin, others[number][0]))
+            begin = others[number][1]
+            number += 1
+        if begin < end:
+            found.append((begin, end))
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> int:
+    """Returns the length of a result of `union`."""
+    return sum(end - begin for begin, end in intervals)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """What one rank measured over some steps.
+    """One rank's measurements over some steps, in nanoseconds.
 
     Attributes:
         taken: Steps that the rank took.
-        measured: Those of them that were measured.
-        total_ns: Time in which it communicated in the measured steps, in nanoseconds.
-        hidden_ns: The part of it in which it computed too.
+        measured: Steps that were measured.
+        total_ns: Communication time in the measured steps.
+        hidden_ns: Communication time in which the rank also computed.
     """
 
     taken: int = 0
@@ -59,7 +107,7 @@ class Communication:
 
 
 def hidden_and_total(operations: Sequence[OperationTime], computing: Sequence[Interval]) -> tuple[int, int]:
-    """Returns how long a rank communicated while it computed, and how long it communicated, in nanoseconds.
+    """Returns the hidden and the total communication time, in nanoseconds.
 
     Args:
         computing: Spans of computation, in which the rank may have waited for an operation.
@@ -71,20 +119,20 @@ def hidden_and_total(operations: Sequence[OperationTime], computing: Sequence[In
 
 
 class Overlap(Protocol):
-    """What the training loop tells about its steps, beside their spans."""
+    """Receives the steps of the training loop; their spans go to a timeline."""
 
     def begin(self) -> None:
-        """Begins an epoch, or the rest of one."""
+        """Starts an epoch, or the rest of one."""
 
     def step(self, number: int, num_steps: int) -> AbstractContextManager[None]:
-        """Returns a context for the `number`-th of the epoch's `num_steps` steps, from 0."""
+        """Returns a context for step `number`, from 0, of the epoch's `num_steps`."""
 
-    def taken(self) -> Communication | None:
-        """Returns what was measured since `begin`; None where nobody knows."""
+    def read(self) -> Communication | None:
+        """Returns the measurements since `begin`; None if unknown."""
 
 
 class NoOverlap:
-    """Measures nothing, and makes no object in a step."""
+    """Measures nothing, and makes no object per step."""
 
     def begin(self) -> None:
         return
@@ -92,7 +140,7 @@ class NoOverlap:
     def step(self, number: int, num_steps: int) -> AbstractContextManager[None]:
         return _NOTHING
 
-    def taken(self) -> Communication | None:
+    def read(self) -> Communication | None:
         return None
 
 
@@ -102,19 +150,17 @@ NO_OVERLAP = NoOverlap()
 class StepOverlap:
     """Measures every n-th step of an epoch, and all steps that a timeline records.
 
-    Where the ranks exchange now and then, every step is measured: one without an exchange costs nothing to
-    measure, and one with it is not left to chance.
+    If the ranks synchronize only now and then, every step is measured: steps without synchronization cost
+    nothing to measure, and none with it is missed.
+
+    Args:
+        is_pipeline: Whether stages communicate outside the recorded operations; then nothing is measured.
 
     Attributes:
-        timeline: What the loop tells its spans to, in place of the timeline given.
+        timeline: Receives the loop's spans in place of the timeline given.
     """
 
     def __init__(self, world: Collective, timeline: Timeline, *, is_pipeline: bool = False) -> None:
-        """Stands before the first epoch.
-
-        Args:
-            is_pipeline: Whether stages send to each other beside what is noted: then no share is told.
-        """
         self.timeline = _ComputingSpans(timeline)
         self._operations = world.operations
         self._is_pipeline = is_pipeline
@@ -128,7 +174,7 @@ class StepOverlap:
         if not self._operations.sees_all:
             return _NOTHING
         every = MEASURED_EVERY if self._operations.in_every_step else 1
-        # The second step of an epoch, if it has one: readers and libraries begin in the first one.
+        # The second step of an epoch if it has one, because readers and libraries start up in the first.
         is_due = not self._is_pipeline and number % every == min(1, num_steps - 1, every - 1)
         return self._measure() if is_due or self.timeline.is_recording else _NOTHING
 
@@ -141,14 +187,14 @@ class StepOverlap:
         finally:
             operations = self._operations.take()
             self.timeline.computing = None
-        # Not reached by a step that fails.
+        # A step that fails is not counted.
         hidden, total = hidden_and_total(operations, computing)
         self._measured += 1
         self._hidden_ns += hidden
         self._total_ns += total
         self.timeline.add_operations(operations)
 
-    def taken(self) -> Communication | None:
+    def read(self) -> Communication | None:
         if self._is_pipeline or not self._measured:
             return None
         return Communication(
@@ -157,10 +203,10 @@ class StepOverlap:
 
 
 class _ComputingSpans:
-    """A timeline that also notes the spans of computation, while a step is measured.
+    """A timeline that also records the spans of computation while a step is measured.
 
     Attributes:
-        computing: The spans of the step that is measured; None between such steps.
+        computing: The spans of the measured step; None between measured steps.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -178,7 +224,7 @@ class _ComputingSpans:
         span = self._timeline.span(kind)
         if self.computing is None or kind not in COMPUTING:
             return span
-        return _noted(span, self.computing)
+        return _record_span(span, self.computing)
 
     def rare_span(self, kind: RareKind, state: TrainingState) -> AbstractContextManager[None]:
         return self._timeline.rare_span(kind, state)
@@ -191,7 +237,7 @@ class _ComputingSpans:
 
 
 @contextmanager
-def _noted(span: AbstractContextManager[None], computing: list[Interval]) -> Iterator[None]:
+def _record_span(span: AbstractContextManager[None], computing: list[Interval]) -> Iterator[None]:
     with span:
         begin = now_ns()
         yield

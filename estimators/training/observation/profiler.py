@@ -1,7 +1,7 @@
-"""Watches a few steps with torch.profiler: every operation, on the CPU and on the GPU.
+"""Profiles a few steps with torch.profiler: every operation, on the CPU and on the GPU.
 
-On rank 0 alone: all ranks run the same program, what a profile holds takes much memory and time, and the
-others wait for the watched rank in every exchange anyway.
+Only rank 0: all ranks run the same program, a profile takes much memory and time, and the other ranks wait
+for the profiled rank at every synchronization.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _log = logging.getLogger(__name__)
 
 
 class Profiler(Protocol):
-    """What watches the steps of the training loop."""
+    """Observes the steps of the training loop."""
 
     def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
-        """Yields the batches of an epoch's steps, and watches the steps that it is to watch."""
+        """Yields the batches of an epoch's steps, and profiles the chosen steps."""
 
     def close(self) -> None:
-        """Ends a profile of which the training did not take the last step."""
+        """Ends a profile whose last step the training did not take."""
 
 
 class NoProfiler:
-    """Watches nothing."""
+    """Profiles nothing."""
 
     def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
         return batches
@@ -49,21 +49,21 @@ class NoProfiler:
 NO_PROFILER = NoProfiler()
 
 
-def profiler_of(config: TrainConfig, mesh: RankMesh, device: torch.device) -> Profiler:
-    """Returns the profiler that the settings ask for on this rank."""
+def make_profiler(config: TrainConfig, mesh: RankMesh, device: torch.device) -> Profiler:
+    """Returns the profiler of this rank for `profileSteps`."""
     if config.profile_steps is None or not mesh.writes:
         return NO_PROFILER
     return StepProfiler(config.run_uri, *config.profile_steps, device)
 
 
 class StepProfiler:
-    """Writes the trace of some steps, from the first batch on; one that fails ends no training."""
+    """Writes the trace of steps `first` to `last`; a failing profiler ends no training."""
 
     def __init__(self, run_uri: str, first: int, last: int, device: torch.device) -> None:
         self._first = first
         self._last = last
         self._device = device
-        # A resumed training may come to the steps again.
+        # A resumed training may take these steps again.
         name = f"rank-0-steps-{first}-{last}-{time.time_ns() // 1_000_000}.json.gz"
         self._file = BackgroundFile(storage.join(run_uri, run_layout.PROFILE, name), "profile")
         self._profile: Any = None
@@ -83,7 +83,7 @@ class StepProfiler:
         self._file.close()
 
     def _begin(self, step: int) -> None:
-        self._is_done = step > self._last  # of a training that was resumed behind them
+        self._is_done = step > self._last  # the training was resumed after them
         if self._is_done:
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -92,7 +92,7 @@ class StepProfiler:
         try:
             profile = torch.profiler.profile(activities=activities)
             profile.start()
-        except Exception as error:  # whatever the machine's tracing library raises
+        except Exception as error:  # the machine's tracing library may raise any exception
             self._give_up(error)
             return
         self._profile = profile
@@ -112,4 +112,4 @@ class StepProfiler:
 
     def _give_up(self, error: Exception) -> None:
         self._is_done = True
-        _log.warning("torch.profiler failed (%s); the training goes on without a profile", error)
+        _log.warning("torch.profiler failed (%s); training continues without a profile", error)

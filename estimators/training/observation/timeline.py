@@ -1,18 +1,18 @@
 """The protocol through which the training loop reports where the time of its steps goes.
 
-Kinds of spans, each named where the loop runs it:
+Kinds of spans:
 
 - `read`: the loop waits for the reader's next batch.
 - `transform`: the user's `transformBatch`.
-- `forward`, `backward`: one each per micro-batch. If gradients travel in buckets (a large network over
-  the network, or sharding), the sends begin inside of `backward`, whose span then includes the calls that
-  begin them; sharding 'gradients' and 'parameters' also wait for earlier buckets in there.
-- `exchange`: from the end of the backward pass until the reduced gradients have arrived. It does not include
-  communication during the backward pass: it is the part that the step had to wait for. Row weights
-  add a second one, before the forward pass, for the sum of the weights.
-- `step`: clipping, the optimizer's step, under sharding the all-gather of the new weights, the moving
+- `forward`, `backward`: one per micro-batch. If gradients travel in buckets (a large network, or sharding),
+  the calls that start the sends are inside `backward`; sharding 'gradients' and 'parameters' also wait there
+  for earlier buckets.
+- `exchange`: from the end of the backward pass until the reduced gradients have arrived, the part of the
+  communication that the step waits for. Row weights add a second span before the forward pass, for the
+  all-reduce of the weights.
+- `step`: gradient clipping, the optimizer's step, with sharding the all-gather of the new weights, the moving
   average.
-- `checkpoint`: the pause for copying the state; a thread writes it during the training.
+- `checkpoint`: the pause for copying the state; a thread writes it meanwhile.
 - `validation`: the held-out rows after an epoch.
 """
 
@@ -27,7 +27,7 @@ from ringspark.estimators.collectives.operation_times import OperationTime
 from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
 
-# Import path of the implementation that records, with the arguments of `RankTimeline`.
+# Import path of the implementation that records.
 RANK_TIMELINE = "ringspark.extras.timeline.rank_timeline:RankTimeline"
 
 StepKind = Literal["read", "transform", "forward", "backward", "exchange", "step"]
@@ -38,39 +38,39 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 Clock = Callable[[], int]
-"""Returns nanoseconds that never go back, from any start."""
+"""Returns monotonic nanoseconds from any start."""
 
 
 def now_ns() -> int:
-    """Returns the time by the clock of every rank, in nanoseconds."""
+    """Returns the time by this rank's clock, in nanoseconds."""
     return time.perf_counter_ns()
 
 
 class Timeline(Protocol):
-    """What the training loop tells about its time."""
+    """Receives the spans of the training loop."""
 
     @property
     def is_recording(self) -> bool:
         """Whether the present step is recorded."""
 
     def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
-        """Yields the batches of an epoch's steps, and sees when each is read and done. Runs on every rank."""
+        """Yields an epoch's batches, and records when each is read and done. Runs on every rank."""
 
     def span(self, kind: StepKind) -> AbstractContextManager[None]:
         """Returns a context for a part of a step."""
 
     def rare_span(self, kind: RareKind, state: TrainingState) -> AbstractContextManager[None]:
-        """Returns a context for what is recorded whenever it happens."""
+        """Returns a context for a span that is always recorded."""
 
     def add_operations(self, operations: Sequence[OperationTime]) -> None:
         """Keeps the collective operations of the present step, if it is recorded."""
 
     def close(self) -> None:
-        """Writes what was recorded last."""
+        """Writes the last records."""
 
 
 class NoTimeline:
-    """Records nothing, and makes no object in a step."""
+    """Records nothing, and makes no object per step."""
 
     is_recording = False
 

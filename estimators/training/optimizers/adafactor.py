@@ -1,9 +1,9 @@
 """Adafactor: Adam's second moment as the product of a row and a column (Shazeer and Stern 2018).
 
-It has no first moment, and for a matrix one number per row and per column: a few thousandths of its
-weights. The rate is relative: a step is `lr`, at most 1 / sqrt(step), times the root mean square of the
-weights, so 1e-2 is a usual `learningRate`. Numbers and state equal those of torch.optim.Adafactor, which is
-not used because it waits for the device twice per parameter and cannot step on meta tensors.
+It has no first moment, and for a matrix one number per row and per column: a few thousandths of its weights.
+The rate is relative: a step is `lr`, at most 1 / sqrt(step), times the root mean square of the weights, so
+1e-2 is a usual `learningRate`. Numbers and state equal torch.optim.Adafactor's, which waits for the device
+twice per parameter and cannot step on meta tensors.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ringspark.estimators.training.optimizers.base import DenseOptimizer, count_
 
 
 class Adafactor(DenseOptimizer):
-    """Factored second moments, over the last two dimensions; decay is decoupled from the gradient.
+    """Factored second moments over the last two dimensions, with decoupled weight decay.
 
-    The weight of new squares in their mean is step ** beta2_decay; `eps` is the lower bound of the weights'
-    root mean square in the size of a step, `clip` the upper bound of an update's, before the rate.
+    New squares enter their mean with weight step ** beta2_decay. `eps` is the lower bound of the weights'
+    root mean square, `clip` the upper bound of an update's, before the rate.
     """
 
     settings = {"lr": 1e-2, "beta2_decay": -0.8, "eps": 1e-3, "clip": 1.0, "weight_decay": 0.0}

@@ -1,14 +1,13 @@
-"""1-bit Adam (Tang et al. 2021): Adam whose second moments stay as they are once gradients are compressed.
+"""1-bit Adam (Tang et al. 2021): Adam with second moments that freeze when gradients are compressed.
 
-Error feedback sends a part of a gradient in later steps. An optimizer that is linear in the gradients, such
-as momentum, gets the same sum in the end; Adam's square of the gradient does not. Here the squares are
-averaged while gradients travel whole, the `after` of `gradientCompression`, and then kept: what remains is
-momentum with a fixed rate for each weight.
+Error feedback sends parts of a gradient in later steps. An optimizer that is linear in the gradients, such as
+momentum, gets the same sum in the end; Adam's squared gradients do not. So the squares are averaged only
+while gradients are uncompressed, the `after` of `gradientCompression`. Then the optimizer is momentum with a
+fixed rate per weight.
 
-The paper divides by the root of what is kept, which is next to nothing for a weight that had no gradient
-till then: that of a category not seen yet, or behind a dead unit. Its first gradient, or the noise of the
-compression, would move it by thousands of steps at once. So no second moment is kept below a thousandth of
-its parameter's mean.
+The paper divides by the root of the frozen moment. It is almost zero for a weight without a gradient so far,
+such as a category not seen yet, whose first gradient would move it by thousands of steps at once. So a second
+moment is at least a thousandth of its parameter's mean.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import torch
 
 from ringspark.estimators.training.optimizers.base import DenseOptimizer, count_step
 
-# The smallest second moment that is kept, as a share of the mean over the parameter: no rate is more than
-# about 30 times the usual one.
+# Smallest frozen second moment, as a share of the parameter's mean: no rate is above about 30 times the
+# mean's.
 _LEAST = 1e-3
 
 
@@ -32,7 +31,7 @@ class Adam1bit(DenseOptimizer):
 
     @torch.no_grad()
     def freeze_variance(self) -> None:
-        """Keeps the second moments from now on; the flag is a value of the groups, which checkpoints hold."""
+        """Freezes the second moments; the flag is in the parameter groups, which checkpoints hold."""
         for group in self.param_groups:
             group["is_frozen"] = True
             for parameter in group["params"]:
@@ -40,7 +39,7 @@ class Adam1bit(DenseOptimizer):
                     squares = state["exp_avg_sq"]
                     squares.clamp_(min=_LEAST * squares.mean())
                     if not squares.any():
-                        state["squares"].zero_()  # as if it had had no gradient: its first one makes them
+                        state["squares"].zero_()  # as if there had been no gradient: the first one sets them
 
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
@@ -51,7 +50,7 @@ class Adam1bit(DenseOptimizer):
             state["squares"] = torch.zeros((), dtype=torch.float32, device="cpu")
         beta1, beta2 = group["betas"]
         step = count_step(state)
-        # A parameter that never had a gradient before still needs a first second moment.
+        # A parameter without a gradient before the freeze still needs a first second moment.
         if not group["is_frozen"] or not state["squares"]:
             state["squares"] += 1
             state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)

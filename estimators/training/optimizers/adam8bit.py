@@ -1,12 +1,13 @@
-"""Adam and AdamW with both moments in 8 bits (Dettmers et al. 2022): 2 bytes a weight instead of 8.
+"""Adam and AdamW with both moments in 8 bits (Dettmers et al. 2022): 2 bytes per weight instead of 8.
 
-Moments are stored as codes and one scale per block of 256 values (see `quantization`). A step computes in
-fp32, a part at a time, so that a large parameter needs no fp32 copy of its state. Parameters below 4,096
-values keep fp32 moments, as in the authors' version: they cost little, and rounding harms biases and gains
-most.
+Moments are stored by blockwise dynamic quantization (section 2): values are divided by the largest magnitude
+of their block of 256, and rounded to the nearest of 256 levels. Levels are denser near 0: each of seven
+decades has linear fractions, twice as many as the decade below. A step computes in fp32 in chunks, so a large
+parameter needs no fp32 copy of its state. Parameters below 4,096 values keep fp32 moments, as in the authors'
+version: they are small, and rounding harms biases and gains most.
 
-Libraries were compared in 2026: torchao needs the machine's compiler for the step and refuses rates that a
-schedule writes as numbers; bitsandbytes 0.50 cannot step on fake tensors, by which memory is planned.
+torchao (2026) needs the machine's compiler for the step and refuses rates that a schedule writes as numbers;
+bitsandbytes 0.50 cannot step on fake tensors, which the memory planner needs.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 
 from ringspark.estimators.training.optimizers.base import DenseOptimizer, count_step
-from ringspark.estimators.training.optimizers.quantization import BLOCK_SIZE, Quantizer, num_blocks
 
+BLOCK_SIZE = 256
+DECADES = 7
 MIN_VALUES = 4096
-# Number of values in fp32 at a time, whole blocks: few for a core's cache, many to keep a GPU busy.
+# Values in fp32 at a time, in whole blocks: few for a core's cache, many to keep a GPU busy.
 CHUNK = 1 << 18
 CUDA_CHUNK = 1 << 22
 
@@ -27,13 +29,71 @@ CUDA_CHUNK = 1 << 22
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 
 
+def make_levels(signed: bool) -> list[float]:
+    """Returns the 256 levels in ascending order, from about -1 (0 if unsigned) to 1."""
+    positive = []
+    for decade in range(DECADES):
+        # Unsigned levels use the sign's bit for the fraction.
+        count = 2**decade if signed else 2 ** (decade + 1)
+        scale = 10.0 ** (decade - DECADES + 1)
+        positive += [scale * (0.1 + 0.9 * (i + 0.5) / count) for i in range(count)]
+    negative = [-value for value in positive] if signed else []
+    return sorted([*negative, 0.0, *positive, 1.0])
+
+
+def num_blocks(num_values: int) -> int:
+    """Returns the number of blocks of a tensor; the last may be short."""
+    return -(-num_values // BLOCK_SIZE)
+
+
+class Quantizer:
+    """Converts 1-D fp32 values to codes (one byte each) and scales (fp32, one per block), and back."""
+
+    def __init__(self, signed: bool, device: torch.device) -> None:
+        self._signed = signed
+        table = torch.tensor(make_levels(signed), dtype=torch.float32, device="cpu")
+        # The code of each of the 65,536 fp16 numbers: a look-up is ten times as fast as a search among the
+        # levels, and fp16 is precise enough for all of them.
+        halves = torch.arange(-(2**15), 2**15, device="cpu").to(torch.int16).view(torch.float16)
+        codes = torch.bucketize(halves.float().nan_to_num(), (table[1:] + table[:-1]) / 2)
+        self._levels, self._codes = table.to(device), codes.to(torch.uint8).to(device)
+
+    def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rounds values to codes and scales; unsigned values never round down to 0.
+
+        If only the second moment became 0, Adam would divide the first by epsilon and take a huge step.
+        Rounded up, it makes the step too small instead.
+        """
+        blocks = _split_blocks(values)
+        scales = blocks.abs().amax(1)  # (blocks,)
+        blocks = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
+        index = blocks.half().view(torch.int16).view(-1).int().add_(2**15)
+        codes = self._codes.index_select(0, index)
+        if not self._signed:
+            codes.clamp_(min=1).mul_(blocks.view(-1) > 0)
+        return codes[: len(values)], scales
+
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Returns the values of codes and scales; a scale of 0 gives zeros for any codes."""
+        values = self._levels.index_select(0, codes.int())
+        return (_split_blocks(values) * scales[:, None]).view(-1)[: len(codes)]
+
+
+def _split_blocks(values: torch.Tensor) -> torch.Tensor:
+    """Returns the values as (blocks, BLOCK_SIZE); zeros fill the last block."""
+    missing = num_blocks(len(values)) * BLOCK_SIZE - len(values)
+    if missing:
+        values = torch.nn.functional.pad(values, (0, missing))
+    return values.view(-1, BLOCK_SIZE)
+
+
 class Adam8bit(DenseOptimizer):
-    """Adam, whose weight decay is part of the gradient; AdamW if `decoupled`."""
+    """Adam with weight decay in the gradient, or AdamW if `decoupled`."""
 
     settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled": False}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the state and its dtypes: torch casts all of it, also codes, to the parameter's dtype."""
+        """Restores the state and its dtypes; torch casts all of it, codes too, to the parameter's dtype."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             for key in state:
@@ -43,7 +103,7 @@ class Adam8bit(DenseOptimizer):
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
-        # Each rank quantizes the part of a DTensor that it holds.
+        # Each rank quantizes its own shard of a DTensor.
         parameter, gradient = _local(parameter), _local(gradient)
         if not state:
             _allocate(parameter, state)
@@ -106,7 +166,7 @@ def _adam(
     step: int,
     group: dict[str, Any],
 ) -> torch.Tensor:
-    """Takes one step of Adam over flat fp32 values; changes the moments in place, returns the new weights."""
+    """Takes one Adam step over flat fp32 values; changes the moments in place, returns the new weights."""
     beta1, beta2 = group["betas"]
     decay = group["weight_decay"]
     if decay and group["decoupled"]:
@@ -120,6 +180,6 @@ def _adam(
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a DTensor, known by its method: its class takes a second to import."""
+    """Returns this rank's shard of a DTensor, known by its method: importing its class takes a second."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()

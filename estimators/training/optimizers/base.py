@@ -1,8 +1,8 @@
 """The base of our own optimizers: their state is plain tensors, and they read no number from the device.
 
-So `state_dict` works as for torch's own, and a step on fake tensors shows the memory planner what a real
-step would allocate. All settings are in the parameter groups, because Horovod makes an optimizer anew from
-them alone.
+So `state_dict` works as in torch's own, and a step on fake tensors shows the memory planner the allocations
+of a real step. All settings are in the parameter groups, because Horovod recreates an optimizer from them
+alone.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Parameters = Iterable[nn.Parameter] | list[dict[str, Any]]
 
 
 class DenseOptimizer(torch.optim.Optimizer):
-    """Updates one parameter after another, each from its dense gradient; see `update`.
+    """Updates one parameter after another from its dense gradient; see `update`.
 
     Attributes:
-        settings: The settings of a group and their defaults, which the constructor takes by name.
-        is_elementwise: Whether a weight moves by its own gradient and state alone, so that a sharding may
-            cut a parameter anywhere.
+        settings: The settings of a group with their defaults; the constructor takes them by name.
+        is_elementwise: Whether each weight moves by its own gradient and state alone, so that a parameter can
+            be sharded anywhere.
     """
 
     settings: ClassVar[dict[str, Any]]
@@ -43,16 +43,12 @@ class DenseOptimizer(torch.optim.Optimizer):
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
-        """Moves one parameter in place; `state` is empty in its first step."""
+        """Updates one parameter in place; `state` is empty in its first step."""
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step over all parameters that have a gradient.
-
-        Raises:
-            ValueError: A gradient is sparse or complex.
-        """
+        """Steps over all parameters with a gradient. Raises ValueError for sparse or complex gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Groups parameters by patterns over their names; each group has its own rate and decay."""
+"""Parameter groups by patterns over parameter names, each with its own rate and decay."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ GROUP_KEYS = {"params": "params", "learningRate": "lr", "weightDecay": "weight_d
 
 
 def check_groups(groups: object) -> list[dict[str, Any]]:
-    """Checks the form of `parameterGroups`; `group_parameters` checks later that patterns match.
+    """Checks the form of `parameterGroups`; `group_parameters` later checks that the patterns match.
 
     Args:
         groups: A list of dicts {"params": "encoder.*", "learningRate": 1e-5, "weightDecay": 0.0}.
-            "params" is a shell pattern (*, ?, [...]) over names of parameters or a list of patterns;
-            the other keys may be left out.
+            "params" is a shell pattern (*, ?, [...]) over parameter names or a list of patterns; the other
+            keys are optional.
 
     Returns:
         The groups as plain JSON values, "params" always a list.
 
     Raises:
-        ValueError: A group is malformed; the error names it and the remedy.
+        ValueError: A group is malformed.
     """
     if isinstance(groups, Mapping | str) or not isinstance(groups, Sequence):
         raise ValueError(f"parameterGroups must be a list of dicts, got {type(groups).__name__}")
@@ -74,15 +74,15 @@ def group_parameters(
     learning_rate: float | None = None,
     weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Splits a module's trainable parameters into groups, in torch.optim's form.
+    """Splits a module's trainable parameters into groups in torch.optim's form.
 
     The first group that matches a parameter gets it; parameters without a match form a last group. A group
-    without its own rate or decay gets the one given here, or none if that is None. Where ranks have parts of
-    the network, each has the groups of the whole one, some of which may be empty.
+    without its own rate or decay gets the one given here, or none if that is None. If the network is spread
+    over ranks, each rank has the groups of the whole network, some of them empty.
 
     Raises:
         ValueError: The groups are malformed, a pattern matches no trainable parameter, or earlier groups
-            have taken all that it matches.
+            have taken all parameters that it matches.
     """
     named: dict[str, nn.Parameter | None] = {n: p for n, p in module.named_parameters() if p.requires_grad}
     layout = layout_of(module)

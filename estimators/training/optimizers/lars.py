@@ -1,8 +1,8 @@
 """LARS: momentum SGD with a rate scaled to each layer's weights (You et al. 2017, algorithm 1).
 
-It suits batches of tens of thousands of rows. The layer's rate is `trust_coefficient` times the ratio of
-the norms of weights and gradient, and `learningRate` is a factor on that: values from 1 to 30 are usual,
-after a warm-up. Parameters with fewer than two dimensions step as in plain momentum SGD.
+It suits batches of tens of thousands of rows. A layer's rate is `trust_coefficient` times the ratio of the
+norms of weights and gradient, and `learningRate` is a factor on it: 1 to 30 is usual, after a warm-up.
+Parameters with fewer than two dimensions step as in plain momentum SGD.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Learning rates that follow the batch size by a rule that a user names, and their gradual warm-up. Pure.
+"""Learning rates that follow the batch size by a rule that the user names, with gradual warm-up. Pure.
 
-A batch k times as large as the one for which a rate was found gives a gradient of a k-th of the variance:
+A batch k times as large as the base batch has gradients with a k-th of the variance:
 
 * "linear": k times the rate (Goyal et al. 2017), so that one step goes as far as k small ones. For SGD, as
   long as the batch is well below the gradient noise scale.
 * "sqrt": sqrt(k) times the rate (Krizhevsky 2014, Hoffer et al. 2017), which keeps the variance of a step.
-  Also the rule for Adam and its kin, which divide by the gradients' root mean square.
+  Also the rule for Adam and similar optimizers, which divide by the gradients' root mean square.
 
-At the start, when the network changes fast, a large rate may not be stable. So the rate rises by the same
-amount in each step, from the unscaled one to the scaled one (Goyal et al., "gradual warm-up").
+A large rate may be unstable at the start, when the network changes fast. So the rate rises linearly from the
+unscaled to the scaled one (Goyal et al., "gradual warm-up").
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class RateScaling:
     Attributes:
         name: Key of `RULES`.
         base_batch_size: Rows per step for which the unscaled rate is right.
-        warmup_steps: Steps in which the factor goes from 1 to the rule's.
-        steps: Epochs of the training, with their batch sizes and steps.
+        warmup_steps: Steps in which the factor rises from 1 to the rule's.
+        steps: Batch size and steps of every epoch.
     """
 
     name: str
@@ -42,7 +42,7 @@ class RateScaling:
 
     @classmethod
     def of(cls, setting: Mapping[str, Any], steps: Steps) -> RateScaling | None:
-        """Returns what the setting `scaleLearningRate` asks for; None if that is nothing."""
+        """Returns the scaling for the setting `scaleLearningRate`, or None for "none"."""
         if setting["name"] == "none":
             return None
         return cls(
@@ -53,11 +53,11 @@ class RateScaling:
         )
 
     def of_epoch(self, epoch: int) -> float:
-        """Returns the rule's factor for the batch size of an epoch, which counts from 0."""
+        """Returns the rule's factor for an epoch, from 0."""
         return RULES[self.name](self.steps.batches.size(epoch) / self.base_batch_size)
 
     def factor(self, step: int) -> float:
-        """Returns the factor of a step, which counts from 0 over the whole training."""
+        """Returns the factor of a step, from 0 over the whole training."""
         full = self.of_epoch(self.steps.epoch_of(step))
         return full if step >= self.warmup_steps else 1 + (full - 1) * step / self.warmup_steps
 

@@ -1,14 +1,11 @@
-"""The registry: optimizers by name.
+"""The registry of optimizers by name.
 
 An optimizer is made after the module has its final form. The learning rate is the user's for any number of
-ranks. An optimizer that torch lacks, or whose version does not fit, has its own file.
+ranks. An optimizer that torch lacks, or whose version does not fit, has its own file; docs/design.md says why
+no library has it. Muon is left out: it takes only matrices, and would need a second optimizer for the rest.
 
 Weight decay is decoupled from the gradient (AdamW) in adamw, adamw8bit, adam1bit, adafactor and sm3. In lamb
 it is added to the update before scaling. In all others it is part of the gradient (L2), as in their papers.
-
-Our own use no library: pytorch_optimizer's SM3 keeps a full-size momentum, its LAMB scales the steps of
-biases too, and its LARS has no rate in the velocity; for the others see their files. Muon is left out: it
-takes only matrices, and would need a second optimizer for the rest.
 """
 
 from __future__ import annotations
@@ -32,12 +29,11 @@ Factory = Callable[[Any, float, float], torch.optim.Optimizer]
 
 
 def _fused(parameters: list[Any]) -> bool | None:
-    """Returns True, for one kernel per step, if torch has one for all parameters, else None for its default.
+    """Returns True if torch's fused kernel can step all parameters, else None for torch's default.
 
-    Complex parameters are left to the default, because the kernel takes real ones alone; so are those that
-    do not lie in memory row by row, because the kernel of CPUs walks memory without a look at strides, and
-    lazy ones, whose memory is not there yet: the driver checks them, a rank gives them their size first.
-    SGD stays as it is, because its fused form refuses the sparse gradients of embeddings.
+    The kernel takes real parameters only. On CPUs it ignores strides, so parameters must be contiguous. Lazy
+    parameters have no memory yet; the driver only checks them. SGD stays unfused, because its fused form
+    refuses the sparse gradients of embeddings.
     """
     held = [p for entry in parameters for p in (entry["params"] if isinstance(entry, dict) else [entry])]
     devices = {p.device.type for p in held}
@@ -46,8 +42,8 @@ def _fused(parameters: list[Any]) -> bool | None:
     return (has_kernel and all(rows)) or None
 
 
-def _by_rows(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Has gradients that a user's hook replaced lie row by row too when the kernel reads them."""
+def _keep_contiguous(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Makes gradients contiguous before the fused kernel reads them; a user's hook may replace them."""
 
     def arrange(held: torch.optim.Optimizer, *_: object) -> None:
         for group in held.param_groups:
@@ -64,8 +60,10 @@ def _by_rows(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 OPTIMIZERS: dict[str, Factory] = {
     "sgd": lambda p, lr, wd: torch.optim.SGD(p, lr=lr, weight_decay=wd),
     "momentum": lambda p, lr, wd: torch.optim.SGD(p, lr=lr, weight_decay=wd, momentum=0.9),
-    "adam": lambda p, lr, wd: _by_rows(torch.optim.Adam(p, lr=lr, weight_decay=wd, fused=_fused(p))),
-    "adamw": lambda p, lr, wd: _by_rows(torch.optim.AdamW(p, lr=lr, weight_decay=wd, fused=_fused(p))),
+    "adam": lambda p, lr, wd: _keep_contiguous(torch.optim.Adam(p, lr=lr, weight_decay=wd, fused=_fused(p))),
+    "adamw": lambda p, lr, wd: _keep_contiguous(
+        torch.optim.AdamW(p, lr=lr, weight_decay=wd, fused=_fused(p))
+    ),
     "adamax": lambda p, lr, wd: torch.optim.Adamax(p, lr=lr, weight_decay=wd),
     "nadam": lambda p, lr, wd: torch.optim.NAdam(p, lr=lr, weight_decay=wd),
     "radam": lambda p, lr, wd: torch.optim.RAdam(p, lr=lr, weight_decay=wd),
@@ -81,11 +79,11 @@ OPTIMIZERS: dict[str, Factory] = {
     "lars": lambda p, lr, wd: Lars(p, lr=lr, weight_decay=wd),
 }
 
-# Those that divide by an average of squared gradients, and so are not linear in them.
+# These divide by an average of squared gradients, so they are not linear in the gradients.
 ADAPTIVE: frozenset[str] = frozenset(OPTIMIZERS) - {"sgd", "momentum", "adam1bit", "lars"}
 
-# Optimizers that update every weight from its own gradient and state alone, so that any flat slice of a
-# parameter may be updated by itself. The others need a parameter's rows and columns, norms or blocks.
+# These update every weight from its own gradient and state alone, so any flat slice of a parameter can be
+# updated by itself. The others need a parameter's rows and columns, norms or blocks.
 ELEMENTWISE: frozenset[str] = frozenset(
     (
         "sgd",
@@ -106,11 +104,7 @@ ELEMENTWISE: frozenset[str] = frozenset(
 def make_optimizer(
     name: str, parameters: Parameters, learning_rate: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """Makes the optimizer registered as `name` over `parameters`, or over groups of them.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
+    """Makes the optimizer registered as `name` over parameters or groups; raises ValueError if unknown."""
     check_name("optimizer", name, OPTIMIZERS)
     parameters = list(parameters)  # type: ignore[assignment]
     return OPTIMIZERS[name](parameters, learning_rate, weight_decay)

@@ -1,9 +1,7 @@
 """Learning-rate schedules: pure functions (step, number of steps) -> factor on the learning rate.
 
-A warm-up comes before one, and `rate_scaling` may make the rates follow the batch size.
-
-They are pure so that a resumed training needs no scheduler state. A torch scheduler is stateful:
-`SchedulerRates` replays it from its start to the needed step, on a stand-in for the optimizer.
+They are pure, so a resumed training needs no scheduler state. A torch scheduler has state: `SchedulerRates`
+replays it from its start to the needed step, on an optimizer without weights.
 """
 
 from __future__ import annotations
@@ -67,13 +65,10 @@ def warm_up_factor(step: int, warmup_steps: int) -> float:
     return min(1.0, (step + 1) / (warmup_steps + 1))
 
 
-def with_warmup(
-    schedule: Schedule, warmup_steps: int, rise: Callable[[int], float] | None = None
-) -> Schedule:
-    """Returns `schedule` after a warm-up to its first value.
+def add_warmup(schedule: Schedule, warmup_steps: int, rise: Callable[[int], float] | None = None) -> Schedule:
+    """Returns `schedule` after a warm-up of `warmup_steps` steps.
 
-    The warm-up takes the first `warmup_steps` steps, and the whole schedule runs over the remaining steps:
-    a cosine with warm-up still ends at zero.
+    The whole schedule runs over the remaining steps: a cosine with warm-up still ends at zero.
 
     Args:
         rise: Step -> factor on the schedule, also after the warm-up; None for a linear rise from above 0.
@@ -91,13 +86,12 @@ def with_warmup(
 def takes_optimizer(schedule: Callable[..., Any]) -> bool:
     """Returns whether a user's callable is optimizer -> scheduler, not (step, num_steps) -> factor.
 
-    Raises:
-        ValueError: It takes neither one argument nor two.
+    Raises ValueError if it takes neither one argument nor two.
     """
     kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     parameters = [p for p in signature(schedule).parameters.values() if p.kind in kinds]
     required = sum(p.default is Parameter.empty for p in parameters)
-    # A class such as StepLR, which needs a second argument, must not pass for (step, num_steps).
+    # A class such as StepLR, which needs a second argument, must not count as (step, num_steps).
     if required not in (1, 2) or (required == 2 and isinstance(schedule, type)):
         raise ValueError(
             f"lrSchedule must be one of {sorted(SCHEDULES)}, a callable (step, num_steps) -> factor, or a "
@@ -107,14 +101,14 @@ def takes_optimizer(schedule: Callable[..., Any]) -> bool:
 
 
 class Rates:
-    """Sets an optimizer's learning rates before each of its steps; every group keeps its own base.
+    """Sets an optimizer's learning rates before each step; every group keeps its own base.
 
-    It must be made while the groups still have the user's rates. If other code changes a group's rate, such
-    as a callback or its `ReduceLROnPlateau`, the ratio to the last planned rate scales the group's rate in
-    all later steps. Step numbers may jump, as in a resumed training.
+    Make it while the groups still have the user's rates. If other code changes a group's rate, such as a
+    callback with `ReduceLROnPlateau`, the ratio to the last planned rate scales all later rates of the group.
+    Step numbers may jump, as in a resumed training.
 
     Attributes:
-        scales: Product of those ratios for each group; a checkpoint must keep them.
+        scales: Product of those ratios for each group; checkpoints keep them.
     """
 
     def __init__(self, schedule: Schedule, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
@@ -126,25 +120,23 @@ class Rates:
         self._last: list[float] | None = [float(base) for base in self._bases]
 
     def set(self, step: int) -> None:
-        """Sets the rates of optimizer step `step`, counted from 0.
+        """Sets the rates of optimizer step `step`, from 0.
 
-        Raises:
-            ValueError: Other code changed the number of parameter groups. Or it changed a rate whose base is
-                0, so there is no ratio.
+        Raises ValueError if other code changed the number of parameter groups, or changed a rate whose base
+        is 0, so there is no ratio.
         """
         factor = self._schedule(step, self._num_steps)
         self._set_rates([base * factor for base in self._bases])
 
     def resume(self, scales: Sequence[float]) -> None:
-        """Restores `scales`; the rates in the optimizer's loaded state do not count as changes."""
+        """Restores `scales`; rates in the optimizer's loaded state do not count as changes."""
         self.scales = list(scales)
         self._last = None
 
     def take_changes(self) -> None:
-        """Adds to `scales` the changes by other code since the last step; call it before a checkpoint.
+        """Adds other code's changes since the last step to `scales`; call it before a checkpoint.
 
-        Raises:
-            ValueError: Like `set`.
+        Raises ValueError like `set`.
         """
         groups = self._optimizer.param_groups
         if len(groups) != len(self.scales):
@@ -176,16 +168,16 @@ class Rates:
             self.scales[index] = rate / base
         else:
             raise ValueError(
-                f"a callback may change a learning rate only where it does not start at 0, got {rate} for "
+                f"a callback may change a learning rate only if it does not start at 0, got {rate} for "
                 f"parameter group {index}; let the optimizer start the group above 0"
             )
 
 
-class _StandIn(torch.optim.Optimizer):
+class _WeightlessOptimizer(torch.optim.Optimizer):
     """An optimizer with the groups of another one, but without its weights.
 
-    A scheduler on the real optimizer would see rates that the warm-up changed, and would warn if fp16's
-    loss scaling skips the first step or a resumed training replays earlier steps.
+    A scheduler on the real optimizer would see rates that the warm-up changed, and would warn if fp16's loss
+    scaling skips the first step or a resumed training replays earlier steps.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -200,7 +192,7 @@ class _StandIn(torch.optim.Optimizer):
 
 
 class SchedulerRates(Rates):
-    """Sets rates by a torch scheduler, which steps once per optimizer step."""
+    """Sets rates by a torch scheduler, one scheduler step per optimizer step."""
 
     def __init__(
         self,
@@ -209,19 +201,19 @@ class SchedulerRates(Rates):
         warmup_steps: int,
         rise: Callable[[int], float],
     ) -> None:
-        """Takes the scheduler's first step after `warmup_steps`; `rise` gives the factor on its rates."""
+        """Starts the scheduler after `warmup_steps`; `rise` gives the factor on its rates."""
         super().__init__(_constant, optimizer, 0)
         self._factory = factory
         self._warmup_steps = warmup_steps
         self._rise = rise
-        self._start = _StandIn(optimizer)
+        self._start = _WeightlessOptimizer(optimizer)
         # (group, key) of values besides rates that the scheduler changes; others are not touched.
         self._moved: set[tuple[int, str]] = set()
         self._restart()
 
     def _restart(self) -> None:
-        self._stand_in = _StandIn(self._start)
-        self._scheduler = self._factory(self._stand_in)
+        self._replica = _WeightlessOptimizer(self._start)
+        self._scheduler = self._factory(self._replica)
         self._position = 0
         is_scheduler = isinstance(self._scheduler, LRScheduler)
         if not is_scheduler or isinstance(self._scheduler, ReduceLROnPlateau):
@@ -229,10 +221,10 @@ class SchedulerRates(Rates):
                 "lrSchedule with one argument must return a torch.optim.lr_scheduler.LRScheduler that "
                 f"steps without a metric, got {type(self._scheduler).__name__}"
             )
-        self._note_moved()
+        self._record_moved()
 
-    def _note_moved(self) -> None:
-        pairs = zip(self._start.param_groups, self._stand_in.param_groups, strict=True)
+    def _record_moved(self) -> None:
+        pairs = zip(self._start.param_groups, self._replica.param_groups, strict=True)
         for index, (start, now) in enumerate(pairs):
             self._moved |= {(index, k) for k in SCHEDULED_KEYS if k in start and now[k] != start[k]}
 
@@ -241,11 +233,11 @@ class SchedulerRates(Rates):
         if wanted < self._position:
             self._restart()
         for _ in range(wanted - self._position):
-            self._stand_in.step()
+            self._replica.step()
             self._scheduler.step()
-            self._note_moved()
+            self._record_moved()
         self._position = wanted
-        planned = self._stand_in.param_groups
+        planned = self._replica.param_groups
         for index, key in self._moved:
             self._optimizer.param_groups[index][key] = planned[index][key]
         factor = self._rise(step)
@@ -259,13 +251,13 @@ def make_rates(
     warmup_steps: int = 0,
     scaling: RateScaling | None = None,
 ) -> Rates:
-    """Makes the learning rates of a training of `num_steps` steps, of which `warmup_steps` warm up.
+    """Makes the learning rates of a training of `num_steps` steps.
 
     Args:
         spec: A name of `SCHEDULES`, a callable (step, num_steps) -> factor on each group's rate, or a
-            callable optimizer -> scheduler of torch, stepped once per optimizer step.
+            callable optimizer -> torch scheduler.
         optimizer: Holds the base rates in its groups.
-        scaling: Multiplies all rates, and has a warm-up of its own unless there is one already.
+        scaling: Multiplies all rates; its own warm-up applies if `warmup_steps` is 0.
 
     Raises:
         ValueError: The name is unknown, the callable has another form, or the warm-up is too long.
@@ -289,7 +281,7 @@ def make_rates(
         spec = SCHEDULES[spec]
     elif takes_optimizer(spec):
         return SchedulerRates(spec, optimizer, warmup_steps, rise)
-    return Rates(with_warmup(spec, warmup_steps, rise), optimizer, num_steps)
+    return Rates(add_warmup(spec, warmup_steps, rise), optimizer, num_steps)
 
 
 def _scaled(scaling: RateScaling, warmup_steps: int, step: int) -> float:

@@ -1,8 +1,8 @@
 """SM3: Adagrad with one number per row and per column instead of one per weight (Anil et al. 2019, SM3-II).
 
-The state is one vector of sums for each dimension of a parameter. A weight's sum of squared gradients is at
-most the smallest of the sums of the rows and columns that contain it. There is no momentum, which would
-take as much memory as the weights. Decay is decoupled from the gradient, as in AdamW.
+The state is one vector of sums per dimension of a parameter. A weight's sum of squared gradients is at most
+the smallest sum of the rows and columns that contain it. There is no momentum, which would take as much
+memory as the weights. Weight decay is decoupled from the gradient, as in AdamW.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from ringspark.estimators.training.optimizers.base import DenseOptimizer
 
-# Smaller than the square of any relevant gradient; a weight that never had a gradient gets update 0.
+# Smaller than the square of any relevant gradient; a weight without a gradient so far gets update 0.
 TINY = 1e-30
 
 

@@ -1,74 +1,165 @@
-"""Codecs for saved tensors, and the mode that tells which operation saves a tensor.
+"""Codecs for saved tensors, and the mode that shows which operation saves a tensor.
 
 After Jain et al. 2018, "Gist: Efficient Data Encoding for Deep Neural Network Training". Autograd's nodes
-stay torch's own; only the tensors that they save are encoded. ReLU's node only needs to know where its
-output is `> 0`, and dropout's factor is zero or one constant: one bit each, exactly. A hook cannot see for
-which node a tensor is saved, so a `TorchFunctionMode` watches the calls.
+stay torch's own; only their saved tensors are encoded. ReLU's node only needs to know where its output is `>
+0`, and dropout's factor is zero or one constant: one bit each, exactly. A hook cannot see for which node a
+tensor is saved, so a `TorchFunctionMode` watches the calls.
+
+"int8" and "fp8" store values in eight bits with one fp32 scale per block of 256. The largest finite magnitude
+of a block becomes the largest finite code: ±126 of int8, ±416 of fp8 e4m3. The remaining codes are +Inf, -Inf
+and NaN, which do not affect their block: a loss scaler must still see an overflow, and a mask of -Inf must
+stay one. The error of a finite value is at most 1/252 of the block's largest magnitude with int8. With fp8 it
+is at most 1/16 of the value itself, unless that is below 1/26,000 of the block's largest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ringspark.estimators.training.saved_tensors.bits import pack_bits, unpack_bits
-from ringspark.estimators.training.saved_tensors.blocks import BlockFormat, dequantise, quantise
-
 Parts = tuple[torch.Tensor, ...]
+BlockFormat = Literal["int8", "fp8"]
+
+# Eight booleans are eight bytes 0 or 1, so one 64-bit word: a multiplication gathers their bits in its top
+# byte, and another spreads a byte over a word again (little-endian, like all machines that run torch).
+_GATHER = 0x0102040810204080
+_SPREAD = 0x0101010101010101
+# Byte i of the word keeps bit i; negative, because the word is signed.
+_SELECT = 0x8040201008040201 - 2**64
+
+BLOCK = 256
+# Values converted at a time, so that temporaries stay small compared with the result.
+_CHUNK = 1024 * BLOCK
+_FP8 = torch.float8_e4m3fn
+_LARGEST = {"int8": 126.0, "fp8": 416.0}
+
+
+def pack_bits(values: torch.Tensor) -> torch.Tensor:
+    """Packs booleans (n,) into bytes (ceil(n / 8),); the first value is the lowest bit of the first byte."""
+    padding = -values.numel() % 8
+    if padding:
+        values = torch.cat([values, values.new_zeros(padding)])
+    elif values.storage_offset() % 8:
+        values = values.clone()  # a word must begin at a multiple of its size
+    return values.view(torch.int64).mul(_GATHER).bitwise_right_shift_(56).to(torch.uint8)
+
+
+def unpack_bits(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """Undoes `pack_bits` for `count` values."""
+    words = packed.to(torch.int64).mul_(_SPREAD).bitwise_and_(_SELECT)
+    return words.view(torch.uint8)[:count].ne(0)
+
+
+def quantize(values: torch.Tensor, block_format: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Converts floating values (n,) to codes, bytes (n,), and scales, fp32 (ceil(n / BLOCK),)."""
+    count = values.numel()
+    codes = torch.empty(count, dtype=torch.uint8, device=values.device)
+    scales = torch.empty(-(-count // BLOCK), dtype=torch.float32, device=values.device)
+    for start, stop in _chunks(count):
+        chunk = torch.zeros(-(-(stop - start) // BLOCK) * BLOCK, device=values.device)
+        chunk[: stop - start] = values[start:stop]
+        blocks = chunk.view(-1, BLOCK)
+        largest = blocks.abs().nan_to_num_(nan=0.0, posinf=0.0).amax(1)
+        # A block of zeros would divide by zero.
+        scale = largest.div_(_LARGEST[block_format]).clamp_min_(torch.finfo(torch.float32).tiny)
+        encoded = _encode(blocks.div_(scale[:, None]), block_format)
+        codes[start:stop] = encoded.view(-1)[: stop - start]
+        scales[start // BLOCK : -(-stop // BLOCK)] = scale
+    return codes, scales
+
+
+def dequantize(
+    codes: torch.Tensor, scales: torch.Tensor, block_format: BlockFormat, dtype: torch.dtype
+) -> torch.Tensor:
+    """Undoes `quantize` except for the rounding; returns (n,) in `dtype`."""
+    count = codes.numel()
+    table = _table(block_format, codes.device)
+    values = torch.empty(count, dtype=dtype, device=codes.device)
+    for start, stop in _chunks(count):
+        chunk = table.index_select(0, codes[start:stop].to(torch.int32))
+        whole = (stop - start) // BLOCK * BLOCK
+        first = start // BLOCK
+        chunk[:whole].view(-1, BLOCK).mul_(scales[first : first + whole // BLOCK, None])
+        if whole < stop - start:
+            chunk[whole:].mul_(scales[-1])
+        values[start:stop] = chunk
+    return values
+
+
+def _chunks(count: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK))
+
+
+def _encode(scaled: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
+    if block_format == "fp8":
+        # 448, the code after 416, means Inf and no finite value. NaN stays NaN.
+        return scaled.clamp_(-448, 448).to(_FP8).view(torch.uint8)
+    # Code 0 is NaN, 1 and 255 are -Inf and +Inf, 128 is zero.
+    return scaled.round_().nan_to_num_(nan=-128.0, posinf=127.0, neginf=-127.0).add_(128).to(torch.uint8)
+
+
+def _table(block_format: BlockFormat, device: torch.device) -> torch.Tensor:
+    """Returns the value of each of the 256 codes in units of its block's scale."""
+    codes = torch.arange(256, device=device, dtype=torch.uint8)
+    if block_format == "fp8":
+        values, beyond = codes.view(_FP8).float(), 448.0
+    else:
+        values, beyond = codes.float() - 128, 127.0
+        values = values.masked_fill(values < -beyond, torch.nan)
+    return torch.where(values.abs() == beyond, values * torch.inf, values)
 
 
 @dataclass(frozen=True)
-class Codec:
+class TensorCodec:
     """Encodes vectors to stored parts, and decodes parts to a number of values of a dtype."""
 
     encode: Callable[[torch.Tensor], Parts]
     decode: Callable[[Parts, int, torch.dtype], torch.Tensor]
 
 
-RAW = Codec(lambda values: (values,), lambda parts, count, dtype: parts[0])
+RAW = TensorCodec(lambda values: (values,), lambda parts, count, dtype: parts[0])
 # A mask, exactly: one bit per value.
-BOOLEANS = Codec(
+BOOLEANS = TensorCodec(
     lambda values: (pack_bits(values),),
     lambda parts, count, dtype: unpack_bits(parts[0], count),
 )
 # Where a gradient passes ReLU. It passes at a NaN, as in torch's own backward.
-SIGNS = Codec(
+SIGNS = TensorCodec(
     lambda values: (pack_bits(values.le(0).logical_not_()),),
     lambda parts, count, dtype: unpack_bits(parts[0], count).to(dtype),
 )
 
 
-def _dropout_factors(kept: float) -> Codec:
+def _dropout_factors(kept: float) -> TensorCodec:
     """Stores which of dropout's factors are 0; the others are 1 / `kept`, divided again in `dtype`."""
-    return Codec(
+    return TensorCodec(
         lambda values: (pack_bits(values.ne(0)),),
         lambda parts, count, dtype: unpack_bits(parts[0], count).to(dtype).div_(kept),
     )
 
 
-def _blocks(block_format: BlockFormat) -> Codec:
-    """Stores eight bits per value: see `blocks`."""
-    return Codec(
-        lambda values: quantise(values, block_format),
-        lambda parts, count, dtype: dequantise(parts[0], parts[1], block_format, dtype),
+def _blocks(block_format: BlockFormat) -> TensorCodec:
+    return TensorCodec(
+        lambda values: quantize(values, block_format),
+        lambda parts, count, dtype: dequantize(parts[0], parts[1], block_format, dtype),
     )
 
 
 LOSSY = {"int8": _blocks("int8"), "fp8": _blocks("fp8")}
 
-# Sets the codec of saved tensors, if known, and the number of elements of the largest activation, while an
-# operation runs.
-Saving = Callable[[Codec | None, int], AbstractContextManager[None]]
+# Sets the codec of an operation's saved tensors, if known, and the number of elements of its largest
+# activation, while the operation runs.
+Saving = Callable[[TensorCodec | None, int], AbstractContextManager[None]]
 
 
 class ForwardMode(TorchFunctionMode):
-    """Watches one forward pass and tells the hooks which operation runs."""
+    """Watches one forward pass and reports each operation to the hooks."""
 
     def __init__(self, saving: Saving) -> None:
         super().__init__()
@@ -97,7 +188,7 @@ class ForwardMode(TorchFunctionMode):
 
 
 def _draws_factors(values: torch.Tensor, p: float) -> bool:
-    """Returns whether torch's dropout would save factors. On CUDA its own kernel saves booleans instead."""
+    """Returns whether torch's dropout would save factors; on CUDA its own kernel saves booleans instead."""
     return (
         torch.is_grad_enabled()
         and values.requires_grad

@@ -1,36 +1,42 @@
 """Chooses a codec for each saved tensor, packs the tensor once, and restores it.
 
-Invariant: a tensor that several operations save is stored once, and never mistaken for another. Its key
-holds the address of its storage object, which cannot be reused while a weak reference exists, and its
-version, which every change in place increases.
+Invariant: a tensor that several operations save is stored once, and never mistaken for another. Its key has
+the address of its storage object, which cannot be reused while a weak reference exists, and its version,
+which every in-place change increases. It is restored with the same strides: kernels choose their algorithm by
+strides, so other strides would change bits.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ringspark.estimators.training.saved_tensors.compression import BOOLEANS, LOSSY, RAW, Codec
-from ringspark.estimators.training.saved_tensors.layout import (
-    Flat,
-    Geometry,
-    density,
-    own_values,
-    whole_memory,
+from ringspark.estimators.training.saved_tensors.compression import (
+    BOOLEANS,
+    LOSSY,
+    RAW,
+    ForwardMode,
+    TensorCodec,
 )
-from ringspark.estimators.training.saved_tensors.offload import Restore, Store
+from ringspark.estimators.training.saved_tensors.offload import Restore, Store, make_store
+
+Density = Literal["dense", "gaps", "overlapping"]
+# Arguments of `as_strided`: size, stride, offset.
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 
 # Packing gains nothing below a page of a file or of memory.
 SMALL_BYTES = 4096
-# An operation also saves small tensors (means, deviations, logarithms of sums: one per row). They take
-# little memory, and its gradient depends on every digit of them, so no lossy codec applies.
+# Operations also save small tensors (means, deviations, logarithms of sums: one per row). They need little
+# memory, and the gradient depends on all their digits, so no lossy codec applies.
 SMALL_SHARE = 8
 
 _LOSSY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,22 +51,108 @@ _SAME_VALUES = frozenset(
 )
 
 
-def _decoded(
-    parts: tuple[torch.Tensor | Restore, ...], codec: Codec, count: int, dtype: torch.dtype
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flat:
+    """A part of a storage as a vector, and the saved tensor as a view of that vector.
+
+    Attributes:
+        key: Distinguishes this part from others of the same storage and dtype.
+        geometry: The view.
+    """
+
+    values: torch.Tensor
+    key: tuple[object, ...]
+    geometry: Geometry
+
+
+def density(tensor: torch.Tensor) -> Density:
+    """Returns whether the elements fill their memory, leave gaps, or may share an address (if expanded)."""
+    span = 1
+    result: Density = "dense"
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride < span:
+            return "overlapping"
+        if stride > span:
+            result = "gaps"
+        span += stride * (size - 1)
+    return result
+
+
+def flatten_values(tensor: torch.Tensor) -> Flat:
+    """Returns the tensor's own elements: in memory order if it is dense, else copied without gaps."""
+    key = (tensor.storage_offset(), tensor.shape, tensor.stride())
+    if density(tensor) != "dense":
+        tensor = tensor.contiguous()
+    values = tensor.as_strided((tensor.numel(),), (1,))
+    return Flat(values=values, key=key, geometry=(tuple(tensor.shape), tensor.stride(), 0))
+
+
+def flatten_memory(tensor: torch.Tensor) -> Flat:
+    """Returns the memory that the tensor spans, or its whole storage if it spans at least half of it.
+
+    So views of one storage, such as query, key and value of one projection, are stored once together.
+    """
+    start = int(tensor.storage_offset())
+    stop = start + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    count = tensor.untyped_storage().nbytes() // tensor.itemsize
+    if 2 * (stop - start) >= count:
+        start, stop = 0, count
+    return Flat(
+        values=tensor.as_strided((stop - start,), (1,), start),
+        key=(start, stop),
+        geometry=(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()) - start),
+    )
+
+
+def _decode(
+    parts: tuple[torch.Tensor | Restore, ...], codec: TensorCodec, count: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Returns one stored vector, whose parts are in memory or in a store."""
     found = tuple(part if isinstance(part, torch.Tensor) else part() for part in parts)
     return codec.decode(found, count, dtype)
 
 
-def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """Returns a tensor that is not packed; autograd does not check versions of tensors that hooks return."""
+def _check_version(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """Returns an unpacked tensor; autograd does not check versions of tensors that hooks return."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"{tuple(tensor.shape)} is at version {tensor._version}, expected version {version}"
         )
     return tensor
+
+
+def saved_tensor_hooks(
+    *, offload: str, compression: str, module: nn.Module, device: torch.device
+) -> AbstractContextManager[None]:
+    """Returns the context of one forward pass whose saved tensors are offloaded or compressed.
+
+    Without gradients, or with neither technique, it does nothing. Saved tensors live as long as the
+    graph: memory and disk are free again after the backward pass, or when an exception drops the graph.
+    Raises OSError if the disk of offload "disk" is full or fails; raised in the pass.
+
+    Args:
+        offload: Value of `TrainConfig.activation_offload`.
+        compression: Value of `TrainConfig.activation_compression`.
+        module: The network; its parameters and buffers are not touched.
+        device: Device of the training; saved tensors on other devices are not touched. On "meta",
+            offloaded tensors are not kept at all, so that bytes can be counted.
+    """
+    if not torch.is_grad_enabled() or (offload == "none" and compression == "none"):
+        return nullcontext()
+    return _hooks(offload, compression, module, device)
+
+
+@contextmanager
+def _hooks(offload: str, compression: str, module: nn.Module, device: torch.device) -> Iterator[None]:
+    saved = SavedTensors(module, device, compression, make_store(offload, device))
+    mode = nullcontext() if compression == "none" else ForwardMode(saved.saving)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), mode:
+            yield
+    finally:
+        # The graph keeps the hooks alive, so drop the data that only the forward pass needs.
+        saved.end_forward()
 
 
 class SavedTensors:
@@ -76,14 +168,14 @@ class SavedTensors:
         held = itertools.chain(module.parameters(), module.buffers())
         self._held = {_address(tensor) for tensor in held if not _is_foreign(tensor)}
         self._packed: dict[object, tuple[StorageWeakRef, Restore]] = {}
-        self._codec: Codec | None = None
+        self._codec: TensorCodec | None = None
         self._largest = 0
         # Successive nodes of the backward pass often need the same vector: views of it, or several layers
-        # over one input. Read and written as one tuple, since CUDA's backward has threads of its own.
+        # over one input. Read and written as one tuple, because CUDA's backward has threads of its own.
         self._last: tuple[Restore, torch.Tensor, int] | None = None
 
     @contextmanager
-    def saving(self, codec: Codec | None, largest: int) -> Iterator[None]:
+    def saving(self, codec: TensorCodec | None, largest: int) -> Iterator[None]:
         """Sets the codec of an operation's saved tensors and the size of its largest one, while it runs."""
         before = self._codec, self._largest
         self._codec, self._largest = codec, largest
@@ -96,8 +188,8 @@ class SavedTensors:
     def pack(self, tensor: torch.Tensor) -> Restore:
         codec = None if self._stays(tensor) else self._codec_of(tensor)
         if codec is None:
-            return partial(_unchanged, tensor, tensor._version)
-        flat = whole_memory(tensor) if codec is RAW else own_values(tensor)
+            return partial(_check_version, tensor, tensor._version)
+        flat = flatten_memory(tensor) if codec is RAW else flatten_values(tensor)
         # Without `flat` itself, which holds the values.
         return partial(self._view, self._pack_once(tensor, flat, codec), flat.geometry)
 
@@ -106,7 +198,6 @@ class SavedTensors:
         return restore()
 
     def end_forward(self) -> None:
-        """Drops the data that only packing needs."""
         self._packed.clear()
         self._held.clear()
 
@@ -119,7 +210,7 @@ class SavedTensors:
             or _is_parameter(tensor)
         )
 
-    def _codec_of(self, tensor: torch.Tensor) -> Codec | None:
+    def _codec_of(self, tensor: torch.Tensor) -> TensorCodec | None:
         rest = None if self._store is None else RAW
         if not self._compresses:
             return rest
@@ -133,14 +224,14 @@ class SavedTensors:
             return self._lossy
         return rest
 
-    def _pack_once(self, tensor: torch.Tensor, flat: Flat, codec: Codec) -> Restore:
+    def _pack_once(self, tensor: torch.Tensor, flat: Flat, codec: TensorCodec) -> Restore:
         key = (_address(tensor), flat.key, tensor.dtype, tensor._version, codec)
         if key not in self._packed:
             parts = codec.encode(flat.values)
             moved = tuple(
                 self._store(part) if self._store and part.nbytes >= SMALL_BYTES else part for part in parts
             )
-            packed = partial(_decoded, moved, codec, flat.values.numel(), tensor.dtype)
+            packed = partial(_decode, moved, codec, flat.values.numel(), tensor.dtype)
             reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             self._packed[key] = reference, packed
         return self._packed[key][1]
@@ -172,7 +263,7 @@ def _is_foreign(tensor: torch.Tensor) -> bool:
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
-    """Returns whether the values are a parameter's, also if FSDP2 made it after the pass began."""
+    """Returns whether the values are a parameter's, even if FSDP2 made it after the pass began."""
     if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
         return True
     node = tensor.grad_fn

@@ -1,8 +1,8 @@
-"""Stores offloaded tensors until the backward pass, in pinned host memory or in a file without a name.
+"""Stores offloaded tensors until the backward pass, in pinned host memory or in an unlinked file.
 
 After Rhu et al. 2016, "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network
-Design". The bytes are not changed. A store belongs to one forward pass, and only its graph refers to it:
-when the graph is freed, after the backward pass or by an exception, so are memory and file.
+Design". The bytes are not changed. A store belongs to one forward pass, and only its graph refers to it, so
+memory and file are freed with the graph.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ Store = Callable[[torch.Tensor], Restore]
 def make_store(offload: str, device: torch.device) -> Store | None:
     """Makes the store of one forward pass; None for offload "none".
 
-    Raises:
-        ValueError: `offload` is "host", and the tensors are on the host already.
+    Raises ValueError if `offload` is "host" and the tensors are on the host already.
     """
     if offload == "none":
         return None
@@ -44,15 +43,15 @@ def make_store(offload: str, device: torch.device) -> Store | None:
 
 
 def _keep_nothing(values: torch.Tensor) -> Restore:
-    """For meta and fake tensors: only the bytes that stay on the device are counted."""
+    """Counts bytes of meta and fake tensors: nothing stays on the device."""
     return partial(torch.empty, values.numel(), dtype=values.dtype, device=values.device)
 
 
 def _keep_pinned(values: torch.Tensor) -> Restore:
     """Stores a vector in pinned memory, which torch reuses in the next step.
 
-    The copies run on the stream that computes: nothing waits on the host, and later work on that stream
-    can use the freed device memory.
+    The copies run on the stream that computes: nothing waits on the host, and later work on that stream can
+    use the freed device memory.
     """
     device = values.device
     pinned = torch.empty(values.numel(), dtype=values.dtype, pin_memory=True)
@@ -61,7 +60,7 @@ def _keep_pinned(values: torch.Tensor) -> Restore:
     written.record(torch.cuda.current_stream(device))
 
     def restore() -> torch.Tensor:
-        # The backward pass may run on another stream than the forward pass did.
+        # The backward pass may run on another stream than the forward pass.
         written.wait(torch.cuda.current_stream(device))
         return pinned.to(device, non_blocking=True)
 

@@ -54,7 +54,7 @@ def test_rows_count_in_the_noise_as_a_dense_table_does() -> None:
         _backward(module, 3, 3)
         meter.micro_batch(1, 2, 2)
         _backward(module, 7, 3)
-        meter.reduced(4, 4, 1.0)
+        meter.solve(4, 4, 1.0)
         meter.keep()
         states.append(meter.state()["noise"])
         sync = SummedGradients(module, _optimizer(module), LocalCollective(), measures_local=True)

@@ -9,7 +9,7 @@ import sys
 SCRIPT = """
 import json, sys
 import torch
-from ringspark.estimators.training.optimizers.late_compiler import do_without_compiler
+from ringspark.estimators.training.optimizers.late_compiler import defer_compiler_import
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
 
 def is_loaded():
@@ -17,7 +17,7 @@ def is_loaded():
 
 told = {}
 for name in OPTIMIZERS:
-    do_without_compiler()
+    defer_compiler_import()
     weight = torch.nn.Parameter(torch.ones(2, 2))
     optimizer = make_optimizer(name, [weight], 0.1, 0.0)
     weight.grad = torch.ones(2, 2)

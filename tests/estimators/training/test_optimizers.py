@@ -20,10 +20,10 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.data.data_parallel import synchronize
 from ringspark.estimators.parallel.optimizer_state import load_by_name, state_by_name
+from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.optimizers.adam1bit import Adam1bit
-from ringspark.estimators.training.optimizers.build import build_optimizer
+from ringspark.estimators.training.optimizers.adam8bit import BLOCK_SIZE, Quantizer, make_levels
 from ringspark.estimators.training.optimizers.groups import check_groups, group_parameters
-from ringspark.estimators.training.optimizers.quantization import BLOCK_SIZE, Quantizer, levels
 from ringspark.estimators.training.optimizers.registry import ELEMENTWISE, OPTIMIZERS, make_optimizer
 from ringspark.estimators.training.phase import Status
 
@@ -436,7 +436,7 @@ def test_a_transposed_parameter_takes_8_bit_steps_too() -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_quantized_values_are_the_nearest_levels_and_never_lose_a_second_moment(signed: bool) -> None:
-    table = levels(signed)
+    table = make_levels(signed)
     assert len(table) == len(set(table)) == 256
     assert (table[0] < 0) is signed
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)) ** 3

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_rates, with_warmup
+from ringspark.estimators.training.optimizers.schedules import SCHEDULES, add_warmup, make_rates
 
 Factory = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
 NUM_STEPS = 20
@@ -41,7 +41,7 @@ def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
 @pytest.mark.parametrize("num_steps", [1, 2, 7, 1000])
 @pytest.mark.parametrize("warmup_steps", [0, 1, 5])
 def test_factors_stay_between_zero_and_one(name: str, num_steps: int, warmup_steps: int) -> None:
-    schedule = with_warmup(SCHEDULES[name], warmup_steps)
+    schedule = add_warmup(SCHEDULES[name], warmup_steps)
     factors = [schedule(step, num_steps) for step in range(num_steps)]
     assert all(0.0 <= f <= 1.0 for f in factors)
     assert factors[0] > 0
@@ -75,10 +75,10 @@ def test_a_callable_of_two_arguments_is_a_factor() -> None:
 
 
 def test_warm_up_is_linear_and_the_schedule_runs_over_the_rest() -> None:
-    schedule = with_warmup(SCHEDULES["linear"], 3)
+    schedule = add_warmup(SCHEDULES["linear"], 3)
     assert [schedule(step, 7) for step in range(7)] == pytest.approx([0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25])
     # A schedule that starts below 1 is warmed up to its own start, without a jump.
-    one_cycle = with_warmup(SCHEDULES["one_cycle"], 3)
+    one_cycle = add_warmup(SCHEDULES["one_cycle"], 3)
     assert one_cycle(2, 100) < one_cycle(3, 100) == pytest.approx(1 / 25)
 
 

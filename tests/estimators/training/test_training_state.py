@@ -18,13 +18,13 @@ from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.cut import Cut, Spread
+from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.reading import load_training_state
 from ringspark.estimators.training.checkpoint.record import Position
 from ringspark.estimators.training.checkpoint.shards import ShardedTensors
 from ringspark.estimators.training.checkpoint.snapshot import take_snapshot, write_snapshot
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint, load_state
-from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler

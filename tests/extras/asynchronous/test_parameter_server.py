@@ -31,7 +31,7 @@ from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.consistency import Consistency
-from ringspark.estimators.training.optimizers.build import build_optimizer
+from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.extras.asynchronous import wire

@@ -25,7 +25,7 @@ from ringspark.estimators.collectives.traffic import Member
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
-from ringspark.estimators.training.optimizers.build import build_optimizer
+from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.local_training import LOCAL_STEPS

@@ -111,7 +111,7 @@ def test_measured_steps_are_spread_over_an_epoch_and_a_short_one_has_one(
         for number in range(num_steps):
             with overlap.step(number, num_steps):
                 pass
-        found = overlap.taken()
+        found = overlap.read()
         if not sees_all:
             assert found is None
             continue

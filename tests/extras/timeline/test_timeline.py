@@ -222,7 +222,7 @@ def test_a_store_that_refuses_the_files_ends_no_training(
         (tmp_path / "run" / name).write_bytes(b"")
     result = train_here(_config(manifest, tmp_path / "run", timeline_every_steps=1, profile_steps=(2, 3)))
     assert result.steps == 46
-    said = [record.getMessage() for record in caplog.records if "goes on without it" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "continues without it" in record.getMessage()]
     assert [text.split(" was not written")[0] for text in said] == ["the profile", "the timeline of rank 0"]
 
 

@@ -7,17 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspark.estimators.training.saved_tensors.blocks import BLOCK, BlockFormat, dequantise, quantise
+from ringspark.estimators.training.saved_tensors.compression import BLOCK, BlockFormat, dequantize, quantize
 
 FORMATS = ("int8", "fp8")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def there_and_back(values: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
-    codes, scales = quantise(values, block_format)
+    codes, scales = quantize(values, block_format)
     assert codes.nbytes == values.numel()
     assert scales.numel() == -(-values.numel() // BLOCK)
-    return dequantise(codes, scales, block_format, values.dtype)
+    return dequantize(codes, scales, block_format, values.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringspark.estimators.training.saved_tensors.layout import Density, density, own_values, whole_memory
+from ringspark.estimators.training.saved_tensors.hooks import Density, density, flatten_memory, flatten_values
 
 BASE = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5)
 CASES: dict[str, tuple[torch.Tensor, Density]] = {
@@ -31,7 +31,7 @@ def test_density_is_known(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_whole_memory_gives_values_and_strides_back(name: str) -> None:
     tensor, _ = CASES[name]
-    flat = whole_memory(tensor)
+    flat = flatten_memory(tensor)
     result = flat.values.clone().as_strided(*flat.geometry)
     assert torch.equal(result, tensor)
     assert result.stride() == tensor.stride()
@@ -41,7 +41,7 @@ def test_whole_memory_gives_values_and_strides_back(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, (_, kind) in CASES.items() if kind != "overlapping"])
 def test_own_values_are_the_elements_alone(name: str) -> None:
     tensor, expected = CASES[name]
-    flat = own_values(tensor)
+    flat = flatten_values(tensor)
     result = flat.values.clone().as_strided(*flat.geometry)
     assert torch.equal(result, tensor)
     assert flat.values.numel() == tensor.numel()
@@ -49,5 +49,5 @@ def test_own_values_are_the_elements_alone(name: str) -> None:
 
 
 def test_small_part_of_a_large_storage_travels_alone() -> None:
-    assert whole_memory(torch.arange(100)[10:20]).values.tolist() == list(range(10, 20))
-    assert whole_memory(torch.arange(100)[10:80]).values.numel() == 100
+    assert flatten_memory(torch.arange(100)[10:20]).values.tolist() == list(range(10, 20))
+    assert flatten_memory(torch.arange(100)[10:80]).values.numel() == 100

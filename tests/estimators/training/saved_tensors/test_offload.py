@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ringspark.estimators.training.saved_tensors import saved_tensor_hooks
+from ringspark.estimators.training.saved_tensors.hooks import saved_tensor_hooks
 from ringspark.estimators.training.saved_tensors.offload import make_store
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What a training records about itself: losses and cost, and by request the timeline and the profile."""
+"""What a training records about itself: losses and cost; on request the timeline and a profile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.observation.epoch_meter import EpochMeter
 from ringspark.estimators.training.observation.overlap import NO_OVERLAP, Overlap, StepOverlap
-from ringspark.estimators.training.observation.profiler import NO_PROFILER, Profiler, profiler_of
+from ringspark.estimators.training.observation.profiler import NO_PROFILER, Profiler, make_profiler
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE, RANK_TIMELINE, Timeline
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step_log import StepLog
@@ -21,7 +21,7 @@ from ringspark.estimators.training.step_log import StepLog
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What watches the steps of one rank; a context manager, at whose end the files are written.
+    """The observers of one rank's steps; a context manager that writes their files at its end.
 
     Attributes:
         losses: Losses of every few steps.
@@ -39,7 +39,7 @@ class Observation:
     def of(
         cls, config: TrainConfig, mesh: RankMesh, device: torch.device, *, is_compiled: bool = False
     ) -> Observation:
-        """Returns what the settings ask for. Runs on every rank."""
+        """Makes what the settings ask for. Runs on every rank."""
         timeline: Timeline = NO_TIMELINE
         if config.timeline_every_steps is not None:
             make = load_object(RANK_TIMELINE)
@@ -61,11 +61,11 @@ class Observation:
             ),
             timeline=timeline,
             overlap=overlap,
-            profiler=profiler_of(config, mesh, device),
+            profiler=make_profiler(config, mesh, device),
         )
 
     def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
-        """Returns the batches of an epoch's steps, watched on their way into the loop."""
+        """Returns the batches of an epoch's steps, observed on their way into the loop."""
         return self.meter.steps(self.profiler.steps(self.timeline.steps(batches, state), state))
 
     def __enter__(self) -> Observation:
