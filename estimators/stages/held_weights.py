@@ -75,7 +75,7 @@ class HeldWeights:
             )
         info = read_info(self.uri)
         if self._commit is not None and parse_info(self._commit, self.uri) != info:
-            raise ValueError(f"{self.uri} holds the weights of another model by now; load the model again")
+            raise ValueError(f"{self.uri} now has the weights of another model; load the model again")
         return info
 
     def map_into(self, module: nn.Module) -> None:

@@ -153,7 +153,7 @@ def test_a_frame_made_before_the_folder_was_replaced_is_not_computed_with_other_
     make(tmp_path / "one", seed=1).save(path)
     lazy = TorchRegressionModel.load(path).transform(pairs)
     make(tmp_path / "two", seed=2).write().overwrite().save(path)
-    with pytest.raises(Exception, match="holds the weights of another model by now; load the model again"):
+    with pytest.raises(Exception, match="now has the weights of another model; load the model again"):
         lazy.collect()
 
 
@@ -172,10 +172,10 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_noticed(
     before = module.weight.clone()
     with monkeypatch.context() as patch:
         patch.setattr(tensor_file, "read", replace_first)
-        with pytest.raises(ValueError, match="holds the weights of another model by now"):
+        with pytest.raises(ValueError, match="now has the weights of another model"):
             map_checkpoint(uri, module, expected_id=info.checkpoint_id)
     assert module.weight.equal(before)
-    with pytest.raises(ValueError, match="holds the weights of another model by now"):
+    with pytest.raises(ValueError, match="now has the weights of another model"):
         map_checkpoint(uri, module, expected_id=info.checkpoint_id)
 
 
@@ -202,7 +202,7 @@ def test_a_pickled_model_takes_no_other_weights(tmp_path: Path) -> None:
     assert other.weight.equal(module.weight)
     save_checkpoint(uri, nn.Linear(2, 1))
     for use in (lambda: there.map_into(other), there.adapter, lambda: there.copy_to(str(tmp_path / "d"))):
-        with pytest.raises(ValueError, match="holds the weights of another model by now"):
+        with pytest.raises(ValueError, match="now has the weights of another model"):
             use()
 
 
@@ -211,7 +211,7 @@ def test_a_folder_that_was_replaced_by_another_model_is_noticed(pairs: Any, tmp_
     make(tmp_path / "one", seed=1).save(path)
     first = TorchRegressionModel.load(path)
     make(tmp_path / "two", seed=2).write().overwrite().save(path)
-    with pytest.raises(ValueError, match="holds the weights of another model by now; load the model again"):
+    with pytest.raises(ValueError, match="now has the weights of another model; load the model again"):
         first.transform(pairs)
     # What was loaded is still open, and can be saved elsewhere.
     first.save(str(tmp_path / "kept"))

@@ -91,7 +91,7 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     save_checkpoint(str(tmp_path), nn.Linear(4, 3))
     with pytest.raises(ValueError, match=r"is not of this model: .*size mismatch"):
         stream_checkpoint(str(tmp_path), copy_to_meta(nn.Linear(4, 4)))
-    with pytest.raises(ValueError, match="holds the weights of another model by now"):
+    with pytest.raises(ValueError, match="now has the weights of another model"):
         stream_checkpoint(str(tmp_path), copy_to_meta(nn.Linear(4, 3)), expected_id="other")
 
 
