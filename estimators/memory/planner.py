@@ -12,7 +12,7 @@ from ringspark.estimators.memory.report import DEFAULTS, MemoryPlan, changed_set
 from ringspark.estimators.memory.search import suggestions
 from ringspark.estimators.memory.sharing import communication_bytes, num_sharers, shares
 from ringspark.estimators.memory.step import StepBytes, UpdateBytes, measure_step
-from ringspark.estimators.training.finetuning.freezing import tune
+from ringspark.estimators.training.finetuning.freezing import apply_finetuning
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.table import SETTINGS
@@ -40,7 +40,7 @@ class Planner:
             self.network = build_on_meta(ModelSpec.from_json(config.model).build)
         else:
             self.network = copy_to_meta(objects.module)
-        tune(self.network, config.freeze, config.lora)
+        apply_finetuning(self.network, config)
         self._steps: dict[str, StepBytes] = {}
         self._update: UpdateBytes | None = None
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.parallel.layout import layout_of
-from ringspark.estimators.training.finetuning.freezing import tune
+from ringspark.estimators.training.finetuning.freezing import apply_finetuning
 from ringspark.estimators.training.optimizers.groups import group_parameters
 from ringspark.estimators.training.optimizers.registry import make_optimizer
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -27,7 +27,7 @@ def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
         module = copy_module(objects.module)
     else:
         raise ValueError("model is not set; give a ModelSpec or an nn.Module")
-    return tune(module, config.freeze, config.lora)
+    return apply_finetuning(module, config)
 
 
 def build_configured_optimizer(

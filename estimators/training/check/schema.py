@@ -15,7 +15,7 @@ from ringspark.estimators.names import nearest
 from ringspark.estimators.parallel.model.spread import check_spread
 from ringspark.estimators.training.arguments import Layout, arguments_of, layout_of
 from ringspark.estimators.training.batch_transforms import takes_labels
-from ringspark.estimators.training.finetuning.freezing import tune
+from ringspark.estimators.training.finetuning.freezing import apply_finetuning
 from ringspark.estimators.training.make_heads import make_heads, with_outputs
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.metrics import METRICS
@@ -54,7 +54,7 @@ def check_schema(
     empty = _without_weights(config, objects)
     if empty is not None:
         check_network(config, empty)
-        tune(empty, config.freeze, config.lora)
+        apply_finetuning(empty, config)
         if config.parameter_groups:
             group_parameters(empty, config.parameter_groups)
     heads = make_heads(with_outputs(config, (1,) * len(config.label_columns)), objects)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ringspark.estimators.names import nearest
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models.lora import add_lora
 
 
@@ -34,6 +35,11 @@ def tune(module: nn.Module, freeze: Sequence[str] = (), lora: dict[str, Any] | N
             raise ValueError(f"model {name} has no trainable parameters; unfreeze some")
         raise ValueError(f"freeze leaves no parameter of model {name} to train; narrow its patterns")
     return module
+
+
+def apply_finetuning(module: nn.Module, config: TrainConfig) -> nn.Module:
+    """Does `tune` as a training's config says."""
+    return tune(module, config.freeze, config.lora)
 
 
 def _add_adapters(module: nn.Module, lora: dict[str, Any]) -> None:

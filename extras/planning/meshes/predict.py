@@ -11,7 +11,7 @@ from ringspark.estimators.memory.budget import reason
 from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.memory.step import know_sizes
 from ringspark.estimators.memory.work import Work
-from ringspark.estimators.training.finetuning.freezing import tune
+from ringspark.estimators.training.finetuning.freezing import apply_finetuning
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning.meshes.axes import Spreadable
@@ -65,7 +65,7 @@ class Training:
             network = build_on_meta(ModelSpec.from_json(config.model).build)
         else:
             network = copy_to_meta(objects.module)
-        tune(network, config.freeze, config.lora)
+        apply_finetuning(network, config)
         know_sizes(network, inputs, objects)
         profiles = Profiles(config, objects, network, inputs, labels)
         return cls(

@@ -10,7 +10,7 @@ import torch
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.traffic import Member
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.checkpoint.resume import CheckpointSchedule
 from ringspark.estimators.training.settings.config import TrainConfig
 
@@ -35,7 +35,7 @@ class Clock:
 def _due(collective: LocalCollective, clock: Clock, **settings: Any) -> CheckpointSchedule:
     asked = {"checkpoint_every_seconds": 0.0} | settings
     config = TrainConfig(shards_uri="/s", run_uri="/r", input_columns=("x",), label_columns=("y",), **asked)
-    return CheckpointSchedule(config, Mesh.of(collective), clock)
+    return CheckpointSchedule(config, RankMesh.of(collective), clock)
 
 
 def test_steps_and_epochs_need_nobody_elses_word() -> None:

@@ -164,11 +164,11 @@ def test_names_are_compared_unless_told_otherwise(tmp_path: Path) -> None:
         ({"model.safetensors": b"\xff" * 9}, "is no readable safetensors file"),
         (
             {"model.safetensors.index.json": b'{"weight_map": {"a": "../b"}}'},
-            "lists no files beside it",
+            "lists no files next to it",
         ),
         (
             {"model.safetensors.index.json": b'{"weight_map": {"a": "b.safetensors"}}'},
-            "b.safetensors is missing, which the index beside it lists; copy it again",
+            "b.safetensors is missing, but its index lists it; copy it again",
         ),
     ],
 )

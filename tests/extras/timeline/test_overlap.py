@@ -27,8 +27,14 @@ from ringspark.estimators.collectives.operation_times import OperationTime
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
 from ringspark.estimators.stages.summary import TrainingSummary
-from ringspark.estimators.training.observation import intervals
-from ringspark.estimators.training.observation.overlap import StepOverlap, hidden_and_total
+from ringspark.estimators.training.observation.overlap import (
+    StepOverlap,
+    difference,
+    hidden_and_total,
+    intersection,
+    length,
+    union,
+)
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE, now_ns
 from ringspark.estimators.training.phase import Status
 from ringspark.extras.timeline.clocks import ClockOffset, SharedMoment
@@ -63,17 +69,17 @@ def _points(some: list[tuple[int, int]]) -> set[int]:
 def test_sets_of_intervals_are_sets_of_points(
     left: list[tuple[int, int]], right: list[tuple[int, int]]
 ) -> None:
-    one, other = intervals.union(left), intervals.union(right)
+    one, other = union(left), union(right)
     for joined in (one, other):
         assert all(begin < end for begin, end in joined)
         assert all(before[1] < after[0] for before, after in pairwise(joined))
     assert _points(one) == _points(left)
     for found, expected in (
-        (intervals.intersection(one, other), _points(left) & _points(right)),
-        (intervals.difference(one, other), _points(left) - _points(right)),
+        (intersection(one, other), _points(left) & _points(right)),
+        (difference(one, other), _points(left) - _points(right)),
     ):
         assert _points(found) == expected
-        assert intervals.length(found) == len(expected)
+        assert length(found) == len(expected)
 
 
 def _operation(begin: int, end: int, *blocked: tuple[int, int]) -> OperationTime:
