@@ -178,7 +178,7 @@ class MixtureOfExperts(CountingLayer):
         if self.rows.is_spread:
             routing = self._of_own(routing, seq)
         flat = x.reshape(-1, x.shape[-1])  # (batch * seq, dim)
-        if torch.compiler.is_exporting():
+        if _is_exporting():
             out = self._everywhere(flat, routing)
         else:
             out = self._dealt(flat, routing, real.numel())
@@ -316,3 +316,9 @@ def _check_numbers(dim: int, mlp_dim: int, balance_weight: float, z_weight: floa
             raise ValueError(f"{name} must be at least 0, got {weight}")
     if not 0 <= jitter < 1:
         raise ValueError(f"jitter must be at least 0 and below 1, got {jitter}")
+
+
+def _is_exporting() -> bool:
+    # torch 2.6 cannot tell an export from a compiled call.
+    asked = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+    return bool(asked())

@@ -84,8 +84,10 @@ def test_weights_are_those_of_the_record(name: str, make_shards: Any, tmp_path: 
         save_file(known | {name: weights}, RECORD)
         PROCESSOR.write_text(json.dumps(processor(), indent=1))
         return
-    expected = load_file(RECORD)[name]
-    if json.loads(PROCESSOR.read_text()) == processor():
+    expected, recorded = load_file(RECORD)[name], json.loads(PROCESSOR.read_text())
+    if recorded["torch"].split("+")[0] != torch.__version__.split("+")[0]:
+        pytest.skip(f"torch {torch.__version__} draws other initial weights than {recorded['torch']}")
+    if recorded == processor():
         assert torch.equal(weights, expected), f"differs by {(weights - expected).abs().max().item():.1e}"
     else:
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-5)

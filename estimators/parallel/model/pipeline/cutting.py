@@ -104,7 +104,7 @@ def measured_costs(network: nn.Module, links: Sequence[Link], inputs: Sequence[t
     try:
         # Where one kernel computes a whole LSTM, its products are not counted.
         as_products = (
-            torch.backends.mkldnn.flags(False, None, None),
+            torch.backends.mkldnn.flags(enabled=False, deterministic=None),
             torch.backends.cudnn.flags(enabled=False),
         )
         with torch.no_grad(), keep_random_state(list(inputs)), as_products[0], as_products[1]:
