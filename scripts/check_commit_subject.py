@@ -1,0 +1,45 @@
+"""Checks the subject of a commit message: imperative, at most 72 characters. The hook `commit-msg` runs it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+MOST_CHARACTERS = 72
+# First words that describe a change instead of asking for it end like these; the others are imperatives that do too.
+ENDINGS = ("ed", "ing", "s")
+IMPERATIVES = frozenset(
+    "address bring bypass compress cross discuss embed express feed focus harness miss need pass press "
+    "process proceed ring seed speed string suppress bus".split()
+)
+NO_VERBS = frozenset("a an the this that some new no more bug bugfix fix: feat: chore: docs: wip minor misc".split())
+
+
+def problem_of(subject: str) -> str | None:
+    """Returns what is wrong with a subject, with the remedy; None if nothing is."""
+    if len(subject) > MOST_CHARACTERS:
+        return f"the subject has {len(subject)} characters; shorten it to {MOST_CHARACTERS}"
+    first, *others = subject.split() or [""]
+    word = first.lower()
+    if not others:
+        return f"the subject {subject!r} is too short; say what the commit changes"
+    if word in NO_VERBS or (word.endswith(ENDINGS) and word not in IMPERATIVES):
+        return f"the subject begins with {first!r}; begin with an imperative, such as 'Add' or 'Fix'"
+    if not first[0].isupper():
+        return f"the subject begins with {first!r}; write a capital letter first"
+    if subject.endswith("."):
+        return "the subject ends with a period; leave it out"
+    return None
+
+
+def main() -> None:
+    """Ends with exit code 1 and one sentence if the message in the file named by the first argument is refused."""
+    subject = Path(sys.argv[1]).read_text(encoding="utf-8").split("\n", 1)[0]
+    if subject.startswith(("Merge ", "Revert ", "fixup! ", "squash! ")):
+        return
+    if problem := problem_of(subject):
+        sys.exit(f"commit message: {problem}")
+
+
+if __name__ == "__main__":
+    main()
