@@ -1,4 +1,7 @@
-"""Checks the subject of a commit message: imperative, at most 72 characters. The hook `commit-msg` runs it."""
+"""Checks that the subject of a commit message is imperative and has at most 72 characters.
+
+The hook `commit-msg` runs it.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,57 @@ import sys
 from pathlib import Path
 
 MOST_CHARACTERS = 72
-# First words that describe a change instead of asking for it end like these; the others are imperatives that do too.
+# First words with these endings describe a change, unless they are among the imperatives.
 ENDINGS = ("ed", "ing", "s")
 IMPERATIVES = frozenset(
-    "address bring bypass compress cross discuss embed express feed focus harness miss need pass press "
-    "process proceed ring seed speed string suppress bus".split()
+    [
+        "address",
+        "bring",
+        "bypass",
+        "compress",
+        "cross",
+        "discuss",
+        "embed",
+        "express",
+        "feed",
+        "focus",
+        "harness",
+        "miss",
+        "need",
+        "pass",
+        "press",
+        "process",
+        "proceed",
+        "ring",
+        "seed",
+        "speed",
+        "string",
+        "suppress",
+        "bus",
+    ]
 )
-NO_VERBS = frozenset("a an the this that some new no more bug bugfix fix: feat: chore: docs: wip minor misc".split())
+NO_VERBS = frozenset(
+    [
+        "a",
+        "an",
+        "the",
+        "this",
+        "that",
+        "some",
+        "new",
+        "no",
+        "more",
+        "bug",
+        "bugfix",
+        "fix:",
+        "feat:",
+        "chore:",
+        "docs:",
+        "wip",
+        "minor",
+        "misc",
+    ]
+)
 
 
 def problem_of(subject: str) -> str | None:
@@ -33,7 +80,7 @@ def problem_of(subject: str) -> str | None:
 
 
 def main() -> None:
-    """Ends with exit code 1 and one sentence if the message in the file named by the first argument is refused."""
+    """Reads the file named by the first argument; exits with 1 and one sentence if it refuses the subject."""
     subject = Path(sys.argv[1]).read_text(encoding="utf-8").split("\n", 1)[0]
     if subject.startswith(("Merge ", "Revert ", "fixup! ", "squash! ")):
         return
