@@ -178,10 +178,7 @@ class MixtureOfExperts(CountingLayer):
         if self.rows.is_spread:
             routing = self._of_own(routing, seq)
         flat = x.reshape(-1, x.shape[-1])  # (batch * seq, dim)
-        if _is_exporting():
-            out = self._everywhere(flat, routing)
-        else:
-            out = self._dealt(flat, routing, real.numel())
+        out = self._everywhere(flat, routing) if _is_exporting() else self._dealt(flat, routing, real.numel())
         return out.view(x.shape).to(x.dtype)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
