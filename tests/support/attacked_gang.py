@@ -18,11 +18,10 @@ from typing import Any
 
 import psutil
 import torch
+from ranks import run_ranks
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.data.data_parallel import synchronize
-from ringspark.estimators.training.phase import Status
 
 STRANGER = str(Path(__file__).parent / "stranger.py")
 # What other machines are to a cluster, 127.0.0.2 is to a gang on 127.0.0.1.
@@ -53,7 +52,7 @@ def run(collective: str, folder: Path, *, steps: int, attacked: bool) -> Attacke
     start = time.monotonic()
     with _stranger(os.getpid(), stop_file, OTHER_MACHINE, wanted=attacked) as outside:
         try:
-            ranks = [json.loads(text) for text in run_spawned(2, collective, work, timeout_seconds=60)]
+            ranks = run_ranks(2, collective, work, timeout_seconds=60)
         finally:
             stop_file.touch()
     counts = Counter(outside)
@@ -86,9 +85,7 @@ def _stranger(gang: int, stop_file: Path, source: str, wanted: bool = True) -> I
     counts.update({kind: sum(ports.values()) for kind, ports in found.items()})
 
 
-def _train(
-    collective: Collective, device: str, status: Status, *, steps: int, stop_file: str, gang: int
-) -> str:
+def _train(collective: Collective, *, steps: int, stop_file: str, gang: int) -> Any:
     """The work: a small network, batches by step and rank. Rank 0 calls in the stranger next door."""
     near = Path(f"{stop_file}-near")
     wanted = bool(stop_file) and collective.rank == 0
@@ -112,11 +109,9 @@ def _train(
         grown = (process.memory_info().rss - before[0], process.num_fds() - before[1])
         weights = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
         result = hashlib.sha256(weights).hexdigest()
-    return json.dumps(
-        {
-            "weights": result,
-            "grown_bytes": grown[0],
-            "grown_descriptors": grown[1],
-            "strangers": counts,
-        }
-    )
+    return {
+        "weights": result,
+        "grown_bytes": grown[0],
+        "grown_descriptors": grown[1],
+        "strangers": counts,
+    }

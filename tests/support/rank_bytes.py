@@ -7,7 +7,6 @@ or halves, so that what a rank should hold can be said in one line.
 from __future__ import annotations
 
 import ctypes
-import json
 import re
 import resource
 from collections.abc import Mapping
@@ -20,13 +19,12 @@ import numpy as np
 import pyarrow
 import torch
 from held_bytes import held_bytes
+from ranks import run_ranks
 from torch import nn
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.training import rank_network, worker
-from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
@@ -135,7 +133,7 @@ def _unpack(kept: Any) -> Any:
     return kept.tensor if isinstance(kept, _Kept) else kept
 
 
-def _counting(config: TrainConfig, collective: Collective, device: str, status: Status) -> str:
+def _counting(config: TrainConfig, collective: Collective) -> dict[str, int]:
     """Trains; returns the most bytes of each kind when the backward passes of a step are over."""
     found = dict.fromkeys(KINDS, 0)
     wrap = rank_network.wrap_network
@@ -155,16 +153,15 @@ def _counting(config: TrainConfig, collective: Collective, device: str, status: 
     rank_network.wrap_network = watched
     saved = SavedBytes()
     with saved:
-        worker.train_worker(config, collective, None, device, status)
+        worker.train_worker(config, collective)
     found["activations"] = saved.most
-    return json.dumps(found)
+    return found
 
 
 def counted_bytes(config: TrainConfig) -> list[dict[str, int]]:
     """What each rank of a training holds, by kind."""
     work = partial(_counting, config)
-    texts = run_spawned(config.num_workers, config.collective, work, timeout_seconds=300)
-    return [json.loads(text) for text in texts]
+    return run_ranks(config.num_workers, config.collective, work, timeout_seconds=300)
 
 
 def data_bytes() -> int:
@@ -184,15 +181,15 @@ def keep_tensors_apart() -> None:
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())
 
 
-def _limited(config: TrainConfig, most: int, collective: Collective, device: str, status: Status) -> str:
+def _limited(config: TrainConfig, most: int, collective: Collective) -> dict[str, Any]:
     """Trains in a process that gets at most so many bytes more than it has now."""
     torch.set_num_threads(1)
     keep_tensors_apart()
     before = data_bytes()
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (before + most, hard))
-    result = worker.train_worker(config, collective, None, device, status)
-    return json.dumps({"steps": result.steps, "weights": result.checkpoint_uri})
+    result = worker.train_worker(config, collective)
+    return {"steps": result.steps, "weights": result.checkpoint_uri}
 
 
 def trained_within(config: TrainConfig, most: int) -> Mapping[str, Any]:
@@ -202,9 +199,8 @@ def trained_within(config: TrainConfig, most: int) -> Mapping[str, Any]:
         WorkerError: A rank wanted more.
     """
     work = partial(_limited, config, most)
-    texts = run_spawned(config.num_workers, config.collective, work, timeout_seconds=600)
-    found: dict[str, Any] = json.loads(texts[0])
-    return found
+    first: dict[str, Any] = run_ranks(config.num_workers, config.collective, work, timeout_seconds=600)[0]
+    return first
 
 
 def is_of_the_limit(error: WorkerError) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -17,12 +16,13 @@ import small_training
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import run_ranks
 from torch import nn
 from torch.optim import lr_scheduler
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.launch.local import run_spawned, train_here
+from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.memory.budget import check_budget
 from ringspark.estimators.training.batch_sizes import BatchSizes, Steps
 from ringspark.estimators.training.callbacks import Callback, TrainingState
@@ -31,7 +31,6 @@ from ringspark.estimators.training.history import Progress, read_progress
 from ringspark.estimators.training.kept_rows import kept_rows
 from ringspark.estimators.training.optimizers.rate_scaling import RULES, RateScaling
 from ringspark.estimators.training.optimizers.schedules import make_rates
-from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.models import ModelSpec
@@ -406,19 +405,17 @@ def _gang(
     begun: TrainConfig,
     to_begin: TrainConfig,
     collective: Collective,
-    device: str,
-    status: Status,
-) -> str:
+) -> Any:
     """Trains on two ranks; goes on with what one rank began, and begins what one will go on with."""
     found = {
-        name: train_worker(config, collective, deepcopy(_objects()), device, status).to_json()
+        name: train_worker(config, collective, deepcopy(_objects())).to_json()
         for name, config in configs.items()
     }
-    found["begun"] = train_worker(begun, collective, _objects(), device, status).to_json()
+    found["begun"] = train_worker(begun, collective, _objects()).to_json()
     stops = UserObjects(module=net(), callbacks=(Watches(15),))
     with pytest.raises(RuntimeError, match="stopped"):
-        train_worker(to_begin, collective, stops, device, status)
-    return json.dumps(found)
+        train_worker(to_begin, collective, stops)
+    return found
 
 
 @pytest.mark.distributed
@@ -448,7 +445,7 @@ def test_two_ranks_are_one_and_either_goes_on_with_the_other_s(
     _stopped(begun, 15)
     to_begin = replace(begun, run_uri=str(tmp_path / "to_begin"))
     work = partial(_gang, configs, _checked(replace(begun, **gang)), _checked(replace(to_begin, **gang)))
-    texts = json.loads(run_spawned(2, collective, work, timeout_seconds=120)[0])
+    texts = run_ranks(2, collective, work)[0]
     results = {name: TrainResult.from_json(text) for name, text in texts.items()}
     results["to begin"] = train_here(to_begin, _objects())
     assert results["begun"].resumed_steps == results["to begin"].resumed_steps == (14,)

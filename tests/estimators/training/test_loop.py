@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import GANGS
 from sklearn import metrics as reference
 from small_training import config_of, train_ranks
 from torch import nn
 from torch.nn import functional
 
 from ringspark.estimators import Callback, TrainingState, WorkerError
-from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.check.schema import check_network, find_monitor
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
@@ -30,7 +30,6 @@ from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
-GANGS = [name for name in COLLECTIVES if name != "local"]
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 2})
 MakeShards = Callable[..., ShardManifest]
 _config = partial(

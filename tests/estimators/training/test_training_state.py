@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from peak_memory import memory_use
+from ranks import run_ranks
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.cut import Cut, Spread
@@ -26,7 +25,6 @@ from ringspark.estimators.training.checkpoint.shards import ShardedTensors
 from ringspark.estimators.training.checkpoint.snapshot import take_snapshot, write_snapshot
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint, load_state
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
-from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.pipelines import storage
 
@@ -71,18 +69,13 @@ def _write(uri: str, sync: GradientSync, step: int, rank: int = 0) -> None:
         write_snapshot(uri, snapshot)
 
 
-def _save(
-    sharding: str, optimizer: str, uri: str, collective: Collective, device: str, status: Status
-) -> str:
+def _save(sharding: str, optimizer: str, uri: str, collective: Collective) -> None:
     sync = _prepare(collective, sharding, optimizer)
     _steps(sync, collective, 0, 10)
     _write(uri, sync, 10, collective.rank)
-    return ""
 
 
-def _resume(
-    sharding: str, optimizer: str, uri: str, target: str, collective: Collective, device: str, status: Status
-) -> str:
+def _resume(sharding: str, optimizer: str, uri: str, target: str, collective: Collective) -> Any:
     sync = _prepare(collective, sharding, optimizer)
     with torch.no_grad():
         for parameter in sync.network.parameters():
@@ -90,7 +83,7 @@ def _resume(
     record, _ = load_training_state(uri, sync)
     _steps(sync, collective, record.position.step, 20)
     _write(target, sync, 20, collective.rank)
-    return json.dumps([record.position.epoch, record.position.step])
+    return [record.position.epoch, record.position.step]
 
 
 def _both(
@@ -100,12 +93,10 @@ def _both(
     resumed_from: str,
     target: str,
     collective: Collective,
-    device: str,
-    status: Status,
-) -> str:
+) -> Any:
     """Ten steps from the start, saved; and the last ten of a training that somebody else began."""
-    _save(sharding, optimizer, saved_to, collective, device, status)
-    return _resume(sharding, optimizer, resumed_from, target, collective, device, status)
+    _save(sharding, optimizer, saved_to, collective)
+    return _resume(sharding, optimizer, resumed_from, target, collective)
 
 
 def _weights(uri: str) -> torch.Tensor:
@@ -127,17 +118,17 @@ def test_ten_steps_at_two_workers_and_ten_at_one_are_twenty_at_one_and_back(
     tmp_path: Path, sharding: str, collective: str, optimizer: str
 ) -> None:
     expected = _whole_run(optimizer)
-    local, here = LocalCollective(), Status("here")
+    local = LocalCollective()
     one, two, at_one, at_two = (str(tmp_path / name) for name in ("one", "two", "at_one", "at_two"))
-    _save("none", optimizer, one, local, "cpu", here)
+    _save("none", optimizer, one, local)
     work = partial(_both, sharding, optimizer, two, one, at_two)
-    run_spawned(2, collective, work, timeout_seconds=120)
-    assert json.loads(_resume("none", optimizer, two, at_one, local, "cpu", here)) == [1, 10]
+    run_ranks(2, collective, work)
+    assert _resume("none", optimizer, two, at_one, local) == [1, 10]
     assert (_weights(at_one) - expected).abs().max() < 1e-5
     assert (_weights(at_two) - expected).abs().max() < 1e-5
 
 
-def _gather(sharding: str, collective: Collective, device: str, status: Status) -> str:
+def _gather(sharding: str, collective: Collective) -> Any:
     """The most memory that a copy of the whole training takes on this rank, and the bytes it sends for it."""
     module = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False))
     make = partial(build_optimizer, "adamw", groups=None, learning_rate=0.01, weight_decay=0.1)
@@ -148,7 +139,7 @@ def _gather(sharding: str, collective: Collective, device: str, status: Status) 
     sync.step(LossScaler("fp32", torch.device("cpu")))
     position, writes, before = Position(epoch=1, step=1), collective.rank == 0, collective.bytes_sent
     use = memory_use(lambda: take_snapshot(sync, position, writes=writes))
-    return json.dumps([use.peak, use.kept, collective.bytes_sent - before])
+    return [use.peak, use.kept, collective.bytes_sent - before]
 
 
 @pytest.mark.distributed
@@ -159,7 +150,7 @@ def _gather(sharding: str, collective: Collective, device: str, status: Status) 
 def test_a_rank_that_does_not_write_is_sent_nothing_of_the_others(sharding: str, collective: str) -> None:
     """Weights, and Adam's two moments of each, of 512 KiB; each of three ranks has a third of all."""
     whole = 512 * 256 * 4
-    ranks = [json.loads(text) for text in run_spawned(3, collective, partial(_gather, sharding))]
+    ranks = run_ranks(3, collective, partial(_gather, sharding))
     assert ranks[0][1] >= 6 * whole
     described = 4096
     for peak, _, sent in ranks[1:]:
@@ -171,7 +162,7 @@ def test_a_rank_that_does_not_write_is_sent_nothing_of_the_others(sharding: str,
 LAYERS = 8
 
 
-def _load(folder: str, collective: Collective, device: str, status: Status) -> str:
+def _load(folder: str, collective: Collective) -> int:
     """The most memory that weights in two parts take while this rank loads its own part of them."""
     module = nn.Sequential(*(nn.Linear(256, 512, bias=False) for _ in range(LAYERS)))
     make = partial(build_optimizer, "sgd", groups=None, learning_rate=0.01, weight_decay=0.0)
@@ -180,7 +171,7 @@ def _load(folder: str, collective: Collective, device: str, status: Status) -> s
     joined = ShardedTensors(
         [f"{folder}/{part}" for part in (0, 1)], dict.fromkeys(module.state_dict(), spread)
     )
-    return str(memory_use(lambda: load_state(folder, sync.network, joined)).peak)
+    return memory_use(lambda: load_state(folder, sync.network, joined)).peak
 
 
 @pytest.mark.distributed
@@ -191,8 +182,8 @@ def test_a_rank_that_keeps_a_part_puts_one_tensor_together_at_a_time(tmp_path: P
         half = {f"{layer}.weight": torch.full((256, 256), float(layer)) for layer in range(LAYERS)}
         with (tmp_path / str(part)).open("wb") as file:
             tensor_file.write(half, file)
-    for peak in run_spawned(3, "torch", partial(_load, str(tmp_path))):
-        assert int(peak) < LAYERS * one / 3 + 3 * one
+    for peak in run_ranks(3, "torch", partial(_load, str(tmp_path))):
+        assert peak < LAYERS * one / 3 + 3 * one
 
 
 def test_what_is_not_there_or_is_of_another_network_is_refused(tmp_path: Path) -> None:

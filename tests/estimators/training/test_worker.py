@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import GANGS
 from small_training import config_of, train_gang, weights_of
 from torch import nn
 
 from ringspark.estimators import WorkerError
-from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.check.probe import PROBE_ROWS
@@ -29,7 +29,6 @@ from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
-GANGS = [name for name in COLLECTIVES if name != "local"]
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [16, 16], "out_features": 1})
 MakeShards = Callable[..., ShardManifest]
 _config = partial(config_of, model=SPEC.to_json())

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from safetensors.torch import load, save
 from torch import nn
 
@@ -22,11 +23,9 @@ from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.sharing_member import SharingMember
 from ringspark.estimators.collectives.traffic import Member
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.build import build_optimizer
-from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.local_training import LOCAL_STEPS
 from ringspark.extras.local_sgd.compact_sum import start_average
@@ -133,10 +132,9 @@ def _resumed(collective: Collective, setting: Any, optimizer: str, at: int) -> l
     return _steps(after, collective, at, EPOCHS * len(ROWS))
 
 
-def _work(collective: Collective, device: str, status: Status) -> str:
+def _work(collective: Collective) -> Any:
     results: dict[str, Any] = {}
     for name, (setting, optimizer) in CASES.items():
-        status.phase = name
         sync = _sync(collective, setting, optimizer)
         sent = collective.bytes_sent
         history = _steps(sync, collective, 0, EPOCHS * len(ROWS))
@@ -155,7 +153,6 @@ def _work(collective: Collective, device: str, status: Status) -> str:
         sent = collective.bytes_sent
         average = start_average(values, [300, 1, 0, 99], collective, form, f"compact.{form}")()
         results["compact"][form] = {"average": average.tolist(), "sent": collective.bytes_sent - sent}
-    status.phase = "by the network"
     assert isinstance(collective, SharingMember)
     collective.share(None)
     results["by network"] = {}
@@ -172,7 +169,7 @@ def _work(collective: Collective, device: str, status: Status) -> str:
                     values[1] = bad
                 average = start_average(values, [3, 1], collective, form, f"bad.{form}")()
                 results["not finite"][f"{form} {bad} {rank}"] = average.isfinite().tolist()
-    return json.dumps(results)
+    return results
 
 
 def _outer_gradient(rank: int) -> torch.Tensor:
@@ -184,7 +181,7 @@ def _outer_gradient(rank: int) -> torch.Tensor:
 
 @cache
 def _results(collective: str) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in run_spawned(SIZE, collective, _work, timeout_seconds=120)]
+    return run_ranks(SIZE, collective, _work, timeout_seconds=120)
 
 
 def _simulated(setting: Any, optimizer: str) -> list[list[list[float]]]:

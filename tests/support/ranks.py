@@ -1,0 +1,43 @@
+"""Runs a function on several ranks of this machine, or on one rank alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from ringspark.estimators.collectives import COLLECTIVES, Collective
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.training.phase import Status
+
+# Names of the collectives that connect several ranks.
+GANGS = [name for name in COLLECTIVES if name != "local"]
+
+# The work of a rank; returns a value that JSON has.
+RankWork = Callable[[Collective], Any]
+
+
+def run_ranks(
+    size: int,
+    collective: str,
+    work: RankWork,
+    *,
+    hosts: Sequence[str] | None = None,
+    timeout_seconds: float = 120.0,
+) -> list[Any]:
+    """Runs `work` on new processes; returns its values by rank."""
+    texts = run_spawned(
+        size, collective, partial(_as_text, work), hosts=hosts, timeout_seconds=timeout_seconds
+    )
+    return [json.loads(text) for text in texts]
+
+
+def run_one(work: RankWork) -> Any:
+    """Runs `work` on one rank in this process."""
+    return json.loads(json.dumps(work(LocalCollective())))
+
+
+def _as_text(work: RankWork, collective: Collective, device: str, status: Status) -> str:
+    return json.dumps(work(collective))
