@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import run_ranks
 from torch import nn
 
 from ringspark.estimators import user_code
+from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.launch.train_task import TrainTask
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.worker import TrainResult
+from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.pipelines import ShardManifest
 
 
@@ -48,6 +51,31 @@ def train_ranks(config: TrainConfig, objects: UserObjects | None = None) -> list
     task = TrainTask(config=config, objects=user_code.dumps(objects))
     texts = run_spawned(config.num_workers, config.collective, task, timeout_seconds=120)
     return [TrainResult.from_json(text) for text in texts]
+
+
+def train_in_turn(
+    configs: dict[str, TrainConfig], objects: UserObjects | None = None
+) -> dict[str, TrainResult]:
+    """Checks all trainings, and trains them one after the other on one gang; returns the results of rank 0.
+
+    A gang takes longer to start than a small training takes.
+    """
+    objects = objects or UserObjects()
+    checked = {
+        name: check_training(config, objects, ShardManifest.load(config.shards_uri)).config
+        for name, config in configs.items()
+    }
+    first = next(iter(checked.values()))
+    work = partial(_train_each, checked, user_code.dumps(objects))
+    results = run_ranks(first.num_workers, first.collective, work)[0]
+    return {name: TrainResult.from_json(text) for name, text in results.items()}
+
+
+def _train_each(configs: dict[str, TrainConfig], objects: bytes, collective: Collective) -> dict[str, str]:
+    return {
+        name: train_worker(config, collective, user_code.loads(objects)).to_json()
+        for name, config in configs.items()
+    }
 
 
 def weights_of(result: TrainResult, module: nn.Module) -> torch.Tensor:
