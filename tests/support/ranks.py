@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import pytest
+
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
@@ -14,6 +16,11 @@ from ringspark.estimators.training.phase import Status
 
 # Names of the collectives that connect several ranks.
 GANGS = [name for name in COLLECTIVES if name != "local"]
+# The same for a claim that does not depend on the collective: those besides torch are for `make test-all`.
+# test_collectives.py and test_strategies.py compare the collectives in each run.
+TORCH_AND_SLOW_OTHERS = [
+    name if name == "torch" else pytest.param(name, marks=pytest.mark.slow) for name in GANGS
+]
 
 # The work of a rank; returns a value that JSON has.
 RankWork = Callable[[Collective], Any]

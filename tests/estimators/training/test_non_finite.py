@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import small_training
 import torch
-from ranks import GANGS, run_ranks
+from ranks import TORCH_AND_SLOW_OTHERS, run_ranks
 from torch import nn
 
 from ringspark.estimators import WorkerError
@@ -284,7 +284,7 @@ def _gang(configs: dict[str, TrainConfig], last: TrainConfig, collective: Collec
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_two_ranks_decide_together(make_shards: MakeShards, tmp_path: Path, collective: str) -> None:
     bad, good = data(make_shards, name="bad"), data(make_shards, bad=None, name="good")
     gang: dict[str, Any] = {"num_workers": 2, "collective": collective}

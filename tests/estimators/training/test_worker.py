@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import GANGS
+from ranks import GANGS, TORCH_AND_SLOW_OTHERS
 from small_training import config_of, train_gang, weights_of
 from torch import nn
 
@@ -84,7 +84,7 @@ class _Logarithm(nn.Module):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_a_rank_without_rows_adds_exactly_nothing(
     make_shards: MakeShards, tmp_path: Path, collective: str
 ) -> None:
@@ -102,7 +102,7 @@ def _seeded() -> nn.Module:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_row_weights_count_over_the_global_batch(
     make_shards: MakeShards, tmp_path: Path, collective: str
 ) -> None:
@@ -129,7 +129,7 @@ def test_integer_weights_equal_repeated_rows(make_shards: MakeShards, tmp_path: 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_two_runs_with_one_seed_are_bitwise_equal(
     make_shards: MakeShards, tmp_path: Path, collective: str
 ) -> None:
@@ -154,7 +154,7 @@ def test_micro_batches_give_the_step_of_the_whole_batch(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_micro_batches_on_two_workers(make_shards: MakeShards, tmp_path: Path, collective: str) -> None:
     manifest = make_shards(_columns(197))
     whole = train_here(_config(manifest, tmp_path / "a", max_grad_norm=0.1))
