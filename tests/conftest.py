@@ -29,6 +29,8 @@ from ringspark.pipelines import ShardManifest
 
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+# Jobs here take a second: Java's thorough compiler and parallel collector cost more than they save.
+os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 
 # A loaded machine is no failure: no test here is about time.
 settings.register_profile("ringspark", deadline=None)
