@@ -1,4 +1,4 @@
-"""A gang of two that trains while strangers call at its ports; for the test and the benchmark."""
+"""Trains on two ranks while strangers connect to their ports. A test and a benchmark use it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OTHER_MACHINE, SAME_MACHINE = "127.0.0.2", "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class Attacked:
-    """What a gang came to. Strangers' counts are of connections."""
+    """Result of a training. `reached` and `refused` count connections of strangers."""
 
     weights: list[str]
     grown_bytes: int
@@ -70,7 +70,7 @@ def run(collective: str, folder: Path, *, steps: int, attacked: bool) -> Attacke
 
 @contextmanager
 def _stranger(gang: int, stop_file: Path, source: str, wanted: bool = True) -> Iterator[dict[str, int]]:
-    """A stranger in a process of its own; its counts are there when the block has ended."""
+    """Runs a stranger in a new process; the counts are complete when the block ends."""
     counts: dict[str, int] = {}
     if not wanted:
         yield counts
@@ -86,7 +86,7 @@ def _stranger(gang: int, stop_file: Path, source: str, wanted: bool = True) -> I
 
 
 def _train(collective: Collective, *, steps: int, stop_file: str, gang: int) -> Any:
-    """The work: a small network, batches by step and rank. Rank 0 calls in the stranger next door."""
+    """Trains a small network on batches by step and rank. Rank 0 starts a stranger on the same machine."""
     near = Path(f"{stop_file}-near")
     wanted = bool(stop_file) and collective.rank == 0
     process = psutil.Process()

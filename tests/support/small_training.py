@@ -1,4 +1,4 @@
-"""A small regression from shards: its settings, its gang of new processes, its weights."""
+"""Trains a small regression on shards by spawned ranks, and reads its weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ringspark.pipelines import ShardManifest
 
 
 def config_of(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainConfig:
-    """Two epochs of steps of 32 rows, from `x` to `y`; no model."""
+    """Returns settings without a model: two epochs, 32 rows per step, input `x`, label `y`."""
     config = TrainConfig(
         shards_uri=manifest.uri,
         run_uri=str(run_uri),
@@ -40,12 +40,12 @@ def config_of(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainCo
 
 
 def train_gang(config: TrainConfig, objects: UserObjects | None = None) -> TrainResult:
-    """Checks and trains on `config.num_workers` ranks; what rank 0 returns."""
+    """Checks and trains on `config.num_workers` ranks; returns the result of rank 0."""
     return train_ranks(config, objects)[0]
 
 
 def train_ranks(config: TrainConfig, objects: UserObjects | None = None) -> list[TrainResult]:
-    """The same, with the results of all ranks."""
+    """Checks and trains on `config.num_workers` ranks; returns the results of all ranks."""
     objects = objects or UserObjects()
     config = check_training(config, objects, ShardManifest.load(config.shards_uri)).config
     task = TrainTask(config=config, objects=user_code.dumps(objects))
@@ -56,9 +56,9 @@ def train_ranks(config: TrainConfig, objects: UserObjects | None = None) -> list
 def train_in_turn(
     configs: dict[str, TrainConfig], objects: UserObjects | None = None
 ) -> dict[str, TrainResult]:
-    """Checks all trainings, and trains them one after the other on one gang; returns the results of rank 0.
+    """Checks all trainings and runs them on one gang; returns the results of rank 0.
 
-    A gang takes longer to start than a small training takes.
+    To start a gang takes longer than a small training.
     """
     objects = objects or UserObjects()
     checked = {
@@ -79,6 +79,6 @@ def _train_each(configs: dict[str, TrainConfig], objects: bytes, collective: Col
 
 
 def weights_of(result: TrainResult, module: nn.Module) -> torch.Tensor:
-    """All parameters in a row, 1-D, as the checkpoint has them; `module` takes them."""
+    """Loads the checkpoint into `module`; returns all parameters, concatenated to 1-D."""
     load_checkpoint(result.checkpoint_uri, module)
     return torch.cat([p.detach().flatten() for p in module.parameters()])
