@@ -11,8 +11,12 @@ import pytest
 
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.launch import local
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.training.phase import Status
+
+# Many trainings here have metrics, and each of their ranks would import this for 3 s.
+local._PRELOADED.append("torchmetrics")
 
 # Names of the collectives that connect several ranks.
 GANGS = [name for name in COLLECTIVES if name != "local"]
