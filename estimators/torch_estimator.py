@@ -44,10 +44,9 @@ from ringspark.estimators.tracking.base import RunEnd, RunStart
 from ringspark.estimators.tracking.registry import surroundings_of
 from ringspark.estimators.tracking.watcher import RunWatcher
 from ringspark.estimators.training.check.driver import CheckedTraining
-from ringspark.estimators.training.finished import Finished
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.places import READER
-from ringspark.estimators.training.worker import TrainResult
+from ringspark.estimators.training.worker import FinishedRun, TrainResult
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.external.delta import list_delta
@@ -235,7 +234,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
                 )
                 result = TrainResult.from_json(supervisor.run()[0])
                 restarts = tuple(supervisor.restarts)
-                finished = Finished(
+                finished = FinishedRun(
                     result=result, restarts=restarts, parallelism=config.parallelism
                 ).to_json()
                 run.finish(finished, keeps_checkpoints=config.pause_after is not None)

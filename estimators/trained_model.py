@@ -46,7 +46,7 @@ from ringspark.estimators.stages.model_params import (
 from ringspark.estimators.stages.persistence import WEIGHTS_FOLDER, Description, StageReader, StageWriter
 from ringspark.estimators.stages.storage_root import find_session
 from ringspark.estimators.stages.summary import TrainingSummary
-from ringspark.estimators.training.batch_transforms import Prepared
+from ringspark.estimators.training.batch_transforms import PreparedNetwork
 from ringspark.estimators.training.feed import Array
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta, copy_to_meta
@@ -150,7 +150,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             ValueError: The format is unknown or not installed, or the network cannot be traced.
         """
         prepare = self.getTransformInPrediction()
-        module = self.module() if prepare is None else Prepared(prepare, self.module())
+        module = self.module() if prepare is None else PreparedNetwork(prepare, self.module())
         export_module(module, self._inputs, self.inputColumns(), path, format)
 
     def report(self, path: str | os.PathLike[str]) -> None:

@@ -32,7 +32,7 @@ ONCE = (
     "training/check/data.py:check_columns",
     "training/check/driver.py:check_training",
     "training/check/schema.py:check_schema",
-    "training/arguments.py:with_arguments",
+    "training/arguments.py:expand_arguments",
     "training/make_heads.py:make_heads",
 )
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ringspark.estimators.training.feed import Array, as_input
+from ringspark.estimators.training.feed import Array, to_network_input
 from ringspark.pipelines.kinds import Binary, Image, Kind, Padded, Ragged, Sparse
 from ringspark.pipelines.kinds.base import is_list, list_offsets, make_lists
 from ringspark.pipelines.nulls import fill_nulls
@@ -64,7 +64,7 @@ class Feed:
         assert self.kind is not None
         is_starts = self.kind.arrays("")[self.part].offsets == self.part != ""
         values = made[self.part]
-        return as_input(values[:-1] if is_starts else values)
+        return to_network_input(values[:-1] if is_starts else values)
 
     def _made(self, kind: Kind, column: pa.Array) -> dict[str, Array]:
         """Returns the arrays that the kind makes of the column, by part."""
@@ -192,7 +192,7 @@ def to_input(
             f"column {name!r} has {_describe(shape[1:])}, the model was trained on {_describe(row_shape)}; "
             "give the column that was made in the same way"
         )
-    return as_input(_numbers(leaf).reshape(shape))
+    return to_network_input(_numbers(leaf).reshape(shape))
 
 
 def _numbers(leaf: pa.Array) -> Array:

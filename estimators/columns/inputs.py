@@ -42,7 +42,7 @@ from ringspark.estimators.columns.expressions import (
 )
 from ringspark.estimators.columns.feeds import Feed
 from ringspark.estimators.columns.schema import check_types, field_named
-from ringspark.estimators.training.arguments import Layout, arguments_of, layout_of
+from ringspark.estimators.training.arguments import InputLayout, list_arguments, make_layout
 from ringspark.estimators.training.feed import network_dtype
 from ringspark.pipelines.columns import MASK, columns_from_spark, quote
 from ringspark.pipelines.columns import Column as ShardColumn
@@ -120,7 +120,7 @@ def model_inputs(columns: Sequence[ShardColumn], names: Sequence[str]) -> tuple[
     if not columns:
         return tuple(ModelInput() for _ in names)
     known = {column.name: column for column in columns}
-    expanded = arguments_of(columns, names)
+    expanded = list_arguments(columns, names)
     is_plain = all(len(arguments) == 1 for arguments in expanded)
     inputs = []
     for place, name in [(place, name) for place, names in enumerate(expanded) for name in names]:
@@ -177,7 +177,7 @@ def source_columns(
     return [field_named(owner, "featuresCol or inputCols", schema, exact) for owner in owners]
 
 
-def layout_of_inputs(inputs: Sequence[ModelInput]) -> Layout:
+def layout_of_inputs(inputs: Sequence[ModelInput]) -> InputLayout:
     """Returns which inputs hold rows of varying length."""
 
     def described(item: ModelInput) -> tuple[str, BatchArray]:
@@ -186,7 +186,7 @@ def layout_of_inputs(inputs: Sequence[ModelInput]) -> Layout:
         name = item.column.name + item.part
         return name, item.column.kind.arrays(item.column.name)[name]
 
-    return layout_of([described(item) for item in inputs])
+    return make_layout([described(item) for item in inputs])
 
 
 def bind(item: ModelInput, field: StructField) -> BoundInput:

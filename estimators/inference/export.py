@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ringspark.estimators.columns.inputs import ModelInput, layout_of_inputs
-from ringspark.estimators.training.arguments import Layout
-from ringspark.estimators.training.batch_transforms import prepare_inputs, prepared
+from ringspark.estimators.training.arguments import InputLayout
+from ringspark.estimators.training.batch_transforms import prepare_function, prepare_inputs
 from ringspark.estimators.training.feed import zeros
 from ringspark.models.process_state import PROCESS_LOCK
 from ringspark.models.program import Program
@@ -89,7 +89,7 @@ def record_module(module: nn.Module, inputs: Sequence[ModelInput], prepare: Any 
     """
     if any(item.column is None for item in inputs):
         raise NoProgramError("the types of its inputs are not known")
-    function = prepared(prepare, torch.device("cpu"), training=False)
+    function = prepare_function(prepare, torch.device("cpu"), training=False)
 
     def samples(rows: int, length: int | None = None) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
@@ -136,7 +136,7 @@ def _varying(inputs: Sequence[ModelInput]) -> list[dict[int, Any]]:
     return dims
 
 
-def _places(inputs: Sequence[ModelInput]) -> Layout:
+def _places(inputs: Sequence[ModelInput]) -> InputLayout:
     return layout_of_inputs(inputs) or (None,) * len(inputs)
 
 

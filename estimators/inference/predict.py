@@ -27,8 +27,8 @@ from ringspark.estimators.inference import pandas_batches
 from ringspark.estimators.inference.device import task_device
 from ringspark.estimators.inference.module_cache import ModuleCache
 from ringspark.estimators.inference.results import Results
-from ringspark.estimators.training.arguments import Layout, cut_rows, rows_in
-from ringspark.estimators.training.batch_transforms import Prepared
+from ringspark.estimators.training.arguments import InputLayout, count_rows, slice_rows
+from ringspark.estimators.training.batch_transforms import PreparedNetwork
 from ringspark.estimators.training.checkpoint.weights import map_checkpoint, stream_checkpoint
 from ringspark.estimators.training.device_memory import release_gpu
 from ringspark.estimators.training.feed import Array
@@ -74,7 +74,7 @@ class Predictor:
     offload: WeightOffload = "none"
     keeps_rows: bool = False
     gives_vectors: bool = True
-    layout: Layout = ()
+    layout: InputLayout = ()
 
     def load(self, device: str = "cpu", cache: str | None = None) -> nn.Module:
         """Returns the trained module in eval mode, which computes on `device`.
@@ -91,17 +91,17 @@ class Predictor:
         load = stream_checkpoint if self.offload == "disk" else map_checkpoint
         load(self.weights_uri, module, device, cache, expected_id=self.weights_id)
         if self.prepare:
-            module = Prepared(user_code.loads(self.prepare), module, device)
+            module = PreparedNetwork(user_code.loads(self.prepare), module, device)
         return module.eval()
 
     def predict(self, module: nn.Module, columns: Sequence[Array], device: str = "cpu") -> Array:
         """Returns the raw outputs side by side, (rows, sum of `output_widths`) float64."""
-        num_rows = rows_in(columns, self.layout)
+        num_rows = count_rows(columns, self.layout)
         outputs = np.empty((num_rows, sum(self.output_widths)), dtype=np.float64)
         with torch.inference_mode():
             for start in range(0, num_rows, self.batch_size):
                 stop = min(start + self.batch_size, num_rows)
-                piece = cut_rows(columns, self.layout, start, stop)
+                piece = slice_rows(columns, self.layout, start, stop)
                 inputs = [torch.from_numpy(column).to(device) for column in piece]
                 left = 0
                 for width, output in zip(self.output_widths, as_outputs(module(*inputs)), strict=True):

@@ -31,10 +31,9 @@ from ringspark.estimators.launch.rank_output import RankOutput, with_last_lines
 from ringspark.estimators.memory import check_on_rank
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri
-from ringspark.estimators.training.finished import Finished
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.worker import TrainResult, train_worker
+from ringspark.estimators.training.worker import FinishedRun, TrainResult, train_worker
 from ringspark.pipelines import ShardManifest, storage
 
 _log = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
     config = check_on_rank(config, objects, manifest, collective)
     _note(config, run_layout.CONFIG, config.to_json())
     result = train_worker(config, collective, objects, device)
-    _note(config, run_layout.RESULT, Finished(result=result).to_json())
+    _note(config, run_layout.RESULT, FinishedRun(result=result).to_json())
     # The training is over, so nobody will resume from the checkpoints.
     storage.remove(checkpoints_uri(config.run_uri), recursive=True)
     return result

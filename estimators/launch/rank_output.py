@@ -51,8 +51,8 @@ class RankOutput:
 
     def __init__(self, pulse: Pulse, rank: int, host: str) -> None:
         self._pulse, self._rank = pulse, rank
-        self._start = rank_log.start_name(pulse.token, pulse.launch)
-        self._line = rank_log.start_line(rank, host, os.getpid(), self._start)
+        self._start = rank_log.name_start(pulse.token, pulse.launch)
+        self._line = rank_log.format_start(rank, host, os.getpid(), self._start)
         self._witness: subprocess.Popen[bytes] | None = None
         # What the descriptors were before; empty once they are so again.
         self._before: dict[int, int] = {}
@@ -181,7 +181,7 @@ def with_last_lines(failure: Failure, pulse: Pulse) -> Failure:
     # Whatever the store's client raises, the failure itself matters more.
     with suppress(Exception):
         _await_witness(failure, pulse, _PATIENCE_SECONDS)
-        start = rank_log.start_name(pulse.token, pulse.launch)
+        start = rank_log.name_start(pulse.token, pulse.launch)
         return replace(failure, last_lines=rank_log.last_lines(pulse.run_uri, failure.rank, start))
     return failure
 
@@ -198,7 +198,7 @@ def await_output(failure: Failure, pulse: Pulse) -> None:
 def _await_witness(failure: Failure, pulse: Pulse, patience: float) -> None:
     if failure.type != LOST:
         return
-    start = rank_log.start_name(pulse.token, pulse.launch)
+    start = rank_log.name_start(pulse.token, pulse.launch)
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline and not _has_died(pulse, failure.rank, start):
         time.sleep(0.1)

@@ -28,7 +28,7 @@ from ringspark.estimators.memory.row_cache import settle_cache
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, num_sharers, shares
 from ringspark.estimators.parallel.mesh import share_of
 from ringspark.estimators.training.batch_sizes import Steps
-from ringspark.estimators.training.kept_rows import reading_needs
+from ringspark.estimators.training.row_caching import estimate_reader_bytes
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models.generators import keep_shared_generators
@@ -192,7 +192,7 @@ def _needs(
         "parameters": int(whole / parts * share.get("parameters", 1.0)),
         "optimizer state": int(state * share.get("optimizer_state", 1.0)),
     }
-    reading = reading_needs(config, manifest)
+    reading = estimate_reader_bytes(config, manifest)
     in_epoch, after_epoch = _checkpoints(config, manifest.select("train").num_rows)
     # Each writer copies its parameters and state while the training waits; the gradients are freed by then.
     copy = {"copy for a checkpoint": parameters // parts + state}

@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from ringspark.estimators.training.kept_rows import kept_rows
+from ringspark.estimators.training.row_caching import find_cached_rows
 from ringspark.estimators.training.settings.choices import Cache
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import ShardManifest
@@ -44,7 +44,7 @@ def settle_cache(
     """
     if config.cache != "auto":
         return config
-    num_bytes = sum(kept_rows(config, manifest, split, rank, size).num_bytes for split in SPLITS)
+    num_bytes = sum(find_cached_rows(config, manifest, split, rank, size).num_bytes for split in SPLITS)
     cache = choose_cache(num_bytes, memory, disk=0)
     if num_bytes and cache == "none":  # only now, because a host may have no folder for temporary files
         cache = choose_cache(num_bytes, memory, free_disk() // local_size)

@@ -32,7 +32,7 @@ from ringspark.estimators.memory.sharing import (
     sums_in_buckets,
 )
 from ringspark.estimators.parallel.base import PlainSync
-from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_inputs, prepared
+from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_function, prepare_inputs
 from ringspark.estimators.training.build import build_configured_optimizer
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.make_heads import make_heads
@@ -302,7 +302,7 @@ def know_sizes(empty: nn.Module, inputs: Sequence[Column], objects: UserObjects)
                 owner._buffers[name] = UninitializedBuffer(device="meta")  # type: ignore[call-arg]
     empty.eval()
     with torch.no_grad():
-        prepare = prepared(objects.transform_in_prediction, torch.device("meta"), training=False)
+        prepare = prepare_function(objects.transform_in_prediction, torch.device("meta"), training=False)
         empty(*prepare_inputs(prepare, tuple(c.empty("meta") for c in inputs)))
     empty.train()
 

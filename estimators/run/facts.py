@@ -15,11 +15,11 @@ from ringspark.estimators import run_layout
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.training.data_facts import DataFacts
-from ringspark.estimators.training.finished import Finished
-from ringspark.estimators.training.history import EpochRecord, Progress, read_history, read_progress
-from ringspark.estimators.training.run_notes import Environment
+from ringspark.estimators.training.history import EpochRecord, TrainingProgress, read_history, read_progress
+from ringspark.estimators.training.run_environment import Environment
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step_log import StepRecord, read_steps
+from ringspark.estimators.training.worker import FinishedRun
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.typed_json import parse_object, record
 
@@ -57,7 +57,7 @@ class Outcome:
         return cls(**{f.name: getattr(summary, f.name) for f in fields(cls)})
 
     @classmethod
-    def of(cls, finished: Finished) -> Outcome:
+    def of(cls, finished: FinishedRun) -> Outcome:
         result = finished.result
         return cls(
             rows=result.rows,
@@ -103,7 +103,7 @@ class RunFacts:
     config: TrainConfig | None = None
     history: tuple[EpochRecord, ...] = ()
     steps: tuple[StepRecord, ...] = ()
-    progress: Progress | None = None
+    progress: TrainingProgress | None = None
     environment: Environment = field(default_factory=Environment)
     data: DataFacts | None = None
     signs: tuple[LastSign, ...] = ()
@@ -181,7 +181,7 @@ def read_run(run_uri: str) -> RunFacts:
 
     finished = tried(
         run_layout.RESULT,
-        lambda: record(Finished, parse_object(text(run_layout.RESULT), allow_nan=True)),
+        lambda: record(FinishedRun, parse_object(text(run_layout.RESULT), allow_nan=True)),
         None,
     )
     config = tried(run_layout.CONFIG, lambda: TrainConfig.from_json(text(run_layout.CONFIG).decode()), None)

@@ -12,9 +12,8 @@ import pandas as pd
 from ringspark.estimators import run_layout
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.training import rank_log
-from ringspark.estimators.training.finished import Finished
 from ringspark.estimators.training.history import EpochRecord
-from ringspark.estimators.training.worker import TrainResult
+from ringspark.estimators.training.worker import FinishedRun, TrainResult
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import added, parse_object, record
 
@@ -177,7 +176,7 @@ class TrainingSummary:
             ValueError: The record is damaged.
         """
         try:
-            found = record(Finished, parse_object(finished, allow_nan=True))
+            found = record(FinishedRun, parse_object(finished, allow_nan=True))
         except ValueError as error:
             raise ValueError(
                 f"the run has finished, and its {run_layout.RESULT} is damaged ({error}); train again in "

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Literal
 
-from ringspark.estimators.training.history import EpochRecord, Progress
+from ringspark.estimators.training.history import EpochRecord, TrainingProgress
 from ringspark.estimators.training.step_log import StepRecord
 
 Status = Literal["finished", "failed", "cancelled"]
@@ -59,7 +59,7 @@ class RunEnd:
 class Listener:
     """Follows one training. The calls come one after another, from one thread; each may raise."""
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: TrainingProgress) -> None:
         """Is told the present position about twice a second; positions are left out while calls are slow."""
 
     def steps(self, records: Sequence[StepRecord]) -> None:

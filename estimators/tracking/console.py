@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 from ringspark.estimators.tracking.base import Listener, RunEnd, RunStart, Tracker
 from ringspark.estimators.tracking.plain_lines import PERIOD_SECONDS, PlainLines, epoch_line
-from ringspark.estimators.training.history import EpochRecord, Progress
+from ringspark.estimators.training.history import EpochRecord, TrainingProgress
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Lines(Listener):
     def __init__(self, period_seconds: float) -> None:
         self._lines = PlainLines(period_seconds=period_seconds)
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: TrainingProgress) -> None:
         self._lines.progress(progress)
 
     def epoch(self, record: EpochRecord) -> None:
@@ -54,7 +54,7 @@ class _Bar(Listener):
         self._bar: Any = None
         self._steps = 0
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: TrainingProgress) -> None:
         if self._bar is None:
             self._bar = tqdm(total=progress.num_steps, unit="step", desc="training", disable=None)
         self._show(progress.step)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ringspark.estimators.tracking.base import Listener, RunEnd, RunStart, Tracker
-from ringspark.estimators.training.history import EpochRecord, Progress
+from ringspark.estimators.training.history import EpochRecord, TrainingProgress
 from ringspark.estimators.training.step_log import StepRecord
 
 
@@ -31,7 +31,7 @@ class _Caller(Listener):
     def __init__(self, function: Callable[[dict[str, Any]], Any], run: str) -> None:
         self._function, self._run = function, run
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: TrainingProgress) -> None:
         self._tell("progress", asdict(progress))
 
     def steps(self, records: Sequence[StepRecord]) -> None:

@@ -12,12 +12,12 @@ import sys
 import time
 from collections.abc import Callable
 
-from ringspark.estimators.training.history import EpochRecord, Progress
+from ringspark.estimators.training.history import EpochRecord, TrainingProgress
 
 PERIOD_SECONDS = 30.0
 
 
-def progress_line(progress: Progress, seconds_left: float | None) -> str:
+def progress_line(progress: TrainingProgress, seconds_left: float | None) -> str:
     """Returns the line of a position; without the time left if that is unknown (None)."""
     parts = [
         f"epoch {progress.epoch}/{progress.epochs}",
@@ -74,10 +74,10 @@ class PlainLines:
         # The training begins now; a line of its first moments would say nothing.
         self._written_at = clock()
         # The first position since the ranks (re)started, and when it was seen.
-        self._first: tuple[Progress, float] | None = None
+        self._first: tuple[TrainingProgress, float] | None = None
         self._last_step = 0
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: TrainingProgress) -> None:
         """Takes the present position, as often as there is one; writes it if its time has come."""
         now = self._clock()
         if self._first is None or progress.step < self._last_step:
@@ -91,7 +91,7 @@ class PlainLines:
         """Writes the line of a finished epoch."""
         self._write(epoch_line(record))
 
-    def _seconds_left(self, progress: Progress, now: float) -> float | None:
+    def _seconds_left(self, progress: TrainingProgress, now: float) -> float | None:
         assert self._first is not None
         first, seen_at = self._first
         steps = progress.step - first.step

@@ -121,7 +121,7 @@ class RunWatcher:
                 self._tell(lambda listener, record=record: listener.epoch(record))  # type: ignore[misc]
 
     def _tell_steps(self) -> None:
-        for records in self._steps.new():
+        for records in self._steps.read_new():
             new = [r for r in records if self._told_steps.get(r.step) != (r.train_loss, r.learning_rate)]
             self._told_steps |= {r.step: (r.train_loss, r.learning_rate) for r in new}
             if new:

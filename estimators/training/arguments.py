@@ -1,7 +1,7 @@
-"""What a network gets of the columns: as a rule one tensor a column, which has one entry per row.
+"""The arguments of a network: usually one tensor per input column, with one entry per row.
 
-Rows of varying length lie end to end, as `torch.nn.EmbeddingBag` takes them: one argument holds all values
-of the batch, another one says where each row starts. A sparse vector gives indices, starts and values.
+Rows of varying length are concatenated, as `torch.nn.EmbeddingBag` takes them: one argument holds all values
+of the batch, another the start of each row. A sparse vector has indices, starts and values.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds.base import BatchArray
 
-Layout = tuple[int | None, ...]
-"""For each input None if its first dimension is the rows, else the place of the input with the starts of its
-rows; that input holds its own place."""
+InputLayout = tuple[int | None, ...]
+"""For each input: None if its first dimension is the rows, else the index of the input with the starts of its
+rows. That input holds its own index."""
 
 
-def arguments_of(columns: Iterable[Column], names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Returns, for each name, the batch arrays that a network gets: those of a column, or the one named.
+def list_arguments(columns: Iterable[Column], names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Returns the batch arrays that a network gets for each name: those of a column, or the named array.
 
     Args:
-        names: Names of columns, or of one array of a column, such as "words.length". A name beside which
-            another array of its column is named means the array alone.
+        names: Names of columns, or of one array of a column, such as "words.length". A column's name means
+        the
+            array of that name only, if another array of the column is named too.
     """
     by_name = {column.name: column for column in columns}
 
@@ -38,60 +39,59 @@ def arguments_of(columns: Iterable[Column], names: Sequence[str]) -> list[tuple[
     return [arguments(name) for name in names]
 
 
-def with_arguments(config: TrainConfig, manifest: ShardManifest) -> TrainConfig:
-    """Returns the config with the names of batch arrays for those of columns."""
-    expanded = arguments_of(manifest.columns, config.input_columns)
+def expand_arguments(config: TrainConfig, manifest: ShardManifest) -> TrainConfig:
+    """Returns the config with the names of batch arrays in place of columns."""
+    expanded = list_arguments(manifest.columns, config.input_columns)
     return replace(config, input_columns=tuple(name for names in expanded for name in names))
 
 
-def layout_of(arrays: Sequence[tuple[str, BatchArray]]) -> Layout:
+def make_layout(arrays: Sequence[tuple[str, BatchArray]]) -> InputLayout:
     """Returns the layout of inputs with these names and descriptions; () if all are dense.
 
-    Raises:
-        ValueError: Values lack their starts, or starts their values; the message names both.
+    Raises ValueError if values lack their starts, or starts their values.
     """
     if all(array.per_row for _, array in arrays):
         return ()
-    places = {name: place for place, (name, _) in enumerate(arrays)}
-    if len(places) < len(arrays):
+    indices = {name: index for index, (name, _) in enumerate(arrays)}
+    if len(indices) < len(arrays):
         raise ValueError(
             f"the inputs {[name for name, _ in arrays]} name a column of rows of varying length twice; "
             "copy it under another name"
         )
     users = {array.offsets for name, array in arrays if array.offsets and array.offsets != name}
     for name, array in arrays:
-        if array.offsets and (array.offsets not in places or array.offsets not in users):
+        if array.offsets and (array.offsets not in indices or array.offsets not in users):
             column = name.rpartition(".")[0]
             raise ValueError(
-                f"input {name!r} is of no use alone, as rows of column {column!r} vary in length; name "
+                f"input {name!r} is of no use alone, because rows of column {column!r} vary in length; name "
                 f"{column!r} itself, which gives all its arrays"
             )
-    return tuple(places[array.offsets] if array.offsets else None for _, array in arrays)
+    return tuple(indices[array.offsets] if array.offsets else None for _, array in arrays)
 
 
-def layout_in(manifest: ShardManifest, names: Sequence[str]) -> Layout:
-    """Returns the layout of the inputs called `names` of shards."""
-    return layout_of([(name, manifest.described(name)) for name in names])
+def read_layout(manifest: ShardManifest, names: Sequence[str]) -> InputLayout:
+    """Returns the layout of the inputs called `names`."""
+    return make_layout([(name, manifest.described(name)) for name in names])
 
 
-def rows_in(inputs: Sequence[Any], layout: Layout) -> int:
+def count_rows(inputs: Sequence[Any], layout: InputLayout) -> int:
     """Returns the number of rows of the inputs, which are tensors or arrays."""
-    places = layout or (None,) * len(inputs)
-    return next(len(given) for number, given in enumerate(inputs) if places[number] in (None, number))
+    layout = layout or (None,) * len(inputs)
+    return next(len(given) for number, given in enumerate(inputs) if layout[number] in (None, number))
 
 
-def cut_rows(inputs: Sequence[Any], layout: Layout, start: int, stop: int) -> list[Any]:
+def slice_rows(inputs: Sequence[Any], layout: InputLayout, start: int, stop: int) -> list[Any]:
     """Returns rows `start` to `stop` of the inputs, which are tensors or arrays."""
-    rows, cut = rows_in(inputs, layout), []
+    rows, found = count_rows(inputs, layout), []
     for number, given in enumerate(inputs):
-        place = layout[number] if layout else None
-        if place is None:
-            cut.append(given[start:stop])
+        index = layout[number] if layout else None
+        if index is None:
+            found.append(given[start:stop])
             continue
-        first = int(inputs[place][start]) if start < rows else 0
-        if place == number:
-            cut.append(given[start:stop] - first)
+        first = int(inputs[index][start]) if start < rows else 0
+        if index == number:
+            found.append(given[start:stop] - first)
         else:
-            last = int(inputs[place][stop]) if stop < rows else len(given)
-            cut.append(given[first:last] if start < stop else given[:0])
-    return cut
+            last = int(inputs[index][stop]) if stop < rows else len(given)
+            found.append(given[first:last] if start < stop else given[:0])
+    return found

@@ -1,11 +1,11 @@
-"""A moving average of the weights: what is validated and becomes the model where `emaDecay` is set.
+"""A moving average of the weights, which is validated and becomes the model if `emaDecay` is set.
 
 After each optimizer step that was taken, average = decay * average + (1 - decay) * weights, for the trained
-parameters; it starts from the first weights (Polyak and Juditsky 1992; Tarvainen and Valpola 2017). Buffers,
-such as the statistics of batch normalisation, are averages already and are not averaged again.
+parameters, from the initial weights (Polyak and Juditsky 1992; Tarvainen and Valpola 2017). Buffers, such as
+the statistics of batch normalisation, are averages already and are not averaged again.
 
-Every rank keeps the average of the parameters that it holds, from the same numbers, so the ranks' averages
-are equal without an exchange. Weights in 16 bits are averaged in 32: one step's share would be lost in 16.
+Every rank averages the parameters that it holds, so the ranks' averages are equal without communication.
+16-bit weights are averaged in fp32, because 16 bits would lose one step's share.
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ State = dict[str, torch.Tensor]
 
 
 class Average:
-    """The average of one network's trained parameters; without a decay it holds nothing and does nothing.
+    """The average of one network's trained parameters; without a decay it does nothing.
 
     Attributes:
         values: The average of each parameter by name, on the parameter's device.
     """
 
     def __init__(self, network: nn.Module, decay: float | None) -> None:
-        """Starts from the present weights, which are equal on all ranks."""
         self._network = network
         self._decay = decay
         trained = {n: p for n, p in network.named_parameters() if p.requires_grad and decay is not None}
         self._parameters = list(trained.values())
-        self.values: State = {name: _wide(p.detach()).clone() for name, p in trained.items()}
+        self.values: State = {name: _at_least_fp32(p.detach()).clone() for name, p in trained.items()}
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the weights after an optimizer step into the average."""
-        # A stage of a pipeline may have nothing that is trained.
+        """Adds the weights after an optimizer step to the average."""
+        # A pipeline stage may have no trained parameters.
         if self._decay is not None and self.values:
-            weights = [_wide(p.detach()) for p in self._parameters]
+            weights = [_at_least_fp32(p.detach()) for p in self._parameters]
             torch._foreach_lerp_(list(self.values.values()), weights, 1 - self._decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Has the network hold the average inside the context, then the weights again, to the bit."""
+        """Lets the network hold the average inside the context, then the weights again, bitwise."""
         if self._decay is None:
             yield
             return
@@ -65,7 +64,7 @@ class Average:
             parameter.copy_(tensor)
 
     def _free_gathered(self) -> None:
-        # FSDP2 keeps the last unit's whole parameters after an evaluation; they are to be gathered anew.
+        # FSDP2 keeps the last unit's gathered parameters after an evaluation; they must be gathered again.
         modules: Any = self._network.modules()
         for module in modules:
             if hasattr(module, "set_reduce_scatter_unused_params"):
@@ -73,20 +72,13 @@ class Average:
 
     @torch.no_grad()
     def load(self, state: State) -> None:
-        """Restores the whole tensors of a checkpoint.
-
-        Raises:
-            ValueError: They are of other parameters.
-        """
+        """Restores a checkpoint's whole tensors. Raises ValueError if they are of other parameters."""
         shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (state, self.values)]
         if shapes[0] != shapes[1]:
-            raise ValueError(
-                "the checkpoint's average of the weights is of another network; take another one"
-            )
+            raise ValueError("the checkpoint's average of the weights is of another network; use another one")
         for name, own in self.values.items():
             own.copy_(part_of(state[name], own) if hasattr(own, "full_tensor") else state[name])
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns floating numbers of less than 32 bits as fp32, others as they are."""
+def _at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor

@@ -1,8 +1,8 @@
-"""The user's functions on batches: one changes training rows, one prepares rows that are predicted.
+"""The user's functions on batches: one transforms training rows, one prepares rows for prediction.
 
-The one of the training runs on every rank, on all its rows of a step at once. Its random numbers depend on
-the seed, the step and the rank alone: a rerun and a resumed run draw the same ones, and the network's own,
-such as those of dropout, stay what they are without it.
+`transformBatch` runs on every rank, on all its rows of a step at once. Its random numbers depend only on the
+seed, the step and the rank, so reruns and resumed runs draw the same. The network's own random numbers, such
+as those of dropout, stay the same as without it.
 """
 
 from __future__ import annotations
@@ -15,120 +15,114 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringspark.estimators.training.arguments import Layout, rows_in
+from ringspark.estimators.training.arguments import InputLayout, count_rows
 from ringspark.estimators.training.feed import Batch
 from ringspark.models.generators import keep_shared_generators, seed_rank
 from ringspark.models.meta_device import copy_module
 
 Tensors = tuple[torch.Tensor, ...]
 
-# Keeps the random numbers apart from those of dropout, which start with the seed itself.
+# Keeps the random numbers apart from those of dropout, which use the seed itself.
 _SEED_OFFSET = 0x62617463
 
 
 class BatchTransform:
-    """Changes this rank's training rows."""
+    """Applies `transformBatch` to this rank's training rows."""
 
     def __init__(self, function: Any, seed: int, rank: int, device: torch.device) -> None:
-        self._function = prepared(function, device, training=True)
+        self._function = prepare_function(function, device, training=True)
         self._seed, self._rank, self._device = seed + _SEED_OFFSET, rank, device
 
     def __call__(self, batch: Batch, step: int) -> Batch:
-        """Returns the changed batch. Runs on every rank.
-
-        Args:
-            step: Optimizer steps before this one, over all epochs.
-        """
+        """Returns the changed batch of step `step`, from 0 over all epochs. Runs on every rank."""
         gpus = [self._device] if self._device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices=gpus), keep_shared_generators():
             seed_rank(self._seed, step, self._rank)
-            # Without rows only shapes and dtypes count, and those of a row of zeros tell them.
+            # Without rows only shapes and dtypes matter; a row of zeros shows them.
             inputs, labels = batch.inputs, batch.labels
             if not batch.num_rows:
                 inputs, labels = _row_of_zeros(inputs), _row_of_zeros(labels)
-            inputs, labels = transformed(self._function, "transformBatch", inputs, labels, batch.layout)
+            inputs, labels = apply_transform(self._function, "transformBatch", inputs, labels, batch.layout)
         if not batch.num_rows:
             inputs, labels = (tuple(t[:0] for t in tensors) for tensors in (inputs, labels))
         return replace(batch, inputs=inputs, labels=labels)
 
 
-class Prepared(nn.Module):
+class PreparedNetwork(nn.Module):
     """A network behind the function that prepares its inputs."""
 
     def __init__(self, function: Any, network: nn.Module, device: torch.device | str = "cpu") -> None:
         super().__init__()
-        self.prepare = prepared(function, torch.device(device), training=False)
+        self.prepare = prepare_function(function, torch.device(device), training=False)
         self.network = network
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         result = self.prepare(*inputs)
-        # Unchecked, because torch.export would take a check of the number of rows for a constant.
+        # Unchecked, because torch.export would make the number of rows a constant.
         return self.network(*((result,) if isinstance(result, torch.Tensor) else result))
 
 
-def prepare_inputs(function: Any, inputs: Tensors, layout: Layout = ()) -> Tensors:
-    """Returns the inputs of a prediction as the network gets them; `function` is None for none."""
+def prepare_inputs(function: Any, inputs: Tensors, layout: InputLayout = ()) -> Tensors:
+    """Returns the network's inputs for a prediction; `function` is None for none."""
     if function is None:
         return inputs
-    has_rows = rows_in(inputs, layout) > 0
+    has_rows = count_rows(inputs, layout) > 0
     given = inputs if has_rows else _row_of_zeros(inputs)
-    result, _ = transformed(function, "transformInPrediction", given, layout=layout)
+    result, _ = apply_transform(function, "transformInPrediction", given, layout=layout)
     return result if has_rows else tuple(t[:0] for t in result)
 
 
-def prepared(function: Any, device: torch.device, training: bool) -> Any:
-    """Returns the user's function for use on `device`; a module is copied, for its owner may use it too."""
+def prepare_function(function: Any, device: torch.device, training: bool) -> Any:
+    """Returns the user's function on `device`; a module is copied, because its owner may use it too."""
     if not isinstance(function, nn.Module):
         return function
     return copy_module(function).to(device).train(training).requires_grad_(False)
 
 
-def transformed(
-    function: Any, setting: str, inputs: Tensors, labels: Tensors | None = None, layout: Layout = ()
+def apply_transform(
+    function: Any, setting: str, inputs: Tensors, labels: Tensors | None = None, layout: InputLayout = ()
 ) -> tuple[Tensors, Tensors]:
     """Calls the function on at least one row.
 
-    Raises:
-        ValueError: It returns something else than as many tensors with as many rows.
+    Raises ValueError if it does not return as many tensors with as many rows.
     """
-    # Values of rows of varying length may become more or fewer.
-    num_rows = rows_in(inputs, layout)
+    # The number of values may change if rows vary in length.
+    num_rows = count_rows(inputs, layout)
     of_inputs = [num_rows if not layout or layout[i] in (None, i) else None for i in range(len(inputs))]
     if labels is None or not takes_labels(function):
-        return _checked(function(*inputs), setting, "inputs", of_inputs), labels or ()
+        return _check_result(function(*inputs), setting, "inputs", of_inputs), labels or ()
     result = function(*inputs, labels=labels[0] if len(labels) == 1 else labels)
     if not isinstance(result, tuple | list) or len(result) != 2:
-        raise ValueError(f"{setting} takes labels and must return (inputs, labels), got {_what(result)}")
+        raise ValueError(f"{setting} takes labels and must return (inputs, labels), got {_describe(result)}")
     return (
-        _checked(result[0], setting, "inputs", of_inputs),
-        _checked(result[1], setting, "labels", [num_rows] * len(labels)),
+        _check_result(result[0], setting, "inputs", of_inputs),
+        _check_result(result[1], setting, "labels", [num_rows] * len(labels)),
     )
 
 
 def takes_labels(function: Any) -> bool:
-    """Whether a parameter of the function is named `labels`; False for None."""
+    """Returns whether a parameter of the function is named `labels`; False for None."""
     try:
         called = function.forward if isinstance(function, nn.Module) else function
         return "labels" in inspect.signature(called).parameters
-    except (TypeError, ValueError):  # of a function in C
+    except (TypeError, ValueError):  # a function in C
         return False
 
 
 def try_transform(
-    function: Any, setting: str, inputs: Tensors, labels: Tensors | None, layout: Layout = ()
+    function: Any, setting: str, inputs: Tensors, labels: Tensors | None, layout: InputLayout = ()
 ) -> tuple[Tensors, Tensors]:
     """Calls the function on the driver, on a copy of a few rows.
 
-    Raises:
-        ValueError: It fails, or returns something else than as many tensors with as many rows.
+    Raises ValueError if it fails, or does not return as many tensors with as many rows.
     """
-    function = prepared(function, torch.device("cpu"), training=labels is not None)
+    function = prepare_function(function, torch.device("cpu"), training=labels is not None)
     copies = tuple(t.clone() for t in inputs)
     given = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in inputs)
     try:
         with torch.no_grad(), keep_shared_generators():
             copied_labels = labels and tuple(t.clone() for t in labels)
-            return transformed(function, setting, copies, copied_labels, layout)
+            return apply_transform(function, setting, copies, copied_labels, layout)
     except Exception as error:
         if isinstance(error, ValueError) and str(error).startswith(f"{setting} "):
             raise
@@ -142,7 +136,7 @@ def _row_of_zeros(tensors: Tensors) -> Tensors:
     return tuple(torch.zeros((1, *t.shape[1:]), dtype=t.dtype, device=t.device) for t in tensors)
 
 
-def _checked(result: Any, setting: str, what: str, rows: Sequence[int | None]) -> Tensors:
+def _check_result(result: Any, setting: str, what: str, rows: Sequence[int | None]) -> Tensors:
     """Returns the result as a tuple; `rows` holds the length of each tensor, None for any."""
     tensors = (result,) if isinstance(result, torch.Tensor) else result
     if (
@@ -153,14 +147,14 @@ def _checked(result: Any, setting: str, what: str, rows: Sequence[int | None]) -
     ):
         raise ValueError(
             f"{setting} must return {len(rows)} {what} of {max(filter(None, rows))} rows, as many as it "
-            f"takes, got {_what(result)}; change rows, and neither drop nor repeat them"
+            f"takes, got {_describe(result)}; change rows, but neither drop nor repeat them"
         )
     return tuple(tensors)
 
 
-def _what(result: Any) -> str:
+def _describe(result: Any) -> str:
     if isinstance(result, torch.Tensor):
         return f"a tensor {tuple(result.shape)}"
     if isinstance(result, tuple | list):
-        return f"({', '.join(_what(part) for part in result)})"
+        return f"({', '.join(_describe(part) for part in result)})"
     return f"a {type(result).__name__}"

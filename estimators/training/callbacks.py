@@ -1,8 +1,8 @@
 """Callbacks: user code that runs at fixed points of a training and sees its state.
 
-They run on every rank, each rank with its own copy, so what a callback collects stays on its rank; one
-that writes or logs checks `state.rank == 0`. A callback that raises ends the training. None is called per
-step unless it overrides `on_step_end`. `state_dict` returns what a callback needs after a restart.
+They run on every rank, each rank with its own copy, so data that a callback collects stays on its rank. A
+callback that writes or logs checks `state.rank == 0`. A callback that raises ends the training. Steps cost
+nothing unless a callback overrides `on_step_end`. `state_dict` returns what a callback needs after a restart.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class TrainingState:
     Attributes:
         rank: This rank's number, from 0.
         size: Number of ranks that train.
-        module: The network, without wrappers. Changing its weights on one rank alone breaks training.
-            Under sharding 'parameters' its parameters are DTensors; `parameter.full_tensor()`, called on
-            every rank, returns a whole one. Under parallelism 'pipeline' it holds this rank's stages and
-            cannot be called. A gradient is the same memory in every step: clone what you keep.
-        optimizer: This rank's optimizer; its parameter groups hold the present learning rates. Under
-            sharding it holds this rank's part.
+        module: The network, without wrappers. Changing its weights on one rank only breaks training. With
+            sharding 'parameters' its parameters are DTensors; `parameter.full_tensor()`, called on every
+            rank, returns a whole one. With parallelism 'pipeline' it holds this rank's stages and cannot be
+            called. A gradient is the same memory in every step, so clone it to keep it.
+        optimizer: This rank's optimizer; its parameter groups hold the present learning rates. With sharding
+            it holds this rank's shard.
         epoch: Present epoch, from 1.
-        step: Optimizer steps taken so far, at most `num_steps`.
-        history: One record per finished epoch; `history[-1]` is the present one in `on_epoch_end`.
-        stop_reason: Why the training will end after this epoch; None if it goes on.
+        step: Optimizer steps taken, at most `num_steps`.
+        history: One record per finished epoch; `history[-1]` is the present epoch in `on_epoch_end`.
+        stop_reason: Why the training will end after this epoch; None if it continues.
         averaged: Returns a context in which `module` holds the weights that are validated and saved: with
-            `emaDecay` the average, else its own. Every rank enters it.
+            `emaDecay` the average, else its own. Every rank must enter it.
     """
 
     rank: int
@@ -57,20 +57,20 @@ class TrainingState:
 
 
 class Callback:
-    """The base of callbacks: override what you need. Instances must be picklable."""
+    """The base class of callbacks: override what you need. Instances must be picklable."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the JSON values that a checkpoint keeps of this callback on this rank."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the result of `state_dict` in a resumed training; rank 0's if the number of ranks changed.
+        """Restores the result of `state_dict`; rank 0's if the number of ranks has changed.
 
         Called after `on_train_start`. Tuples come back as lists.
         """
 
     def on_train_start(self, state: TrainingState) -> None:
-        """Called before the first step; a resumed training has taken `state.step` steps already."""
+        """Called before the first step; a resumed training has already taken `state.step` steps."""
 
     def on_step_end(self, state: TrainingState) -> None:
         """Called after each optimizer step."""
@@ -79,7 +79,7 @@ class Callback:
         """Called after validation; the epoch's record is `state.history[-1]`."""
 
     def on_train_end(self, state: TrainingState) -> None:
-        """Called after the last epoch, also when the training was stopped."""
+        """Called after the last epoch, even if the training was stopped."""
 
 
 class Callbacks:
@@ -98,19 +98,11 @@ class Callbacks:
             getattr(callback, event)(state)
 
     def state_dicts(self) -> list[dict[str, Any]]:
-        """Returns the state of each callback, in order.
-
-        Raises:
-            ValueError: A state has a value that JSON lacks.
-        """
-        return [_checked(callback) for callback in self._callbacks]
+        """Returns the state of each callback; raises ValueError if one cannot be JSON."""
+        return [_copy_state(callback) for callback in self._callbacks]
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Restores the states.
-
-        Raises:
-            ValueError: They belong to other callbacks.
-        """
+        """Restores the states; raises ValueError if their number is wrong."""
         if len(states) != len(self._callbacks):
             raise ValueError(
                 f"the checkpoint is of a training with {len(states)} callbacks, this one has "
@@ -120,14 +112,14 @@ class Callbacks:
             callback.load_state_dict(state)
 
 
-def _checked(callback: Callback) -> dict[str, Any]:
+def _copy_state(callback: Callback) -> dict[str, Any]:
     state = callback.state_dict()
     try:
-        # A copy: the callback may change its state while the checkpoint is being written.
+        # A copy, because the callback may change its state while the checkpoint is written.
         copied: dict[str, Any] = json.loads(json.dumps(state))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"callback {type(callback).__name__} must return values that JSON has from state_dict, got "
+            f"callback {type(callback).__name__} must return JSON values from state_dict, got "
             f"{state!r:.200} ({error}); return numbers, texts, lists and dicts"
         ) from error
     return copied

@@ -1,39 +1,45 @@
-"""Trains a network compiled by `torch.compile` (Ansel et al. 2024, "PyTorch 2"), on the rank that trains it.
+"""Trains a network compiled by `torch.compile` (Ansel et al. 2024, "PyTorch 2").
 
-Only calls are compiled, in place: the network stays the same object with the same names, so the exchange of
-gradients, checkpoints and callbacks see no wrapper. Batches differ by a few rows between steps and ranks, so
-the number of rows is a variable of the compiled code, which is made once for training and, if rows are held
-out, once for evaluation. A single row runs uncompiled (`single_rows_eager`), as torch would compile for it
-anew.
+Only calls are compiled, in place: the network stays the same object with the same names, so gradient
+synchronization, checkpoints and callbacks see no wrapper. Batches differ by a few rows between steps and
+ranks, so the number of rows is dynamic in the compiled code, which is made once for training and, if rows are
+held out, once for evaluation. A single row runs uncompiled (`skip_single_rows`), because torch would compile
+again for it. With activation checkpointing each recomputed module is compiled by itself: a segment must see
+the calls of its modules to repeat them.
 
-With gradient checkpointing each recomputed module is compiled by itself: a segment must see its modules'
-calls to run them again.
+torch's default cache of compiled code is a folder under /tmp that anyone can predict and create first, and a
+process loads shared libraries from it. Ours belongs to this user only, and serves later trainings on the
+host. Each host has its own folder, because hosts with other processors may share a home.
 """
 
 from __future__ import annotations
 
+import os
+import platform
+import stat
 import subprocess
 import sysconfig
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
 
-from ringspark.estimators.training.compiled_code import own_code_folder
+from ringspark.estimators.environment import environment
 from ringspark.models.recompute.activation_checkpoint import compile_segments
 
 
 @contextmanager
-def compiled(network: nn.Module, setting: bool | str, device: torch.device) -> Iterator[None]:
-    """Has calls of `network` compiled inside the context.
+def compile_network(network: nn.Module, setting: bool | str, device: torch.device) -> Iterator[None]:
+    """Compiles calls of `network` inside the context.
+
+    Raises RuntimeError if this host has no compiler for the device, or torch cannot compile the network.
 
     Args:
         setting: Value of `TrainConfig.compile`.
-
-    Raises:
-        RuntimeError: This host has no compiler for the device, or torch cannot compile the network.
     """
     if not setting:
         yield
@@ -46,9 +52,9 @@ def compiled(network: nn.Module, setting: bool | str, device: torch.device) -> I
     if not compile_segments(network, mode):
         _compile_calls(network, mode)
     try:
-        # In this thread, since a rank has its own core and torch's pool of compiling processes would outlive
-        # it. Random numbers are drawn as without compilation, so that a training differs by rounding alone.
-        with own_code_folder(), config.patch(compile_threads=1, fallback_random=True):
+        # In this thread, because a rank has its own core, and torch's pool of compiling processes would
+        # outlive it. Random numbers as without compilation, so that results differ only by rounding.
+        with _use_own_code_folder(), config.patch(compile_threads=1, fallback_random=True):
             yield
     except BackendCompilerFailed as error:
         inner = error.inner_exception
@@ -58,21 +64,21 @@ def compiled(network: nn.Module, setting: bool | str, device: torch.device) -> I
         ) from error
     finally:
         network._compiled_call_impl = None
-        # A Python worker serves later trainings: each starts with its own count of compilations.
+        # A Python worker serves later trainings; each starts with its own count of compilations.
         torch._dynamo.reset()
 
 
-def single_rows_eager(setting: bool | str, num_rows: int) -> AbstractContextManager[object]:
-    """Returns the context of a pass, forward or backward, in which nothing is compiled for a single row."""
+def skip_single_rows(setting: bool | str, num_rows: int) -> AbstractContextManager[object]:
+    """Returns the context of a forward or backward pass in which a single row runs uncompiled."""
     return torch.compiler.set_stance("force_eager") if setting and num_rows == 1 else nullcontext()
 
 
 def _compile_calls(network: nn.Module, mode: str | None) -> None:
-    """Has calls of the network run its compiled `forward`, and its hooks as they are.
+    """Lets calls of the network run its compiled `forward`, and its hooks uncompiled.
 
-    `nn.Module.compile` compiles nothing of torch's own classes, such as an `nn.Sequential`, since there torch
-    skips frames of its own files. The compiled `forward` is an attribute of the network only while a call
-    runs, so copies and pickles of the network hold none.
+    `nn.Module.compile` compiles nothing of torch's own classes, such as an `nn.Sequential`, because torch
+    skips frames of its own files. The compiled `forward` is an attribute of the network only during a call,
+    so copies and pickles of the network never hold it.
     """
     forward = torch.compile(network.forward, mode=mode, dynamic=True)
     own = {name: value for name, value in vars(network).items() if name == "forward"}
@@ -89,14 +95,14 @@ def _compile_calls(network: nn.Module, mode: str | None) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the end of what the C++ compiler printed, or another message's first line."""
+    """Returns the end of the C++ compiler's output, or the first line of another message."""
     output = getattr(error, "output", None)
     lines = [line.strip() for line in str(output or error).splitlines() if line.strip()]
     return " ".join(lines[-4:] if output else lines[:1])
 
 
 def _check_compiler(device: torch.device) -> None:
-    """Refuses a host without the compiler and the headers that torch needs."""
+    """Raises RuntimeError if the host lacks the compiler and headers that torch needs."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton
@@ -125,3 +131,56 @@ def _check_compiler(device: torch.device) -> None:
             "compile needs Triton on workers with a GPU, and this one has none; pip install triton, or set "
             "compile=False"
         )
+
+
+@contextmanager
+def _use_own_code_folder() -> Iterator[None]:
+    """Lets torch and Triton cache compiled code in a folder of this user, unless the user names another.
+
+    Without such a folder it is a temporary one, which is removed at the end.
+    """
+    from torch._inductor import codecache, config
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+    from torch._inductor.utils import clear_caches
+
+    default = default_cache_dir()
+    places = {name: os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    # torch itself writes its default into the environment.
+    named, triton = (place if place and not place.startswith(default) else None for place in places.values())
+    with ExitStack() as stack:
+        folder = named or _make_user_folder()
+        if folder is None:
+            folder = stack.enter_context(
+                TemporaryDirectory(prefix="ringspark-compiled-", ignore_cleanup_errors=True)
+            )
+            # The process must not remember files that will be removed.
+            stack.callback(clear_caches)
+            stack.enter_context(config.patch(cpp_cache_precompile_headers=False))
+        # The headers' folder is a constant of torch that the environment does not change.
+        codecache._HEADER_DIR = os.path.join(folder, "precompiled_headers")
+        codecache._HEADER_LOCK_DIR = os.path.join(folder, "precompiled_headers", "locks")
+        # An earlier training's headers may have been removed since.
+        codecache._precompile_header.cache_clear()
+        variables = dict(zip(places, (folder, triton or os.path.join(folder, "triton")), strict=True))
+        stack.enter_context(environment(variables))
+        yield
+
+
+def _make_user_folder() -> str | None:
+    """Makes a folder in the user's cache; returns None unless only this user can change it."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve()
+        folder = cache / "ringspark" / f"compiled-{platform.node()}"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own = folder.lstat()
+        parents = [parent.lstat() for parent in folder.parents]
+    except (OSError, RuntimeError):
+        return None
+    private = stat.S_ISDIR(own.st_mode) and own.st_uid == os.getuid() and not own.st_mode & 0o077
+    # Whoever can rename a parent could put another folder in its place.
+    kept = all(
+        parent.st_uid in (0, os.getuid())
+        and (not parent.st_mode & stat.S_IWOTH or parent.st_mode & stat.S_ISVTX)
+        for parent in parents
+    )
+    return str(folder) if private and kept and os.access(folder, os.W_OK) else None

@@ -1,6 +1,6 @@
-"""What a run keeps of its data: the facts of a manifest without the list of files.
+"""The facts of a run's data: its manifest without the list of files.
 
-The shards of a fit without `runUri` are removed with its end, and their statistics would be lost with them.
+The shards of a fit without `runUri` are removed at its end, and the statistics would be lost with them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class SplitFacts:
     """Sizes of one split.
 
     Attributes:
-        row_groups: Number of row groups (of a table's file: of windows in them).
-        group_rows: Rows of the smallest, the median and the largest of them; empty without any.
+        row_groups: Number of row groups; for a table, of windows in its files' row groups.
+        group_rows: Rows of the smallest, the median and the largest row group; empty without any.
     """
 
     rows: int
@@ -34,7 +34,7 @@ class SplitFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnFacts:
-    """One column: its name, its kind in words and its Spark type."""
+    """The name of one column, its type in words and its Spark type."""
 
     name: str
     kind: str
@@ -46,9 +46,9 @@ class DataFacts:
     """Facts of one set of shards.
 
     Attributes:
-        splits: Those that hold rows, by name.
+        splits: Splits with rows, by name.
         stats: Split -> column name -> statistics.
-        is_table: Whether it is a table of another writer.
+        is_table: Whether another writer wrote it as a table.
     """
 
     uri: str
@@ -60,7 +60,6 @@ class DataFacts:
 
     @classmethod
     def of(cls, manifest: ShardManifest) -> DataFacts:
-        """Returns the facts of a manifest."""
         found = {split: manifest.select(split) for split in SPLITS}
         return cls(
             uri=manifest.uri,
@@ -78,12 +77,11 @@ class DataFacts:
         )
 
     def to_json(self) -> str:
-        """Returns the facts as JSON text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> DataFacts:
-        """Reads what `to_json` returned; raises ValueError if it is damaged."""
+        """Parses the result of `to_json`; raises ValueError if it is damaged."""
         return record(cls, parse_object(text))
 
 

@@ -1,4 +1,4 @@
-"""Gives a GPU's memory back at the end of a task, because Spark keeps its Python worker for other tasks."""
+"""Frees a GPU's memory at the end of a task, because Spark keeps its Python worker for other tasks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import torch
 
 
 def release_gpu() -> None:
-    """Frees tensors that only cycles of references hold, and torch's cache; CUDA's own context stays.
-
-    Without CUDA in this process it does nothing.
-    """
+    """Frees tensors in reference cycles and torch's cache; CUDA's own context stays."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         gc.collect()
-        # After an error of the device every call of CUDA raises, and that error matters more than this one.
+        # After a device error every CUDA call raises, and that error matters more than this one.
         with suppress(RuntimeError):
             torch.cuda.empty_cache()

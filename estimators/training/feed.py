@@ -1,4 +1,4 @@
-"""Turns NumPy columns of the reader into tensors on the device, in the dtypes that a network gets."""
+"""Converts the reader's NumPy columns to tensors on the device, in the dtypes that a network gets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ringspark.estimators.training.arguments import Layout, cut_rows
+from ringspark.estimators.training.arguments import InputLayout, slice_rows
 from ringspark.pipelines.kinds.base import BatchArray
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One rank's rows of one step; may have zero rows.
+    """One rank's rows of one step, possibly none.
 
     Attributes:
         inputs: One tensor per argument of `forward`, each (rows, ...), or as `arguments` describes it.
@@ -37,14 +37,14 @@ class Batch:
     inputs: tuple[torch.Tensor, ...]
     labels: tuple[torch.Tensor, ...]
     weight: torch.Tensor | None
-    layout: Layout = ()
+    layout: InputLayout = ()
 
     @property
     def num_rows(self) -> int:
         return int(self.labels[0].shape[0])
 
     def split(self, parts: int) -> list[Batch]:
-        """Cuts the batch into at most `parts` micro-batches that all have rows."""
+        """Splits the batch into at most `parts` micro-batches, none of them empty."""
         parts = max(1, min(parts, self.num_rows))
         if parts == 1:
             return [self]
@@ -53,7 +53,7 @@ class Batch:
         inputs: Sequence[Sequence[torch.Tensor]]
         if self.layout:
             ends = pairwise([0, *accumulate(len(part) for part in labels[0])])
-            inputs = [cut_rows(self.inputs, self.layout, start, stop) for start, stop in ends]
+            inputs = [slice_rows(self.inputs, self.layout, start, stop) for start, stop in ends]
         else:
             inputs = list(zip(*(torch.tensor_split(t, parts) for t in self.inputs), strict=True))
         return [
@@ -68,13 +68,12 @@ class Batch:
 
 
 def network_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """Returns the dtype in which a network gets a column, in training, in transform and in every check.
+    """Returns the dtype in which a network gets a column in training, in transform and in checks.
 
     Floating values and booleans become fp32, like the parameters. Integers become int64: in fp32 an id of
     16,777,217 would become 16,777,216, and int8 would overflow in a network's arithmetic.
 
-    Raises:
-        ValueError: Neither holds the values, as of complex numbers.
+    Raises ValueError if neither can hold the values, such as complex numbers.
     """
     kind = np.dtype(dtype).kind
     if kind not in "fbiu":
@@ -85,7 +84,7 @@ def network_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     return np.dtype(np.float32 if kind in "fb" else np.int64)
 
 
-def as_input(values: Array) -> Array:
+def to_network_input(values: Array) -> Array:
     """Returns the array in its `network_dtype`, contiguous and writeable."""
     return np.require(values, network_dtype(values.dtype), ["C", "W"])
 
@@ -95,13 +94,13 @@ def zeros(array: BatchArray, rows: int) -> torch.Tensor:
     return torch.from_numpy(np.zeros((rows, *array.shape), network_dtype(array.dtype)))
 
 
-def batches_on(
-    device: torch.device, columns: Iterable[dict[str, Array]], config: TrainConfig, layout: Layout = ()
+def move_batches(
+    device: torch.device, columns: Iterable[dict[str, Array]], config: TrainConfig, layout: InputLayout = ()
 ) -> Iterator[Batch]:
     """Yields the reader's batches on `device`, in order.
 
-    On a GPU each batch is copied, on a stream of its own, while the step before it computes. So one batch
-    more than that of the step is on the GPU, and the host waits for no copy.
+    On a GPU each batch is copied on a stream of its own during the step before it. So the GPU holds one more
+    batch than the step uses, and the host waits for no copy.
     """
     if device.type != "cuda":
         yield from (to_batch(columns_of, config, device, layout) for columns_of in columns)
@@ -113,48 +112,46 @@ def batches_on(
             batch = to_batch(columns_of, config, device, layout)
             copied = stream.record_event()
         if ahead is not None:
-            yield _arrived(*ahead, device)
+            yield _wait_for_copy(*ahead, device)
         ahead = batch, copied
     if ahead is not None:
-        yield _arrived(*ahead, device)
+        yield _wait_for_copy(*ahead, device)
 
 
-def _arrived(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
-    """Has the stream that computes wait for the copy of the batch."""
+def _wait_for_copy(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
+    """Lets the stream that computes wait for the copy of the batch."""
     current = torch.cuda.current_stream(device)
     current.wait_event(copied)
     tensors = (*batch.inputs, *batch.labels, *(() if batch.weight is None else (batch.weight,)))
     for tensor in tensors:
-        # Its memory is of the other stream, which must not reuse it before this one is done with it.
+        # Its memory belongs to the other stream, which must not reuse it before this stream has used it.
         tensor.record_stream(current)
     return batch
 
 
 def to_tensor(values: Array, device: torch.device) -> torch.Tensor:
-    """Returns one column on the device; a copy to a GPU is pinned and does not block.
-
-    torch keeps the pinned memory, and hands it out again once the copy from it has ended.
-    """
-    tensor = torch.from_numpy(as_input(values))
+    """Returns one column on the device. A copy to a GPU is pinned and does not block; torch reuses the pinned
+    memory after the copy."""
+    tensor = torch.from_numpy(to_network_input(values))
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
-    # A matrix product rounds otherwise where rows are not aligned, and a resumed reader cuts its blocks
-    # elsewhere: the copy lies as torch aligns all of its own tensors.
+    # A matrix product rounds differently if rows are not aligned, and a resumed reader may split its blocks
+    # elsewhere. The copy is aligned like all of torch's own tensors.
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def to_batch(
-    columns: dict[str, Array], config: TrainConfig, device: torch.device, layout: Layout = ()
+    columns: dict[str, Array], config: TrainConfig, device: torch.device, layout: InputLayout = ()
 ) -> Batch:
     """Returns the reader's columns as a batch on `device`."""
 
     def given(number: int, name: str) -> torch.Tensor:
         values = columns[name]
-        # The reader also says where the last row ends.
+        # The reader appends the end of the last row to the starts.
         return to_tensor(values[:-1] if layout and layout[number] == number else values, device)
 
     def label(name: str) -> torch.Tensor:
-        # Apart from an input of this column: a network or a transform may change its inputs in place.
+        # A copy if the column is also an input: a network or a transform may change its inputs in place.
         values = columns[name]
         return to_tensor(values.copy() if name in config.input_columns else values, device)
 

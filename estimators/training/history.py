@@ -1,7 +1,7 @@
-"""Writes and reads the small files of a run directory that show how far a training is.
+"""Writes and reads the small files of a run directory that show the progress of a training.
 
-`history.json` holds one entry per finished epoch, `progress.json` the present position. A reader never sees
-a part of one, so that anybody who can read the store can follow, even without reaching the driver.
+`history.json` has one entry per finished epoch, `progress.json` the present position. A reader never sees
+half a file, so anybody who can read the store can follow the training, even without reaching the driver.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ringspark.pipelines.typed_json import added, fit, parse, parse_object, reco
 
 _log = logging.getLogger(__name__)
 
-# Seconds between two writes of the position, because the store may be slow.
+# Seconds between two writes of the position; the store may be slow.
 PROGRESS_SECONDS = 0.5
 # Seconds to wait at the end for a write of the position.
 END_SECONDS = 5.0
@@ -30,17 +30,17 @@ END_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class EpochCost:
-    """What an epoch cost all ranks together; None where nobody knows.
+    """The cost of an epoch over all ranks; None if unknown.
 
     Attributes:
         training_seconds: Time without the validation.
-        bytes_sent: Bytes that the ranks sent to each other, counted as `Collective.bytes_sent` says.
+        bytes_sent: Bytes that the ranks sent to each other, counted as in `Collective.bytes_sent`.
         flops: Operations of the model for all rows, see `observation.epoch_meter`.
-        flops_utilization: Share of the operations that the devices could have done in the time.
-        energy_joules: Energy of the ranks' GPUs, or on processors of their hosts, see `observation.energy`.
-        communication_seconds: Time in which a rank had an operation over the collective under way, mean over
-            the ranks, from the steps that `observation.overlap` measures.
-        communication_hidden: Share of it in which the rank computed too, from 0 to 1.
+        flops_utilization: Share of the devices' peak operations in the time.
+        energy_joules: Energy of the ranks' GPUs, or on CPUs of their hosts, see `observation.energy`.
+        communication_seconds: Time in which a rank had a collective operation in progress, mean over the
+            ranks, from the steps that `observation.overlap` measures.
+        communication_hidden: Share of that time in which the rank also computed, from 0 to 1.
     """
 
     training_seconds: float
@@ -52,7 +52,7 @@ class EpochCost:
     communication_hidden: float | None = added(None)
 
     def row(self, rows: int) -> dict[str, Any]:
-        """Returns the columns of a table for an epoch of so many rows."""
+        """Returns the columns of a table for an epoch of `rows` rows."""
         seconds = self.training_seconds
         return asdict(self) | {
             "rows_per_second": rows / seconds if seconds > 0 else None,
@@ -62,7 +62,7 @@ class EpochCost:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientNoise:
-    """How much the gradients of single rows differ, as `observation.noise_scale` measures it.
+    """The spread of the rows' gradients, as `observation.noise_scale` measures it.
 
     Attributes:
         variance: Trace of the covariance of a row's gradient.
@@ -90,9 +90,9 @@ class GradientNoise:
 class EpochRecord:
     """One finished epoch; losses are means per row (per unit of weight) over all ranks.
 
-    `skipped_steps`, a part of `steps`, changed no weights: their gradients overflowed in fp16, or were not
-    finite with onNonFinite 'skip'. If a loss of a skipped step was not finite on some rank, `train_loss`
-    leaves out all rows of that step, and metrics leave out its rows with outputs that are not finite.
+    `skipped_steps` of the `steps` changed no weights: their gradients overflowed in fp16, or were not finite
+    with onNonFinite 'skip'. If a loss of a skipped step was not finite on some rank, `train_loss` leaves out
+    all rows of that step, and metrics leave out its rows with outputs that are not finite.
     """
 
     epoch: int
@@ -104,13 +104,13 @@ class EpochRecord:
     validation_loss: float | None
     skipped_steps: int = added(0)
     metrics: dict[str, float] = field(default_factory=dict)
-    """`train_...` and `validation_...`: the chosen metrics, and each label's loss if there are several."""
+    """`train_...` and `validation_...`: the metrics, and each label's loss if there are several."""
     cost: EpochCost | None = added(None)  # noqa: RUF009
-    """None in a history of before it was measured."""
+    """None in a history from before it was measured."""
     noise: GradientNoise | None = added(None)  # noqa: RUF009
-    """None where noiseScale is not set, or no step was measured."""
+    """None if noiseScale is not set, or no step was measured."""
     batch_size: int | None = added(None)
-    """Rows of a whole step of this epoch; None in a history of before it could change."""
+    """Rows of a whole step of this epoch; None in a history from before it could change."""
 
     def value(self, name: str) -> float:
         """Returns the loss or metric called `name`; NaN if the epoch has none."""
@@ -126,7 +126,7 @@ class EpochRecord:
         return values | self._columns() | metrics
 
     def known_costs(self) -> dict[str, float]:
-        """Returns the columns of the cost and of the noise that are known."""
+        """Returns the known columns of the cost and the noise."""
         return {name: float(value) for name, value in self._columns().items() if value is not None}
 
     def _columns(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class EpochRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class TrainingProgress:
     """The present position: `step` of `num_steps` optimizer steps over the whole training."""
 
     epoch: int
@@ -170,13 +170,13 @@ class RunLog:
 
     @property
     def wants_progress(self) -> bool:
-        """Whether the position was not written for some time, and no write of it is under way."""
+        """Whether the last write of the position is some time ago, and none is in progress."""
         if not self._writes or time.monotonic() - self._last_progress < PROGRESS_SECONDS:
             return False
         return self._showing is None or not self._showing.is_alive()
 
-    def progress(self, progress: Progress) -> None:
-        """Writes the position in a thread of its own, if the log wants it now."""
+    def write_progress(self, progress: TrainingProgress) -> None:
+        """Writes the position in a thread, if the log wants it now."""
         if not self.wants_progress:
             return
         self._last_progress = time.monotonic()
@@ -185,17 +185,17 @@ class RunLog:
         )
         self._showing.start()
 
-    def _show(self, progress: Progress) -> None:
+    def _show(self, progress: TrainingProgress) -> None:
         with suppress(OSError):
             self._write(run_layout.PROGRESS, asdict(progress))
 
-    def epoch(self, record: EpochRecord) -> None:
+    def add_epoch(self, record: EpochRecord) -> None:
         self.history.append(record)
         if self._writes:
             try:
                 self._write(run_layout.HISTORY, [asdict(r) for r in self.history])
             except OSError as error:
-                _log.warning("the history was not written (%s); the training goes on without it", error)
+                _log.warning("the history was not written (%s); training continues without it", error)
 
     def restore(self, history: Sequence[EpochRecord]) -> None:
         """Continues after these epochs and forgets later ones of a failed attempt."""
@@ -208,11 +208,7 @@ class RunLog:
 
 
 def read_history(run_uri: str) -> list[EpochRecord]:
-    """Returns the epochs finished so far; empty before the first.
-
-    Raises:
-        ValueError: The file is damaged.
-    """
+    """Returns the finished epochs; empty before the first. Raises ValueError if the file is damaged."""
     uri = storage.join(run_uri, run_layout.HISTORY)
     if not storage.exists(uri):
         return []
@@ -226,13 +222,9 @@ def parse_history(text: bytes) -> list[EpochRecord]:
     return records
 
 
-def read_progress(run_uri: str) -> Progress | None:
-    """Returns the present position, None before the first step.
-
-    Raises:
-        ValueError: The file is damaged.
-    """
+def read_progress(run_uri: str) -> TrainingProgress | None:
+    """Returns the present position, None before the first step. Raises ValueError if the file is damaged."""
     uri = storage.join(run_uri, run_layout.PROGRESS)
     if not storage.exists(uri):
         return None
-    return record(Progress, parse_object(storage.read_bytes(uri)))
+    return record(TrainingProgress, parse_object(storage.read_bytes(uri)))

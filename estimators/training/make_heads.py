@@ -21,8 +21,8 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.pipelines import ShardManifest
 
 
-def with_outputs(config: TrainConfig, widths: Sequence[int]) -> TrainConfig:
-    """Returns the config with the widths of the network's outputs, and with names for losses "auto"."""
+def set_outputs(config: TrainConfig, widths: Sequence[int]) -> TrainConfig:
+    """Returns the config with the widths of the network's outputs, and with "auto" losses resolved."""
     losses = tuple(
         default_loss(config.task, width) if name == "auto" else name
         for name, width in zip(config.losses, widths, strict=True)
@@ -33,26 +33,23 @@ def with_outputs(config: TrainConfig, widths: Sequence[int]) -> TrainConfig:
 def make_heads(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest | None = None
 ) -> tuple[Head, ...]:
-    """Returns the heads, in the order of the labels.
+    """Returns the heads, in the order of the labels; raises ValueError if a metric fits no label.
 
     Args:
-        config: Result of `with_outputs`. The memory planner's config has no widths; each counts as 1.
+        config: Result of `set_outputs`. The memory planner's config has no widths; each counts as 1.
         manifest: Holds the range of the labels. Without it, no row counts as ignored.
-
-    Raises:
-        ValueError: A metric suits no label.
     """
     per_row = {metric.name: metric.per_row for metric in config.own_metrics}
     own = {name: (metric, per_row.get(name, False)) for name, metric in objects.metrics.items()}
     heads = []
     for index, (label, weight) in enumerate(zip(config.label_columns, config.loss_weights, strict=True)):
         head = Head(label=label, loss=objects.loss(config, index), weight=weight, own_metrics=own)
-        heads.append(replace(head, metrics=_metrics_of(head, config, objects.metrics)))
+        heads.append(replace(head, metrics=_select_metrics(head, config, objects.metrics)))
     for name in config.metrics:
         if not any(name in head.metrics for head in heads):
             task = get_task(objects.metrics.get(name, name))
             raise ValueError(
-                f"metrics {name!r} is of a {task} and suits none of the losses "
+                f"metrics {name!r} is of a {task} and fits none of the losses "
                 f"{list(config.losses)}; drop it or set loss"
             )
     return settle_heads(heads, config, objects, manifest)
@@ -70,13 +67,13 @@ def settle_heads(
         loss = objects.loss(config, index)
         ignored = None
         if manifest is not None:
-            ignored = ignored_label(resolve_loss(loss), manifest.range_of(head.label))
+            ignored = find_ignored_label(resolve_loss(loss), manifest.range_of(head.label))
         settled.append(replace(head, loss=loss, width=width, ignored=ignored))
     return tuple(settled)
 
 
-def _metrics_of(head: Head, config: TrainConfig, own: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the metrics of classes if the loss takes classes, else of values; all for a callable."""
+def _select_metrics(head: Head, config: TrainConfig, own: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the metrics of the loss's task; all for a callable."""
     task = config.task
     if task == "any" and isinstance(head.loss, str | nn.Module):
         task = "classification" if head.takes_classes else "regression"
@@ -85,11 +82,11 @@ def _metrics_of(head: Head, config: TrainConfig, own: Mapping[str, Any]) -> tupl
     return tuple(name for name in config.metrics if get_task(own.get(name, name)) in (None, task))
 
 
-def ignored_label(loss: RowLoss, label_range: tuple[float, float] | None = None) -> int | None:
-    """Returns the class number of rows that the loss and the metrics ignore; None if there is none.
+def find_ignored_label(loss: RowLoss, label_range: tuple[float, float] | None = None) -> int | None:
+    """Returns the class number of rows that the loss and metrics ignore, or None.
 
     Args:
-        label_range: Smallest and largest label of all rows, if known. No row has a number outside of it.
+        label_range: Smallest and largest label of all rows, if known; no row has a number outside of it.
     """
     inner = loss.member if isinstance(loss, MemberLoss) else loss
     if not isinstance(inner, ClassLoss):

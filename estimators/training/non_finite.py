@@ -1,10 +1,10 @@
-"""Finds steps whose loss or gradient is not finite, alike on every rank, and handles them.
+"""Finds steps whose loss or gradient is not finite, equally on every rank, and handles them.
 
-- 'stop': each rank checks its own losses, on a GPU without waiting for them. The training ends with an
-  error that names epoch, step and rank: on a CPU in the step, on a GPU at the epoch's end or before the
-  next checkpoint.
-- 'skip' and 'rollback': no rank takes the step. A loss that is not finite makes its gradients and their
-  sum over the ranks not finite, so the check of the summed gradients finds both on every rank.
+- 'stop': each rank checks its own losses, on a GPU without waiting for them. The training ends with an error
+  that names epoch, step and rank: on a CPU in the step, on a GPU at the epoch's end or before the next
+  checkpoint.
+- 'skip' and 'rollback': no rank takes the step. A loss that is not finite makes its gradients and their sum
+  over the ranks not finite, so a check of the summed gradients finds both on every rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 Action = Literal["skipped", "rolled back"]
 
-# Number of steps that a result and a checkpoint report; the log has all.
+# Number of steps that a result and a checkpoint report; all are logged.
 MAX_REPORTED = 20
 
 _NEVER = torch.iinfo(torch.int64).max
@@ -48,7 +48,7 @@ class NonFiniteStep:
 
 
 class RollBackError(Exception):
-    """Unwinds the loop so that the last checkpoint is loaded; never leaves the trainer."""
+    """Unwinds the loop, so that the last checkpoint is loaded; never leaves the trainer."""
 
     def __init__(self, found: NonFiniteStep) -> None:
         super().__init__(str(found))
@@ -56,55 +56,51 @@ class RollBackError(Exception):
 
 
 class FirstBadLoss:
-    """Notes the first step of a rank whose loss is not finite.
+    """Keeps the first step of a rank whose loss is not finite.
 
     Attributes:
-        at_once: Whether `step` can be read after each step without waiting for the device.
+        is_immediate: Whether `step` can be read after each step without waiting for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.at_once = device.type == "cpu"
+        self.is_immediate = device.type == "cpu"
         self._first = torch.full((), _NEVER, dtype=torch.int64, device=device)
-        self._first_at_once = _NEVER
+        self._first_immediate = _NEVER
 
-    def note(self, losses: torch.Tensor, step: int) -> None:
+    def check(self, losses: torch.Tensor, step: int) -> None:
         """Checks the losses of one step, (num_losses,), without waiting for the device."""
-        if not self.at_once:
+        if not self.is_immediate:
             self._first = torch.minimum(self._first, torch.where(losses.isfinite().all(), _NEVER, step))
         elif not all(map(math.isfinite, losses.numpy().tolist())):  # torch's own tolist copies each number
-            self._first_at_once = min(self._first_at_once, step)
+            self._first_immediate = min(self._first_immediate, step)
 
     @property
     def step(self) -> int | None:
-        """The noted step, or None; waits for the device."""
-        first = self._first_at_once if self.at_once else int(self._first)
+        """The first bad step, or None; waits for the device."""
+        first = self._first_immediate if self.is_immediate else int(self._first)
         return None if first == _NEVER else first
 
     def reset(self) -> None:
-        """Forgets the noted step."""
         self._first.fill_(_NEVER)
-        self._first_at_once = _NEVER
+        self._first_immediate = _NEVER
 
 
 def raise_first_bad(epoch: int, first_bad: Sequence[int], advice: str) -> None:
-    """Ends a training if a rank noted a loss that is not finite.
+    """Raises FloatingPointError, with epoch, step and rank, if a rank had a loss that is not finite.
 
     Args:
-        first_bad: For each rank the step in the epoch, from 1; 0 if there was none.
-
-    Raises:
-        FloatingPointError: A rank did; the error names epoch, step and rank.
+        first_bad: The step in the epoch per rank, from 1; 0 for none.
     """
-    noted = [(step, rank) for rank, step in enumerate(first_bad) if step]
-    if noted:
-        step, rank = min(noted)
+    found = [(step, rank) for rank, step in enumerate(first_bad) if step]
+    if found:
+        step, rank = min(found)
         raise FloatingPointError(
             f"the training loss is not finite in epoch {epoch}, step {step} on rank {rank}; lower "
             f"learningRate, set maxGradNorm, scale the features, or set onNonFinite='skip'{advice}"
         )
 
 
-def poisoned(loss: torch.Tensor) -> torch.Tensor:
+def poison(loss: torch.Tensor) -> torch.Tensor:
     """Returns a loss whose gradients are NaN if it is not finite; does not wait for the device."""
     factor = torch.where(loss.detach().isfinite(), 1.0, math.nan)
     return loss * factor

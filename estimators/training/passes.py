@@ -1,4 +1,4 @@
-"""The passes of a step, wherever the network's blocks are: all here, or in the stages of a pipeline."""
+"""The passes of a step: of a network that this rank has whole, or of its pipeline stages."""
 
 from __future__ import annotations
 
@@ -18,12 +18,19 @@ from ringspark.estimators.parallel.model.tensor import PartialGradients
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.sums import MicroBatchOutput
 from ringspark.estimators.training.precision import autocast
-from ringspark.estimators.training.step import Recipe, forward, forward_backward, judged, of_layers, scaled
+from ringspark.estimators.training.step import (
+    Recipe,
+    compute_losses,
+    forward,
+    forward_backward,
+    scale_loss,
+    sum_layer_losses,
+)
 from ringspark.models.outputs import as_outputs
 from ringspark.models.reports import Reports, collect_reports
 
-# Gets the number of a micro-batch, how many there are, and the micro-batch.
 Counting = Callable[[Batch], AbstractContextManager[None]]
+# Gets the number of a micro-batch, their count, and its rows.
 Measure = Callable[[int, int, int], None]
 
 
@@ -31,7 +38,7 @@ class Passes(Protocol):
     """Forward and backward passes over the rows of one rank.
 
     Attributes:
-        steps_under_way: Number of steps whose gradients are still to come; see `drain`.
+        steps_under_way: Number of steps whose gradients are still in flight; see `drain`.
     """
 
     @property
@@ -50,31 +57,31 @@ class Passes(Protocol):
         Args:
             micro_batches: Each of at least one row; empty if this rank has none in this step.
             divisor: See `step.global_weights`.
-            inputs: The network's arguments for all of them; their shapes and dtypes, where there are none.
+            inputs: The network's arguments for all rows; their shapes and dtypes, if there are no rows.
             keeps_outputs: Whether outputs and labels are kept for metrics.
 
         Returns:
-            What was seen of each micro-batch here; losses of 0 rows where they are on another rank.
+            The results of each micro-batch on this rank; losses of 0 rows if another rank has them.
         """
 
     def drain(self) -> None:
-        """Adds the gradients of one step that are still to come; a step of the optimizer follows each."""
+        """Adds the gradients in flight of one step; an optimizer step follows each call."""
 
     def settle(self) -> None:
-        """Makes what several ranks have of one parameter equal, to the bit. Runs on every rank."""
+        """Makes parameters that several ranks share equal, bitwise. Runs on every rank."""
 
     def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[MicroBatchOutput]:
         """Computes the losses of rows without gradients; returns like `train`."""
 
     def evaluate_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Takes part in an evaluation of a micro-batch of which this rank has no rows."""
+        """Takes part in the evaluation of a micro-batch of which this rank has no rows."""
 
-    def shared(self, values: dict[str, float]) -> dict[str, float]:
+    def share(self, values: dict[str, float]) -> dict[str, float]:
         """Returns the values of the ranks that have the losses. Runs on every rank."""
 
 
 class WholePasses:
-    """The passes of a rank that has all blocks, or a part of each."""
+    """The passes of a rank that has all layers, or a shard of each."""
 
     steps_under_way = 0
 
@@ -86,12 +93,12 @@ class WholePasses:
         measure: Measure,
         partial_gradients: PartialGradients | None = None,
     ) -> None:
-        """Stands before the first step.
+        """Stores the settings.
 
         Args:
             counting: Returns a context for the passes of a micro-batch.
-            measure: Called after each micro-batch with its number from 1, their number, and its rows.
-            partial_gradients: Gradients of which the ranks of one copy have parts; None for none.
+            measure: Called after each micro-batch with its number from 1, their count, and its rows.
+            partial_gradients: Gradients that are partial sums on the ranks of one replica; None for none.
         """
         self._recipe, self._sync = recipe, sync
         self._counting, self._measure = counting, measure
@@ -108,12 +115,12 @@ class WholePasses:
         if not micro_batches:
             with self._recipe.timeline.span("backward"):
                 self._sync.backward_without_rows(inputs)
-        seen, count = [], len(micro_batches)
+        results, count = [], len(micro_batches)
         for number, micro_batch in enumerate(micro_batches, 1):
-            # Gradients must not leave for other copies before they are whole in this one.
+            # Gradients must not be sent to other replicas before they are complete in this one.
             last = number == count and self._partial is None
             with self._sync.micro_batch(last=last), self._counting(micro_batch):
-                seen.append(
+                results.append(
                     forward_backward(
                         self._recipe, self._sync, micro_batch, divisor, keeps_outputs=keeps_outputs
                     )
@@ -122,7 +129,7 @@ class WholePasses:
         if self._partial is not None and count:
             with self._recipe.timeline.span("exchange"), backward_errors():
                 self._partial.add()
-        return seen
+        return results
 
     def drain(self) -> None:
         return
@@ -138,16 +145,15 @@ class WholePasses:
         with backward_errors():
             self._sync.forward_without_rows(inputs)
 
-    def shared(self, values: dict[str, float]) -> dict[str, float]:
+    def share(self, values: dict[str, float]) -> dict[str, float]:
         return values
 
 
 class PipelinedPasses:
-    """The passes of a rank that has some blocks; the losses are on the rank that has the last ones.
+    """The passes of a rank with some pipeline stages; the losses are on the rank with the last layers.
 
-    What a layer adds to the loss is differentiated by the stage that has it. Where experts serve other copies
-    of the network, every copy runs as many micro-batches as any of them has, in the same order, and those
-    that it lacks without rows.
+    A stage differentiates the losses that its own layers add. If experts serve other replicas of the network,
+    all replicas run equally many micro-batches in the same order, some of them without rows.
     """
 
     def __init__(self, recipe: Recipe, sync: GradientSync, pipeline: PipelinePasses, mesh: RankMesh) -> None:
@@ -155,7 +161,7 @@ class PipelinedPasses:
         self._axis = mesh.axes["pipeline"]
         self._autocast = partial(autocast, recipe.config.precision, recipe.device)
         self._rounds = recipe.config.gradient_accumulation if mesh.sizes["expert"] > 1 else 0
-        # What the layers of a stage added in its newest forward pass.
+        # Losses and counts of this rank's layers in the newest forward pass.
         self._reports = Reports()
         pipeline.module = sync.module
 
@@ -171,44 +177,46 @@ class PipelinedPasses:
         inputs: Sequence[torch.Tensor],
         keeps_outputs: bool,
     ) -> list[MicroBatchOutput]:
-        recipe, seen = self._recipe, []
+        recipe, results = self._recipe, []
 
         def loss(outputs: Any, index: int) -> torch.Tensor:
             if index >= len(micro_batches):
-                return _of_nothing([*as_outputs(outputs), *self._reports.losses])
+                return _sum_nothing([*as_outputs(outputs), *self._reports.losses])
             batch = micro_batches[index]
-            losses, own = judged(
+            losses, own = compute_losses(
                 recipe, self._sync.network, outputs, batch, self._reports, keeps_outputs=keeps_outputs
             )
-            seen.append(own)
-            return scaled(recipe, self._sync, losses, divisor)
+            results.append(own)
+            return scale_loss(recipe, self._sync, losses, divisor)
 
-        def added(index: int) -> torch.Tensor | None:
+        def layer_loss(index: int) -> torch.Tensor | None:
             reports = self._reports
             if index >= len(micro_batches):
-                return _of_nothing(reports.losses) if reports.losses else None
+                return _sum_nothing(reports.losses) if reports.losses else None
             if reports.counts:
-                seen.append(self._seen_elsewhere(reports))
+                results.append(self._make_result(reports))
             if not reports.losses:
                 return None
-            return scaled(recipe, self._sync, of_layers(recipe, reports, micro_batches[index]), divisor)
+            return scale_loss(
+                recipe, self._sync, sum_layer_losses(recipe, reports, micro_batches[index]), divisor
+            )
 
         arguments = [batch.inputs for batch in micro_batches]
         arguments += [self._without_rows(inputs)] * (self._rounds - len(arguments))
-        # The gradients of all micro-batches add up first: no bucket is complete before the last one's.
+        # The gradients of all micro-batches add up first: no bucket is complete before the last one.
         with recipe.timeline.span("backward"), backward_errors(), self._sync.micro_batch(last=False):
             try:
-                self._pipeline.train(arguments, loss, self._collecting, added)
+                self._pipeline.train(arguments, loss, self._collecting, layer_loss)
             finally:
-                self._reports = Reports()  # which holds a graph
-        return seen
+                self._reports = Reports()  # releases the graph
+        return results
 
     def drain(self) -> None:
         with backward_errors():
             self._pipeline.drain()
 
     def settle(self) -> None:
-        # Sums over many rows' ranks may round otherwise in the stages that share a parameter.
+        # Sums over many rows may round differently in the stages that share a parameter.
         with backward_errors():
             self._pipeline.share_ties()
 
@@ -217,9 +225,13 @@ class PipelinedPasses:
             outputs = self._pipeline.evaluate(micro_batch.inputs, self._autocast)
             self._pipeline.finish()
         if not self._pipeline.has_outputs:
-            return [self._seen_elsewhere(reports)]
+            return [self._make_result(reports)]
         network = self._sync.network
-        return [judged(self._recipe, network, outputs, micro_batch, reports, keeps_outputs=keeps_outputs)[1]]
+        return [
+            compute_losses(self._recipe, network, outputs, micro_batch, reports, keeps_outputs=keeps_outputs)[
+                1
+            ]
+        ]
 
     def evaluate_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
         if self._rounds:
@@ -227,19 +239,19 @@ class PipelinedPasses:
                 self._pipeline.evaluate(self._without_rows(inputs), self._autocast)
                 self._pipeline.finish()
 
-    def shared(self, values: dict[str, float]) -> dict[str, float]:
+    def share(self, values: dict[str, float]) -> dict[str, float]:
         mine = json.dumps(values).encode() if self._pipeline.has_outputs else b""
         found: dict[str, float] = json.loads(gather_bytes(self._axis, mine)[0])
         return found
 
     @contextmanager
     def _collecting(self) -> Iterator[None]:
-        """Wraps the forward pass of a stage."""
+        """Returns the context of a stage's forward pass."""
         with self._autocast(), collect_reports() as self._reports:
             yield
 
-    def _seen_elsewhere(self, reports: Reports) -> MicroBatchOutput:
-        """Returns what a stage knows that does not see the losses."""
+    def _make_result(self, reports: Reports) -> MicroBatchOutput:
+        """Returns the result of a stage that does not see the losses."""
         losses = torch.zeros(self._recipe.criterion.num_losses, device=self._recipe.device)
         return MicroBatchOutput(losses, 0.0, [], reports.counts)
 
@@ -247,6 +259,6 @@ class PipelinedPasses:
         return tuple(values[:0] for values in inputs)
 
 
-def _of_nothing(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns a sum of no numbers: its gradients are zeros, and those of other ranks' rows pass as well."""
+def _sum_nothing(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns 0 with zero gradients, through which gradients of other ranks' rows pass."""
     return torch.stack([value.float().sum() for value in values]).sum()

@@ -1,4 +1,4 @@
-"""Holds the phase that a rank is in, for the error message if it stops there."""
+"""The phase that a rank is in, for the error message if it stops there."""
 
 from __future__ import annotations
 
@@ -27,15 +27,11 @@ class Status:
         self._phase = value
 
     def tick(self) -> None:
-        """Notes progress within a phase.
-
-        Raises:
-            WorkerStoppedError: `stop` was called.
-        """
+        """Counts a sign of progress within a phase. Raises WorkerStoppedError after `stop`."""
         if self._stop is not None:
             raise WorkerStoppedError(self._stop)
         self.ticks += 1
 
     def stop(self, reason: str) -> None:
-        """Ends the work at its next sign of progress; may be called from any thread."""
+        """Ends the work at its next sign of progress; can be called from any thread."""
         self._stop = reason

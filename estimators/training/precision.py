@@ -1,15 +1,16 @@
 """Mixed precision by autocast: parameters, gradients and optimizer state stay fp32.
 
-After Narang, Micikevicius et al. 2018, "Mixed Precision Training". A user has to know:
+After Narang, Micikevicius et al. 2018, "Mixed Precision Training":
 
-- bf16 has the exponent range of fp32 and needs no loss scaling; fp16 does not, so its loss is scaled,
-  and a step whose gradients overflow is skipped. The scale halves with every skipped step and doubles
-  after `growth_interval` steps without one.
-- All ranks skip the same steps, which keeps their scales equal. With data parallelism the check comes
-  after the gradients are summed, so all ranks see the same numbers. If each rank has only its part
-  (sharded gradients), `combine` takes the maximum of their flags.
-- A skipped step counts for the schedule, the progress and the callbacks, which follow the data; the
-  optimizer's own count, as in Adam's bias correction, does not change.
+- bf16 has the exponent range of fp32 and needs no loss scaling. fp16 needs it, and a step whose gradients
+  overflow is skipped. The scale halves with every skipped step and doubles after `growth_interval` steps
+  without one.
+- All ranks skip the same steps, so their scales stay equal. With data parallelism the check comes after the
+  gradients are summed, so all ranks see the same numbers. With gradient shards, `combine` takes the maximum
+  of the ranks' flags.
+- A skipped step counts for the schedule, the progress and the callbacks, which follow the data. The
+optimizer's
+  own count, as in Adam's bias correction, does not change.
 - Losses and normalisation layers compute in fp32.
 """
 
@@ -25,7 +26,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Below this scale, gradients do not overflow because of the scale, and small gradients are lost.
+# Below this scale, overflows are not caused by the scale, and small gradients are lost.
 MIN_SCALE = 2.0**-10
 
 # Batch and instance normalisation derive from `_NormBase`.
@@ -42,16 +43,16 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 def keep_norms_fp32(module: nn.Module) -> None:
     """Makes the module's normalisation layers compute in fp32 under autocast, on every device.
 
-    Autocast on CPU passes them 16-bit values, and LayerNorm then keeps its mean and deviation in 16 bits
-    for the backward pass; autocast on CUDA promotes some of them. Here the input becomes fp32, and so do
-    statistics, arithmetic and gradients. The output returns to the input's dtype, so that later layers see
-    no other dtypes and save no more bytes. Layers whose parameters are in 16 bits, and functions that the
-    module calls directly (`functional.layer_norm`), are not changed.
+    Autocast on CPU passes them 16-bit values, and LayerNorm then keeps its mean and deviation in 16 bits for
+    the backward pass; autocast on CUDA promotes some of them. Here input, statistics, arithmetic and
+    gradients are fp32. The output returns to the input's dtype, so that later layers see no other dtypes and
+    save no more bytes. Layers with 16-bit parameters, and functions that the module calls directly
+    (`functional.layer_norm`), are not changed.
     """
     for layer in module.modules():
         if isinstance(layer, NORMS):
             layer.register_forward_pre_hook(_to_fp32)
-            layer.register_forward_hook(_to_dtype_before)
+            layer.register_forward_hook(_restore_dtype)
 
 
 def _to_fp32(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -67,7 +68,7 @@ def _to_fp32(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | Non
     return (values.float(), *inputs[1:])
 
 
-def _to_dtype_before(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+def _restore_dtype(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
     dtype = layer._ringspark_dtype
     return output.to(dtype) if isinstance(dtype, torch.dtype) else output
 
@@ -75,13 +76,13 @@ def _to_dtype_before(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> 
 class LossScaler:
     """Scales the loss dynamically if the precision needs it, else does nothing. One per rank.
 
-    The calls of a step, on every rank: `scale` and a backward pass per micro-batch; then, once the
-    gradients are those of the whole step, `unscale` if they are read, `step`, `update`. torch's scaler does
-    the arithmetic. `step` reads one number from the device, as torch's own does.
+    The calls of a step, on every rank: `scale` and a backward pass per micro-batch; then, with the gradients
+    of the whole step, `unscale` if they are read, `step`, `update`. torch's scaler does the arithmetic.
+    `step` reads one number from the device, like torch's.
 
     Attributes:
         skipped: Whether the last step was skipped.
-        skipped_steps: Number of steps skipped so far.
+        skipped_steps: Number of skipped steps.
     """
 
     def __init__(
@@ -97,8 +98,8 @@ class LossScaler:
         """Stores the settings.
 
         Args:
-            combine: Returns the maximum of a tensor (1,) over all ranks. All ranks call it once per step,
-                because they hold different gradients or losses. Unused if no step is ever skipped.
+            combine: Returns the maximum of a tensor (1,) over all ranks; all ranks call it once per step if
+                they hold different gradients or losses. Unused if no step is ever skipped.
             guards: Whether steps whose gradients are not finite are skipped in other precisions too, at a
                 fixed scale of 1.
         """
@@ -109,49 +110,48 @@ class LossScaler:
         self._device = device
         self._combine = combine
         self._bad_loss = torch.zeros(1, device=device)  # above 0 if a loss of this step is not finite
-        self._overflow: torch.Tensor | None = None  # this step's flags once known; above 0 after an overflow
+        self._overflow: torch.Tensor | None = None  # this step's flag once known; above 0 after an overflow
         self._scaler = torch.amp.GradScaler(
             device.type,
             enabled=self.enabled,
             init_scale=init_scale if self._scales else 1.0,
             growth_interval=growth_interval,
         )
-        # torch's scaler makes its tensors at the first loss, and a rank without rows has no loss.
+        # torch's scaler makes its tensors at the first loss, but a rank without rows has no loss.
         self._scaler.scale(torch.zeros((), device=device))
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns the loss to differentiate."""
         return self._scaler.scale(loss)
 
-    def note_loss(self, losses: torch.Tensor) -> None:
+    def check_loss(self, losses: torch.Tensor) -> None:
         """Makes all ranks skip this step if a loss is not finite; does not wait for the device.
 
-        Gradients alone do not suffice: they may be finite, for example if the rows reach no parameter.
+        Checking gradients is not enough: they may be finite, for example if the rows reach no parameter.
         """
         self._bad_loss += (~losses.isfinite()).any()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Brings the gradients to their true size; a second call in one step does nothing."""
+        """Divides the gradients by the scale; a second call in one step does nothing."""
         if not self.enabled or self._overflow is not None:
             return
         self._scaler.unscale_(optimizer)
         found: dict[Any, torch.Tensor] = self._scaler._found_inf_per_device(optimizer)
-        # A rank whose part of the gradients is empty has no flag, but still takes part in `combine`.
+        # A rank with an empty gradient shard has no flag, but still takes part in `combine`.
         total = self._bad_loss.clone()
         for flag in found.values():
             total += flag.to(self._device)
         if self._combine is not None:
             total = self._combine(total)
         self._overflow = total[0]
-        # The `update` of torch's scaler reads this.
+        # `update` of torch's scaler reads this.
         found.clear()
         found[self._device] = self._overflow
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lets the optimizer take its step, unless the gradients overflowed.
+        """Steps the optimizer, unless the gradients overflowed.
 
-        Raises:
-            FloatingPointError: They overflowed, and a smaller scale would not help; raised on every rank.
+        Raises FloatingPointError on every rank if they overflowed and a smaller scale would not help.
         """
         if not self.enabled:
             optimizer.step()
@@ -188,30 +188,26 @@ class LossScaler:
 
     @property
     def advice(self) -> str:
-        """The words about skipped steps in the message about a loss that is not finite."""
+        """The end of messages about a loss that is not finite: the skipped steps."""
         if not self.skipped_steps or not self._scales:
             return ""
         return f"; {self.skipped_steps} steps were skipped in fp16, which ends at 65504: set precision='bf16'"
 
     def check_trained(self, num_steps: int) -> None:
-        """Refuses a training that skipped all its steps.
-
-        Raises:
-            FloatingPointError: All of `num_steps` were skipped; raised on every rank.
-        """
+        """Raises FloatingPointError, on every rank, if all of `num_steps` steps were skipped."""
         if num_steps and self.skipped_steps == num_steps and not self._scales:
             raise FloatingPointError(
-                f"onNonFinite 'skip' trains by the steps whose loss and gradients are finite, and none of "
-                f"{num_steps} was; lower learningRate, or look for rows that are not finite"
+                f"onNonFinite 'skip' trains by the steps with finite loss and gradients, but none of "
+                f"{num_steps} was finite; lower learningRate, or look for rows that are not finite"
             )
         if num_steps and self.skipped_steps == num_steps:
             raise FloatingPointError(
-                f"precision 'fp16' trains by the steps that do not overflow, and all {num_steps} did, at "
+                f"precision 'fp16' trains by the steps that do not overflow, but all {num_steps} did, at "
                 f"loss scales down to {self.current_scale:g}; train for more steps, or set precision='bf16'"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the numbers that `load_state_dict` restores; empty if no step is ever skipped."""
+        """Returns the numbers for `load_state_dict`; empty if no step is ever skipped."""
         if not self.enabled:
             return {}
         scaling = self._scaler.state_dict() if self._scales else {}

@@ -1,9 +1,9 @@
-"""The file of the run's folder that keeps what one rank printed: `logs/rank-<k>.txt`.
+"""The file of a run directory with the output of one rank: `logs/rank-<k>.txt`.
 
-It holds a line of its own for each start of the rank, then what that start wrote to standard output and
-standard error, by Python or by a native library. Its size is bounded: of the present start the first and the
-last part are kept (see `launch.witness`), of the earlier ones the end. Nothing is added to what the rank
-printed but its host, process and time, so a secret is in it only if the user's code printed one.
+It holds one header line per start of the rank, then what that start wrote to standard output and standard
+error, from Python or native libraries. Its size is bounded: of the present start the first and last part are
+kept (see `launch.witness`), of earlier starts the end. Only host, process and time are added, so it contains
+a secret only if the user's code printed one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from contextlib import suppress
 from ringspark.estimators import run_layout
 from ringspark.pipelines import storage
 
-# How much of what earlier starts printed is kept.
+# Bytes kept of earlier starts.
 EARLIER_BYTES = 1 << 16
-# Lines of a failed rank in the driver's error, and the characters of each.
+# Lines of a failed rank in the driver's error, and the characters per line.
 _LAST_LINES = 10
 _LINE_CHARACTERS = 1000
 
@@ -25,27 +25,26 @@ _FILE = re.compile(r"rank-(\d+)\.txt")
 _START = re.compile(r"=== rank \d+ on (\S+), process \d+, started [\d: -]+ UTC \((\S+)\) ===")
 
 
-def start_name(token: str, launch: int) -> str:
-    """Returns what tells one start of a run's ranks from the others."""
+def name_start(token: str, launch: int) -> str:
+    """Returns a name that identifies one start of a run's ranks."""
     return f"{token[:8]}.{launch}"
 
 
-def start_line(rank: int, host: str, pid: int, start: str) -> str:
-    """Returns the line above what a start of a rank printed."""
+def format_start(rank: int, host: str, pid: int, start: str) -> str:
+    """Returns the header line of a start."""
     now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
     return f"=== rank {rank} on {host or 'unknown'}, process {pid}, started {now} UTC ({start}) ==="
 
 
 def died_uri(run_uri: str, rank: int) -> str:
-    """Returns the file in which the witness of a rank that has died says that it has stored everything."""
+    """Returns the file in which the log process of a dead rank says that it has stored everything."""
     return storage.join(run_uri, run_layout.HEARTBEAT, f"rank-{rank}.died")
 
 
 def store(run_uri: str, rank: int, line: str, text: bytes) -> None:
-    """Replaces what the start of that line has printed so far; keeps the end of the earlier ones.
+    """Replaces the output of the start with header `line`; keeps the end of earlier starts.
 
-    Raises:
-        OSError: The store does not take the file.
+    Raises OSError if the store refuses the file.
     """
     uri = _uri(run_uri, rank)
     earlier = b""
@@ -60,11 +59,7 @@ def store(run_uri: str, rank: int, line: str, text: bytes) -> None:
 
 
 def read_lines(run_uri: str, rank: int | None = None) -> list[str]:
-    """Returns what the ranks printed, rank after rank, each line as "[rank 1 host-a] ...".
-
-    Args:
-        rank: The rank whose lines are asked for; None for all.
-    """
+    """Returns the output of all ranks, or of `rank`, rank after rank, each line as "[rank 1 host-a] ..."."""
     found = [_FILE.fullmatch(name) for name in storage.list_names(storage.join(run_uri, run_layout.LOGS))]
     ranks = sorted(int(match[1]) for match in found if match is not None)
     lines: list[str] = []
@@ -79,7 +74,7 @@ def read_lines(run_uri: str, rank: int | None = None) -> list[str]:
 
 
 def last_lines(run_uri: str, rank: int, start: str) -> tuple[str, ...]:
-    """Returns the last lines that a rank printed in one start; none if it printed nothing in that one."""
+    """Returns the last lines that a rank printed in one start, or none."""
     lines: list[str] | None = None
     for line in _lines(run_uri, rank):
         if found := _START.fullmatch(line):
@@ -94,7 +89,7 @@ def _lines(run_uri: str, rank: int) -> list[str]:
         text = storage.read_bytes(_uri(run_uri, rank)).decode(errors="replace")
     except FileNotFoundError:
         return []
-    # Of a line that was drawn again and again, as progress bars are, a terminal shows the last state.
+    # Of a line that is drawn repeatedly, such as a progress bar, a terminal shows the last state.
     return [line.rstrip("\r").rpartition("\r")[2] for line in text.removesuffix("\n").split("\n")]
 
 

@@ -5,6 +5,7 @@ The steps are methods in the order of their calls. Each runs on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -28,7 +29,6 @@ from ringspark.estimators.training.finetuning.pretrained import load_pretrained
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import autocast, keep_norms_fp32
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
-from ringspark.estimators.training.stage_recompute import policy_of_stage
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.batch_norm import accept_single_rows
 from ringspark.models.deferred_init import defer_initialization
@@ -63,7 +63,7 @@ class RankNetwork:
         self._start_state: nn.Module | None = None
 
     def build(self) -> None:
-        """Builds the whole network, with pretrained weights on rank 0; weights may be deferred."""
+        """Builds the whole network, with pretrained weights on rank 0; initialization may be deferred."""
         config, objects = self._config, self._objects
         self._status.phase = "building the model"
         seed_constructor(config.seed)
@@ -117,11 +117,11 @@ class RankNetwork:
         """Applies `gradientCheckpointing`."""
         policy = segment_policy(self._config.gradient_checkpointing)
         if self.pipeline is not None:
-            policy = policy_of_stage(policy, self._blocks, self.module)
+            policy = _select_stage_policy(policy, self._blocks, self.module)
         apply_activation_checkpoint(self.module, policy)
 
     def wrap(self) -> GradientSync:
-        """Synchronizes the network with the other ranks, and makes its optimizer."""
+        """Makes the optimizer and the gradient synchronization with the other ranks."""
         self._status.phase = "sharing the first weights"
         sync = wrap_network(self._config, self._objects, self.module, self._mesh, self._device)
         sync.progress = self._status.tick
@@ -136,7 +136,7 @@ class RankNetwork:
         )
 
     def _refuse_sparse_gradients(self) -> None:
-        """Makes embeddings give dense gradients if a rank's gradients are no whole rows."""
+        """Makes embeddings give dense gradients if a rank does not hold the gradients of whole rows."""
         config, module = self._config, self.module
         # These two strategies send rows of embeddings, and refuse other sparse gradients themselves.
         if config.num_workers == 1 or _exchange(config).strategy in ("data_parallel", "compressed"):
@@ -149,15 +149,37 @@ class RankNetwork:
                 parameter.register_hook(partial(refuse_sparse, name))  # type: ignore[no-untyped-call]
 
 
+Policy = str | int | tuple[str, ...]
+
+
+def _select_stage_policy(policy: Policy, blocks: Sequence[str], stage: nn.Module) -> Policy:
+    """Returns the activation checkpointing policy of one rank's stages, which may have one block or none.
+
+    Args:
+        policy: Policy of the whole network.
+        blocks: `block_names` of the whole network.
+    """
+    known = {name for name, _ in stage.named_modules(remove_duplicate=False)}
+    here = tuple(name for name in blocks if name in known)
+    if isinstance(policy, tuple):
+        return tuple(name for name in policy if name in known) or "none"
+    if policy == "all":
+        return here or "none"
+    # Segments of consecutive blocks, of which the last keeps its activations: a single block has none left.
+    if len(here) < 2:
+        return "none"
+    return min(policy, len(here)) if isinstance(policy, int) else policy
+
+
 def wrap_network(
     config: TrainConfig, objects: UserObjects, module: nn.Module, mesh: RankMesh, device: torch.device
 ) -> GradientSync:
-    """Synchronizes a rank's shard of the network with the other ranks, and makes its optimizer."""
+    """Makes the optimizer of a rank's shard, and its gradient synchronization with the other ranks."""
     exchange = _exchange(config)
     make = partial(build_configured_optimizer, config, objects)
     around = partial(autocast, config.precision, device)
     is_staged = mesh.sizes["pipeline"] > 1
-    # A pipeline also runs passes without rows itself.
+    # A pipeline runs its passes without rows itself.
     passes = 0 if is_staged else config.gradient_accumulation
     is_frozen = not any(p.requires_grad for p in module.parameters())
     if mesh.sizes["expert"] > 1 and exchange.sharding == "none" and not (is_staged and is_frozen):
@@ -167,8 +189,8 @@ def wrap_network(
         return PlainSync(module, make(module))
     is_partial = partial_gradients(module) is not None
     if (is_staged or is_partial) and exchange.sharding == "gradients":
-        # Gradients must not leave in the backward pass of a micro-batch: other stages, or ranks that had
-        # other tokens, add theirs at the end, and a schedule may release them after the next step's passes.
+        # Gradients must not be sent in the backward pass of a micro-batch: other stages, or ranks with other
+        # tokens, add theirs at the end, and a schedule may release them after the next step's passes.
         exchange = replace(exchange, sharding="optimizer")
     if exchange.sharding == "parameters" and (mesh.cuts_network or mesh.sizes["shard"] > 1 or waits(module)):
         return FullySharded().over(module, make, mesh, exchange, device)

@@ -1,6 +1,6 @@
 """Finds the best epoch by one entry of the history, to stop a training early and to keep its weights.
 
-Every rank sees the same numbers and makes the same decision without asking the others.
+Every rank sees the same numbers, so all ranks decide the same without communication.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage
 
 
-class Best(Callback):
+class BestEpoch(Callback):
     """Keeps the best value of the config's `monitor`, which `check_training` has resolved.
 
     Attributes:
@@ -37,8 +37,8 @@ class Best(Callback):
         self._sign = 1.0 if metric is not None and is_higher_better(metric, config.own_metrics) else -1.0
         self._min_delta = min_delta
 
-    def improves(self, record: EpochRecord) -> bool:
-        """Notes an epoch; returns whether it is better than all before by more than `min_delta`.
+    def update(self, record: EpochRecord) -> bool:
+        """Returns whether an epoch is better than all before by more than `min_delta`, and if so keeps it.
 
         NaN is never better: an epoch whose metric is undefined does not win.
         """
@@ -51,16 +51,14 @@ class Best(Callback):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns epoch and value in JSON's types."""
         return {"epoch": self.epoch, "value": None if math.isnan(self.value) else self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the result of `state_dict`."""
         self.epoch = int(state["epoch"])
         self.value = math.nan if state["value"] is None else float(state["value"])
 
 
-class EarlyStopping(Best):
+class EarlyStopping(BestEpoch):
     """Stops when the monitored value has not improved for `patience` epochs (Prechelt 1998)."""
 
     def __init__(self, config: TrainConfig, patience: int) -> None:
@@ -69,7 +67,7 @@ class EarlyStopping(Best):
 
     def on_epoch_end(self, state: TrainingState) -> None:
         record = state.history[-1]
-        if self.improves(record) or record.epoch - self.epoch < self._patience:
+        if self.update(record) or record.epoch - self.epoch < self._patience:
             return
         if not self.epoch:
             state.stop(f"{self.monitor} was not a number in {record.epoch} epochs")
@@ -80,11 +78,11 @@ class EarlyStopping(Best):
         )
 
 
-class BestCheckpoint(Best):
-    """Writes the weights of the best epoch so far.
+class BestCheckpoint(BestEpoch):
+    """Writes the weights of the best epoch so far, and removes the folder of the epoch before it.
 
-    The folder of a worse epoch is removed then. If checkpoints of the whole training are written, it is
-    removed only at the end, because an older checkpoint may name it as the best so far.
+    If checkpoints of the whole training are written, worse folders are removed only at the end, because an
+    older checkpoint may name one as the best so far.
 
     Attributes:
         uri: Folder of the best checkpoint, None before the first.
@@ -101,7 +99,7 @@ class BestCheckpoint(Best):
         self.uri: str | None = None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # The folder follows from the epoch, because no path may come from a file.
+        # The folder is derived from the epoch, because no path may come from a file.
         super().load_state_dict(state)
         self.uri = self._folder() if self.epoch else None
 
@@ -109,7 +107,7 @@ class BestCheckpoint(Best):
         return f"{self._root}-{self.epoch}"
 
     def on_epoch_end(self, state: TrainingState) -> None:
-        if not self.improves(state.history[-1]):
+        if not self.update(state.history[-1]):
             return
         last, self.uri = self.uri, self._folder()
         with state.averaged():
@@ -121,7 +119,7 @@ class BestCheckpoint(Best):
                 storage.remove(last, recursive=True)
 
     def remove_others(self) -> None:
-        """Removes the folders of all worse epochs, also those of an earlier attempt. Runs on rank 0."""
+        """Removes the folders of all worse epochs, including those of an earlier attempt. Runs on rank 0."""
         parent, _, prefix = self._root.rpartition("/")
         kept = "" if self.uri is None else self.uri.rpartition("/")[2]
         with suppress(OSError):

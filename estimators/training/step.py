@@ -1,7 +1,7 @@
 """Runs one micro-batch on one rank: forward pass, losses, backward pass.
 
-The trainer calls it, and so does the memory planner on fake tensors, so the planner counts the code that
-runs. The only side effect is the gradients.
+The memory planner calls the same code on fake tensors, so it counts what a training runs. The only side
+effect is the gradients.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import backward_errors
 from ringspark.estimators.parallel.base import GradientSync
-from ringspark.estimators.training.compilation import single_rows_eager
+from ringspark.estimators.training.compilation import skip_single_rows
 from ringspark.estimators.training.feed import Batch
-from ringspark.estimators.training.non_finite import poisoned
+from ringspark.estimators.training.non_finite import poison
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.sums import MicroBatchOutput
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE, Timeline
@@ -30,7 +30,7 @@ from ringspark.models.reports import Reports, collect_reports
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The inputs of a pass beside the network and its rows, equal for all micro-batches of a training."""
+    """The inputs of a pass besides the network and its rows, equal for all micro-batches of a training."""
 
     config: TrainConfig
     criterion: Criterion
@@ -42,7 +42,7 @@ class Recipe:
 def forward_backward(
     recipe: Recipe, sync: GradientSync, batch: Batch, divisor: torch.Tensor | float, *, keeps_outputs: bool
 ) -> MicroBatchOutput:
-    """Adds to the gradients those of these rows' share of the global mean loss.
+    """Adds the gradients of these rows' share of the global mean loss.
 
     Args:
         batch: One micro-batch of at least one row.
@@ -51,39 +51,36 @@ def forward_backward(
     """
     timeline = recipe.timeline
     with timeline.span("forward"):
-        losses, seen = forward(recipe, sync.module, sync.network, batch, keeps_outputs=keeps_outputs)
-        loss = scaled(recipe, sync, losses, divisor)
-    eager = single_rows_eager(recipe.config.compile, batch.num_rows)
+        losses, result = forward(recipe, sync.module, sync.network, batch, keeps_outputs=keeps_outputs)
+        loss = scale_loss(recipe, sync, losses, divisor)
+    eager = skip_single_rows(recipe.config.compile, batch.num_rows)
     # Recomputed modules run again in here.
     with timeline.span("backward"), eager, backward_errors():
         loss.backward()  # type: ignore[no-untyped-call]
-    return seen
+    return result
 
 
-def scaled(
+def scale_loss(
     recipe: Recipe, sync: GradientSync, losses: torch.Tensor, divisor: torch.Tensor | float
 ) -> torch.Tensor:
-    """Returns what is differentiated: the rows' share of the global mean loss, times all factors."""
+    """Returns the loss to differentiate: the rows' share of the global mean loss, times all factors."""
     loss = recipe.criterion.total(losses / divisor)
     if recipe.config.on_non_finite != "stop":
-        loss = poisoned(loss)
+        loss = poison(loss)
     return recipe.scaler.scale(loss if sync.loss_factor == 1 else loss * sync.loss_factor)
 
 
 def forward(
     recipe: Recipe, module: nn.Module, network: nn.Module, batch: Batch, *, keeps_outputs: bool
 ) -> tuple[torch.Tensor, MicroBatchOutput]:
-    """Returns each head's weighted loss summed over the rows, (num_heads,), and what the history needs.
+    """Returns each head's weighted loss summed over the rows, (num_heads,), and the results for the history.
 
-    In training the first has in it what layers have added to the loss (`models.reports`), and the second has
-    not: losses of the history are those of the outputs.
+    The first includes the losses that layers add (`models.reports`). The second does not: the history has
+    the losses of the outputs. Raises ValueError if the number of outputs is not the number of labels, or
+    a layer adds a loss that is not one value per row.
 
     Args:
-        module: The module to call: the network, or its wrapper that exchanges gradients.
-
-    Raises:
-        ValueError: The network returns more or fewer outputs than there are labels, or one of its layers
-            adds a loss that is not one value per row.
+        module: The module to call: the network, or its wrapper that synchronizes gradients.
     """
     config = recipe.config
     hooks = saved_tensor_hooks(
@@ -93,14 +90,14 @@ def forward(
         device=recipe.device,
     )
     # Sharded parameters are gathered in here, which fails if a peer is lost.
-    eager = single_rows_eager(config.compile, batch.num_rows)
+    eager = skip_single_rows(config.compile, batch.num_rows)
     computing = autocast(config.precision, recipe.device)
     with computing, hooks, eager, backward_errors(), collect_reports() as reports:
         outputs = module(*batch.inputs)
-    return judged(recipe, network, outputs, batch, reports, keeps_outputs=keeps_outputs)
+    return compute_losses(recipe, network, outputs, batch, reports, keeps_outputs=keeps_outputs)
 
 
-def judged(
+def compute_losses(
     recipe: Recipe,
     network: nn.Module,
     returned: Any,
@@ -109,10 +106,10 @@ def judged(
     *,
     keeps_outputs: bool,
 ) -> tuple[torch.Tensor, MicroBatchOutput]:
-    """Returns what `forward` does, from what the network returned for a micro-batch.
+    """Returns like `forward`, from what the network returned for a micro-batch.
 
     Args:
-        reports: What its layers have added; None where they add nothing.
+        reports: Losses and counts of the network's layers; None for none.
     """
     config, criterion = recipe.config, recipe.criterion
     reports = reports or Reports()
@@ -123,7 +120,7 @@ def judged(
             f"model {type(network).__name__} returns {len(outputs)} tensors in {mode} mode for "
             f"{criterion.num_losses} labels; return the same outputs in training as in evaluation"
         )
-    # fp32 outside autocast: a mean over many rows would lose digits in 16 bits.
+    # fp32 outside autocast, because a mean over many rows would lose digits in 16 bits.
     outputs = tuple(output.float() for output in outputs)
     rows = criterion.rows(outputs, batch.labels)
     if batch.weight is not None:
@@ -131,51 +128,46 @@ def judged(
     losses = rows.sum(0)
     pairs = []
     if keeps_outputs:
-        # A CUDA graph writes its outputs anew in every pass, and metrics may hold them for longer.
+        # A CUDA graph overwrites its outputs in every pass, and metrics may hold them for longer.
         own = torch.clone if config.compile and recipe.device.type == "cuda" else torch.Tensor.detach
         whole = criterion.gather_classes(outputs)
         pairs = [(own(output.detach()), label) for output, label in zip(whole, batch.labels, strict=True)]
-    seen = MicroBatchOutput(losses.detach(), _own_weights(recipe, batch), pairs, reports.counts)
+    result = MicroBatchOutput(losses.detach(), _sum_weights(recipe, batch), pairs, reports.counts)
     if reports.losses:
-        losses = losses + of_layers(recipe, reports, batch)
-    return losses, seen
+        losses = losses + sum_layer_losses(recipe, reports, batch)
+    return losses, result
 
 
-def of_layers(recipe: Recipe, reports: Reports, batch: Batch) -> torch.Tensor:
-    """Returns what layers add to each head's weighted loss summed over the rows, (num_heads,).
+def sum_layer_losses(recipe: Recipe, reports: Reports, batch: Batch) -> torch.Tensor:
+    """Returns the share of layers' own losses in each head's summed loss, (num_heads,).
 
-    Raises:
-        ValueError: A layer adds a loss that is not one value per row.
+    Raises ValueError if a layer adds a loss that is not one value per row.
     """
-    return recipe.criterion.sum_layer_losses(_of_rows(reports, batch), batch.labels, batch.weight)
-
-
-def _of_rows(reports: Reports, batch: Batch) -> torch.Tensor:
-    """Returns the sum of the losses that layers have added, (rows,)."""
     for values in reports.losses:
         if values.shape != (batch.num_rows,):
             raise ValueError(
                 f"a layer may add a loss of shape ({batch.num_rows},), one value per row, got "
                 f"{tuple(values.shape)}; give add_loss the mean of each row"
             )
-    return torch.stack([values.float() for values in reports.losses]).sum(0)
+    total = torch.stack([values.float() for values in reports.losses]).sum(0)  # (rows,)
+    return recipe.criterion.sum_layer_losses(total, batch.labels, batch.weight)
 
 
 def global_weights(
     recipe: Recipe, batch: Batch, global_rows: int, together: Collective | None
 ) -> torch.Tensor | float:
-    """Returns the weight of all ranks' rows, which divides the losses. Runs on every rank.
+    """Returns the weight of all ranks' rows, the divisor of the losses. Runs on every rank.
 
     Args:
         batch: All of this rank's rows of the step.
         global_rows: Rows of all ranks; without row weights they are the divisor.
-        together: Collective of the ranks that share the global batch, if they take the step together. If not,
-            a row of another rank is taken to weigh as much as this rank's rows do on average.
+        together: The ranks of the global batch, if they step together. If None, rows of other ranks count as
+            much as this rank's rows on average.
 
     Returns:
-        One number for all losses if rows have no weights, else one for each, (num_heads,).
+        One number for all losses if rows have no weights, else one per loss, (num_heads,).
     """
-    weights = _own_weights(recipe, batch)
+    weights = _sum_weights(recipe, batch)
     if not isinstance(weights, torch.Tensor):
         return float(global_rows)
     if together is None:
@@ -188,7 +180,7 @@ def global_weights(
     return torch.where(total > 0, total, torch.ones_like(total))
 
 
-def _own_weights(recipe: Recipe, batch: Batch) -> torch.Tensor | float:
+def _sum_weights(recipe: Recipe, batch: Batch) -> torch.Tensor | float:
     """Returns the weight of these rows in the mean of each head's loss, like `global_weights`."""
     weights = recipe.criterion.row_weights(batch.labels)
     if weights is None:

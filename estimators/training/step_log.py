@@ -1,9 +1,9 @@
-"""Records the loss within an epoch: one mean over all ranks for every few steps.
+"""Records the loss within an epoch: one mean over all ranks every few steps.
 
 Invariant: all ranks record after the same steps, because the mean is one small collective call. Rank 0 writes
-the records to numbered files of the run directory. Writing happens beside the training and may fail; a file
-that begins at step n replaces what earlier files say of step n and later, so the steps that a restart or a
-rollback takes again count once.
+the records to numbered files of the run directory, in a thread; a failed write does not matter. A file that
+begins at step n replaces what earlier files say of step n and later, so steps that a restart or a rollback
+takes again count once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 # Least seconds between two files.
 WRITE_SECONDS = 0.5
-# Share of the training's time between two files: a long training has hundreds of them, not thousands.
+# Least share of the training's time between two files: a long training has hundreds of them, not thousands.
 WRITE_SHARE = 0.01
 # Seconds to wait at the end for the last file.
 END_SECONDS = 5.0
@@ -51,14 +51,13 @@ class StepRecord:
 
 
 class StepLog:
-    """Takes the records on every rank and writes them on rank 0; whoever made it calls `flush` at the end."""
+    """Takes the records on every rank and writes them on rank 0; its owner calls `flush` at the end.
+
+    Args:
+        every: Steps between two records; 0 for none.
+    """
 
     def __init__(self, run_uri: str, writes: bool, every: int) -> None:
-        """Starts without records.
-
-        Args:
-            every: Steps between two records; 0 for none.
-        """
         self._run_uri = run_uri
         self._writes = writes
         self._every = every
@@ -69,17 +68,17 @@ class StepLog:
         self._thread: threading.Thread | None = None
 
     def begin(self, sums: Sums) -> None:
-        """Counts from here; called where an epoch begins or goes on."""
+        """Counts from here; called when an epoch starts or continues."""
         self._before = sums.totals() if self._every else None
 
     def is_due(self, step: int) -> bool:
-        """Returns whether the training records after this step, the same on every rank."""
+        """Returns whether to record after this step, the same on every rank."""
         return self._every > 0 and step % self._every == 0
 
     def mean_loss(self, sums: Sums, data: Collective | None) -> float | None:
         """Returns the mean loss since the record before. Runs on every rank; see `Sums.mean_loss`.
 
-        Without `data` it is None if this rank has had no rows since; the next one counts from there.
+        Without `data` it is None if this rank has had no rows since; the next record then counts from there.
         """
         totals = sums.totals()
         since = totals if self._before is None else totals - self._before
@@ -89,7 +88,7 @@ class StepLog:
         return sums.mean_loss(since, data)
 
     def add(self, record: StepRecord) -> None:
-        """Keeps a record, and begins to write if that is due."""
+        """Keeps a record, and starts a write if one is due."""
         if not self._writes:
             return
         self._pending.append(record)
@@ -99,7 +98,7 @@ class StepLog:
             self._start(now)
 
     def flush(self) -> None:
-        """Writes what is pending, and waits for it a few seconds."""
+        """Writes pending records, and waits a few seconds for it."""
         if self._thread is not None:
             self._thread.join(END_SECONDS)
         if self._pending and not (self._thread is not None and self._thread.is_alive()):
@@ -118,13 +117,13 @@ class StepLog:
         folder = storage.join(self._run_uri, run_layout.STEPS)
         try:
             if self._number is None:
-                # A start before this one may have left files.
+                # An earlier start may have left files.
                 self._number = max(map(_number, storage.list_names(folder)), default=-1) + 1
             text = json.dumps([asdict(record) for record in records])
             storage.write_atomic(storage.join(folder, f"{self._number}.json"), text.encode(), durable=False)
             self._number += 1
         except OSError as error:
-            _log.warning("losses of steps were not written (%s); the training goes on without them", error)
+            _log.warning("losses of steps were not written (%s); training continues without them", error)
 
 
 class StepFiles:
@@ -134,12 +133,8 @@ class StepFiles:
         self._folder = storage.join(run_uri, run_layout.STEPS)
         self._next = 0
 
-    def new(self) -> Iterator[list[StepRecord]]:
-        """Yields the records of each file that was not read yet, in the order of writing.
-
-        Raises:
-            ValueError: A file is damaged.
-        """
+    def read_new(self) -> Iterator[list[StepRecord]]:
+        """Yields the records of each unread file in order; raises ValueError if one is damaged."""
         numbers = sorted(
             number for name in storage.list_names(self._folder) if (number := _number(name)) >= 0
         )
@@ -151,13 +146,9 @@ class StepFiles:
 
 
 def read_steps(run_uri: str) -> list[StepRecord]:
-    """Returns the records so far in the order of the steps, each step once.
-
-    Raises:
-        ValueError: A file is damaged.
-    """
+    """Returns the records, each step once. Raises ValueError if a file is damaged."""
     steps: dict[int, StepRecord] = {}
-    for records in StepFiles(run_uri).new():
+    for records in StepFiles(run_uri).read_new():
         if records:
             steps = {step: record for step, record in steps.items() if step < records[0].step}
             steps |= {record.step: record for record in records}
@@ -175,7 +166,7 @@ def _read(uri: str) -> list[StepRecord]:
 
 
 def _number(name: str) -> int:
-    """Returns the number in a file's name, -1 for a name that is no such file's."""
+    """Returns the number in a file's name, -1 for other names."""
     with suppress(ValueError):
         return int(name.removesuffix(".json"))
     return -1

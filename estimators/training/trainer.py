@@ -1,8 +1,8 @@
 """The training loop of one rank.
 
 Invariant: every rank takes the same number of steps and makes the same collective calls, whatever rows it
-holds. The gradient of a step is that of the mean loss over the GLOBAL batch: each rank differentiates its
-rows' loss divided by the global weight, and the ranks' gradients are summed.
+has. The gradient of a step is the gradient of the mean loss over the GLOBAL batch: each rank differentiates
+its rows' loss divided by the global weight, and the ranks' gradients are summed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch
 
 from ringspark.estimators.collectives.base import backward_errors, gather_bytes
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.training.arguments import layout_in
+from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.batch_transforms import prepare_inputs
 from ringspark.estimators.training.checkpoint.resume import Recovery
-from ringspark.estimators.training.feed import Batch, batches_on
-from ringspark.estimators.training.history import EpochRecord, Progress
+from ringspark.estimators.training.feed import Batch, move_batches
+from ringspark.estimators.training.history import EpochRecord, TrainingProgress
 from ringspark.estimators.training.non_finite import NonFiniteStep, RollBackError, raise_first_bad
 from ringspark.estimators.training.objective.sums import MicroBatchOutput
 from ringspark.estimators.training.phase import Status
-from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step import global_weights
 from ringspark.estimators.training.step_log import StepRecord
+from ringspark.estimators.training.train_state import TrainState
 from ringspark.pipelines.readers import ShardReader
 
 
@@ -37,19 +37,19 @@ class Trainer:
     """Trains one network on one rank's shards of every global batch."""
 
     def __init__(
-        self, config: TrainConfig, mesh: RankMesh, running: Running, recovery: Recovery, status: Status
+        self, config: TrainConfig, mesh: RankMesh, train_state: TrainState, recovery: Recovery, status: Status
     ) -> None:
         self._config = config
         self._mesh = mesh
-        self._running = running
-        self._sync, self._state = running.sync, running.state
-        self._scaler, self._first_bad = running.scaler, running.first_bad
+        self._train_state = train_state
+        self._sync, self._state = train_state.sync, train_state.state
+        self._scaler, self._first_bad = train_state.scaler, train_state.first_bad
         self._recovery = recovery
-        self._observed = running.observation
-        self._timeline = running.observation.timeline
+        self._observed = train_state.observation
+        self._timeline = train_state.observation.timeline
         self._status = status
         self._guards = config.on_non_finite != "stop"
-        # The ranks that meet in every step: none do if each takes its steps at its own pace.
+        # The ranks that synchronize in every step; None if each rank steps at its own pace.
         self._together = mesh.data if self._sync.in_step else None
 
     def fit(self, train: ShardReader, validation: ShardReader | None) -> None:
@@ -57,26 +57,26 @@ class Trainer:
 
         If the run has a checkpoint, the training resumes from the newest good one.
         """
-        goes_on = self._recovery.begin(self._running)
+        is_resumed = self._recovery.begin(self._train_state)
         self._call("on_train_start")
-        if goes_on:
-            self._recovery.load(self._running)
+        if is_resumed:
+            self._recovery.load(self._train_state)
         elif self._config.on_non_finite == "rollback":
-            self._save()  # the first step may have to be taken back
+            self._save()  # the first step may have to be rolled back
         is_over = False
         while not is_over:
             try:
                 is_over = self._epoch(train, validation)
             except RollBackError as event:
-                self._recovery.roll_back(event.found, self._running)
+                self._recovery.roll_back(event.found, self._train_state)
         self._scaler.check_trained(self._state.step)
         self._call("on_train_end")
 
     def _epoch(self, train: ShardReader, validation: ShardReader | None) -> bool:
         """Runs the rest of an epoch; returns whether it was the last one. Runs on every rank."""
-        running, pause = self._running, self._config.pause_after
+        train_state, pause = self._train_state, self._config.pause_after
         last = self._config.epochs if pause is None else pause
-        epoch = running.finished_epochs
+        epoch = train_state.finished_epochs
         if epoch >= last:
             return True
         self._state.epoch = epoch + 1
@@ -84,34 +84,34 @@ class Trainer:
         self._drain()
         with backward_errors():
             self._sync.settle()
-        values = running.passes.shared(running.sums.take(self._mesh.data))
+        values = train_state.passes.share(train_state.sums.take(self._mesh.data))
         # Every rank sees the same mean, so all stop here together.
         if not np.isfinite(values["train_loss"]):
             self._raise_not_finite(epoch, values["train_loss"])
         rows = train.manifest.num_rows
-        cost = self._observed.meter.cost(rows, time.monotonic() - running.epoch_start)
+        cost = self._observed.meter.cost(rows, time.monotonic() - train_state.epoch_start)
         if validation is not None:
             with self._timeline.rare_span("validation", self._state):
                 values |= self._validate(epoch, validation)
-        # Whoever sees the epoch finds its steps.
+        # Whoever reads the epoch's record must find its steps.
         self._observed.losses.flush()
-        running.log.epoch(
+        train_state.log.add_epoch(
             EpochRecord(
                 epoch=epoch + 1,
-                steps=running.steps.in_epoch(epoch),
+                steps=train_state.steps.in_epoch(epoch),
                 rows=rows,
-                seconds=time.monotonic() - running.epoch_start,
+                seconds=time.monotonic() - train_state.epoch_start,
                 learning_rate=self._sync.optimizer.param_groups[0]["lr"],
                 train_loss=values.pop("train_loss"),
                 validation_loss=values.pop("validation_loss", None),
-                skipped_steps=self._scaler.skipped_steps - running.skipped_before,
+                skipped_steps=self._scaler.skipped_steps - train_state.skipped_before,
                 metrics=values,
                 cost=cost,
-                batch_size=running.steps.batches.size(epoch),
-                noise=None if running.noise is None else running.noise.take(),
+                batch_size=train_state.steps.batches.size(epoch),
+                noise=None if train_state.noise is None else train_state.noise.take(),
             )
         )
-        running.end_epoch()
+        train_state.end_epoch()
         self._call("on_epoch_end")
         if self._all_stop() or epoch + 1 == last:
             if pause is not None:
@@ -123,34 +123,34 @@ class Trainer:
 
     def _train_epoch(self, epoch: int, reader: ShardReader) -> bool:
         """Takes the remaining steps of an epoch; returns whether a checkpoint is due after it."""
-        running, state = self._running, self._state
+        train_state, state = self._train_state, self._state
         plan = reader.plan(epoch)
-        first = running.step_in_epoch
+        first = train_state.step_in_epoch
         rows = epoch * reader.manifest.num_rows + sum(plan.global_rows(step) for step in range(first))
         is_due = False
         self._first_bad.reset()
-        self._observed.losses.begin(running.sums)
+        self._observed.losses.begin(train_state.sums)
         self._observed.meter.begin(is_whole=first == 0)
         self._sync.module.train()
-        # Closed also when the training rolls back, because the reader has threads.
+        # Closed also if the training rolls back, because the reader has threads.
         with closing(cast("Any", reader.batches(epoch, first))) as batches:
             read = self._observed.steps(self._on_device(reader, batches), state)
             for step, batch in enumerate(read, first):
                 self._status.phase = f"training, epoch {epoch + 1}, step {step + 1}"
-                running.rates.set(state.step)
+                train_state.rates.set(state.step)
                 global_rows = plan.global_rows(step)
                 with self._observed.overlap.step(step, reader.num_steps):
                     self._train_step(batch, global_rows, step + 1)
                 rows += global_rows
                 state.step += 1
-                running.step_in_epoch = step + 1
+                train_state.step_in_epoch = step + 1
                 if self._observed.losses.is_due(state.step):
                     self._record_step(rows)
-                if running.callbacks.has_step_end:
+                if train_state.callbacks.has_step_end:
                     self._call("on_step_end")
-                if running.log.wants_progress:
-                    running.log.progress(
-                        Progress(
+                if train_state.log.wants_progress:
+                    train_state.log.write_progress(
+                        TrainingProgress(
                             epoch=epoch + 1,
                             epochs=self._config.epochs,
                             step=state.step,
@@ -168,13 +168,13 @@ class Trainer:
         return is_due
 
     def _record_step(self, rows: int) -> None:
-        """Records the loss since the last record. Runs on every rank.
+        """Records the mean loss of all ranks' rows since the last record. Runs on every rank.
 
-        It is that of all ranks' rows; where ranks take steps at their own pace, of rank 0's alone, because a
-        common mean would have the others wait. Where it had none, there is no record.
+        If ranks step at their own pace, it is rank 0's mean only, because a common mean would make ranks
+        wait; without rows there is no record.
         """
-        running, state = self._running, self._state
-        loss = self._observed.losses.mean_loss(running.sums, self._together)
+        train_state, state = self._train_state, self._state
+        loss = self._observed.losses.mean_loss(train_state.sums, self._together)
         if loss is None:
             return
         self._observed.losses.add(
@@ -189,49 +189,50 @@ class Trainer:
         )
 
     def _on_device(self, reader: ShardReader, batches: Any) -> Iterator[Batch]:
-        layout = layout_in(reader.manifest, self._config.input_columns)
-        return batches_on(self._running.device, batches, self._config, layout)
+        layout = read_layout(reader.manifest, self._config.input_columns)
+        return move_batches(self._train_state.device, batches, self._config, layout)
 
     def _train_step(self, batch: Batch, global_rows: int, step: int) -> None:
         """Takes one optimizer step, the epoch's `step`-th. Runs on every rank."""
-        running = self._running
+        train_state = self._train_state
         self._sync.optimizer.zero_grad()
-        # If the step is undone, so are its changes of running statistics.
+        # Undoing a step also undoes its changes of train_state statistics.
         buffers = [(b, b.clone()) for b in self._sync.network.buffers()] if self._guards else []
         own_rows = batch.num_rows
-        seen = self._backward(batch, global_rows)
-        if self._guards and not running.passes.steps_under_way:
+        results = self._backward(batch, global_rows)
+        if self._guards and not train_state.passes.steps_under_way:
             # With steps in flight, the gradients of these losses belong to a later step.
-            for micro_batch in seen:
-                self._scaler.note_loss(micro_batch.losses)
+            for result in results:
+                self._scaler.check_loss(result.losses)
         if self._together is None:
-            # Before its gradients spoil the weights of others, who might be blamed while this rank waits.
-            self._note_losses(step, seen)
+            # Before its gradients spoil the weights of other ranks, which might be blamed while this one
+            # waits.
+            self._check_losses(step, results)
         self._take_step(own_rows, global_rows)
         if self._scaler.skipped:
-            bad = self._ranks_with_bad_loss(seen)
+            bad = self._ranks_with_bad_loss(results)
             # All ranks leave out the losses of this step, as one rank with all rows would.
-            running.sums.add(seen, metrics_only=bool(bad))
+            train_state.sums.add(results, metrics_only=bool(bad))
             if self._guards:
                 self._on_skipped(step, bad, buffers)
             return
         if self._together is not None:
-            self._note_losses(step, seen)
-        running.sums.add(seen)
+            self._check_losses(step, results)
+        train_state.sums.add(results)
 
     def _drain(self) -> None:
-        """Takes the steps whose gradients are still to come, if the passes run ahead of the weights."""
-        for _ in range(self._running.passes.steps_under_way):
+        """Takes the steps whose gradients are still in flight, if the passes run ahead of the weights."""
+        for _ in range(self._train_state.passes.steps_under_way):
             self._sync.optimizer.zero_grad()
-            self._running.passes.drain()
+            self._train_state.passes.drain()
             self._take_step(0, 0)
-        self._running.passes.settle()
+        self._train_state.passes.settle()
 
     def _take_step(self, own_rows: int, global_rows: int) -> None:
-        """Sums the gradients over the ranks and takes the optimizer's step. Runs on every rank."""
+        """Sums the gradients over the ranks and steps the optimizer. Runs on every rank."""
         with self._timeline.span("exchange"), backward_errors():
             self._sync.reduce(self._scaler.gradient_scale)
-        noise = self._running.noise
+        noise = self._train_state.noise
         if noise is not None:
             factor = self._scaler.current_scale * self._sync.loss_factor
             noise.solve(own_rows, global_rows, factor)
@@ -243,24 +244,24 @@ class Trainer:
             self._sync.step(self._scaler)
             self._scaler.update()
             if not self._scaler.skipped:
-                self._running.average.update()
+                self._train_state.average.update()
                 if noise is not None:
                     noise.keep()
 
     def _backward(self, batch: Batch, global_rows: int) -> list[MicroBatchOutput]:
         """Computes the gradients of this rank's rows, in micro-batches. Runs on every rank."""
-        running = self._running
-        if running.transform is not None:
+        train_state = self._train_state
+        if train_state.transform is not None:
             with self._timeline.span("transform"):
-                batch = running.transform(batch, self._state.step)
-        divisor = global_weights(running.recipe, batch, global_rows, self._together)
+                batch = train_state.transform(batch, self._state.step)
+        divisor = global_weights(train_state.recipe, batch, global_rows, self._together)
         micro_batches = batch.split(self._config.gradient_accumulation) if batch.num_rows else []
-        keeps = running.sums.takes_outputs and bool(micro_batches)
-        return running.passes.train(micro_batches, divisor, inputs=batch.inputs, keeps_outputs=keeps)
+        keeps = train_state.sums.takes_outputs and bool(micro_batches)
+        return train_state.passes.train(micro_batches, divisor, inputs=batch.inputs, keeps_outputs=keeps)
 
-    def _ranks_with_bad_loss(self, seen: list[MicroBatchOutput]) -> tuple[int, ...]:
+    def _ranks_with_bad_loss(self, results: list[MicroBatchOutput]) -> tuple[int, ...]:
         """Returns the ranks with a loss that is not finite in this step. Runs on every rank."""
-        is_bad = not all(micro_batch.is_finite for micro_batch in seen)
+        is_bad = not all(result.is_finite for result in results)
         flags = self._mesh.world.all_gather(torch.tensor([int(is_bad)]))
         return tuple(rank for rank, flag in enumerate(flags) if int(flag))
 
@@ -273,26 +274,26 @@ class Trainer:
         with torch.no_grad():
             for buffer, values in buffers:
                 buffer.copy_(values)
-        goes_back = self._config.on_non_finite == "rollback"
+        rolls_back = self._config.on_non_finite == "rollback"
         found = NonFiniteStep(
-            epoch=self._state.epoch, step=step, ranks=ranks, action="rolled back" if goes_back else "skipped"
+            epoch=self._state.epoch, step=step, ranks=ranks, action="rolled back" if rolls_back else "skipped"
         )
         self._recovery.report(found)
-        if goes_back:
+        if rolls_back:
             raise RollBackError(found)
 
-    def _note_losses(self, step: int, seen: list[MicroBatchOutput]) -> None:
-        for micro_batch in seen:
-            self._first_bad.note(micro_batch.losses, step)
-        if self._first_bad.at_once and (bad := self._first_bad.step) is not None:
+    def _check_losses(self, step: int, results: list[MicroBatchOutput]) -> None:
+        for result in results:
+            self._first_bad.check(result.losses, step)
+        if self._first_bad.is_immediate and (bad := self._first_bad.step) is not None:
             # The other ranks notice that this rank ends.
-            noted = [0] * self._mesh.world.rank + [bad]
-            raise_first_bad(self._state.epoch, noted, self._scaler.advice)
+            first_bad = [0] * self._mesh.world.rank + [bad]
+            raise_first_bad(self._state.epoch, first_bad, self._scaler.advice)
 
     def _raise_not_finite(self, epoch: int, loss: float) -> None:
-        # Collective calls carry numbers, so 0 stands for no step.
-        noted = self._mesh.world.all_gather(torch.tensor([self._first_bad.step or 0]))
-        raise_first_bad(epoch + 1, [int(step) for step in noted], self._scaler.advice)
+        # A collective call carries numbers, so 0 means no step.
+        first_bad = self._mesh.world.all_gather(torch.tensor([self._first_bad.step or 0]))
+        raise_first_bad(epoch + 1, [int(step) for step in first_bad], self._scaler.advice)
         raise FloatingPointError(
             f"the training loss is {loss} after epoch {epoch + 1}; "
             f"lower learningRate, set maxGradNorm, or scale the features{self._scaler.advice}"
@@ -300,34 +301,36 @@ class Trainer:
 
     def _validate(self, epoch: int, reader: ShardReader) -> dict[str, float]:
         """Returns losses and metrics over the validation rows, each counted once. Runs on every rank."""
-        running, network = self._running, self._sync.network
+        train_state, network = self._train_state, self._sync.network
         parts = self._config.gradient_accumulation
         self._status.phase = f"validation after epoch {epoch + 1}"
         self._share_buffers()
         network.eval()
         with (
-            running.average.in_place(),
+            train_state.average.in_place(),
             torch.no_grad(),
             closing(cast("Any", reader.batches(0))) as batches,
         ):
             for batch in self._on_device(reader, batches):
                 self._status.tick()
-                batch = replace(batch, inputs=prepare_inputs(running.prepare, batch.inputs, batch.layout))
-                # What does not fit in training does not fit here.
+                batch = replace(batch, inputs=prepare_inputs(train_state.prepare, batch.inputs, batch.layout))
+                # Split, because a batch that does not fit in training does not fit here.
                 micro_batches = batch.split(parts) if batch.num_rows else []
                 for micro_batch in micro_batches:
-                    keeps_outputs = running.validation.takes_outputs
-                    running.validation.add(running.passes.evaluate(micro_batch, keeps_outputs=keeps_outputs))
-                # The other ranks may need this rank's parts of the weights in each of their passes.
+                    keeps_outputs = train_state.validation.takes_outputs
+                    train_state.validation.add(
+                        train_state.passes.evaluate(micro_batch, keeps_outputs=keeps_outputs)
+                    )
+                # The other ranks may need this rank's shards of the weights in each of their passes.
                 for _ in range(parts - len(micro_batches)):
-                    running.passes.evaluate_without_rows(batch.inputs)
-        return running.passes.shared(running.validation.take(self._mesh.data))
+                    train_state.passes.evaluate_without_rows(batch.inputs)
+        return train_state.passes.share(train_state.validation.take(self._mesh.data))
 
     def _share_buffers(self) -> None:
-        """Gives every rank rank 0's buffers, which are saved: the loss is to be that of the saved network.
+        """Gives every rank rank 0's buffers, because the loss must be the saved network's.
 
-        In training each rank keeps its own running statistics of batch normalisation. Buffers that a network
-        gave other shapes on some rank stay as they are.
+        In training each rank keeps its own train_state statistics of batch normalisation. If the ranks'
+        buffers differ in shape, they stay as they are.
         """
         if self._mesh.data_size == 1:
             return
@@ -342,25 +345,22 @@ class Trainer:
     def _save(self) -> None:
         self._drain()
         if not self._sync.in_step:
-            # Here the others may be far behind; this wait knows their progress, a collective call does not.
+            # Other ranks may be far behind; this wait reports their progress, a collective call does not.
             with backward_errors():
                 self._sync.settle()
         with self._timeline.rare_span("checkpoint", self._state):
-            self._recovery.save(self._running)
+            self._recovery.save(self._train_state)
 
     def _call(self, event: str) -> None:
-        if len(self._running.callbacks):
+        if len(self._train_state.callbacks):
             self._status.phase = f"callbacks, {event}, epoch {self._state.epoch}"
-            with self._running.recipe.criterion.gather_in_forward():
-                self._running.callbacks.call(event, self._state)
+            with self._train_state.recipe.criterion.gather_in_forward():
+                self._train_state.callbacks.call(event, self._state)
 
     def _all_stop(self) -> bool:
         """Returns whether a callback of any rank wants to stop. Runs on every rank."""
-        if not len(self._running.callbacks):
+        if not len(self._train_state.callbacks):
             return False
         reasons = gather_bytes(self._mesh.world, (self._state.stop_reason or "").encode())
-        said = [reason.decode() for reason in reasons if reason]
-        if not said:
-            return False
-        self._state.stop_reason = said[0]
-        return True
+        self._state.stop_reason = next((reason.decode() for reason in reasons if reason), None)
+        return self._state.stop_reason is not None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -20,9 +20,8 @@ from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.checkpoint.weights import save_together
-from ringspark.estimators.training.compilation import compiled
+from ringspark.estimators.training.compilation import compile_network
 from ringspark.estimators.training.history import EpochRecord, RunLog
-from ringspark.estimators.training.kept_rows import caching
 from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.non_finite import NonFiniteStep
 from ringspark.estimators.training.observation.observation import Observation
@@ -30,10 +29,11 @@ from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
 from ringspark.estimators.training.optimizers.schedules import Rates, make_rates
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.rank_network import RankNetwork
-from ringspark.estimators.training.run_notes import note_memory, note_start
-from ringspark.estimators.training.running import Running
+from ringspark.estimators.training.row_caching import cache_options
+from ringspark.estimators.training.run_environment import record_memory, record_start
 from ringspark.estimators.training.selection import BestCheckpoint, EarlyStopping
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.train_state import TrainState
 from ringspark.estimators.training.trainer import Trainer
 from ringspark.models.generators import keep_shared_generators, seed_rank
 from ringspark.pipelines import ShardManifest, open_reader, storage
@@ -48,7 +48,7 @@ class TrainResult:
 
     Attributes:
         seconds: Training time over all continuations, in seconds, without steps that a failure lost.
-        resumed_steps: Optimizer steps from which the run was resumed.
+        resumed_steps: Steps from which the run was resumed.
         checkpoint_errors: One sentence per checkpoint that rank 0 could not write.
         non_finite: The first steps that `onNonFinite` handled.
     """
@@ -75,6 +75,24 @@ class TrainResult:
         return record(cls, parse_object(text, allow_nan=True))
 
 
+@dataclass(frozen=True, kw_only=True)
+class FinishedRun:
+    """The record of a finished run, `result.json`.
+
+    Attributes:
+        result: The result of rank 0.
+        restarts: Why the workers were restarted, one line per restart.
+        parallelism: How the workers shared the network: see `settings.parallelism`.
+    """
+
+    result: TrainResult
+    restarts: tuple[str, ...] = ()
+    parallelism: dict[str, Any] = field(default_factory=dict, metadata={"added": True})
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
 def train_worker(
     config: TrainConfig,
     collective: Collective,
@@ -87,12 +105,12 @@ def train_worker(
     Args:
         config: The training's settings, equal on all ranks.
         collective: Connected collective; stays open.
-        objects: The user's module and callables for which the config has no name.
+        objects: The user's module and callables, which have no name in the config.
         device: This rank's torch device.
-        status: Receives the phase that the rank is in.
+        status: Receives the phase of this rank.
 
     Returns:
-        The history and the folder of the weights; equal on all ranks except for `seconds`.
+        The history and the folder of the weights; equal on all ranks except `seconds`.
     """
     objects = objects or UserObjects()
     status = status or Status()
@@ -122,20 +140,20 @@ def _train(
     network.shard()
     network.recompute()
     sync = network.wrap()
-    # Dropout differs between the ranks, as between the rows of one batch.
+    # Dropout differs between ranks, as it does between the rows of one batch.
     seed_rank(config.seed, 0, mesh.drawing_rank)
     best = None
     if config.keep == "best":
         best = BestCheckpoint(config, mesh, status, keeps_worse=recovery.schedule.is_enabled)
     steps = Steps(config.batch_sizes, train.manifest.num_rows)
-    start = note_start(config, mesh, manifest, device)
+    start = record_start(config, mesh, manifest, device)
     status.phase = "comparing the clocks"
     with (
         RunLog(config.run_uri, writes=mesh.writes) as log,
         Observation.of(config, mesh, device, is_compiled=bool(config.compile)) as observation,
-        compiled(sync.network, config.compile, device),
+        compile_network(sync.network, config.compile, device),
     ):
-        running = Running(
+        train_state = TrainState(
             config,
             mesh,
             make_heads(config, objects, manifest),
@@ -150,12 +168,12 @@ def _train(
             objects,
             network.pipeline,
         )
-        Trainer(config, mesh, running, recovery, status).fit(train, validation)
+        Trainer(config, mesh, train_state, recovery, status).fit(train, validation)
     recovery.finish()
-    state = running.state
+    state = train_state.state
     checkpoint_uri, checkpoint_epoch = _final_weights(config, mesh, state, best, status)
     bytes_sent = mesh.world.bytes_sent
-    note_memory(config.run_uri, mesh, device, start)
+    record_memory(config.run_uri, mesh, device, start)
     status.phase = "done"
     return TrainResult(
         run_uri=config.run_uri,
@@ -177,14 +195,14 @@ def _train(
 def _final_weights(
     config: TrainConfig, mesh: RankMesh, state: TrainingState, best: BestCheckpoint | None, status: Status
 ) -> tuple[str, int]:
-    """Returns the folder of the resulting weights and their epoch; writes them. Runs on every rank."""
+    """Returns the folder of the resulting weights and their epoch; writes the weights. Runs on every rank."""
     if best is not None and best.uri is not None:
         if mesh.writes:
             best.remove_others()
         return best.uri, best.epoch
     status.phase = "writing the checkpoint"
     for parameter in state.module.parameters():
-        parameter.grad = None  # no step follows; a tensor on its way to the first rank takes their place
+        parameter.grad = None  # no step follows, so a tensor sent to the first rank can use its memory
     uri = storage.join(config.run_uri, run_layout.CHECKPOINT)
     with state.averaged():
         save_together(uri, state.module, mesh, status.tick, epoch=state.epoch, step=state.step)
@@ -209,9 +227,9 @@ def _callbacks(config: TrainConfig, objects: UserObjects, best: BestCheckpoint |
 def _open_readers(
     config: TrainConfig, mesh: RankMesh, manifest: ShardManifest, opened: ExitStack
 ) -> tuple[ShardReader, ShardReader | None]:
-    def opening(split: Split, **settings: Any) -> ShardReader:
-        kept = caching(config, manifest, split, mesh.data_rank, mesh.data_size)
-        return opened.enter_context(closing(open_reader(manifest.select(split), **settings, **kept)))
+    def open_split(split: Split, **settings: Any) -> ShardReader:
+        cached = cache_options(config, manifest, split, mesh.data_rank, mesh.data_size)
+        return opened.enter_context(closing(open_reader(manifest.select(split), **settings, **cached)))
 
     columns = [manifest.column_of(name).name for name in config.columns]
     shared: dict[str, Any] = {
@@ -221,6 +239,6 @@ def _open_readers(
         "seed": config.seed,
         "engine": config.reader,
     }
-    train = opening("train", batch_size=config.batch_sizes.size, shuffle=config.shuffle, **shared)
+    train = open_split("train", batch_size=config.batch_sizes.size, shuffle=config.shuffle, **shared)
     held_out = manifest.select("validation").num_rows
-    return train, opening("validation", batch_size=config.batch_size, **shared) if held_out else None
+    return train, open_split("validation", batch_size=config.batch_size, **shared) if held_out else None

@@ -35,8 +35,8 @@ from ringspark.estimators.training.observation.observation import Observation
 from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32
-from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
+from ringspark.estimators.training.train_state import TrainState
 from ringspark.estimators.training.trainer import Trainer
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 
@@ -119,10 +119,10 @@ def measured(config: TrainConfig, model: ModelSpec, inputs: torch.Tensor, labels
         rates = make_rates("constant", sync.optimizer, steps.total, 0)
         heads = make_heads(config, UserObjects())
         observation = Observation.of(config, mesh, device)
-        running = Running(
+        train_state = TrainState(
             config, mesh, heads, sync, rates, Callbacks([]), log, observation, steps, device, UserObjects()
         )
-        trainer = Trainer(config, mesh, running, Recovery(config, mesh, status), status)
+        trainer = Trainer(config, mesh, train_state, Recovery(config, mesh, status), status)
         module.train()
 
         def step() -> None:

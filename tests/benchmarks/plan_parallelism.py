@@ -43,8 +43,8 @@ from ringspark.estimators.training.observation.observation import Observation
 from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.rank_network import wrap_network
-from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.train_state import TrainState
 from ringspark.estimators.training.trainer import Trainer
 from ringspark.extras.planning import plan_parallelism
 from ringspark.extras.planning.meshes import ParallelismPlan
@@ -170,7 +170,7 @@ class Rounds:
         log = opened.enter_context(RunLog(folder, writes=False))
         observation = opened.enter_context(Observation.of(config, mesh, place))
         status, steps = Status(), Steps(config.batch_sizes, 3 * config.batch_size)
-        running = Running(
+        train_state = TrainState(
             config,
             mesh,
             make_heads(config, UserObjects()),
@@ -191,7 +191,7 @@ class Rounds:
         def held() -> list[torch.Tensor]:
             return [*module.parameters(), *module.buffers(), *buckets, inputs, labels]
 
-        return Trainer(config, mesh, running, Recovery(config, mesh, status), status), batch, held
+        return Trainer(config, mesh, train_state, Recovery(config, mesh, status), status), batch, held
 
     def _rows(self, config: TrainConfig, data_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(data_rank)

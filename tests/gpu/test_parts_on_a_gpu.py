@@ -161,7 +161,7 @@ def test_a_compressor_gives_what_it_lacks_as_its_error(name: str, feedback: bool
 
 
 def test_batches_arrive_as_the_columns_dtypes(device: str) -> None:
-    from ringspark.estimators.training.feed import batches_on
+    from ringspark.estimators.training.feed import move_batches
     from ringspark.estimators.training.settings.config import TrainConfig
 
     columns = [
@@ -169,7 +169,7 @@ def test_batches_arrive_as_the_columns_dtypes(device: str) -> None:
         for n in range(3)
     ]
     config = TrainConfig(shards_uri="", run_uri="", input_columns=("image",), label_columns=("y",))
-    batches = list(batches_on(torch.device(device), iter(columns), config))
+    batches = list(move_batches(torch.device(device), iter(columns), config))
     for n, batch in enumerate(batches):
         assert batch.inputs[0].device == torch.device(device)
         assert batch.inputs[0].sum().item() == columns[n]["image"].sum()

@@ -7,9 +7,9 @@ from collections.abc import Sequence, Set
 import numpy as np
 import torch
 
-from ringspark.estimators.training.arguments import layout_in
+from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape
-from ringspark.estimators.training.make_heads import ignored_label
+from ringspark.estimators.training.make_heads import find_ignored_label
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import resolve_loss
 from ringspark.estimators.training.settings.choices import Task
@@ -53,7 +53,7 @@ def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
     Raises:
         ValueError: Names the column.
     """
-    layout_in(manifest, config.input_columns)
+    read_layout(manifest, config.input_columns)
     names = dict.fromkeys(manifest.column_of(name).name for name in config.columns)
     if manifest.select("train").num_rows == 0:
         raise ValueError(f"the shards at {manifest.uri} hold no training rows; check the filter before fit")
@@ -127,7 +127,7 @@ def check_classes(head: Head, manifest: ShardManifest, model: str, shape: Shape)
     # An ensemble of binary networks returns one logit per member.
     per_member = isinstance(loss, str) and loss.startswith("bce_with_logits")
     num_classes = 2 if per_member or is_binary else shape[1]
-    ignored = ignored_label(resolve_loss(loss))
+    ignored = find_ignored_label(resolve_loss(loss))
     for split, columns in manifest.stats.items():
         stats = columns[label]
         if not stats.rows:

@@ -18,7 +18,7 @@ from torch import nn
 from ringspark.estimators.collectives import collective_class
 from ringspark.estimators.names import check_name
 from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, check_optimizer, is_elementwise
-from ringspark.estimators.training.arguments import layout_in, with_arguments
+from ringspark.estimators.training.arguments import expand_arguments, read_layout
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.batch_transforms import takes_labels, try_transform
 from ringspark.estimators.training.build import build_configured_optimizer, build_module
@@ -35,7 +35,7 @@ from ringspark.estimators.training.checkpoint.tensor_file import check_state
 from ringspark.estimators.training.feed import zeros
 from ringspark.estimators.training.finetuning.adapter_check import check_adapters
 from ringspark.estimators.training.finetuning.pretrained import check_pretrained
-from ringspark.estimators.training.make_heads import settle_heads, with_outputs
+from ringspark.estimators.training.make_heads import set_outputs, settle_heads
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import resolve_loss
 from ringspark.estimators.training.objective.metrics import check_metrics
@@ -122,7 +122,7 @@ def check_training(
     """
     if heads is None:
         check_names(config, objects)
-    config = with_arguments(config, manifest)
+    config = expand_arguments(config, manifest)
     check_columns(config, manifest)
     if check_memory is not None:
         check_memory(config)
@@ -142,7 +142,7 @@ def check_training(
     if config.gradient_checkpointing != "none":
         apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
     shapes = [tuple(output.shape) for output in outputs]
-    config = with_outputs(config, [shape[-1] if len(shape) > 1 else 1 for shape in shapes])
+    config = set_outputs(config, [shape[-1] if len(shape) > 1 else 1 for shape in shapes])
     heads = settle_heads(heads, config, objects, manifest)
     monitor = find_monitor(config.monitor, heads, splits, not takes_labels(objects.transform_batch))
     labels = tuple(zeros(manifest.array(head.label), PROBE_ROWS) for head in heads)
@@ -225,7 +225,7 @@ def _check_batch_transform(
 ) -> tuple[torch.Tensor, ...]:
     """Runs the module on two rows of zeros that transformBatch has changed; returns their labels."""
     given = samples(config.input_columns, manifest)
-    layout = layout_in(manifest, config.input_columns)
+    layout = read_layout(manifest, config.input_columns)
     inputs, labels = try_transform(objects.transform_batch, "transformBatch", given, labels, layout)
     got = ", ".join(str(tuple(values.shape)) for values in inputs)
     try:

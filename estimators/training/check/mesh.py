@@ -36,7 +36,7 @@ from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.expert_sum import ExpertSum
 from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
 from ringspark.estimators.parallel.model.spread import partial_gradients, spread
-from ringspark.estimators.training.arguments import Layout, layout_in
+from ringspark.estimators.training.arguments import InputLayout, read_layout
 from ringspark.estimators.training.batch_transforms import try_transform
 from ringspark.estimators.training.check.probe import PROBE_ROWS, random_samples, samples
 from ringspark.estimators.training.feed import Batch, zeros
@@ -93,7 +93,7 @@ class _Rows:
 
     training: tuple[torch.Tensor, ...]
     prediction: tuple[torch.Tensor, ...]
-    layout: Layout
+    layout: InputLayout
     costs: Sequence[torch.Tensor] | None
 
 
@@ -175,7 +175,7 @@ def check_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifes
 
 def _rows(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, zero_ids: bool) -> _Rows:
     num_rows = PROBE_ROWS * _num_micro(config) * config.axes["expert"]
-    names, layout = config.input_columns, layout_in(manifest, config.input_columns)
+    names, layout = config.input_columns, read_layout(manifest, config.input_columns)
     given = random_samples(names, manifest, num_rows, zero_ids=zero_ids)
     training = prediction = given
     if objects.transform_batch is not None:

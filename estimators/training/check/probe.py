@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ringspark.estimators.training.arguments import layout_in
+from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.batch_transforms import try_transform
 from ringspark.estimators.training.feed import network_dtype
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -66,7 +66,7 @@ def _make_rows(
     fill: Callable[[str, torch.Tensor, Column], None],
 ) -> tuple[torch.Tensor, ...]:
     """Returns rows of zeros after `fill`, which changes the tensor of one input."""
-    layout, inputs = layout_in(manifest, names), []
+    layout, inputs = read_layout(manifest, names), []
     for number, name in enumerate(names):
         array, column = manifest.described(name), manifest.column_of(name)
         values = torch.from_numpy(np.zeros((num_rows, *array.shape), network_dtype(array.dtype)))
@@ -98,7 +98,7 @@ def probe(
     name = type(module).__name__
     inputs, prepare = samples(config.input_columns, manifest), objects.transform_in_prediction
     if prepare is not None:
-        layout = layout_in(manifest, config.input_columns)
+        layout = read_layout(manifest, config.input_columns)
         inputs, _ = try_transform(prepare, "transformInPrediction", inputs, None, layout)
     given = ", ".join(
         f"{column} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"

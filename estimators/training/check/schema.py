@@ -13,10 +13,10 @@ from torch import nn
 
 from ringspark.estimators.names import nearest
 from ringspark.estimators.parallel.model.spread import check_spread
-from ringspark.estimators.training.arguments import Layout, arguments_of, layout_of
+from ringspark.estimators.training.arguments import InputLayout, list_arguments, make_layout
 from ringspark.estimators.training.batch_transforms import takes_labels
 from ringspark.estimators.training.finetuning.freezing import apply_finetuning
-from ringspark.estimators.training.make_heads import make_heads, with_outputs
+from ringspark.estimators.training.make_heads import make_heads, set_outputs
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.metrics import METRICS
 from ringspark.estimators.training.objective.own_metrics import find_metric, higher_is_better
@@ -47,7 +47,7 @@ def check_schema(
     Raises:
         ValueError: They do not fit; the message names the column or the setting, and the remedy.
     """
-    expanded = arguments_of(columns, config.input_columns)
+    expanded = list_arguments(columns, config.input_columns)
     inputs = tuple(name for names in expanded for name in names)
     _check_targets(config, {column.name: column for column in columns})
     _check_transforms(config, objects, inputs, _layout(columns, inputs))
@@ -57,7 +57,7 @@ def check_schema(
         apply_finetuning(empty, config)
         if config.parameter_groups:
             group_parameters(empty, config.parameter_groups)
-    heads = make_heads(with_outputs(config, (1,) * len(config.label_columns)), objects)
+    heads = make_heads(set_outputs(config, (1,) * len(config.label_columns)), objects)
     for name, metric in objects.metrics.items():
         called = metric.update if is_torchmetric(metric) else metric
         if problem := _refusal(called, 2):
@@ -145,14 +145,14 @@ def find_monitor(
     raise ValueError(f"monitor {wanted!r} is no entry of this training's history{hint}")
 
 
-def _layout(columns: Sequence[Column], names: Sequence[str]) -> Layout:
+def _layout(columns: Sequence[Column], names: Sequence[str]) -> InputLayout:
     """Returns the layout of the inputs with these names; refuses values without the starts of their rows."""
     arrays: dict[str, BatchArray] = {}
     for column in columns:
         # Each array of a dense column has an entry per row; its shape may be unknown yet.
         dense = dict.fromkeys(column.kind.batch_names(column.name), BatchArray(""))
         arrays |= dense if column.is_dense else column.kind.arrays(column.name)
-    return layout_of([(name, arrays[name]) for name in names])
+    return make_layout([(name, arrays[name]) for name in names])
 
 
 def _check_targets(config: TrainConfig, columns: dict[str, Column]) -> None:
@@ -193,7 +193,7 @@ def _is_number(column: Column) -> bool:
 
 
 def _check_transforms(
-    config: TrainConfig, objects: UserObjects, inputs: Sequence[str], layout: Layout
+    config: TrainConfig, objects: UserObjects, inputs: Sequence[str], layout: InputLayout
 ) -> None:
     for setting, given in (
         ("transformBatch", objects.transform_batch),

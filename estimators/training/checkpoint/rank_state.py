@@ -23,7 +23,7 @@ from ringspark.estimators.collectives.base import gather_bytes, num_bytes
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.objective.metric_set import tensors_under
-from ringspark.estimators.training.running import Running
+from ringspark.estimators.training.train_state import TrainState
 from ringspark.models.generators import get_generator_state, seed_rank, set_generator_state
 
 # States of at most this size together travel in one message and stay in memory.
@@ -59,28 +59,28 @@ class RankState:
     values: dict[str, Any]
 
     @classmethod
-    def of(cls, running: Running, mesh: RankMesh) -> RankState:
+    def of(cls, train_state: TrainState, mesh: RankMesh) -> RankState:
         """Copies the present state. Runs on every rank.
 
         Raises ValueError if a callback's state cannot be JSON.
         """
         # First, because a strategy may finish a synchronization for it, which changes the network.
-        exchange = {f"exchange/{name}": tensor for name, tensor in running.sync.rank_state().items()}
-        tensors, plain = get_generator_state(running.device)
+        exchange = {f"exchange/{name}": tensor for name, tensor in train_state.sync.rank_state().items()}
+        tensors, plain = get_generator_state(train_state.device)
         result = {f"random/{name}": tensor for name, tensor in tensors.items()}
-        for name, buffer in running.sync.network.named_buffers():
+        for name, buffer in train_state.sync.network.named_buffers():
             result[f"buffers/{name}"] = buffer.detach().to("cpu", copy=True).contiguous()
         values = {
             "random": plain,
-            "callbacks": running.callbacks.state_dicts(),
-            "stop_reason": running.state.stop_reason,
+            "callbacks": train_state.callbacks.state_dicts(),
+            "stop_reason": train_state.state.stop_reason,
             "mesh": dict(mesh.sizes),
             "counts": mesh.copy.rank == 0,
             # Each stage counts in its own layers.
             "layers": all(mesh.places.get(axis, 0) == 0 for axis in ("sequence", "tensor")),
         }
-        noise = {} if running.noise is None else running.noise.state()
-        return cls(tensors=exchange | result | noise | running.sums.state(), values=values)
+        noise = {} if train_state.noise is None else train_state.noise.state()
+        return cls(tensors=exchange | result | noise | train_state.sums.state(), values=values)
 
 
 class GatheredRanks:
@@ -198,7 +198,7 @@ def _write_rank(
         file.write(piece.numpy())  # type: ignore[call-overload]
 
 
-def restore_rank(running: Running, states: Sequence[RankState], mesh: RankMesh, seed: int) -> None:
+def restore_rank(train_state: TrainState, states: Sequence[RankState], mesh: RankMesh, seed: int) -> None:
     """Restores this rank from the states of all ranks at the present step, in rank order.
 
     Raises ValueError if the states are damaged, or of another network or other callbacks.
@@ -210,12 +210,12 @@ def restore_rank(running: Running, states: Sequence[RankState], mesh: RankMesh, 
     is_same = _drop_ones(before) == _drop_ones(mesh.sizes)
     try:
         exchange = [_lazy_tensors_under(state.tensors, "exchange") for state in states]
-        running.sync.load_rank_states(exchange, is_same=is_same)
+        train_state.sync.load_rank_states(exchange, is_same=is_same)
         if is_same:
-            _restore_same(running, states[mesh.world.rank])
+            _restore_same(train_state, states[mesh.world.rank])
         else:
-            _restore_other(running, states, mesh.data_rank)
-            seed_rank(seed, running.state.step, mesh.drawing_rank)
+            _restore_other(train_state, states, mesh.data_rank)
+            seed_rank(seed, train_state.state.step, mesh.drawing_rank)
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(
             f"the checkpoint's rank states are of another training ({type(error).__name__}: {error}); "
@@ -234,29 +234,31 @@ def _drop_ones(sizes: Mapping[str, int]) -> dict[str, int]:
     return {axis: size for axis, size in sizes.items() if size > 1}
 
 
-def _restore_same(running: Running, own: RankState) -> None:
-    _fill_buffers(running.sync.network, tensors_under(own.tensors, "buffers"))
-    running.sums.load(own.tensors)
-    if running.noise is not None:
-        running.noise.load([own.tensors])
-    running.callbacks.load_state_dicts(own.values["callbacks"])
-    running.state.stop_reason = own.values["stop_reason"]
+def _restore_same(train_state: TrainState, own: RankState) -> None:
+    _fill_buffers(train_state.sync.network, tensors_under(own.tensors, "buffers"))
+    train_state.sums.load(own.tensors)
+    if train_state.noise is not None:
+        train_state.noise.load([own.tensors])
+    train_state.callbacks.load_state_dicts(own.values["callbacks"])
+    train_state.state.stop_reason = own.values["stop_reason"]
     # Last, because restoring the rest may use random numbers.
-    set_generator_state(tensors_under(own.tensors, "random"), own.values["random"], running.device)
+    set_generator_state(tensors_under(own.tensors, "random"), own.values["random"], train_state.device)
 
 
-def _restore_other(running: Running, states: Sequence[RankState], data_rank: int) -> None:
-    _fill_buffers(running.sync.network, tensors_under(states[0].tensors, "buffers"))
+def _restore_other(train_state: TrainState, states: Sequence[RankState], data_rank: int) -> None:
+    _fill_buffers(train_state.sync.network, tensors_under(states[0].tensors, "buffers"))
     # The ranks of one replica have the same rows and the same sums.
     counting = [s.tensors for s in states if s.values.get("layers", s.values.get("counts", True))]
     states = [state for state in states if state.values.get("counts", True)]
     # The first rank takes the sums of the epoch so far, because the ranks that made them no longer exist.
-    running.sums.load_all([state.tensors for state in states], takes_all=data_rank == 0, counting=counting)
-    if running.noise is not None:
-        running.noise.load([state.tensors for state in states] if data_rank == 0 else [])
-    running.callbacks.load_state_dicts(states[0].values["callbacks"])
+    train_state.sums.load_all(
+        [state.tensors for state in states], takes_all=data_rank == 0, counting=counting
+    )
+    if train_state.noise is not None:
+        train_state.noise.load([state.tensors for state in states] if data_rank == 0 else [])
+    train_state.callbacks.load_state_dicts(states[0].values["callbacks"])
     reasons = [state.values["stop_reason"] for state in states]
-    running.state.stop_reason = next((reason for reason in reasons if reason), None)
+    train_state.state.stop_reason = next((reason for reason in reasons if reason), None)
 
 
 def _fill_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:

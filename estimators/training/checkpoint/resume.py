@@ -25,8 +25,8 @@ from ringspark.estimators.training.checkpoint.snapshot import take_snapshot
 from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
 from ringspark.estimators.training.non_finite import MAX_REPORTED, NonFiniteStep, raise_first_bad
 from ringspark.estimators.training.phase import Status
-from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.training.train_state import TrainState
 
 MAX_ROLLBACKS = 5
 ROLLBACK_FACTOR = 0.5
@@ -150,7 +150,7 @@ class Recovery:
         """Why checkpoints are missing, one line per checkpoint; empty except on rank 0."""
         return tuple(self._writer.errors) if self._writer is not None and self._mesh.writes else ()
 
-    def begin(self, running: Running) -> bool:
+    def begin(self, train_state: TrainState) -> bool:
         """Finds a checkpoint to resume from and restores its position; call `load` next.
 
         Raises ValueError if it belongs to another training.
@@ -161,15 +161,15 @@ class Recovery:
         self._status.phase = "looking for a checkpoint"
         if self.schedule.is_enabled:
             # A state that cannot be saved raises here, not at the first checkpoint.
-            running.callbacks.state_dicts()
+            train_state.callbacks.state_dicts()
         step = self._find_newest()
         self.schedule.restart(step or 0)
         if step is None:
-            running.log.restore([])
+            train_state.log.restore([])
             return False
         position = read_record(step_uri(self._root, step)).position
-        self._check_fits(step, position, running)
-        self._take_position(position, running)
+        self._check_fits(step, position, train_state)
+        self._take_position(position, train_state)
         self._start = time.monotonic() - position.seconds
         self.non_finite = list(position.non_finite)
         self.resumed_steps = (*position.resumed_steps, step)
@@ -177,29 +177,29 @@ class Recovery:
             _log.info("training resumes from the checkpoint of step %d", step)
         return True
 
-    def load(self, running: Running, factor: float = 1.0) -> None:
+    def load(self, train_state: TrainState, factor: float = 1.0) -> None:
         """Restores everything except the position from the checkpoint of the present position.
 
         Args:
             factor: Scales the learning rates.
         """
-        step = running.state.step
+        step = train_state.state.step
         self._status.phase = f"loading the checkpoint of step {step}"
         uri = step_uri(self._root, step)
-        record, ranks = load_training_state(uri, running.sync, self._status.tick, running.average)
-        restore_rank(running, ranks, self._mesh, self._config.seed)
-        running.scaler.load_state_dict(record.position.scaler)
-        running.rates.resume([scale * factor for scale in record.position.rate_scales])
+        record, ranks = load_training_state(uri, train_state.sync, self._status.tick, train_state.average)
+        restore_rank(train_state, ranks, self._mesh, self._config.seed)
+        train_state.scaler.load_state_dict(record.position.scaler)
+        train_state.rates.resume([scale * factor for scale in record.position.rate_scales])
 
-    def save(self, running: Running) -> None:
+    def save(self, train_state: TrainState) -> None:
         """Copies the training and starts to write the copy; waits only for the copy. Runs on every rank.
 
         Raises FloatingPointError if a loss or a weight is not finite, so training could not resume
         from here.
         """
-        state = running.state
-        self._status.phase = f"checkpoint, epoch {state.epoch}, step {running.step_in_epoch}"
-        running.rates.take_changes()
+        state = train_state.state
+        self._status.phase = f"checkpoint, epoch {state.epoch}, step {train_state.step_in_epoch}"
+        train_state.rates.take_changes()
         reason, patience = "", self._config.timeout_seconds * _WAIT_SHARE
         is_free = self._wait_for_shards()
         if self._writer is not None and self._mesh.writes:
@@ -208,34 +208,36 @@ class Recovery:
                 # Before the other ranks begin; they wait for this rank's numbers below.
                 reason = self._writer.clear(state.step, patience, self._status.tick)
         # A collective call carries numbers, so 0 means no step.
-        mine = torch.tensor([running.first_bad.step or 0, int(is_free and not reason), secrets.randbits(62)])
+        mine = torch.tensor(
+            [train_state.first_bad.step or 0, int(is_free and not reason), secrets.randbits(62)]
+        )
         first_bad, free, tokens = torch.stack(self._mesh.world.all_gather(mine)).T.tolist()
-        raise_first_bad(state.epoch, first_bad, running.scaler.advice)
+        raise_first_bad(state.epoch, first_bad, train_state.scaler.advice)
         self.schedule.restart(state.step)
         if not all(free):
             self._note(state.step, reason or "the one before is still being written")
             return
-        ranks = gather_ranks(RankState.of(running, self._mesh), self._mesh.world, self._status.tick)
-        position = self._position(running)
-        average = None if self._config.ema_decay is None else running.average.values
+        ranks = gather_ranks(RankState.of(train_state, self._mesh), self._mesh.world, self._status.tick)
+        position = self._position(train_state)
+        average = None if self._config.ema_decay is None else train_state.average.values
         snapshot = None
         try:
             snapshot = take_snapshot(
-                running.sync, position, ranks, self._mesh.writes, self._status.tick, average
+                train_state.sync, position, ranks, self._mesh.writes, self._status.tick, average
             )
         except ValueError as error:
             # With sharded weights, other ranks may be waiting for this one, so training must end.
             if self._config.sharding != "none" or self._mesh.cuts_network:
                 raise
             self._note(state.step, str(error))
-        if not running.sync.in_step:
+        if not train_state.sync.in_step:
             # The other ranks step next on the weights and optimizer that rank 0 copies.
             self._mesh.world.barrier()
         if snapshot is not None and self._writer is not None:
             shard = replace(snapshot.shard, token=f"{tokens[0]:x}", seconds=self._config.timeout_seconds)
             self._writer.start(replace(snapshot, shard=shard))
 
-    def roll_back(self, found: NonFiniteStep, running: Running) -> None:
+    def roll_back(self, found: NonFiniteStep, train_state: TrainState) -> None:
         """Returns to the newest good checkpoint and halves its learning rates. Runs on every rank.
 
         Raises FloatingPointError if there is none, or `MAX_ROLLBACKS` rollbacks to it did not help.
@@ -253,9 +255,9 @@ class Recovery:
             raise FloatingPointError(
                 f"{found}, and {tried}; lower learningRate, or look for rows that are not finite"
             )
-        self._take_position(read_record(step_uri(self._root, step)).position, running)
-        running.first_bad.reset()
-        self.load(running, ROLLBACK_FACTOR**self._rollbacks)
+        self._take_position(read_record(step_uri(self._root, step)).position, train_state)
+        train_state.first_bad.reset()
+        self.load(train_state, ROLLBACK_FACTOR**self._rollbacks)
         self.schedule.restart(step)
         if self._mesh.writes:
             _log.warning(
@@ -319,9 +321,9 @@ class Recovery:
         if self._writer is not None and self._mesh.writes:
             self._writer.note(step, error)
 
-    def _check_fits(self, step: int, position: Position, running: Running) -> None:
+    def _check_fits(self, step: int, position: Position, train_state: TrainState) -> None:
         uri = step_uri(self._root, step)
-        epoch, steps = position.finished_epochs, running.steps
+        epoch, steps = position.finished_epochs, train_state.steps
         if position.steps_per_epoch != steps.in_epoch(epoch):
             raise ValueError(
                 f"{uri} is of a training with {position.steps_per_epoch} steps per epoch, this one has "
@@ -339,28 +341,28 @@ class Recovery:
                 f"{self._config.epochs}; raise epochs, or give runUri a folder of its own"
             )
 
-    def _take_position(self, position: Position, running: Running) -> None:
-        state = running.state
+    def _take_position(self, position: Position, train_state: TrainState) -> None:
+        state = train_state.state
         state.epoch, state.step = position.epoch, position.step
-        running.log.restore(position.history)
-        running.finished_epochs = position.finished_epochs
-        running.step_in_epoch = position.step_in_epoch
-        running.skipped_before = position.skipped_before
-        running.epoch_start = time.monotonic() - position.epoch_seconds
+        train_state.log.restore(position.history)
+        train_state.finished_epochs = position.finished_epochs
+        train_state.step_in_epoch = position.step_in_epoch
+        train_state.skipped_before = position.skipped_before
+        train_state.epoch_start = time.monotonic() - position.epoch_seconds
 
-    def _position(self, running: Running) -> Position:
-        state = running.state
+    def _position(self, train_state: TrainState) -> Position:
+        state = train_state.state
         return Position(
             epoch=state.epoch,
             step=state.step,
-            finished_epochs=running.finished_epochs,
-            step_in_epoch=running.step_in_epoch,
-            steps_per_epoch=running.steps.in_epoch(running.finished_epochs),
+            finished_epochs=train_state.finished_epochs,
+            step_in_epoch=train_state.step_in_epoch,
+            steps_per_epoch=train_state.steps.in_epoch(train_state.finished_epochs),
             seconds=self.seconds,
-            epoch_seconds=time.monotonic() - running.epoch_start,
-            skipped_before=running.skipped_before,
-            scaler=running.scaler.state_dict(),
-            rate_scales=tuple(running.rates.scales),
+            epoch_seconds=time.monotonic() - train_state.epoch_start,
+            skipped_before=train_state.skipped_before,
+            scaler=train_state.scaler.state_dict(),
+            rate_scales=tuple(train_state.rates.scales),
             resumed_steps=self.resumed_steps,
             non_finite=tuple(self.non_finite),
             history=tuple(state.history),

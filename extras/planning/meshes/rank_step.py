@@ -30,7 +30,7 @@ from ringspark.estimators.parallel.model.stand_in import Message
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.precision import autocast
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.step import forward, judged, scaled
+from ringspark.estimators.training.step import compute_losses, forward, scale_loss
 from ringspark.extras.planning.meshes.cut_network import CutNetwork, RankPart
 from ringspark.models.chain import as_values, links_of, run_links
 
@@ -223,13 +223,13 @@ class _Rank:
         recipe, keeps = step.recipe, bool(self._config.metrics)
         if not self._network.is_pipeline:
             losses, seen = forward(recipe, module, module, batch, keeps_outputs=keeps)
-            return [scaled(recipe, step.sync, losses, float(batch.num_rows))], seen, None
+            return [scale_loss(recipe, step.sync, losses, float(batch.num_rows))], seen, None
         values = batch.inputs if stage == 0 else self._values(stage)
         with autocast(self._config.precision, recipe.device):
             outputs = module(*values, stage=stage)
         if stage == self._last:
-            losses, seen = judged(recipe, module, outputs, batch, keeps_outputs=keeps)
-            return [scaled(recipe, step.sync, losses, float(batch.num_rows))], seen, values
+            losses, seen = compute_losses(recipe, module, outputs, batch, keeps_outputs=keeps)
+            return [scale_loss(recipe, step.sync, losses, float(batch.num_rows))], seen, values
         given = outputs if isinstance(outputs, tuple) else (outputs,)
         return [v for v in given if v is not None and v.requires_grad], None, (values, given)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
-from ringspark.estimators.training.run_notes import StartNote
+from ringspark.estimators.training.run_environment import GangStart
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.extras.report.content import Block, Section, Table, show
 from ringspark.extras.report.facts import Facts
@@ -28,7 +28,7 @@ def _make(facts: Facts) -> Sequence[Block]:
     return blocks
 
 
-def _hosts(start: StartNote) -> Table:
+def _hosts(start: GangStart) -> Table:
     ranks = Counter(note.host for note in start.ranks)
     first = {note.host: note for note in reversed(start.ranks)}
     rows = []
@@ -42,12 +42,12 @@ def _hosts(start: StartNote) -> Table:
     return Table(header, rows, words=frozenset({0, 2}), note=note)
 
 
-def _names(start: StartNote) -> str:
+def _names(start: GangStart) -> str:
     names = sorted({note.host for note in start.ranks})
     return ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
 
 
-def _time(start: StartNote) -> str:
+def _time(start: GangStart) -> str:
     return datetime.fromtimestamp(start.began, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 

@@ -283,7 +283,7 @@ def test_the_kept_ends_are_the_ends(parts: list[bytes]) -> None:
 
 def test_a_rank_that_starts_often_does_not_fill_the_store(tmp_path: Path) -> None:
     for launch in range(4):
-        line = rank_log.start_line(0, "host", 1, rank_log.start_name("token", launch))
+        line = rank_log.format_start(0, "host", 1, rank_log.name_start("token", launch))
         rank_log.store(str(tmp_path), 0, line, b"%d\n" % launch * 20_000)
     assert (tmp_path / "logs" / "rank-0.txt").stat().st_size < 40_000 + rank_log.EARLIER_BYTES + 200
     # Only of the start that is asked for, not of one before it.

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ringspark.estimators.tracking.plain_lines import PlainLines, duration
-from ringspark.estimators.training.history import EpochRecord, Progress
+from ringspark.estimators.training.history import EpochRecord, TrainingProgress
 
-START = Progress(epoch=1, epochs=5, step=0, num_steps=3_000, rows=0, seconds=0.0)
+START = TrainingProgress(epoch=1, epochs=5, step=0, num_steps=3_000, rows=0, seconds=0.0)
 EPOCH = EpochRecord(
     epoch=2,
     steps=600,
@@ -29,7 +29,7 @@ class Log:
         self.now = 100.0
         self.shown = PlainLines(self.lines.append, lambda: self.now, 30.0)
 
-    def at(self, seconds: float, progress: Progress) -> None:
+    def at(self, seconds: float, progress: TrainingProgress) -> None:
         self.now = 100.0 + seconds
         self.shown.progress(progress)
 

@@ -18,7 +18,7 @@ from ringspark.estimators.tracking.base import Listener, RunEnd, RunStart, Track
 from ringspark.estimators.tracking.console import ConsoleTracker
 from ringspark.estimators.tracking.registry import make_trackers
 from ringspark.estimators.tracking.watcher import RunWatcher
-from ringspark.estimators.training.history import EpochRecord, Progress
+from ringspark.estimators.training.history import EpochRecord, TrainingProgress
 
 EPOCH = EpochRecord(
     epoch=1, steps=3, rows=96, seconds=0.5, learning_rate=0.1, train_loss=0.25, validation_loss=None
@@ -213,7 +213,7 @@ def test_the_console_shows_a_bar_on_a_terminal_and_lines_elsewhere(
     monkeypatch.setattr("sys.stderr", stream)
     # So short that each position is due.
     shown = ConsoleTracker(period_seconds=1e-9).start(RunStart(name="stage", run_uri="run"))
-    position = Progress(epoch=1, epochs=2, step=10, num_steps=200, rows=0, seconds=0.0)
+    position = TrainingProgress(epoch=1, epochs=2, step=10, num_steps=200, rows=0, seconds=0.0)
     shown.progress(position)
     shown.progress(replace(position, epoch=2, step=110))
     shown.epoch(EPOCH)

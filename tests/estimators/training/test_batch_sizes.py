@@ -27,10 +27,10 @@ from ringspark.estimators.memory.budget import check_budget
 from ringspark.estimators.training.batch_sizes import BatchSizes, Steps
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.check.driver import check_training
-from ringspark.estimators.training.history import Progress, read_progress
-from ringspark.estimators.training.kept_rows import kept_rows
+from ringspark.estimators.training.history import TrainingProgress, read_progress
 from ringspark.estimators.training.optimizers.rate_scaling import RULES, RateScaling
 from ringspark.estimators.training.optimizers.schedules import make_rates
+from ringspark.estimators.training.row_caching import find_cached_rows
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.models import ModelSpec
@@ -287,7 +287,7 @@ def test_a_training_is_the_loop_by_hand(
     last_steps = np.cumsum(STEPS) - 1
     assert [r.learning_rate for r in result.history] == [watches.rates[step][0] for step in last_steps]
     progress = read_progress(str(tmp_path / "run"))
-    assert progress == Progress(**vars(progress))
+    assert progress == TrainingProgress(**vars(progress))
     assert progress.num_steps == sum(STEPS)
 
 
@@ -480,11 +480,11 @@ def test_kept_row_groups_are_those_that_a_shard_reads_twice(
         for epoch in range(config.epochs):
             times[np.unique(reader.plan(epoch).shard(rank).reads().row_groups)] += 1
         expected = set(np.flatnonzero(times >= 2).tolist())
-        assert kept_rows(config, manifest, "train", rank, 3).row_groups == expected
+        assert find_cached_rows(config, manifest, "train", rank, 3).row_groups == expected
         assert expected
         if not shuffle:
             constant = replace(config, batch_size_schedule=())
-            assert kept_rows(constant, manifest, "train", rank, 3).row_groups != expected
+            assert find_cached_rows(constant, manifest, "train", rank, 3).row_groups != expected
 
 
 def test_a_budget_counts_the_largest_batch(make_shards: MakeShards, tmp_path: Path) -> None:

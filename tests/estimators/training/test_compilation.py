@@ -23,7 +23,7 @@ from torch._dynamo.utils import counters
 
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.compilation import compiled
+from ringspark.estimators.training.compilation import compile_network
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 from ringspark.models.recompute.activation_checkpoint import apply_activation_checkpoint, compile_segments
@@ -163,7 +163,7 @@ def test_networks_of_torchs_own_classes_are_compiled_too(name: str) -> None:
     calls: list[int] = []
     expected = trained(plain, expected_calls)
     counters.clear()
-    with compiled(network, True, torch.device("cpu")):
+    with compile_network(network, True, torch.device("cpu")):
         found = trained(network, calls)
         assert counters["stats"]["unique_graphs"] == 1
         for same in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
@@ -188,7 +188,7 @@ def test_compiled_code_is_kept_where_this_user_alone_writes(
         folder.chmod(0o770)
     # A network of its own, since the process remembers what it compiled before.
     network = nn.Sequential(nn.Linear(4, 1), nn.LeakyReLU(0.123 if private else 0.456))
-    with compiled(network, True, torch.device("cpu")):
+    with compile_network(network, True, torch.device("cpu")):
         network(torch.ones(3, 4)).sum().backward()
         used = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         assert list(used.rglob("*.so"))
@@ -207,7 +207,7 @@ def test_compiled_code_is_kept_where_this_user_alone_writes(
 @pytest.mark.slow
 def test_a_folder_that_the_user_names_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    with compiled(nn.Linear(4, 1), True, torch.device("cpu")):
+    with compile_network(nn.Linear(4, 1), True, torch.device("cpu")):
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
 
@@ -235,7 +235,7 @@ def test_what_a_compiler_says_is_told(works_for: str, message: str, tmp_path: Pa
     with (
         torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}),
         pytest.raises(RuntimeError, match=message.replace("/broken", str(compiler))),
-        compiled(network, True, torch.device("cpu")),
+        compile_network(network, True, torch.device("cpu")),
     ):
         network(torch.ones(3, 4)).sum().backward()
     assert network._compiled_call_impl is None

@@ -14,7 +14,7 @@ from torch import nn
 
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.run.identity import data_differences, differences, identity_of
-from ringspark.estimators.training.make_heads import make_heads, with_outputs
+from ringspark.estimators.training.make_heads import make_heads, set_outputs
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 
@@ -24,7 +24,7 @@ ROWS = 12
 def _config(**changes: Any) -> TrainConfig:
     two = {"label_columns": ("kind", "size"), "losses": ("cross_entropy", "auto"), "loss_weights": (1.0, 0.5)}
     settings: dict[str, Any] = {"shards_uri": "", "run_uri": "", "input_columns": ("x",), "reader": "arrow"}
-    return with_outputs(TrainConfig(**(settings | two | changes)), (3, 1))
+    return set_outputs(TrainConfig(**(settings | two | changes)), (3, 1))
 
 
 def _relative(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ def test_a_loss_module_of_ones_own_takes_values_whatever_its_name() -> None:
 
 
 def test_a_metric_that_suits_no_output_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'accuracy' is of a classification and suits none of the losses"):
+    with pytest.raises(ValueError, match=r"'accuracy' is of a classification and fits none of the losses"):
         make_heads(_config(losses=("huber", "mse"), metrics=("accuracy",)), UserObjects())
 
 

@@ -21,7 +21,7 @@ from ringspark.estimators.memory.pressure import check, worker_needs
 from ringspark.estimators.memory.row_cache import choose_cache, free_disk, settle_cache
 from ringspark.estimators.training import feed, worker
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.kept_rows import kept_rows
+from ringspark.estimators.training.row_caching import find_cached_rows
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, ShardReader
@@ -81,7 +81,7 @@ def test_every_cache_trains_alike_and_frees_what_it_kept(
                 train_here(config, objects)
         else:
             weights.append(weights_of(train_here(config, objects), SPEC.build()))
-        parts = [kept_rows(config, manifest, split, 0, 1) for split in ("train", "validation")]
+        parts = [find_cached_rows(config, manifest, split, 0, 1) for split in ("train", "validation")]
         said = sum(part.num_bytes for part in parts)
         assert said == 300 * ROW_BYTES
         assert set(kept) == {0 if cache == "none" else said}
@@ -93,11 +93,11 @@ def test_every_cache_trains_alike_and_frees_what_it_kept(
 def test_a_rank_counts_only_the_rows_that_it_reads_again(make_shards: Any) -> None:
     manifest = _shards(make_shards)
     config = config_of(manifest, Path("run"), epochs=2)
-    parts = [kept_rows(config, manifest, "train", rank, 3) for rank in range(3)]
+    parts = [find_cached_rows(config, manifest, "train", rank, 3) for rank in range(3)]
     # Two epochs deal the row groups to three ranks at random: a third of a third comes to the same one twice.
     assert all(0 < part.num_bytes < 300 * ROW_BYTES / 2 for part in parts)
     assert all(part.num_bytes == 10 * len(part.row_groups) * ROW_BYTES for part in parts)
-    assert kept_rows(replace(config, epochs=1), manifest, "train", 0, 3).num_bytes == 0
+    assert find_cached_rows(replace(config, epochs=1), manifest, "train", 0, 3).num_bytes == 0
 
 
 @pytest.mark.parametrize(

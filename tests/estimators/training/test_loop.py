@@ -23,8 +23,8 @@ from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.check.schema import check_network, find_monitor
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.history import EpochRecord
-from ringspark.estimators.training.make_heads import make_heads, with_outputs
-from ringspark.estimators.training.selection import Best
+from ringspark.estimators.training.make_heads import make_heads, set_outputs
+from ringspark.estimators.training.selection import BestEpoch
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
@@ -279,14 +279,14 @@ def _record(epoch: int, **metrics: float) -> EpochRecord:
 def test_the_best_of_a_metric_goes_its_way_and_never_to_not_a_number() -> None:
     columns: dict[str, Any] = {"input_columns": ("x",), "label_columns": ("y",)}
     config = TrainConfig(shards_uri="", run_uri="", monitor="validation_auroc", metrics=("auroc",), **columns)
-    best = Best(config, min_delta=0.1)
+    best = BestEpoch(config, min_delta=0.1)
     values = [float("nan"), 0.5, 0.55, 0.7, 0.1, float("nan")]
-    improved = [best.improves(_record(i + 1, validation_auroc=v)) for i, v in enumerate(values)]
+    improved = [best.update(_record(i + 1, validation_auroc=v)) for i, v in enumerate(values)]
     assert improved == [False, True, False, True, False, False]
     assert (best.epoch, best.value) == (4, 0.7)
-    lowest = Best(replace(config, monitor="train_loss"))
-    assert lowest.improves(_record(1))
-    assert not lowest.improves(_record(2)), "equal is not better"
+    lowest = BestEpoch(replace(config, monitor="train_loss"))
+    assert lowest.update(_record(1))
+    assert not lowest.update(_record(2)), "equal is not better"
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_monitor_means_the_held_out_rows_where_there_are_any(
 ) -> None:
     manifest = make_shards(columns, validation=np.arange(301) % 4 == 0)
     config = _config(manifest, tmp_path / "run", metrics=("auroc",), monitor=given)
-    heads = make_heads(with_outputs(config, [2]), UserObjects(), manifest)
+    heads = make_heads(set_outputs(config, [2]), UserObjects(), manifest)
     assert find_monitor(config.monitor, heads, ("validation", "train")) == meant
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ringspark.estimators.training.make_heads import ignored_label
+from ringspark.estimators.training.make_heads import find_ignored_label
 from ringspark.estimators.training.objective.criterion import Criterion, row_weights
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import (
@@ -81,7 +81,7 @@ def _mean(name: str | nn.Module, output: torch.Tensor, label: torch.Tensor) -> t
     loss = resolve_loss(name)
     rows = loss(output, label)
     assert rows.shape == (ROWS,)
-    weigh = row_weights(loss, ignored_label(loss))
+    weigh = row_weights(loss, find_ignored_label(loss))
     return rows.sum() / (weigh(label).sum() if weigh is not None else ROWS)
 
 
@@ -184,7 +184,7 @@ def test_a_known_range_of_labels_spares_the_weights() -> None:
     plain, ignoring = LOSSES["cross_entropy"], resolve_loss(nn.CrossEntropyLoss(ignore_index=2))
 
     def weighed(loss: RowLoss, label_range: tuple[float, float] | None) -> bool:
-        return row_weights(loss, ignored_label(loss, label_range)) is not None
+        return row_weights(loss, find_ignored_label(loss, label_range)) is not None
 
     assert weighed(plain, None)
     assert not weighed(plain, (0, 9))
@@ -199,11 +199,11 @@ def test_a_known_range_of_labels_spares_the_weights() -> None:
 def test_the_ignored_label_is_known_where_a_label_may_be_it() -> None:
     minus_one = resolve_loss(nn.CrossEntropyLoss(ignore_index=-1))
     assert isinstance(minus_one, ClassLoss)
-    assert minus_one.ignored == ignored_label(minus_one) == ignored_label(minus_one, (-1, 3)) == -1
-    assert ignored_label(minus_one, (0, 3)) is None
-    assert ignored_label(resolve_loss(nn.NLLLoss(ignore_index=0)), (0, 3)) == 0
-    assert ignored_label(LOSSES["cross_entropy_per_member"], (-100, 3)) == -100
-    assert ignored_label(LOSSES["mse"]) is ignored_label(resolve_loss("MultiMarginLoss")) is None
+    assert minus_one.ignored == find_ignored_label(minus_one) == find_ignored_label(minus_one, (-1, 3)) == -1
+    assert find_ignored_label(minus_one, (0, 3)) is None
+    assert find_ignored_label(resolve_loss(nn.NLLLoss(ignore_index=0)), (0, 3)) == 0
+    assert find_ignored_label(LOSSES["cross_entropy_per_member"], (-100, 3)) == -100
+    assert find_ignored_label(LOSSES["mse"]) is find_ignored_label(resolve_loss("MultiMarginLoss")) is None
 
 
 def test_losses_are_computed_in_fp32() -> None:

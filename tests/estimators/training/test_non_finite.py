@@ -112,9 +112,9 @@ def test_stop_names_epoch_step_and_rank(make_shards: MakeShards, tmp_path: Path)
 @pytest.mark.parametrize("at_once", [True, False], ids=["CPU", "as on a GPU"])
 def test_the_first_bad_loss_is_noted(at_once: bool) -> None:
     first = FirstBadLoss(torch.device("cpu"))
-    first.at_once = at_once
+    first.is_immediate = at_once
     for step, loss in enumerate((1.0, math.inf, math.nan, 2.0), 1):
-        first.note(torch.tensor([0.0, loss]), step)
+        first.check(torch.tensor([0.0, loss]), step)
     assert first.step == 2
     first.reset()
     assert first.step is None

@@ -552,7 +552,7 @@ def test_a_factory_must_give_an_optimizer_of_the_modules_parameters() -> None:
             "must hold the parameters it was given, .* got others",
         ),
         (lambda p: torch.optim.SGD([*p, *other.parameters()]), "must hold the parameters it was given"),
-        (lambda p: torch.optim.LBFGS(p), "LBFGS evaluates the loss several times a step"),
+        (lambda p: torch.optim.LBFGS(p), "LBFGS evaluates the loss several times per step"),
     ):
         with pytest.raises(ValueError, match=message):
             build_optimizer(factory, module, None, 0.1, 0.0)

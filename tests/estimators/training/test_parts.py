@@ -17,7 +17,7 @@ from ringspark.estimators.training.checkpoint.weights import (
     read_info,
     save_checkpoint,
 )
-from ringspark.estimators.training.feed import as_input, batches_on, to_batch, to_tensor
+from ringspark.estimators.training.feed import move_batches, to_batch, to_network_input, to_tensor
 from ringspark.estimators.training.settings.config import TrainConfig
 
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ def test_a_folder_without_checkpoint_a_damaged_one_and_a_foreign_one_are_refused
 def test_what_no_network_dtype_holds_is_refused() -> None:
     """As int64, a complex number would lose its imaginary part and its fraction."""
     with pytest.raises(ValueError, match="got dtype complex64; give real and imaginary parts as two columns"):
-        as_input(np.array([1.5 + 2j], dtype="complex64"))
+        to_network_input(np.array([1.5 + 2j], dtype="complex64"))
 
 
 def test_on_the_cpu_a_batch_is_made_when_its_step_comes() -> None:
@@ -93,7 +93,7 @@ def test_on_the_cpu_a_batch_is_made_when_its_step_comes() -> None:
             yield {"x": np.full((2, 1), number, np.float32), "y": np.full(2, number)}
 
     config = TrainConfig(shards_uri="", run_uri="", input_columns=("x",), label_columns=("y",))
-    for number, batch in enumerate(batches_on(CPU, columns(), config)):
+    for number, batch in enumerate(move_batches(CPU, columns(), config)):
         assert read == list(range(number + 1))
         assert torch.equal(batch.labels[0], torch.full((2,), number))
 
@@ -105,7 +105,7 @@ def test_batches_arrive_on_a_gpu_in_order_while_it_computes() -> None:
     columns = ({"x": np.full((rows, 8), n, np.float32), "y": np.full(rows, n)} for n in range(20))
     config = TrainConfig(shards_uri="", run_uri="", input_columns=("x",), label_columns=("y",))
     busy, sums = torch.rand(4096, 4096, device=device), []
-    for batch in batches_on(device, columns, config):
+    for batch in move_batches(device, columns, config):
         busy = busy @ busy  # keeps the stream behind the copies
         sums.append(batch.inputs[0].sum())
         del batch

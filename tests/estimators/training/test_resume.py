@@ -543,5 +543,5 @@ def test_a_callback_whose_state_has_no_json_form_is_named_at_the_start(
     make_shards: MakeShards, tmp_path: Path
 ) -> None:
     config = config_of(data(make_shards), tmp_path / "run", checkpoint_every_epochs=1)
-    with pytest.raises(ValueError, match="callback HoldsNoJson must return values that JSON has"):
+    with pytest.raises(ValueError, match="callback HoldsNoJson must return JSON values"):
         train_here(config, UserObjects(module=net(), callbacks=(HoldsNoJson(),)))

@@ -8,17 +8,23 @@ from pathlib import Path
 import pytest
 
 from ringspark.estimators.training import history
-from ringspark.estimators.training.history import EpochRecord, Progress, RunLog, read_history, read_progress
+from ringspark.estimators.training.history import (
+    EpochRecord,
+    RunLog,
+    TrainingProgress,
+    read_history,
+    read_progress,
+)
 from ringspark.pipelines import storage
 
 
-def _at(step: int) -> Progress:
-    return Progress(epoch=1, epochs=1, step=step, num_steps=9, rows=step, seconds=0.0)
+def _at(step: int) -> TrainingProgress:
+    return TrainingProgress(epoch=1, epochs=1, step=step, num_steps=9, rows=step, seconds=0.0)
 
 
 def test_the_position_is_there_when_the_training_has_ended(tmp_path: Path) -> None:
     with RunLog(str(tmp_path), writes=True) as log:
-        log.progress(_at(1))
+        log.write_progress(_at(1))
     assert read_progress(str(tmp_path)) == _at(1)
 
 
@@ -36,7 +42,7 @@ def test_a_store_that_does_not_answer_holds_no_training_up(
     monkeypatch.setattr(history, "PROGRESS_SECONDS", 0.0)
     with RunLog(str(tmp_path), writes=True) as log:
         for step in range(1, 4):
-            log.progress(_at(step))
+            log.write_progress(_at(step))
         assert not written
         answers.set()
     # The others were passed over.
@@ -52,8 +58,8 @@ def test_a_store_that_fails_ends_no_training(tmp_path: Path, monkeypatch: pytest
         epoch=1, steps=9, rows=9, seconds=1.0, learning_rate=0.1, train_loss=1.0, validation_loss=None
     )
     with RunLog(str(tmp_path), writes=True) as log:
-        log.progress(_at(1))
-        log.epoch(epoch)
+        log.write_progress(_at(1))
+        log.add_epoch(epoch)
     assert log.history == [epoch]
     assert read_progress(str(tmp_path)) is None
     assert read_history(str(tmp_path)) == []
@@ -61,5 +67,5 @@ def test_a_store_that_fails_ends_no_training(tmp_path: Path, monkeypatch: pytest
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     with RunLog(str(tmp_path), writes=False) as log:
-        log.progress(_at(1))
+        log.write_progress(_at(1))
     assert not list(tmp_path.iterdir())

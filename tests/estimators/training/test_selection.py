@@ -3,7 +3,7 @@
 import math
 
 from ringspark.estimators.training.history import EpochRecord
-from ringspark.estimators.training.selection import Best
+from ringspark.estimators.training.selection import BestEpoch
 from ringspark.estimators.training.settings.config import TrainConfig
 
 
@@ -11,7 +11,7 @@ def test_a_change_of_exactly_min_delta_and_a_nan_are_no_improvement() -> None:
     config = TrainConfig(
         shards_uri="/s", run_uri="/r", input_columns=("x",), label_columns=("y",), monitor="train_loss"
     )
-    best = Best(config, min_delta=0.25)
+    best = BestEpoch(config, min_delta=0.25)
     losses = [math.nan, 1.0, 0.75, math.nan, 0.5, 0.375, 0.125]
     records = [
         EpochRecord(
@@ -25,4 +25,4 @@ def test_a_change_of_exactly_min_delta_and_a_nan_are_no_improvement() -> None:
         )
         for epoch, loss in enumerate(losses, 1)
     ]
-    assert [record.epoch for record in records if best.improves(record)] == [2, 5, 7]
+    assert [record.epoch for record in records if best.update(record)] == [2, 5, 7]

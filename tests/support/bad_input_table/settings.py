@@ -50,7 +50,7 @@ SETTINGS = [
         metrics=[{"mean": lambda outputs, labels: outputs.mean()}], monitor="mean", keep="best"),
       "monitor 'train_mean' is of a metric that does not say", "higher_is_better"),
     R("fit: transform that drops rows", lambda p: p.train(transformBatch=lambda x: x[:1]),
-      "transformBatch must return 1 inputs of 2 rows, .*got a tensor", "neither drop nor repeat"),
+      "transformBatch must return 1 inputs of 2 rows, .*got a tensor", "but neither drop nor repeat"),
     R("fit: row weights beside a transform of labels",
       lambda p: unread(p, transformBatch=lambda x, labels: (x, labels), weightCol="half"),
       "weightCol 'half' holds weights of rows, which do not follow", "leave out one of the two"),

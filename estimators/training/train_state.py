@@ -15,7 +15,7 @@ from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
 from ringspark.estimators.parallel.model.spread import partial_gradients
 from ringspark.estimators.training.average import Average
 from ringspark.estimators.training.batch_sizes import Steps
-from ringspark.estimators.training.batch_transforms import BatchTransform, prepared, takes_labels
+from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_function, takes_labels
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.history import RunLog
 from ringspark.estimators.training.non_finite import FirstBadLoss
@@ -31,27 +31,27 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.estimators.training.step import Recipe
 
 
-def _nothing(number: int, count: int, rows: int) -> None:
+def _measure_nothing(number: int, count: int, rows: int) -> None:
     return
 
 
-class Running:
+class TrainState:
     """Everything on one rank that changes from step to step, and the position of the training.
 
     Attributes:
-        recipe: How a micro-batch is computed; its scaler changes.
-        transform: Changes training rows; None for none.
+        recipe: The settings of the passes; its scaler changes.
+        transform: Transforms training rows; None for none.
         prepare: Prepares the inputs of held-out rows; None for none.
-        observation: What the training records about itself.
+        observation: The observers of the training.
         sums: Sums of loss and metrics over the present epoch's rows.
         validation: Sums over the held-out rows, empty except during a validation.
         passes: Forward and backward passes.
-        noise: Measures the noise of the gradients; None where nobody asks.
-        average: Moving average of the weights, empty where none is asked for.
+        noise: Measures the gradient noise; None if `noiseScale` is off.
+        average: Moving average of the weights, empty if `emaDecay` is off.
         steps: Batch size and optimizer steps of every epoch.
         state: State that callbacks see: epoch, step, history.
         finished_epochs: Epochs with a record in the history.
-        step_in_epoch: Steps done in the current epoch.
+        step_in_epoch: Steps taken in the current epoch.
         skipped_before: Steps skipped before the current epoch.
         epoch_start: Start of the current epoch by `time.monotonic`, without pauses before a resume.
     """
@@ -71,12 +71,12 @@ class Running:
         objects: UserObjects,
         pipeline: PipelinePasses | None = None,
     ) -> None:
-        """Stands before the first step.
+        """Makes the state before the first step.
 
         Args:
             sync: The network, already on `device`, and its optimizer.
             steps: Batch size and optimizer steps of every epoch.
-            pipeline: Runs the stages of a network that is cut into some; None for one that is not.
+            pipeline: Runs the stages of a network with pipeline parallelism; None without it.
         """
         guards = config.on_non_finite != "stop"
         # Ranks hold different gradient shards or losses, so they must agree on which steps to skip.
@@ -85,7 +85,7 @@ class Running:
         if objects.transform_batch is not None:
             self.transform = BatchTransform(objects.transform_batch, config.seed, mesh.data_rank, device)
         self.observation = observation
-        self.prepare = prepared(objects.transform_in_prediction, device, training=False)
+        self.prepare = prepare_function(objects.transform_in_prediction, device, training=False)
         self.scaler = LossScaler(config.precision, device, combine, guards=guards)
         self.recipe = Recipe(
             config=config,
@@ -96,7 +96,7 @@ class Running:
         )
         # In training mode an ensemble returns the logits of its members, not a prediction.
         predicts = not any(head.is_per_member for head in heads)
-        # Labels that a transform has mixed are those of no row.
+        # Labels that a transform has mixed belong to no single row.
         predicts = predicts and not takes_labels(objects.transform_batch)
         counted: dict[str, Any] = {}
         if pipeline is not None:
@@ -108,7 +108,7 @@ class Running:
         if pipeline is not None:
             self.passes = PipelinedPasses(self.recipe, sync, pipeline, mesh)
         else:
-            measure = _nothing if self.noise is None else self.noise.micro_batch
+            measure = _measure_nothing if self.noise is None else self.noise.micro_batch
             parts = partial_gradients(sync.network)
             self.passes = WholePasses(self.recipe, sync, observation.meter.counting, measure, parts)
         self.average = Average(sync.network, config.ema_decay)
@@ -134,7 +134,7 @@ class Running:
         self.epoch_start = time.monotonic()
 
     def end_epoch(self) -> None:
-        """Counts an epoch as finished, once its record is in the history."""
+        """Counts an epoch as finished, after its record is in the history."""
         self.finished_epochs += 1
         self.step_in_epoch = 0
         self.skipped_before = self.scaler.skipped_steps

@@ -1,4 +1,4 @@
-"""What a rank's readers hold: rows on their way into batches, and rows that `cache` keeps."""
+"""Estimates the memory of a rank's readers: rows in flight into batches, and rows that `cache` keeps."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ringspark.pipelines.readers.demand import DENSE, read_again, rows_in_flight
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptRows:
+class CachedRows:
     """The row groups that a rank reads in two epochs or more.
 
     Attributes:
-        num_bytes: Their bytes; for rows that vary in length, by their mean.
-        least_bytes: Without rows that vary in length.
+        num_bytes: Their bytes; for rows of varying length, by their mean length.
+        least_bytes: Without rows of varying length.
     """
 
     row_groups: frozenset[int]
@@ -30,14 +30,16 @@ class KeptRows:
     least_bytes: int
 
 
-def kept_rows(config: TrainConfig, manifest: ShardManifest, split: Split, rank: int, size: int) -> KeptRows:
-    """Returns what one of `size` ranks reads more than once in a whole training."""
+def find_cached_rows(
+    config: TrainConfig, manifest: ShardManifest, split: Split, rank: int, size: int
+) -> CachedRows:
+    """Returns the rows that one of `size` ranks reads more than once in a whole training."""
     part = manifest.select(split)
     row_groups = np.asarray(part.row_groups, dtype=np.int64)
     is_training = split == "train"
     batches = config.batch_sizes
-    # Held-out rows come in the same batches after every epoch; those of rows that are not shuffled differ
-    # where the size does.
+    # Held-out rows come in the same batches after every epoch. Unshuffled rows come in the same batches while
+    # the batch size stays the same.
     epochs: Iterable[int] = range(config.epochs) if config.shuffle else batches.twice_each()
     if not is_training:
         epochs = [0] * min(config.epochs, 2)
@@ -56,15 +58,15 @@ def kept_rows(config: TrainConfig, manifest: ShardManifest, split: Split, rank: 
         for column in columns
     ]
     rows = int(row_groups[again].sum())
-    return KeptRows(
+    return CachedRows(
         row_groups=frozenset(again.tolist()),
         num_bytes=rows * sum(widths),
         least_bytes=rows * sum(c.kind.held_bytes for c in columns if isinstance(c.kind, DENSE)),
     )
 
 
-def reading_needs(config: TrainConfig, manifest: ShardManifest) -> dict[str, int]:
-    """Returns, for each part, the least bytes that a rank's readers hold in the middle of an epoch."""
+def estimate_reader_bytes(config: TrainConfig, manifest: ShardManifest) -> dict[str, int]:
+    """Returns the least bytes that a rank's readers hold in the middle of an epoch, by purpose."""
     columns = {column.name: column for column in map(manifest.column_of, config.columns)}
     held = rows_in_flight(
         list(columns.values()),
@@ -75,19 +77,21 @@ def reading_needs(config: TrainConfig, manifest: ShardManifest) -> dict[str, int
     )
     kept = 0
     if config.cache == "memory":
-        kept = sum(kept_rows(config, manifest, split, 0, config.num_copies).least_bytes for split in SPLITS)
-    # Kept rows are on their way into batches as well; they count once.
+        kept = sum(
+            find_cached_rows(config, manifest, split, 0, config.num_copies).least_bytes for split in SPLITS
+        )
+    # Cached rows are in flight into batches as well; count them once.
     in_flight = max(0, held.row_groups - kept)
     return {"row groups in flight": in_flight, "kept rows": kept, "batches": held.blocks}
 
 
-def caching(
+def cache_options(
     config: TrainConfig, manifest: ShardManifest, split: Split, rank: int, size: int
 ) -> dict[str, Any]:
-    """Returns the arguments of `open_reader` that make it keep those row groups where `cache` says."""
+    """Returns the arguments of `open_reader` for `cache`."""
     if config.cache not in CACHES:
         return {}
-    kept = kept_rows(config, manifest, split, rank, size)
+    kept = find_cached_rows(config, manifest, split, rank, size)
     if not kept.num_bytes:
         return {}
     return {"cache": config.cache, "cache_bytes": kept.num_bytes, "cached_row_groups": kept.row_groups}
