@@ -21,7 +21,7 @@ rows. That input holds its own index."""
 
 
 def list_arguments(columns: Iterable[Column], names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Returns the batch arrays that a network gets for each name: those of a column, or the named array.
+    """Returns the batch arrays that a network gets for each name: a column's arrays, or the named array.
 
     Args:
         names: Names of columns, or of one array of a column, such as "words.length". A column's name means

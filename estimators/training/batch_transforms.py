@@ -2,7 +2,7 @@
 
 `transformBatch` runs on every rank, on all its rows of a step at once. Its random numbers depend only on the
 seed, the step and the rank, so reruns and resumed runs draw the same. The network's own random numbers, such
-as those of dropout, stay the same as without it.
+as for dropout, stay the same as without it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ringspark.models.meta_device import copy_module
 
 Tensors = tuple[torch.Tensor, ...]
 
-# Keeps the random numbers apart from those of dropout, which use the seed itself.
+# Dropout uses the seed itself; the offset keeps both sequences of random numbers apart.
 _SEED_OFFSET = 0x62617463
 
 

@@ -106,7 +106,7 @@ class Callbacks:
         if len(states) != len(self._callbacks):
             raise ValueError(
                 f"the checkpoint is of a training with {len(states)} callbacks, this one has "
-                f"{len(self._callbacks)}; give the same callbacks, or runUri a folder of its own"
+                f"{len(self._callbacks)}; give the same callbacks, or runUri a new folder"
             )
         for callback, state in zip(self._callbacks, states, strict=True):
             callback.load_state_dict(state)

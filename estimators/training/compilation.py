@@ -4,7 +4,7 @@ Only calls are compiled, in place: the network stays the same object with the sa
 synchronization, checkpoints and callbacks see no wrapper. Batches differ by a few rows between steps and
 ranks, so the number of rows is dynamic in the compiled code, which is made once for training and, if rows are
 held out, once for evaluation. A single row runs uncompiled (`skip_single_rows`), because torch would compile
-again for it. With activation checkpointing each recomputed module is compiled by itself: a segment must see
+again for it. With activation checkpointing each recomputed module is compiled separately: a segment must see
 the calls of its modules to repeat them.
 
 torch's default cache of compiled code is a folder under /tmp that anyone can predict and create first, and a

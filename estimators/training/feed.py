@@ -99,7 +99,7 @@ def move_batches(
 ) -> Iterator[Batch]:
     """Yields the reader's batches on `device`, in order.
 
-    On a GPU each batch is copied on a stream of its own during the step before it. So the GPU holds one more
+    On a GPU each batch is copied on a second stream during the step before it. So the GPU holds one more
     batch than the step uses, and the host waits for no copy.
     """
     if device.type != "cuda":

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ringspark.estimators import run_layout
+from ringspark.estimators.training.observation.background_file import BackgroundFile
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import added, fit, parse, parse_object, record
 
@@ -24,8 +23,6 @@ _log = logging.getLogger(__name__)
 
 # Seconds between two writes of the position; the store may be slow.
 PROGRESS_SECONDS = 0.5
-# Seconds to wait at the end for a write of the position.
-END_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +154,7 @@ class RunLog:
         self._run_uri = run_uri
         self._writes = writes
         self._last_progress = 0.0
-        self._showing: threading.Thread | None = None
+        self._progress = BackgroundFile(storage.join(run_uri, run_layout.PROGRESS), "position")
         self.history: list[EpochRecord] = []
 
     def __enter__(self) -> RunLog:
@@ -165,29 +162,20 @@ class RunLog:
 
     def __exit__(self, *_: object) -> None:
         # The folder may be removed after this.
-        if self._showing is not None:
-            self._showing.join(END_SECONDS)
+        self._progress.close()
 
     @property
     def wants_progress(self) -> bool:
         """Whether the last write of the position is some time ago, and none is in progress."""
-        if not self._writes or time.monotonic() - self._last_progress < PROGRESS_SECONDS:
-            return False
-        return self._showing is None or not self._showing.is_alive()
+        is_old = time.monotonic() - self._last_progress >= PROGRESS_SECONDS
+        return self._writes and is_old and not self._progress.is_busy
 
     def write_progress(self, progress: TrainingProgress) -> None:
         """Writes the position in a thread, if the log wants it now."""
-        if not self.wants_progress:
-            return
-        self._last_progress = time.monotonic()
-        self._showing = threading.Thread(
-            target=self._show, args=(progress,), name="ringspark-progress-file", daemon=True
-        )
-        self._showing.start()
-
-    def _show(self, progress: TrainingProgress) -> None:
-        with suppress(OSError):
-            self._write(run_layout.PROGRESS, asdict(progress))
+        if self.wants_progress:
+            self._last_progress = time.monotonic()
+            text = json.dumps(asdict(progress)).encode()
+            self._progress.write(lambda: text)
 
     def add_epoch(self, record: EpochRecord) -> None:
         self.history.append(record)

@@ -74,7 +74,7 @@ class Passes(Protocol):
         """Computes the losses of rows without gradients; returns like `train`."""
 
     def evaluate_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Takes part in the evaluation of a micro-batch of which this rank has no rows."""
+        """Takes part in the evaluation of a micro-batch without rows on this rank."""
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
         """Returns the values of the ranks that have the losses. Runs on every rank."""

@@ -89,7 +89,7 @@ def _lines(run_uri: str, rank: int) -> list[str]:
         text = storage.read_bytes(_uri(run_uri, rank)).decode(errors="replace")
     except FileNotFoundError:
         return []
-    # Of a line that is drawn repeatedly, such as a progress bar, a terminal shows the last state.
+    # A line may be drawn repeatedly, such as a progress bar; a terminal shows the last state.
     return [line.rstrip("\r").rpartition("\r")[2] for line in text.removesuffix("\n").split("\n")]
 
 

@@ -165,7 +165,7 @@ def _select_stage_policy(policy: Policy, blocks: Sequence[str], stage: nn.Module
         return tuple(name for name in policy if name in known) or "none"
     if policy == "all":
         return here or "none"
-    # Segments of consecutive blocks, of which the last keeps its activations: a single block has none left.
+    # The last segment of blocks keeps its activations, so a single block has nothing to recompute.
     if len(here) < 2:
         return "none"
     return min(policy, len(here)) if isinstance(policy, int) else policy

@@ -119,7 +119,7 @@ class BestCheckpoint(BestEpoch):
                 storage.remove(last, recursive=True)
 
     def remove_others(self) -> None:
-        """Removes the folders of all worse epochs, including those of an earlier attempt. Runs on rank 0."""
+        """Removes the folders of all worse epochs, of earlier attempts too. Runs on rank 0."""
         parent, _, prefix = self._root.rpartition("/")
         kept = "" if self.uri is None else self.uri.rpartition("/")[2]
         with suppress(OSError):

@@ -29,7 +29,13 @@ from ringspark.estimators.collectives.operation_times import OperationTime
 from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.observation.background_file import BackgroundFile
-from ringspark.estimators.training.observation.timeline import Clock, RareKind, StepKind, now_ns
+from ringspark.estimators.training.observation.timeline import (
+    Clock,
+    RareKind,
+    StepKind,
+    Timeline,
+    now_ns,
+)
 from ringspark.extras.timeline.clocks import measure_offset
 from ringspark.extras.timeline.device_clock import DeviceClock, DeviceStep
 from ringspark.extras.timeline.span_file import (
@@ -71,7 +77,7 @@ class _OpenStep:
     device: DeviceStep | None = None
 
 
-class RankTimeline:
+class RankTimeline(Timeline):
     """Records every n-th step of this rank, and all checkpoints and validations, in its file."""
 
     def __init__(

@@ -219,7 +219,7 @@ def restore_rank(train_state: TrainState, states: Sequence[RankState], mesh: Ran
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(
             f"the checkpoint's rank states are of another training ({type(error).__name__}: {error}); "
-            "take another checkpoint, or give runUri a folder of its own"
+            "take another checkpoint, or give runUri a new folder"
         ) from error
 
 

@@ -204,7 +204,7 @@ def _check_optimizer(uri: str, record: Record, optimizer: torch.optim.Optimizer)
         raise ValueError(
             f"{uri} is of a training with optimizer {record.optimizer} in {len(record.optimizer_groups)} "
             f"parameter groups, this one has {name} in {groups}; set the same optimizer, or give runUri a "
-            "folder of its own"
+            "new folder"
         )
 
 

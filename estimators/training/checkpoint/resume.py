@@ -327,18 +327,18 @@ class Recovery:
         if position.steps_per_epoch != steps.in_epoch(epoch):
             raise ValueError(
                 f"{uri} is of a training with {position.steps_per_epoch} steps per epoch, this one has "
-                f"{steps.in_epoch(epoch)}; give the same data and batchSize, or runUri a folder of its own"
+                f"{steps.in_epoch(epoch)}; give the same data and batchSize, or runUri a new folder"
             )
         if position.step - position.step_in_epoch != steps.before(epoch):
             raise ValueError(
                 f"{uri} is of a training with {position.step - position.step_in_epoch} steps before epoch "
                 f"{epoch + 1}, this one has {steps.before(epoch)}; give the same batchSizeSchedule, or "
-                "runUri a folder of its own"
+                "runUri a new folder"
             )
         if position.finished_epochs > self._config.epochs:
             raise ValueError(
                 f"{uri} has finished {position.finished_epochs} epochs, this training has "
-                f"{self._config.epochs}; raise epochs, or give runUri a folder of its own"
+                f"{self._config.epochs}; raise epochs, or give runUri a new folder"
             )
 
     def _take_position(self, position: Position, train_state: TrainState) -> None:

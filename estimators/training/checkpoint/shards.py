@@ -5,7 +5,7 @@
 
 A whole tensor is in one shard. A split tensor has pieces in several shards; `Spread`, in `training.json`,
 says how to join them. File names carry the token of one attempt, so a late write of a rank of an earlier
-attempt is never taken for a shard of this one.
+attempt never counts as a shard of this one.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ def _copy_all(
     """Copies tensors to the CPU in the same order on all ranks, which may hold shards of them.
 
     Args:
-        names: Tensors to copy; None for all. This rank only sends its shards of the others.
+        names: Tensors to copy; None for all. This rank only sends its shards of other tensors.
     """
     copies: dict[str, torch.Tensor] = {}
     for name in tensor_file.order_names(tensors):
@@ -225,7 +225,7 @@ def _copy_all(
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a row-major copy on the CPU, in memory of its own."""
+    """Returns a row-major copy on the CPU."""
     if hasattr(tensor, "full_tensor"):
         full = whole(tensor)
         assert isinstance(full, torch.Tensor)

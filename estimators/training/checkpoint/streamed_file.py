@@ -1,6 +1,6 @@
 """Reads one tensor at a time from a `.safetensors` file, without mapping the whole file.
 
-Each tensor has a private mapping of its own, which ends with its last reference. So a process needs memory
+Each tensor has its own private mapping, which ends with its last reference. So a process needs memory
 and address space only for the tensors in use. `tensor_file.read` maps the whole file: that counts against a
 limit of the address space (`spark.executor.pyspark.memory`), and the kernel refuses more than memory plus
 swap.

@@ -115,7 +115,7 @@ def make_header(state: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int
 def assist(state: Mapping[str, torch.Tensor], section: RankZeroSection | None = None) -> None:
     """Sends this rank's shards (`DTensor`) to the rank that calls `write`; all other ranks call this.
 
-    Raises ValueError like `check_state`, so that no rank waits for the others.
+    Raises ValueError like `check_state`, so that no rank waits for another.
     """
     check_state(state)
     is_sharded = _is_sharded(state)
@@ -131,7 +131,7 @@ def _is_sharded(state: Mapping[str, torch.Tensor]) -> bool:
 
 
 def order_names(state: Mapping[str, torch.Tensor]) -> list[str]:
-    """Returns the names by falling element size, so that each tensor starts at a multiple of its own."""
+    """Returns the names by falling element size, so that each tensor starts at a multiple of its own size."""
     return sorted(state, key=lambda name: (-state[name].element_size(), name))
 
 

@@ -83,7 +83,7 @@ def save_checkpoint(
 ) -> CheckpointInfo:
     """Writes the module's state dict to the folder `uri`; a reader sees all of it or none.
 
-    Adapters are merged into the state dict, and also written to a file of their own. Raises ValueError if
+    Adapters are merged into the state dict, and also written to their own file. Raises ValueError if
     the state dict holds something other than dense tensors of numbers.
     """
     states, num_bytes = _collect_states(module), {}
@@ -198,7 +198,7 @@ def load_state(uri: str, module: nn.Module, whole: Mapping[str, torch.Tensor]) -
     Raises ValueError if they are not this module's.
     """
     layout, held, state = layout_of(module), module.state_dict(), {}
-    # By name: each access may join a tensor from pieces, of which a rank may need only a shard.
+    # By name: each access may join a tensor from pieces, and a rank may need only its shard.
     for name in whole:
         if layout is not None and name not in held:
             continue

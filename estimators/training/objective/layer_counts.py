@@ -89,6 +89,6 @@ class LayerCounts:
         if state.shape != self._totals.shape:
             raise ValueError(
                 f"the checkpoint has {len(state)} counts of layers, this network has {len(self._totals)}; "
-                "give runUri a folder of its own"
+                "give runUri a new folder"
             )
         self._totals.copy_(state)

@@ -1,7 +1,7 @@
 """The registry of metrics: torchmetrics' by name, with the arguments that each takes.
 
 Metrics count every row once: a weight column affects only the loss. Two classes, with one logit or two, are
-binary: precision, recall, f1, auroc and average_precision are those of class 1, as in scikit-learn. With more
+binary: precision, recall, f1, auroc and average_precision are for class 1, as in scikit-learn. With more
 classes, each class counts alike (macro), except in "f1_weighted" (Spark's MulticlassClassificationEvaluator
 calls it f1), where it counts by its rows. "auroc" and "average_precision" keep every score of a validation:
 each rank holds 8 bytes per row and class and 8 per label for the rows of all ranks.
@@ -51,7 +51,7 @@ class MetricInfo:
 
 
 def _torchmetric(class_name: str, **options: Any) -> Any:
-    # With torch.distributed as the collective, the metric would synchronize by itself.
+    # With torch.distributed as the collective, the metric itself would synchronize.
     return getattr(import_module("torchmetrics"), class_name)(sync_on_compute=False, **options)
 
 

@@ -194,7 +194,7 @@ def try_metric(
 def _trial(metric: Any, output: torch.Tensor, label: torch.Tensor) -> tuple[Any, bool]:
     """Returns the metric's value over some rows, and whether it returns one number per row."""
     device = torch.device("cpu")
-    # In a trial all labels or all outputs may be equal, of which a metric may warn.
+    # A metric may warn that all labels or outputs are equal, as they may be in a trial.
     with ignore_warnings():
         is_function = not is_torchmetric(metric)
         per_row = is_function and is_per_row(metric(match_shapes(output, label), label), len(label))

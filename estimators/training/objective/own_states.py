@@ -36,9 +36,10 @@ class OwnState(ABC):
     def merge_state(self, state: Mapping[str, Any]) -> None:
         """Adds the rows of another `metric_state`."""
 
-    @abstractmethod
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continues from another `metric_state`, to which rows can be added."""
+        self.reset()
+        self.merge_state(state)
 
     @abstractmethod
     def compute(self) -> Any: ...
@@ -71,10 +72,6 @@ class RowMean(OwnState):
         self._sum = self._sum + state["sum"]
         self._rows += int(state[_ROWS])
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.reset()
-        self.merge_state(state)
-
     def compute(self) -> Any:
         return self._sum / self._rows
 
@@ -104,10 +101,6 @@ class AllRows(OwnState):
         for key, kept in self._kept.items():
             kept.extend(state.get(key, []))
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.reset()
-        self.merge_state(state)
-
     def compute(self) -> Any:
         return self._function(*(torch.cat(kept) for kept in self._kept.values()))
 
@@ -120,7 +113,7 @@ class Reduced(OwnState):
 
     def __init__(self, metric: Any, device: torch.device) -> None:
         self._metric = metric.clone().to(device)
-        # With torch.distributed as the collective, the metric would synchronize by itself.
+        # With torch.distributed as the collective, the metric itself would synchronize.
         self._metric.distributed_available_fn = _never
         self._rules: dict[str, Any] = self._metric._reductions
         self._device = device

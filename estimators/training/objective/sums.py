@@ -165,7 +165,7 @@ class Sums:
         """Restores the results of ranks that no longer exist.
 
         Args:
-            takes_all: Whether this rank takes all of them; the others start from zero.
+            takes_all: Whether this rank takes all of them; other ranks start from zero.
             counting: States whose counts of layers are taken; None for `states`.
         """
         total = torch.stack([state["totals"] for state in states]).sum(0)
@@ -181,6 +181,6 @@ class Sums:
         if totals.shape != self._losses.shape:
             raise ValueError(
                 f"the checkpoint has sums of {totals.shape[-1]} losses, this training has "
-                f"{self._losses.shape[1]}; give runUri a folder of its own"
+                f"{self._losses.shape[1]}; give runUri a new folder"
             )
         self._losses.copy_(totals)

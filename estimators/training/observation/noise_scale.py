@@ -6,7 +6,7 @@ unknowns: a rank's rows, before the ranks sum their gradients, and all ranks' ro
 first micro-batch and its whole batch.
 
 Each rank solves the two equations with its own number of rows, so uneven shards are right. Both solutions are
-averaged exponentially over the steps, each by itself, because a ratio of noisy numbers is biased. They are
+averaged exponentially over the steps, separately, because a ratio of noisy numbers is biased. They are
 linear in the measurements, so the ranks add them up once per epoch instead of in every step.
 
 If rows have weights, a row's gradient counts times its weight over the mean weight.

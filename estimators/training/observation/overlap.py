@@ -6,7 +6,7 @@ rank communicates from the call that starts an operation until the result is the
 late peer. It computes in the forward and backward passes and in the optimizer's step, except while it starts
 an operation there or waits for one.
 
-Only some steps are measured, and stand for the others of their epoch, because a thread watches for the ends
+Only some steps are measured, and represent their epoch, because a thread watches for the ends
 of operations meanwhile. Measuring needs no communication and changes no number.
 
 The share is unknown on a GPU, which works on after the host's call returns; if a library communicates by
@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.operation_times import OperationTime
@@ -29,7 +28,7 @@ from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.observation.timeline import RareKind, StepKind, Timeline, now_ns
 
-# Every so many steps are measured. A prime, so that periodic events are seen as often as they happen.
+# Distance between measured steps. A prime, so that periodic events are measured as often as they happen.
 MEASURED_EVERY = 13
 
 COMPUTING: frozenset[StepKind] = frozenset(("forward", "backward", "step"))
@@ -118,36 +117,25 @@ def hidden_and_total(operations: Sequence[OperationTime], computing: Sequence[In
     return length(intersection(communicated, computed)), length(communicated)
 
 
-class Overlap(Protocol):
-    """Receives the steps of the training loop; their spans go to a timeline."""
+class Overlap:
+    """Receives the steps of the training loop. This class measures nothing, and makes no object per step."""
 
     def begin(self) -> None:
         """Starts an epoch, or the rest of one."""
 
     def step(self, number: int, num_steps: int) -> AbstractContextManager[None]:
         """Returns a context for step `number`, from 0, of the epoch's `num_steps`."""
-
-    def read(self) -> Communication | None:
-        """Returns the measurements since `begin`; None if unknown."""
-
-
-class NoOverlap:
-    """Measures nothing, and makes no object per step."""
-
-    def begin(self) -> None:
-        return
-
-    def step(self, number: int, num_steps: int) -> AbstractContextManager[None]:
         return _NOTHING
 
     def read(self) -> Communication | None:
+        """Returns the measurements since `begin`; None if unknown."""
         return None
 
 
-NO_OVERLAP = NoOverlap()
+NO_OVERLAP = Overlap()
 
 
-class StepOverlap:
+class StepOverlap(Overlap):
     """Measures every n-th step of an epoch, and all steps that a timeline records.
 
     If the ranks synchronize only now and then, every step is measured: steps without synchronization cost
@@ -202,7 +190,7 @@ class StepOverlap:
         )
 
 
-class _ComputingSpans:
+class _ComputingSpans(Timeline):
     """A timeline that also records the spans of computation while a step is measured.
 
     Attributes:

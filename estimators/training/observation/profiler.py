@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,27 +26,18 @@ from ringspark.pipelines import storage
 _log = logging.getLogger(__name__)
 
 
-class Profiler(Protocol):
-    """Observes the steps of the training loop."""
+class Profiler:
+    """Observes the steps of the training loop. This class profiles nothing."""
 
     def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
         """Yields the batches of an epoch's steps, and profiles the chosen steps."""
+        return batches
 
     def close(self) -> None:
         """Ends a profile whose last step the training did not take."""
 
 
-class NoProfiler:
-    """Profiles nothing."""
-
-    def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
-        return batches
-
-    def close(self) -> None:
-        return
-
-
-NO_PROFILER = NoProfiler()
+NO_PROFILER = Profiler()
 
 
 def make_profiler(config: TrainConfig, mesh: RankMesh, device: torch.device) -> Profiler:
@@ -56,7 +47,7 @@ def make_profiler(config: TrainConfig, mesh: RankMesh, device: torch.device) -> 
     return StepProfiler(config.run_uri, *config.profile_steps, device)
 
 
-class StepProfiler:
+class StepProfiler(Profiler):
     """Writes the trace of steps `first` to `last`; a failing profiler ends no training."""
 
     def __init__(self, run_uri: str, first: int, last: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The protocol through which the training loop reports where the time of its steps goes.
+"""The interface through which the training loop reports where the time of its steps goes.
 
 Kinds of spans:
 
@@ -21,13 +21,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, Protocol
+from typing import Literal
 
 from ringspark.estimators.collectives.operation_times import OperationTime
 from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
 
-# Import path of the implementation that records.
+# Import path of the subclass that records.
 RANK_TIMELINE = "ringspark.extras.timeline.rank_timeline:RankTimeline"
 
 StepKind = Literal["read", "transform", "forward", "backward", "exchange", "step"]
@@ -46,21 +46,25 @@ def now_ns() -> int:
     return time.perf_counter_ns()
 
 
-class Timeline(Protocol):
-    """Receives the spans of the training loop."""
+class Timeline:
+    """Receives the spans of the training loop. This class records nothing, and makes no object per step."""
 
     @property
     def is_recording(self) -> bool:
         """Whether the present step is recorded."""
+        return False
 
     def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
         """Yields an epoch's batches, and records when each is read and done. Runs on every rank."""
+        return batches
 
     def span(self, kind: StepKind) -> AbstractContextManager[None]:
         """Returns a context for a part of a step."""
+        return _NOTHING
 
     def rare_span(self, kind: RareKind, state: TrainingState) -> AbstractContextManager[None]:
         """Returns a context for a span that is always recorded."""
+        return _NOTHING
 
     def add_operations(self, operations: Sequence[OperationTime]) -> None:
         """Keeps the collective operations of the present step, if it is recorded."""
@@ -69,25 +73,4 @@ class Timeline(Protocol):
         """Writes the last records."""
 
 
-class NoTimeline:
-    """Records nothing, and makes no object per step."""
-
-    is_recording = False
-
-    def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
-        return batches
-
-    def span(self, kind: StepKind) -> AbstractContextManager[None]:
-        return _NOTHING
-
-    def rare_span(self, kind: RareKind, state: TrainingState) -> AbstractContextManager[None]:
-        return _NOTHING
-
-    def add_operations(self, operations: Sequence[OperationTime]) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
-NO_TIMELINE = NoTimeline()
+NO_TIMELINE = Timeline()

@@ -44,7 +44,7 @@ class Adafactor(DenseOptimizer):
 
 
 def _factored(gradient: torch.Tensor, state: dict[str, Any], fresh: float, tiny: float) -> torch.Tensor:
-    """Estimates the means of squares, (..., rows, columns), from those of the rows and of the columns."""
+    """Estimates the mean squares, (..., rows, columns), from the means of the rows and columns."""
     if "row_var" not in state:
         state["row_var"] = gradient.new_zeros((*gradient.shape[:-1], 1))
         state["col_var"] = gradient.new_zeros((*gradient.shape[:-2], 1, gradient.shape[-1]))

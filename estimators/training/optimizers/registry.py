@@ -5,7 +5,8 @@ ranks. An optimizer that torch lacks, or whose version does not fit, has its own
 no library has it. Muon is left out: it takes only matrices, and would need a second optimizer for the rest.
 
 Weight decay is decoupled from the gradient (AdamW) in adamw, adamw8bit, adam1bit, adafactor and sm3. In lamb
-it is added to the update before scaling. In all others it is part of the gradient (L2), as in their papers.
+it is added to the update before scaling. In all other optimizers it is part of the gradient (L2), as in their
+papers.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ OPTIMIZERS: dict[str, Factory] = {
 ADAPTIVE: frozenset[str] = frozenset(OPTIMIZERS) - {"sgd", "momentum", "adam1bit", "lars"}
 
 # These update every weight from its own gradient and state alone, so any flat slice of a parameter can be
-# updated by itself. The others need a parameter's rows and columns, norms or blocks.
+# updated separately. Other optimizers need a parameter's rows and columns, norms or blocks.
 ELEMENTWISE: frozenset[str] = frozenset(
     (
         "sgd",

@@ -207,7 +207,7 @@ class SchedulerRates(Rates):
         self._warmup_steps = warmup_steps
         self._rise = rise
         self._start = _WeightlessOptimizer(optimizer)
-        # (group, key) of values besides rates that the scheduler changes; others are not touched.
+        # (group, key) of values besides rates that the scheduler changes; other values are not touched.
         self._moved: set[tuple[int, str]] = set()
         self._restart()
 

@@ -56,7 +56,7 @@ class Flat:
     """A part of a storage as a vector, and the saved tensor as a view of that vector.
 
     Attributes:
-        key: Distinguishes this part from others of the same storage and dtype.
+        key: Distinguishes this part from other parts of the same storage and dtype.
         geometry: The view.
     """
 
@@ -171,7 +171,7 @@ class SavedTensors:
         self._codec: TensorCodec | None = None
         self._largest = 0
         # Successive nodes of the backward pass often need the same vector: views of it, or several layers
-        # over one input. Read and written as one tuple, because CUDA's backward has threads of its own.
+        # over one input. Read and written as one tuple, because CUDA's backward runs in other threads.
         self._last: tuple[Restore, torch.Tensor, int] | None = None
 
     @contextmanager

@@ -34,7 +34,7 @@ def test_a_store_that_does_not_answer_holds_no_training_up(
     written: list[bytes] = []
     answers = threading.Event()
 
-    def write(uri: str, data: bytes) -> None:
+    def write(uri: str, data: bytes, durable: bool = True) -> None:
         answers.wait(60)
         written.append(data)
 
@@ -50,7 +50,7 @@ def test_a_store_that_does_not_answer_holds_no_training_up(
 
 
 def test_a_store_that_fails_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(uri: str, data: bytes) -> None:
+    def write(uri: str, data: bytes, durable: bool = True) -> None:
         raise OSError("no such bucket")
 
     monkeypatch.setattr(storage, "write_atomic", write)
