@@ -13,6 +13,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 
 import torch
@@ -22,33 +23,13 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes, num_bytes
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.checkpoint import tensor_file
+from ringspark.estimators.training.checkpoint.shards import LazyMapping
 from ringspark.estimators.training.objective.metric_set import tensors_under
 from ringspark.estimators.training.train_state import TrainState
 from ringspark.models.generators import get_generator_state, seed_rank, set_generator_state
 
 # States of at most this size together travel in one message and stay in memory.
 _SMALL_BYTES = 1 << 20
-
-
-class LazyTensors(Mapping[str, torch.Tensor]):
-    """Reads each tensor at its access, so that a rank holds only one at a time.
-
-    Args:
-        read: Reads a tensor by its stored name.
-        names: Key of this mapping -> stored name.
-    """
-
-    def __init__(self, read: Callable[[str], torch.Tensor], names: Mapping[str, str]) -> None:
-        self._read, self._names = read, names
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._read(self._names[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,11 +204,11 @@ def restore_rank(train_state: TrainState, states: Sequence[RankState], mesh: Ran
         ) from error
 
 
-def _lazy_tensors_under(tensors: Mapping[str, torch.Tensor], prefix: str) -> LazyTensors:
+def _lazy_tensors_under(tensors: Mapping[str, torch.Tensor], prefix: str) -> Mapping[str, torch.Tensor]:
     """Returns the tensors "<prefix>/<name>" without reading them; a rank's state may hold all weights."""
     start = f"{prefix}/"
-    names = {name.removeprefix(start): name for name in tensors if name.startswith(start)}
-    return LazyTensors(tensors.__getitem__, names)
+    names = [name for name in tensors if name.startswith(start)]
+    return LazyMapping({name.removeprefix(start): partial(tensors.__getitem__, name) for name in names})
 
 
 def _drop_ones(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.training.average import Average
 from ringspark.estimators.training.checkpoint import tensor_file
-from ringspark.estimators.training.checkpoint.rank_state import LazyTensors, RankState
+from ringspark.estimators.training.checkpoint.rank_state import RankState
 from ringspark.estimators.training.checkpoint.record import FileSum, Record
 from ringspark.estimators.training.checkpoint.shards import (
-    LazyState,
-    ShardedTensors,
+    LazyMapping,
+    group_by_parameter,
     locate_tensors,
+    map_shards,
     name_files,
     read_tensor_specs,
 )
@@ -163,7 +165,7 @@ def load_training_state(
             average.load(dict(averaged) if layout is None else layout.own_parameters(averaged))
     with _open_shards(uri, OPTIMIZER, record, tick) as tensors:
         # One tensor at a time, because a rank needs only its own shard.
-        state: Any = LazyState.by_parameter(record.optimizer_values, tensors)
+        state: Any = group_by_parameter(record.optimizer_values, tensors)
         sync.load_optimizer_state(state if layout is None else layout.own_optimizer(state))
     for group, values in zip(sync.optimizer.param_groups, record.optimizer_groups, strict=True):
         set_group_values(group, values)
@@ -171,31 +173,29 @@ def load_training_state(
         load_state(uri, sync.network, weights)
     with local_file(uri, RANKS, tick) as path:
         file = StreamedFile(path)
-    names: list[dict[str, str]] = [{} for _ in record.ranks]
-    for key in file.slices:
-        rank, _, name = key.partition("/")
-        if not rank.isdigit() or int(rank) >= len(names):
-            raise ValueError(f"{uri}/{RANKS} names rank {rank!r} of {len(names)}; take another one")
-        names[int(rank)][name] = key
 
     def read(key: str) -> torch.Tensor:
         # A copy, because a later checkpoint may remove the file while the training keeps the tensor.
         return file.read(key).clone()
 
-    return record, [
-        RankState(tensors=LazyTensors(read, own), values=values)
-        for own, values in zip(names, record.ranks, strict=True)
-    ]
+    reads: list[dict[str, Callable[[], torch.Tensor]]] = [{} for _ in record.ranks]
+    for key in file.slices:
+        rank, _, name = key.partition("/")
+        if not rank.isdigit() or int(rank) >= len(reads):
+            raise ValueError(f"{uri}/{RANKS} names rank {rank!r} of {len(reads)}; take another one")
+        reads[int(rank)][name] = partial(read, key)
+    states = zip(reads, record.ranks, strict=True)
+    return record, [RankState(tensors=LazyMapping(own), values=values) for own, values in states]
 
 
 @contextmanager
 def _open_shards(
     uri: str, kind: str, record: Record, tick: Callable[[], None] | None
-) -> Iterator[ShardedTensors]:
+) -> Iterator[Mapping[str, torch.Tensor]]:
     with ExitStack() as opened:
         names = _name_shards(kind, record)
         paths = [opened.enter_context(local_file(uri, name, tick)) for name in names]
-        yield ShardedTensors(paths, record.spreads.get(kind, {}))
+        yield map_shards(paths, record.spreads.get(kind, {}))
 
 
 def _check_optimizer(uri: str, record: Record, optimizer: torch.optim.Optimizer) -> None:

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +27,8 @@ from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.record import FileSum
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import parse_object, record
+
+T = TypeVar("T")
 
 _LOOK_SECONDS = 0.2
 
@@ -169,65 +172,54 @@ def read_tensor_specs(uri: str, name: str) -> dict[str, TensorSpec]:
         ) from error
 
 
-class ShardedTensors(Mapping[str, torch.Tensor]):
-    """The tensors of all shards: views of the files; a split tensor is joined at each access."""
+class LazyMapping(Mapping[str, T]):
+    """Reads each value at its access, so that only one has to be in memory at a time."""
 
-    def __init__(self, paths: Sequence[str], spreads: Mapping[str, Spread]) -> None:
-        """Maps local files.
+    def __init__(self, reads: Mapping[str, Callable[[], T]]) -> None:
+        self._reads = reads
 
-        Raises ValueError if a file is damaged, or the shards do not make up whole tensors.
-        """
-        self._files = [tensor_file.read(path) for path in paths]
-        self._spreads = spreads
-        found = [
-            {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in file.items()}
-            for file in self._files
-        ]
-        try:
-            self._places = locate_tensors(found, spreads)
-        except ValueError as error:
-            raise ValueError(f"{paths[0]} is damaged: {error}; take another training state") from error
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        pieces = [self._files[number][name] for number in self._places[name]]
-        spread = self._spreads.get(name)
-        return pieces[0] if spread is None else join(pieces, spread.cut)
+    def __getitem__(self, name: str) -> T:
+        return self._reads[name]()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._reads)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._reads)
 
 
-class LazyState(Mapping[str, StateValue]):
-    """The optimizer state of one parameter; split tensors are joined at each access.
+def map_shards(paths: Sequence[str], spreads: Mapping[str, Spread]) -> LazyMapping[torch.Tensor]:
+    """Maps the local files of all shards; a split tensor is joined at each access.
+
+    Raises ValueError if a file is damaged, or the shards do not make up whole tensors.
+    """
+    files = [tensor_file.read(path) for path in paths]
+    found = [{name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in file.items()} for file in files]
+    try:
+        places = locate_tensors(found, spreads)
+    except ValueError as error:
+        raise ValueError(f"{paths[0]} is damaged: {error}; take another training state") from error
+
+    def read(name: str) -> torch.Tensor:
+        pieces = [files[number][name] for number in places[name]]
+        return join(pieces, spreads[name].cut) if name in spreads else pieces[0]
+
+    return LazyMapping({name: partial(read, name) for name in places})
+
+
+def group_by_parameter(
+    plain: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, Mapping[str, StateValue]]:
+    """Returns the optimizer state of each parameter, lazily.
 
     Args:
-        names: Names of the state in `tensors`, "<parameter>/<key>".
+        plain: Parameter -> key -> value that is no tensor.
+        tensors: Tensors by "<parameter>/<key>".
     """
-
-    def __init__(
-        self, plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], names: Sequence[str]
-    ) -> None:
-        self._plain, self._tensors = plain, tensors
-        self._names = {name.rsplit("/", 1)[1]: name for name in names}
-
-    @classmethod
-    def by_parameter(
-        cls, plain: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]
-    ) -> dict[str, Mapping[str, StateValue]]:
-        """Returns the state of all parameters."""
-        names: dict[str, list[str]] = {name: [] for name in plain}
-        for name in tensors:
-            names.setdefault(name.rsplit("/", 1)[0], []).append(name)
-        return {name: cls(plain.get(name, {}), tensors, own) for name, own in names.items()}
-
-    def __getitem__(self, key: str) -> StateValue:
-        return self._tensors[self._names[key]] if key in self._names else self._plain[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**dict.fromkeys(self._plain), **dict.fromkeys(self._names)})
-
-    def __len__(self) -> int:
-        return len(set(self._plain) | set(self._names))
+    reads: dict[str, dict[str, Callable[[], StateValue]]] = {
+        name: {key: partial(own.__getitem__, key) for key in own} for name, own in plain.items()
+    }
+    for name in tensors:
+        parameter, key = name.rsplit("/", 1)
+        reads.setdefault(parameter, {})[key] = partial(tensors.__getitem__, name)
+    return {name: LazyMapping(own) for name, own in reads.items()}

@@ -255,7 +255,7 @@ def _add(name: str, metric: OwnState, output: torch.Tensor, label: torch.Tensor)
 def tensors_under(tensors: Mapping[str, torch.Tensor], prefix: str) -> Tensors:
     """Returns the tensors "<prefix>/<name>" by name."""
     start = f"{prefix}/"
-    # By keys, not items, because a `LazyTensors` reads a tensor from the file at each access.
+    # By keys, not items, because a `LazyMapping` reads a tensor from the file at each access.
     return {key.removeprefix(start): tensors[key] for key in tensors if key.startswith(start)}
 
 

@@ -37,7 +37,7 @@ from ringspark.estimators.training.checkpoint.folders import (
 from ringspark.estimators.training.checkpoint.rank_state import GatheredRanks
 from ringspark.estimators.training.checkpoint.reading import verify
 from ringspark.estimators.training.checkpoint.record import Position, Record
-from ringspark.estimators.training.checkpoint.shards import CheckpointShard, ShardedTensors, locate_tensors
+from ringspark.estimators.training.checkpoint.shards import CheckpointShard, locate_tensors, map_shards
 from ringspark.estimators.training.checkpoint.snapshot import Snapshot, take_snapshot
 from ringspark.estimators.training.checkpoint.weights import read_info
 from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
@@ -101,7 +101,7 @@ def test_parts_are_one_checkpoint_that_is_counted_copied_and_pruned_whole(tmp_pa
     copied = step_uri(str(tmp_path / "copy"), 3)
     assert verify(copied).num_parts == 2
     files = sorted(str(path) for path in Path(copied).glob("model-*"))
-    joined = ShardedTensors(files, {"w": SPREAD})
+    joined = map_shards(files, {"w": SPREAD})
     assert sorted(joined) == ["a", "b", "w"]
     assert joined["w"].equal(WHOLE + 3)
 

@@ -21,7 +21,7 @@ from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.reading import load_training_state
 from ringspark.estimators.training.checkpoint.record import Position
-from ringspark.estimators.training.checkpoint.shards import ShardedTensors
+from ringspark.estimators.training.checkpoint.shards import map_shards
 from ringspark.estimators.training.checkpoint.snapshot import take_snapshot, write_snapshot
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint, load_state
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
@@ -168,7 +168,7 @@ def _load(folder: str, collective: Collective) -> int:
     make = partial(build_optimizer, "sgd", groups=None, learning_rate=0.01, weight_decay=0.0)
     sync = STRATEGIES["zero3"]().prepare(module, make, collective, Exchange())
     spread = Spread(Cut("tensor", 0), (512, 256), (0, 1))
-    joined = ShardedTensors(
+    joined = map_shards(
         [f"{folder}/{part}" for part in (0, 1)], dict.fromkeys(module.state_dict(), spread)
     )
     return memory_use(lambda: load_state(folder, sync.network, joined)).peak
