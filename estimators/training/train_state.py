@@ -24,7 +24,7 @@ from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.sums import Sums
 from ringspark.estimators.training.observation.noise_scale import NoiseMeter
 from ringspark.estimators.training.observation.observation import Observation
-from ringspark.estimators.training.optimizers.schedules import Rates
+from ringspark.estimators.training.optimizers.schedules import LearningRates
 from ringspark.estimators.training.passes import Passes, PipelinedPasses, WholePasses
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -62,7 +62,7 @@ class TrainState:
         mesh: RankMesh,
         heads: Sequence[Head],
         sync: GradientSync,
-        rates: Rates,
+        rates: LearningRates,
         callbacks: Callbacks,
         log: RunLog,
         observation: Observation,

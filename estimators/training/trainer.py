@@ -196,7 +196,7 @@ class Trainer:
         """Takes one optimizer step, the epoch's `step`-th. Runs on every rank."""
         train_state = self._train_state
         self._sync.optimizer.zero_grad()
-        # Undoing a step also undoes its changes of train_state statistics.
+        # Undoing a step also undoes its changes of running statistics.
         buffers = [(b, b.clone()) for b in self._sync.network.buffers()] if self._guards else []
         own_rows = batch.num_rows
         results = self._backward(batch, global_rows)
@@ -329,7 +329,7 @@ class Trainer:
     def _share_buffers(self) -> None:
         """Gives every rank rank 0's buffers, because the loss must be the saved network's.
 
-        In training each rank keeps its own train_state statistics of batch normalisation. If the ranks'
+        In training each rank keeps its own running statistics of batch normalisation. If the ranks'
         buffers differ in shape, they stay as they are.
         """
         if self._mesh.data_size == 1:

@@ -26,7 +26,7 @@ from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.non_finite import NonFiniteStep
 from ringspark.estimators.training.observation.observation import Observation
 from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
-from ringspark.estimators.training.optimizers.schedules import Rates, make_rates
+from ringspark.estimators.training.optimizers.schedules import LearningRates, make_rates
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.rank_network import RankNetwork
 from ringspark.estimators.training.row_caching import cache_options
@@ -209,7 +209,7 @@ def _final_weights(
     return uri, state.epoch
 
 
-def _make_rates(config: TrainConfig, objects: UserObjects, sync: GradientSync, steps: Steps) -> Rates:
+def _make_rates(config: TrainConfig, objects: UserObjects, sync: GradientSync, steps: Steps) -> LearningRates:
     scaling = RateScaling.of(config.scale_learning_rate, steps)
     schedule = objects.lr_schedule or config.lr_schedule
     return make_rates(schedule, sync.optimizer, steps.total, config.warmup_steps, scaling)

@@ -41,7 +41,7 @@ class Position:
         epoch_seconds: Training time in the current epoch.
         skipped_before: Steps skipped before the current epoch.
         scaler: Result of `LossScaler.state_dict`.
-        rate_scales: Value of `Rates.scales`.
+        rate_scales: Value of `LearningRates.scales`.
         resumed_steps: Steps from which the training was resumed.
         non_finite: The first steps that `onNonFinite` handled.
     """

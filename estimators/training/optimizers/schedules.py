@@ -100,7 +100,7 @@ def takes_optimizer(schedule: Callable[..., Any]) -> bool:
     return required == 1
 
 
-class Rates:
+class LearningRates:
     """Sets an optimizer's learning rates before each step; every group keeps its own base.
 
     Make it while the groups still have the user's rates. If other code changes a group's rate, such as a
@@ -191,7 +191,7 @@ class _WeightlessOptimizer(torch.optim.Optimizer):
         return
 
 
-class SchedulerRates(Rates):
+class SchedulerRates(LearningRates):
     """Sets rates by a torch scheduler, one scheduler step per optimizer step."""
 
     def __init__(
@@ -250,7 +250,7 @@ def make_rates(
     num_steps: int,
     warmup_steps: int = 0,
     scaling: RateScaling | None = None,
-) -> Rates:
+) -> LearningRates:
     """Makes the learning rates of a training of `num_steps` steps.
 
     Args:
@@ -281,7 +281,7 @@ def make_rates(
         spec = SCHEDULES[spec]
     elif takes_optimizer(spec):
         return SchedulerRates(spec, optimizer, warmup_steps, rise)
-    return Rates(add_warmup(spec, warmup_steps, rise), optimizer, num_steps)
+    return LearningRates(add_warmup(spec, warmup_steps, rise), optimizer, num_steps)
 
 
 def _scaled(scaling: RateScaling, warmup_steps: int, step: int) -> float:
