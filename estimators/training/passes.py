@@ -38,11 +38,11 @@ class Passes(Protocol):
     """Forward and backward passes over the rows of one rank.
 
     Attributes:
-        steps_under_way: Number of steps whose gradients are still in flight; see `drain`.
+        steps_in_flight: Number of steps whose gradients are still in flight; see `drain`.
     """
 
     @property
-    def steps_under_way(self) -> int: ...
+    def steps_in_flight(self) -> int: ...
 
     def train(
         self,
@@ -83,7 +83,7 @@ class Passes(Protocol):
 class WholePasses:
     """The passes of a rank that has all layers, or a shard of each."""
 
-    steps_under_way = 0
+    steps_in_flight = 0
 
     def __init__(
         self,
@@ -166,8 +166,8 @@ class PipelinedPasses:
         pipeline.module = sync.module
 
     @property
-    def steps_under_way(self) -> int:
-        return self._pipeline.steps_under_way
+    def steps_in_flight(self) -> int:
+        return self._pipeline.steps_in_flight
 
     def train(
         self,

@@ -200,7 +200,7 @@ class Trainer:
         buffers = [(b, b.clone()) for b in self._sync.network.buffers()] if self._guards else []
         own_rows = batch.num_rows
         results = self._backward(batch, global_rows)
-        if self._guards and not train_state.passes.steps_under_way:
+        if self._guards and not train_state.passes.steps_in_flight:
             # With steps in flight, the gradients of these losses belong to a later step.
             for result in results:
                 self._scaler.check_loss(result.losses)
@@ -222,7 +222,7 @@ class Trainer:
 
     def _drain(self) -> None:
         """Takes the steps whose gradients are still in flight, if the passes run ahead of the weights."""
-        for _ in range(self._train_state.passes.steps_under_way):
+        for _ in range(self._train_state.passes.steps_in_flight):
             self._sync.optimizer.zero_grad()
             self._train_state.passes.drain()
             self._take_step(0, 0)

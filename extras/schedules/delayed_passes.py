@@ -56,7 +56,7 @@ class DelayedPasses(PipelinePasses):
         self.late = max(self._delays) > 0
 
     @property
-    def steps_under_way(self) -> int:
+    def steps_in_flight(self) -> int:
         return self._backlog.steps_left
 
     def train(

@@ -115,7 +115,7 @@ def timelines(
             step(passes, inputs, optimizer)
         assert passes.timeline is not None
         rounds.append([(*timed.action, timed.begin, timed.end) for timed in passes.timeline])
-    while passes.steps_under_way:
+    while passes.steps_in_flight:
         passes.drain()
     return json.dumps({"rounds": rounds, "live": passes.most_live})
 

@@ -294,7 +294,7 @@ class _MeshCheck:
             seen = passes.train(
                 self._training[share], divisor, inputs=self._rows.training, keeps_outputs=True
             )
-            for _ in range(passes.steps_under_way):
+            for _ in range(passes.steps_in_flight):
                 passes.drain()
         return found | _outputs("training", seen)
 

@@ -195,7 +195,7 @@ def _late(collective: Collective, *, schedule: str) -> Any:
         for number in range(6):
             if number < 4:
                 passes.train(_rows("lstm", (2, 1), TIMES, number), lambda y, index: _loss(y))
-            elif passes.steps_under_way:
+            elif passes.steps_in_flight:
                 passes.drain()
             optimizer.step()
             optimizer.zero_grad()

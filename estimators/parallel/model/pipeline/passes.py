@@ -159,7 +159,7 @@ class PipelinePasses:
         virtual: How many they are.
         late: Whether gradients belong to an earlier step, so that `drain` is needed before a validation or
             a checkpoint.
-        steps_under_way: Number of steps whose gradients are still to come; equal on all ranks that took the
+        steps_in_flight: Number of steps whose gradients are still to come; equal on all ranks that took the
             same steps.
     """
 
@@ -196,7 +196,7 @@ class PipelinePasses:
         return self._place.is_own(self._place.last)
 
     @property
-    def steps_under_way(self) -> int:
+    def steps_in_flight(self) -> int:
         return 0
 
     @property
@@ -244,7 +244,7 @@ class PipelinePasses:
     def drain(self) -> bool:
         """Adds the gradients of one step that are still to come.
 
-        Called `steps_under_way` times, with a step of the optimizer after each.
+        Called `steps_in_flight` times, with a step of the optimizer after each.
 
         Returns:
             Like `train`.

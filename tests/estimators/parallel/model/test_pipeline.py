@@ -209,7 +209,7 @@ def test_one_rank_is_a_pipeline_too() -> None:
         _whole(whole, micros)
         has_gradients, _ = _piped(passes, micros)
         assert has_gradients
-        assert passes.steps_under_way == 0
+        assert passes.steps_in_flight == 0
         assert not passes.copies
         assert len(_gradients(passes.network)) == len(_gradients(whole))
         assert _difference(_gradients(passes.network), dict(_gradients(whole))) < 1e-6
@@ -467,7 +467,7 @@ def _late_trainings(collective: Collective, *, cases: list[tuple[str, str, int]]
             late += not has_gradients
             apply()
             if step in (6, 13):
-                while passes.steps_under_way:
+                while passes.steps_in_flight:
                     gradients.append(dict.fromkeys(gradients[0]))
                     passes.drain()
                     apply()
