@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,54 +34,12 @@ Counting = Callable[[Batch], AbstractContextManager[None]]
 Measure = Callable[[int, int, int], None]
 
 
-class Passes(Protocol):
-    """Forward and backward passes over the rows of one rank.
+class WholePasses:
+    """Forward and backward passes over the rows of a rank that has all layers, or a shard of each.
 
     Attributes:
         steps_in_flight: Number of steps whose gradients are still in flight; see `drain`.
     """
-
-    @property
-    def steps_in_flight(self) -> int: ...
-
-    def train(
-        self,
-        micro_batches: Sequence[Batch],
-        divisor: torch.Tensor | float,
-        *,
-        inputs: Sequence[torch.Tensor],
-        keeps_outputs: bool,
-    ) -> list[MicroBatchOutput]:
-        """Adds the gradients of the rows' share of the global mean loss.
-
-        Args:
-            micro_batches: Each of at least one row; empty if this rank has none in this step.
-            divisor: See `step.global_weights`.
-            inputs: The network's arguments for all rows; their shapes and dtypes, if there are no rows.
-            keeps_outputs: Whether outputs and labels are kept for metrics.
-
-        Returns:
-            The results of each micro-batch on this rank; losses of 0 rows if another rank has them.
-        """
-
-    def drain(self) -> None:
-        """Adds the gradients in flight of one step; an optimizer step follows each call."""
-
-    def settle(self) -> None:
-        """Makes parameters that several ranks share equal, bitwise. Runs on every rank."""
-
-    def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[MicroBatchOutput]:
-        """Computes the losses of rows without gradients; returns like `train`."""
-
-    def evaluate_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Takes part in the evaluation of a micro-batch without rows on this rank."""
-
-    def share(self, values: dict[str, float]) -> dict[str, float]:
-        """Returns the values of the ranks that have the losses. Runs on every rank."""
-
-
-class WholePasses:
-    """The passes of a rank that has all layers, or a shard of each."""
 
     steps_in_flight = 0
 
@@ -112,6 +70,17 @@ class WholePasses:
         inputs: Sequence[torch.Tensor],
         keeps_outputs: bool,
     ) -> list[MicroBatchOutput]:
+        """Adds the gradients of the rows' share of the global mean loss.
+
+        Args:
+            micro_batches: Each of at least one row; empty if this rank has none in this step.
+            divisor: See `step.global_weights`.
+            inputs: The network's arguments for all rows; their shapes and dtypes, if there are no rows.
+            keeps_outputs: Whether outputs and labels are kept for metrics.
+
+        Returns:
+            The results of each micro-batch on this rank; losses of 0 rows if another rank has them.
+        """
         if not micro_batches:
             with self._recipe.timeline.span("backward"):
                 self._sync.backward_without_rows(inputs)
@@ -132,25 +101,28 @@ class WholePasses:
         return results
 
     def drain(self) -> None:
-        return
+        """Adds the gradients in flight of one step; an optimizer step follows each call."""
 
     def settle(self) -> None:
-        return
+        """Makes parameters that several ranks share equal, bitwise. Runs on every rank."""
 
     def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[MicroBatchOutput]:
+        """Computes the losses of rows without gradients; returns like `train`."""
         network = self._sync.network
         return [forward(self._recipe, network, network, micro_batch, keeps_outputs=keeps_outputs)[1]]
 
     def evaluate_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Takes part in the evaluation of a micro-batch without rows on this rank."""
         with backward_errors():
             self._sync.forward_without_rows(inputs)
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
+        """Returns the values of the ranks that have the losses. Runs on every rank."""
         return values
 
 
 class PipelinedPasses:
-    """The passes of a rank with some pipeline stages; the losses are on the rank with the last layers.
+    """The same for a rank with some pipeline stages; the losses are on the rank with the last layers.
 
     A stage differentiates the losses that its own layers add. If experts serve other replicas of the network,
     all replicas run equally many micro-batches in the same order, some of them without rows.
@@ -257,6 +229,9 @@ class PipelinedPasses:
 
     def _without_rows(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return tuple(values[:0] for values in inputs)
+
+
+Passes = WholePasses | PipelinedPasses
 
 
 def _sum_nothing(values: Sequence[torch.Tensor]) -> torch.Tensor:
