@@ -168,9 +168,7 @@ def _load(folder: str, collective: Collective) -> int:
     make = partial(build_optimizer, "sgd", groups=None, learning_rate=0.01, weight_decay=0.0)
     sync = STRATEGIES["zero3"]().prepare(module, make, collective, Exchange())
     spread = Spread(Cut("tensor", 0), (512, 256), (0, 1))
-    joined = map_shards(
-        [f"{folder}/{part}" for part in (0, 1)], dict.fromkeys(module.state_dict(), spread)
-    )
+    joined = map_shards([f"{folder}/{part}" for part in (0, 1)], dict.fromkeys(module.state_dict(), spread))
     return memory_use(lambda: load_state(folder, sync.network, joined)).peak
 
 

@@ -107,7 +107,7 @@ FINETUNING = [
       "pytorch_model.bin is a pickle", "convert it once: safetensors"),
     R("pretrained: another network",
       lambda p: p.train(model=DEEP, pretrained=p.prepared("saved")),
-      "is not of model MLP: it lacks 'trunk", "name what stays out in 'ignore'"),
+      "is not of model MLP: it lacks 'trunk", "list the names to skip in 'ignore'"),
     R("emaDecay of 1", lambda p: p.fit(emaDecay=1.0), "emaDecay must lie", "between 0 and 1"),
 ]
 # fmt: on
