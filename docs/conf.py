@@ -4,11 +4,12 @@ project = "ringspark"
 author = "the ringspark authors"
 copyright = "the ringspark authors"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_design"]
 html_theme = "furo"
 html_title = "ringspark"
 html_copy_source = False
 
+myst_enable_extensions = ["colon_fence"]  # cards of the landing page
 myst_heading_anchors = 3  # links to headings, as a git host makes them
 
 default_role = "code"  # of `name` in docstrings

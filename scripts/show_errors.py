@@ -115,7 +115,7 @@ def main() -> None:
             }
             return kind(**(params | changes)).fit(table)
 
-        print("# What refusals look like\n")
+        print("# Error messages\n")
         print("Made by `scripts/show_errors.py`; `/data` is its folder. After each, the storage folder holds")
         print("nothing of the attempt.\n")
         show("A missing column", lambda: fit(featuresCol="featurez"))

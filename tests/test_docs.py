@@ -19,14 +19,19 @@ COMMANDS = re.compile(r"""make bench ARGS="([^"]*)"|tests/benchmarks/(\w+)\.py""
 
 
 @pytest.mark.parametrize(
-    "page", ["settings", pytest.param("errors", marks=[pytest.mark.spark, pytest.mark.slow])]
+    ("script", "page"),
+    [
+        ("show_settings", "settings.md"),
+        ("draw_data_flow", "data_flow.svg"),
+        pytest.param("show_errors", "errors.md", marks=[pytest.mark.spark, pytest.mark.slow]),
+    ],
 )
-def test_a_page_is_what_its_script_prints(page: str) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / f"show_{page}.py")]
+def test_a_page_is_what_its_script_prints(script: str, page: str) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / f"{script}.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert (ROOT / "docs" / f"{page}.md").read_text() == done.stdout, (
-        f"run `python scripts/show_{page}.py > docs/{page}.md`"
+    assert (ROOT / "docs" / page).read_text() == done.stdout, (
+        f"run `python scripts/{script}.py > docs/{page}`"
     )
 
 
