@@ -27,6 +27,7 @@ from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.train_task import PackedObjects
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.memory import check_budget, check_on_driver, is_on_driver, limits_on_driver
+from ringspark.estimators.options.mesh import AUTO
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.stages.fit_data import FitData
@@ -38,9 +39,8 @@ from ringspark.estimators.tracking.registry import make_trackers
 from ringspark.estimators.training.check.driver import CheckedTraining, check_training
 from ringspark.estimators.training.check.schema import check_schema
 from ringspark.estimators.training.objective.heads import Head
-from ringspark.estimators.training.settings.columns import VALIDATION_INDICATOR_COL
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.settings.parallelism import AUTO
+from ringspark.estimators.training.settings.data import VALIDATION_INDICATOR_COL
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.columns import Column, check_frame, check_masks, is_case_sensitive
 from ringspark.pipelines.kinds import Kind, Vocabulary
@@ -148,8 +148,8 @@ class CheckedFit:
             warnings.warn(message, UserWarning, stacklevel=6)
         config = replace(self.config, run_uri=run.uri, shards_uri=manifest.uri)
         if config.pretrained is not None:
-            uri = storage.normalize(resolve(spark, config.pretrained["uri"]))
-            config = replace(config, pretrained={**config.pretrained, "uri": uri})
+            uri = storage.normalize(resolve(spark, config.pretrained.uri))
+            config = replace(config, pretrained=replace(config.pretrained, uri=uri))
         conf, remote = spark_conf(spark), is_remote(spark)
 
         def check_memory(config: TrainConfig) -> None:

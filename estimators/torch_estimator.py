@@ -27,7 +27,6 @@ from ringspark.estimators.run.identity import identity_of
 from ringspark.estimators.run.shard_states import ShardStates
 from ringspark.estimators.run.shards import run_shards
 from ringspark.estimators.run.tables import check_table, pinned_version, table_rows
-from ringspark.estimators.stages.advice import settings_without_effect
 from ringspark.estimators.stages.declared import plain_values, set_params
 from ringspark.estimators.stages.fit_data import SharedShards
 from ringspark.estimators.stages.model_params import (
@@ -39,13 +38,14 @@ from ringspark.estimators.stages.params import _MultiLabelParams, _TrainingParam
 from ringspark.estimators.stages.persistence import StageReader, StageWriter
 from ringspark.estimators.stages.storage_root import active_session, storage_root
 from ringspark.estimators.stages.summary import TrainingSummary
+from ringspark.estimators.stages.to_config import settings_without_effect
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.estimators.tracking.base import RunEnd, RunStart
 from ringspark.estimators.tracking.registry import surroundings_of
 from ringspark.estimators.tracking.watcher import RunWatcher
 from ringspark.estimators.training.check.driver import CheckedTraining
 from ringspark.estimators.training.settings.choices import Task
-from ringspark.estimators.training.settings.places import READER
+from ringspark.estimators.training.settings.data import READER
 from ringspark.estimators.training.worker import FinishedRun, TrainResult
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.pipelines import ShardManifest, storage
@@ -235,7 +235,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
                 result = TrainResult.from_json(supervisor.run()[0])
                 restarts = tuple(supervisor.restarts)
                 finished = FinishedRun(
-                    result=result, restarts=restarts, parallelism=config.parallelism
+                    result=result, restarts=restarts, parallelism=config.parallelism.to_values()
                 ).to_json()
                 run.finish(finished, keeps_checkpoints=config.pause_after is not None)
             model = self._trained_model(spark, run, fit, training, finished)
@@ -251,7 +251,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         if config.keep == "best" and all(math.isnan(r.value(config.monitor)) for r in result.history):
             warnings.warn(
                 f"keep='best' found no best: {config.monitor} was not a number in any epoch; "
-                "the model is that of the last",
+                "the model is from the last epoch",
                 UserWarning,
                 stacklevel=5,
             )

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ringspark.estimators.training.settings import memory, optimization, places, recovery, workers
+from ringspark.estimators.training.settings import data, memory, recovery, training, workers
 from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.jobs import cli, recipes, train_job
 from ringspark.pipelines import ShardManifest, storage
@@ -32,20 +32,20 @@ from ringspark.pipelines.spark_paths import resolve
 # The estimator's settings that are options of the job, each with the default that this data asks for, if any.
 FOR_DEMO: tuple[tuple[Setting[Any], Any], ...] = (
     (workers.NUM_WORKERS, 2),
-    (optimization.EPOCHS, recipes.NETWORK.epochs),
-    (optimization.SEED, None),
+    (training.EPOCHS, recipes.NETWORK.epochs),
+    (training.SEED, None),
 )
 TRAINING: tuple[tuple[Setting[Any], Any], ...] = (
     *FOR_DEMO,
-    (optimization.BATCH_SIZE, None),
-    (optimization.LEARNING_RATE, recipes.NETWORK.learning_rate),
-    (optimization.WEIGHT_DECAY, recipes.NETWORK.weight_decay),
+    (training.BATCH_SIZE, None),
+    (training.LEARNING_RATE, recipes.NETWORK.learning_rate),
+    (training.WEIGHT_DECAY, recipes.NETWORK.weight_decay),
     (memory.PRECISION, None),
     (memory.GRADIENT_CHECKPOINTING, None),
-    (optimization.GRADIENT_ACCUMULATION, None),
+    (training.GRADIENT_ACCUMULATION, None),
     (workers.COLLECTIVE, None),
-    (places.READER, None),
-    (places.CACHE, None),
+    (data.READER, None),
+    (data.CACHE, None),
     (workers.USE_GPU, None),
 )
 RECOVERY: tuple[tuple[Setting[Any], Any], ...] = (

@@ -235,8 +235,8 @@ def _from_file(name: str, value: Any) -> Any:
     """Returns a Param's value from that of a file, where networks and kinds of columns are plain data."""
     import torch
 
-    from ringspark.estimators.training.settings.columns import COLUMNS
-    from ringspark.estimators.training.settings.python_objects import MODEL
+    from ringspark.estimators.training.settings.data import COLUMNS
+    from ringspark.estimators.training.settings.network import MODEL
     from ringspark.models import ModelSpec
 
     if name == COLUMNS.name and isinstance(value, dict):
@@ -266,6 +266,7 @@ def _kind(given: dict[str, Any]) -> Any:
 
 
 def _to_file(value: Any) -> Any:
+    from ringspark.estimators.options.base import Options
     from ringspark.models import ModelSpec
     from ringspark.pipelines.kinds import Kind
 
@@ -273,6 +274,8 @@ def _to_file(value: Any) -> Any:
         return {"target": value.target, "kwargs": value.kwargs}
     if isinstance(value, Kind):
         return value.to_json()
+    if isinstance(value, Options):
+        return value.to_values()
     return {key: _to_file(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 

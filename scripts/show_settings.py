@@ -8,7 +8,13 @@ All of it comes from the tables that the package itself works by.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
 
+from ringspark.estimators.options.base import Options
+from ringspark.estimators.options.compression import Compression
+from ringspark.estimators.options.mesh import Pipeline
 from ringspark.estimators.training.settings.rules import COMBINATIONS
 from ringspark.estimators.training.settings.table import SETTINGS
 
@@ -18,6 +24,16 @@ def main() -> None:
     print("# Settings\n")
     print("Printed by `python scripts/show_settings.py` from the tables that the package works by.")
     _table("Every setting", ["setting", "meaning", "default", "rule", "may change on resume"], _settings())
+    print("\n## Options\n")
+    print("A setting with options of its own is one of these classes, or a dict of the same names.")
+    classes = [setting.options for setting in SETTINGS.values() if setting.options is not None]
+    for kind in [*classes, Pipeline]:
+        for variant in kind.variants().values() or [kind]:
+            _show_options(variant)
+    _show_options(Compression)
+    common = {each.name: each.default for each in fields(Compression)}
+    for variant in Compression.variants().values():
+        _show_options(variant, common)
     _table(
         "Refused together, before anything starts",
         ["together", "the sentence"],
@@ -27,6 +43,24 @@ def main() -> None:
     written = [setting.name for setting in SETTINGS.values() if setting.is_for_writing]
     idle += [(name, "of `fitOnShards`: the shards are written already") for name in written]
     _table("Without effect, said in a warning", ["setting", "where"], [[f"`{n}`", why] for n, why in idle])
+
+
+def _show_options(kind: type[Options], common: Mapping[str, Any] | None = None) -> None:
+    """Prints the table of a class, from the docstrings of its bases, without options of `common`."""
+    words: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        _, _, attributes = (base.__doc__ or "").partition("Attributes:\n")
+        for match in re.finditer(r"^ {8}(\w+): ((?:.+\n?(?: {12}.+\n?)*))", attributes, re.M):
+            words[match[1]] = " ".join(match[2].split())
+    print(f"\n### {kind.__name__}\n\n{' '.join((kind.__doc__ or '').partition('Attributes:')[0].split())}")
+    rows = [
+        [f"`{each.name}`", words[each.name], "" if each.default is MISSING else f"`{each.default!r}`"]
+        for each in fields(kind)
+        if common is None or common.get(each.name, MISSING) != each.default
+    ]
+    if rows:
+        print()
+        _print_rows(["option", "meaning", "default"], rows)
 
 
 def _settings() -> list[list[str]]:
@@ -46,11 +80,15 @@ def _settings() -> list[list[str]]:
 def _sentence(message: str) -> str:
     """The sentence with the names of what is put into it."""
     named = message.replace("{readers}", "numWorkers (those of them that read different rows)")
-    return re.sub(r"\{(?:\w+\[)?(\w+)\]?(?:![rs])?\}", r"*\1*", named)
+    return re.sub(r"\{(?:[\w.]+[.\[])?(\w+)\]?(?:![rs])?\}", r"*\1*", named)
 
 
 def _table(title: str, header: list[str], rows: list[list[str]]) -> None:
     print(f"\n## {title}\n")
+    _print_rows(header, rows)
+
+
+def _print_rows(header: list[str], rows: list[list[str]]) -> None:
     for line in [header, ["---"] * len(header), *rows]:
         print("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |")
 

@@ -17,9 +17,11 @@ from ringspark.estimators.memory.budget import network_name, reason
 from ringspark.estimators.memory.columns import Column, columns_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.memory.report import MemoryPlan
+from ringspark.estimators.options.mesh import Mesh
+from ringspark.estimators.options.sync import AllReduce, write_earlier
 from ringspark.estimators.training.check.driver import check_names
 from ringspark.estimators.training.objective.losses import default_loss
-from ringspark.estimators.training.settings import memory, optimization, python_objects, workers
+from ringspark.estimators.training.settings import memory, network, training, workers
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
@@ -30,14 +32,14 @@ def plan_memory(
     batch: tuple[Any, Any],
     *,
     rows: int | None = None,
-    optimizer: Any = python_objects.OPTIMIZER.default,
-    loss: Any = python_objects.LOSS.default,
+    optimizer: Any = training.OPTIMIZER.default,
+    loss: Any = network.LOSS.default,
     precision: str = memory.PRECISION.default,
     gradientCheckpointing: str | int | Sequence[str] = memory.NO_CHECKPOINTING,
-    gradientAccumulation: int = optimization.GRADIENT_ACCUMULATION.default,
+    gradientAccumulation: int = training.GRADIENT_ACCUMULATION.default,
     activationOffload: str = memory.ACTIVATION_OFFLOAD.default,
     activationCompression: str = memory.ACTIVATION_COMPRESSION.default,
-    sharding: str = memory.SHARDING.default,
+    sharding: str = "none",
     collective: str = workers.COLLECTIVE.default,
     numWorkers: int = workers.NUM_WORKERS.default,
     useGpu: bool = workers.USE_GPU.default,
@@ -87,7 +89,7 @@ def plan_memory(
         loss_weights=(1.0,) * len(labels),
         optimizer=optimizer if isinstance(optimizer, str) else "adamw",
         batch_size=labels[0].shape[0] * numWorkers,
-        parallelism=dict(parallelism or {}),
+        parallelism=Mesh.of(parallelism or {}),
         num_workers=numWorkers,
         use_gpu=useGpu,
         collective=collective,
@@ -96,7 +98,7 @@ def plan_memory(
         gradient_accumulation=gradientAccumulation,
         activation_offload=cast(Any, activationOffload),
         activation_compression=cast(Any, activationCompression),
-        sharding=cast(Any, sharding),
+        sync=write_earlier(AllReduce(), {"sharding": sharding}),
         reader="arrow",
     )
     objects = UserObjects(

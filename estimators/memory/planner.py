@@ -84,9 +84,9 @@ class Planner:
         if config.cuts_network:
             return self._cut_plan_of(config, budget)
         step = self._step(config)
-        peak = step.peaks[config.sharding]
+        peak = step.peaks[config.sync.sharding]
         between = {"communication": communication_bytes(config, self.network)}
-        share = shares(config.sharding, num_sharers(config))
+        share = shares(config.sync.sharding, num_sharers(config))
         parts: dict[str, Any] = {part: int(n * share.get(part, 1.0)) for part, n in step.parts.items()}
         return MemoryPlan(
             settings=settings_of(config),
@@ -101,7 +101,7 @@ class Planner:
         """Returns the plan of the rank that needs most, of those that share one copy of the network."""
         found = load_object(PLAN_CUT)(config, self._objects, self.network, self._inputs, self._labels)
         peak, own = found.peak, found.rank
-        share = shares(config.sharding, num_sharers(config))
+        share = shares(config.sync.sharding, num_sharers(config))
         parts: dict[str, Any] = {part: int(n * share.get(part, 1.0)) for part, n in own.parts.items()}
         rest = {part: peak.parts[part] for part in ("activations", "batch", "communication")}
         return MemoryPlan(
@@ -125,5 +125,6 @@ class Planner:
 
 def settings_of(config: TrainConfig) -> dict[str, object]:
     """Returns name and value of the Params that decide memory."""
-    names = ("optimizer", *DEFAULTS, "collective", "numWorkers")
-    return {name: getattr(config, SETTINGS[name].field) for name in names}
+    names = [name for name in ("optimizer", *DEFAULTS, "collective", "numWorkers") if name in SETTINGS]
+    values = {name: getattr(config, SETTINGS[name].field) for name in names}
+    return values | {"sharding": config.sync.sharding}

@@ -26,6 +26,7 @@ from ringspark.estimators.memory.columns import column_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.memory.row_cache import settle_cache
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, num_sharers, shares
+from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.parallel.mesh import share_of
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.row_caching import estimate_reader_bytes
@@ -159,7 +160,7 @@ def _planner(config: TrainConfig, objects: UserObjects, manifest: ShardManifest)
         whole,
         use_gpu=False,
         # Ranks with parts of the weights between their uses have whole ones in a step.
-        parallelism=whole.parallelism if config.cuts_network else {},
+        parallelism=whole.parallelism if config.cuts_network else Mesh(),
         precision="fp32",
         gradient_checkpointing="none",
         gradient_accumulation=1,
@@ -185,7 +186,7 @@ def _needs(
     parameters = num_bytes(p for p in network.parameters() if not is_lazy(p))
     whole = parameters + num_bytes(b for b in network.buffers() if not is_lazy(b))
     on_gpu = dict.fromkeys(SHARDED_PARTS["parameters"], 0.0)
-    share = on_gpu if config.use_gpu else shares(config.sharding, num_sharers(config))
+    share = on_gpu if config.use_gpu else shares(config.sync.sharding, num_sharers(config))
     # At least one worker has its even part of what a mesh cuts; state and gradients were planned as parts.
     parts = math.prod(config.axes[axis] for axis in ("tensor", "pipeline", "expert"))
     own = {
@@ -224,7 +225,7 @@ def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> s
         first = "set cache='disk' or cache='auto'"
     elif largest == "batches":
         first = "lower batchSize" + (" and the sizes of batchSizeSchedule" * bool(config.batch_size_schedule))
-    elif config.num_workers > 1 and config.sharding != "parameters" and len(needs) > 1:
+    elif config.num_workers > 1 and config.sync.sharding != "parameters" and len(needs) > 1:
         first = "set sharding='parameters'" if config.collective == "torch" else "set sharding='gradients'"
     elif needs.get("optimizer state"):
         first = "take an optimizer with less state, such as 'adafactor' or 'sgd', or a smaller model"

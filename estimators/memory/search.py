@@ -19,16 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
+from ringspark.estimators.options.sync import AllReduce, Zero
 from ringspark.estimators.training.settings.config import TrainConfig
 
 MOST_SUGGESTIONS = 3
 
 # A setting of `TrainConfig` and its new value; for accumulation, a factor on the present value.
-Rung = tuple[str, int | str]
+Rung = tuple[str, Any]
 _FIRST: tuple[Rung, ...] = (
-    ("sharding", "optimizer"),
-    ("sharding", "gradients"),
+    ("sync", Zero(stage=1)),
+    ("sync", Zero(stage=2)),
     ("gradient_accumulation", 2),
     ("gradient_accumulation", 4),
     ("gradient_accumulation", 16),
@@ -36,7 +38,7 @@ _FIRST: tuple[Rung, ...] = (
     ("gradient_checkpointing", "sqrt"),
     ("gradient_checkpointing", "all"),
 )
-_PARAMETERS: tuple[Rung, ...] = (("sharding", "parameters"),)
+_PARAMETERS: tuple[Rung, ...] = (("sync", Zero(stage=3)),)
 _PACKED: tuple[Rung, ...] = (
     ("activation_compression", "bits"),
     ("activation_offload", "host"),
@@ -105,22 +107,22 @@ def _climb(
 
 def _above(config: TrainConfig, ladder: Sequence[Rung], rows: int) -> Iterator[Rung]:
     """Yields the rungs above the user's choices; a choice on no rung (a segment count, fp16) stays."""
-    passed = {name for name, _ in _LADDER if getattr(config, name) in ("none", "fp32")}
+    passed = {name for name, _ in _LADDER if getattr(config, name) in ("none", "fp32", AllReduce())}
     for name, value in ladder:
         present = getattr(config, name)
         if name == "gradient_accumulation":
             if present * value <= rows:
                 yield name, present * value
-        elif name in passed and (name != "sharding" or config.num_workers > 1):
+        elif name in passed and (name != "sync" or config.num_workers > 1):
             yield name, value
         elif value == present:
             passed.add(name)
 
 
-def _changed(config: TrainConfig, name: str, value: object) -> TrainConfig | None:
+def _changed(config: TrainConfig, name: str, value: Any) -> TrainConfig | None:
     """Returns the changed config; None if settings refuse each other: see `rules`."""
     try:
-        return replace(config, **{name: value})  # type: ignore[arg-type]
+        return replace(config, **{name: value})
     except ValueError:
         return None
 

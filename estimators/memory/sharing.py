@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.collectives.compressors import is_asked
+from ringspark.estimators.options.compression import Uncompressed
 from ringspark.estimators.parallel.data.compressed_sum import compressed_parameters
 from ringspark.estimators.parallel.data.gradient_buckets import BUCKET_BYTES, deal
 from ringspark.estimators.parallel.data.gradient_sum import bucket_bytes_of, deal_by_ranks
@@ -47,8 +47,7 @@ def shares(sharding: str, num_workers: int) -> Mapping[str, float]:
 
 def sums_in_buckets(config: TrainConfig) -> bool:
     """Returns whether gradients, once summed, lie in the buffers in which they travelled."""
-    whole = config.sharding == "none" and not is_asked(config.gradient_compression)
-    return num_summing(config) > 1 and config.sums_gradients and whole
+    return num_summing(config) > 1 and config.sync.strategy == "data_parallel"
 
 
 def gradients_leave(config: TrainConfig) -> bool:
@@ -82,18 +81,19 @@ def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
     # Ranks of one host share 2 MiB for each of them, which is not counted.
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     gradients = num_bytes(trained.values())
-    if config.sharding == "parameters":
+    if config.sync.sharding == "parameters":
         # FSDP2 gathers the running block and the next one; parameters in no block stay for the whole step.
         units = blocks_of(module)
         inside = {parameter for unit in units for parameter in unit.parameters()}
         rest = num_bytes(p for p in module.parameters() if p not in inside)
         return rest + 2 * max([num_bytes(unit.parameters()) for unit in units], default=0)
-    if config.sharding != "none":
+    if config.sync.sharding != "none":
         # One bucket is filled while the previous one is being sent.
         return min(2 * BUCKET_BYTES, 2 * gradients)
     compressed = 0
-    if config.gradient_compression["name"] != "none":
-        large = compressed_parameters(trained, config.gradient_compression)
+    compression = config.sync.compressed
+    if compression is not None and not isinstance(compression, Uncompressed):
+        large = compressed_parameters(trained, compression)
         # What is sent next, and what is left of what was sent before.
         compressed = 2 * num_bytes(large.values())
         trained = {name: p for name, p in trained.items() if name not in large}

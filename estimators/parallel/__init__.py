@@ -11,11 +11,11 @@ STRATEGIES: LazyRegistry[type[Strategy]] = LazyRegistry(
         "zero1": "ringspark.estimators.parallel.sharded.zero:ShardedOptimizer",
         "zero2": "ringspark.estimators.parallel.sharded.zero:ShardedGradients",
         "zero3": "ringspark.estimators.parallel.sharded.fully_sharded:FullySharded",
-        "parameter_server": "ringspark.extras.asynchronous.parameter_server:ParameterServer",
-        "hogwild": "ringspark.extras.asynchronous.hogwild:Hogwild",
+        "parameter_server": "ringspark.extras.asynchronous.parameter_server:ParameterServerStrategy",
+        "hogwild": "ringspark.extras.asynchronous.hogwild:HogwildStrategy",
         "local_average": "ringspark.extras.local_sgd.averaging:LocalAveraging",
-        "diloco": "ringspark.extras.local_sgd.diloco:DiLoCo",
-        "elastic": "ringspark.extras.local_sgd.elastic:Elastic",
+        "diloco": "ringspark.extras.local_sgd.diloco:DiLoCoStrategy",
+        "elastic": "ringspark.extras.local_sgd.elastic:ElasticStrategy",
     }
 )
 

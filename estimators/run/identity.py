@@ -19,8 +19,11 @@ import numpy as np
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from ringspark.estimators.options.base import Options
+from ringspark.estimators.options.sync import EARLIER, upgrade
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.table import SETTINGS
+from ringspark.estimators.training.settings.training import SCALE_LEARNING_RATE
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.columns import Column
 
@@ -61,7 +64,7 @@ def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManife
         }
     identity = {"settings": settings, "data": _data_of(manifest), "model": _model_of(config, objects)}
     # Converted to the form in which it is read back, where tuples are lists.
-    found: dict[str, Any] = json.loads(json.dumps(identity, default=repr))
+    found: dict[str, Any] = json.loads(json.dumps(identity, default=_plain))
     return found
 
 
@@ -70,10 +73,26 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     found = []
     for part in ("settings", "data", "model"):
         before, now = old.get(part, {}), new.get(part, {})
+        if part == "settings":
+            before = _upgrade_settings(before)
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):
                 found.append(f"{name}: {_short(before.get(name))} -> {_short(now.get(name))}")
     return found
+
+
+def _plain(value: Any) -> Any:
+    return value.to_values() if isinstance(value, Options) else repr(value)
+
+
+def _upgrade_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a run that an earlier version began, by their present names."""
+    settings = upgrade(settings, {name: name for name in EARLIER})
+    scaling = settings.get(SCALE_LEARNING_RATE.name)
+    if isinstance(scaling, dict):
+        options = SCALE_LEARNING_RATE.convert_options(scaling)
+        settings[SCALE_LEARNING_RATE.name] = options and options.to_values()
+    return settings
 
 
 def data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:

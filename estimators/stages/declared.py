@@ -15,8 +15,10 @@ from typing import Any, Protocol, TypeVar, cast
 from pyspark.ml.param import Param, Params, TypeConverters
 
 from ringspark.estimators.names import nearest
+from ringspark.estimators.options.base import Options
+from ringspark.estimators.options.sync import EARLIER, AllReduce, Sync, read_earlier, write_earlier
 from ringspark.estimators.training.settings.declaration import Kind, Setting
-from ringspark.estimators.training.settings.table import SETTINGS
+from ringspark.estimators.training.settings.table import GROUPS, SETTINGS
 from ringspark.pipelines import storage
 from ringspark.pipelines.notebook_table import notebook_table
 
@@ -95,6 +97,16 @@ def declared(setting: Setting[T]) -> tuple[Param[Any], Getter[T], Setter[T]]:
     return param_of(setting), getter(setting), setter(setting)
 
 
+def declared_earlier(name: str) -> tuple[Param[Any], Getter[Any], Setter[Any]]:
+    """Returns Param, getter and setter of a setting that `sync` replaced."""
+    setting = Setting[Any](name=name, words=EARLIER[name].words, convert=lambda value: value)
+
+    def get(self: Params) -> Any:
+        return read_earlier(self.getOrDefault("sync"))[name]
+
+    return param_of(setting), cast(Any, _named(get, "get", setting)), setter(setting)
+
+
 def value_of(stage: Params, setting: Setting[T]) -> T:
     """Returns a stage's value of a setting: the one that was set, else the default."""
     value: Any = stage.getOrDefault(setting.name) if stage.isDefined(setting.name) else None
@@ -105,7 +117,7 @@ def value_of(stage: Params, setting: Setting[T]) -> T:
 
 
 def _has(stage: Params, setting: Setting[Any]) -> bool:
-    """Whether a Param of the stage is this setting; a search has a `parallelism` of its own, as in Spark."""
+    """Whether a Param of the stage is this setting; a search has another `parallelism`, as in Spark."""
     return bool(stage.hasParam(setting.name) and stage.getParam(setting.name).doc == setting.words)
 
 
@@ -134,6 +146,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, str):
         return storage.redact_text(value)
+    if isinstance(value, Options):
+        return _plain(value.to_values())
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
@@ -176,8 +190,20 @@ class DeclaredParams(Params):
         title = f"{type(self).__name__} {self.uid}"
         return notebook_table(title, ["setting", "value", "default"], rows, note)
 
+    def explainParams(self) -> str:
+        """Returns the Params by group: one line each, with meaning, default and value."""
+        lines, left = [], {param.name for param in self.params}
+        for group, settings in GROUPS.items():
+            names = [setting.name for setting in settings if _has(self, setting)]
+            if names:
+                lines += [f"{group}:", *(f"  {self.explainParam(name)}" for name in names)]
+            left -= set(names)
+        if lines and left:
+            lines += ["other:", *(f"  {self.explainParam(name)}" for name in sorted(left))]
+        return "\n".join(lines) or super().explainParams()
+
     def _told_in_notebook(self) -> str:
-        """Returns what a stage tells below its settings."""
+        """Returns a sentence for the notebook, below the settings."""
         return ""
 
     def _set(self: S, **values: Any) -> S:
@@ -187,6 +213,61 @@ class DeclaredParams(Params):
             del values[name]
         super()._set(**values)
         return self
+
+
+class EarlierParams(DeclaredParams):
+    """Stages with `sync`, and with Params for the settings that it replaced.
+
+    An earlier setting writes into `sync`, and has the value that means the same.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._setDefault(**{name: earlier.default for name, earlier in EARLIER.items()})
+
+    def _set(self: S, **values: Any) -> S:
+        earlier = {name: values.pop(name) for name in EARLIER if name in values}
+        if earlier:
+            given = {name: EARLIER[name].default if v is None else v for name, v in earlier.items()}
+            # A copy has no defaults yet.
+            sync: Sync = self.getOrDefault("sync") if self.isDefined("sync") else AllReduce()
+            if "sync" in values:
+                sync = self.getParam("sync").typeConverter(values["sync"] or AllReduce())
+            values["sync"] = write_earlier(sync, given)
+        super()._set(**values)
+        if "sync" in values:
+            for name, value in read_earlier(self.getOrDefault("sync")).items():
+                if value == EARLIER[name].default:
+                    self._paramMap.pop(self.getParam(name), None)
+                else:
+                    self._paramMap[self.getParam(name)] = value
+        return self
+
+    def set(self, param: Param[Any], value: Any) -> None:
+        if param.name not in (*EARLIER, "sync"):
+            super().set(param, value)
+            return
+        self._shouldOwn(param)
+        self._set(**{param.name: value})
+
+    def clear(self, param: Param[Any]) -> None:
+        if param.name in (*EARLIER, "sync"):
+            super().clear(self.getParam("sync"))
+            for name in EARLIER:
+                super().clear(self.getParam(name))
+        else:
+            super().clear(param)
+
+    def _copyValues(self, to: S, extra: Any = None) -> S:
+        # An earlier setting in a grid must be written after `sync`, whose name comes later.
+        names = [
+            p for p in extra or {} if isinstance(p, Param) and p.parent == self.uid and p.name in EARLIER
+        ]
+        rest = {param: value for param, value in (extra or {}).items() if param not in names}
+        super()._copyValues(to, rest)
+        if names:
+            to._set(**{param.name: extra[param] for param in names})
+        return to
 
 
 def set_params(stage: Params, keywords: dict[str, Any]) -> None:

@@ -16,8 +16,8 @@ from pyspark.sql.types import StructType
 
 from ringspark.estimators.columns.schema import fields_named
 from ringspark.estimators.stages.declared import DeclaredParams, declared, getter, param_of, setter
-from ringspark.estimators.training.settings import columns
-from ringspark.estimators.training.settings.python_objects import METRICS, MODEL, TRANSFORM_IN_PREDICTION
+from ringspark.estimators.training.settings import data
+from ringspark.estimators.training.settings.network import METRICS, MODEL, TRANSFORM_IN_PREDICTION
 
 
 class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCol):
@@ -27,14 +27,14 @@ class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCo
     transformInPrediction, getTransformInPrediction, setTransformInPrediction = declared(
         TRANSFORM_IN_PREDICTION
     )
-    featuresCol, setFeaturesCol = param_of(columns.FEATURES_COL), setter(columns.FEATURES_COL)
-    inputCols, setInputCols = param_of(columns.INPUT_COLS), setter(columns.INPUT_COLS)
-    predictionCol, setPredictionCol = param_of(columns.PREDICTION_COL), setter(columns.PREDICTION_COL)
-    predictionCols, getPredictionCols, setPredictionCols = declared(columns.PREDICTION_COLS)
-    handleInvalid, getHandleInvalid, setHandleInvalid = declared(columns.HANDLE_INVALID)
-    inferenceBatchSize, getInferenceBatchSize, setInferenceBatchSize = declared(columns.INFERENCE_BATCH_SIZE)
-    inferenceOffload, getInferenceOffload, setInferenceOffload = declared(columns.INFERENCE_OFFLOAD)
-    inferenceUseGpu, getInferenceUseGpu, setInferenceUseGpu = declared(columns.INFERENCE_USE_GPU)
+    featuresCol, setFeaturesCol = param_of(data.FEATURES_COL), setter(data.FEATURES_COL)
+    inputCols, setInputCols = param_of(data.INPUT_COLS), setter(data.INPUT_COLS)
+    predictionCol, setPredictionCol = param_of(data.PREDICTION_COL), setter(data.PREDICTION_COL)
+    predictionCols, getPredictionCols, setPredictionCols = declared(data.PREDICTION_COLS)
+    handleInvalid, getHandleInvalid, setHandleInvalid = declared(data.HANDLE_INVALID)
+    inferenceBatchSize, getInferenceBatchSize, setInferenceBatchSize = declared(data.INFERENCE_BATCH_SIZE)
+    inferenceOffload, getInferenceOffload, setInferenceOffload = declared(data.INFERENCE_OFFLOAD)
+    inferenceUseGpu, getInferenceUseGpu, setInferenceUseGpu = declared(data.INFERENCE_USE_GPU)
 
     def inputColumns(self) -> list[str]:
         """Returns the columns that become the positional arguments of `forward`, in order."""
@@ -65,20 +65,20 @@ class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCo
 
 
 class _EvaluatedParams(DeclaredParams, HasLabelCol):
-    """What a model is evaluated by: the label and the metrics of its training, unless others are set."""
+    """The label and the metrics of an evaluation; by default those of the training."""
 
-    labelCol, setLabelCol = param_of(columns.LABEL_COL), setter(columns.LABEL_COL)
+    labelCol, setLabelCol = param_of(data.LABEL_COL), setter(data.LABEL_COL)
     metrics, getMetrics, setMetrics = declared(METRICS)
 
 
 class _ClassifierParams(HasRawPredictionCol, HasProbabilityCol):
     """A classifier's additional output columns and its decision thresholds."""
 
-    rawPredictionCol = param_of(columns.RAW_PREDICTION_COL)
-    setRawPredictionCol = setter(columns.RAW_PREDICTION_COL)
-    probabilityCol, setProbabilityCol = param_of(columns.PROBABILITY_COL), setter(columns.PROBABILITY_COL)
-    thresholds, getThresholds, setThresholds = declared(columns.THRESHOLDS)
-    predictedLabelCol, getPredictedLabelCol, setPredictedLabelCol = declared(columns.PREDICTED_LABEL_COL)
+    rawPredictionCol = param_of(data.RAW_PREDICTION_COL)
+    setRawPredictionCol = setter(data.RAW_PREDICTION_COL)
+    probabilityCol, setProbabilityCol = param_of(data.PROBABILITY_COL), setter(data.PROBABILITY_COL)
+    thresholds, getThresholds, setThresholds = declared(data.THRESHOLDS)
+    predictedLabelCol, getPredictedLabelCol, setPredictedLabelCol = declared(data.PREDICTED_LABEL_COL)
 
 
 def check_distinct(names: Sequence[str], exact: bool = False) -> None:

@@ -10,86 +10,82 @@ from __future__ import annotations
 from pyspark.ml.param import Params
 from pyspark.ml.param.shared import HasLabelCol, HasSeed, HasValidationIndicatorCol, HasWeightCol
 
-from ringspark.estimators.stages.declared import declared, param_of, setter, value_of
+from ringspark.estimators.stages.declared import (
+    EarlierParams,
+    declared,
+    declared_earlier,
+    param_of,
+    setter,
+    value_of,
+)
 from ringspark.estimators.stages.model_params import _ModelParams
-from ringspark.estimators.training.settings import columns as column_settings
-from ringspark.estimators.training.settings import consistency as consistency_settings
 from ringspark.estimators.training.settings import (
-    exchange,
-    large_batches,
-    local_training,
+    data,
     memory,
+    network,
     observation,
-    optimization,
-    places,
-    python_objects,
     recovery,
-    tuning,
+    training,
     workers,
 )
-from ringspark.estimators.training.settings import parallelism as parallelism_settings
 from ringspark.pipelines.kinds import Kind, kind_from_json
 
 
-class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSeed):
+class _TrainingParams(
+    EarlierParams, _ModelParams, HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSeed
+):
     """The Params of a training."""
 
-    setModel = setter(python_objects.MODEL)
-    loss, getLoss, setLoss = declared(python_objects.LOSS)
-    optimizer, getOptimizer, setOptimizer = declared(python_objects.OPTIMIZER)
-    parameterGroups, getParameterGroups, setParameterGroups = declared(python_objects.PARAMETER_GROUPS)
-    lrSchedule, getLrSchedule, setLrSchedule = declared(python_objects.LR_SCHEDULE)
-    metrics, getMetrics, setMetrics = declared(python_objects.METRICS)
-    transformBatch, getTransformBatch, setTransformBatch = declared(python_objects.TRANSFORM_BATCH)
-    callbacks, getCallbacks, setCallbacks = declared(python_objects.CALLBACKS)
+    setModel = setter(network.MODEL)
+    loss, getLoss, setLoss = declared(network.LOSS)
+    optimizer, getOptimizer, setOptimizer = declared(training.OPTIMIZER)
+    parameterGroups, getParameterGroups, setParameterGroups = declared(training.PARAMETER_GROUPS)
+    lrSchedule, getLrSchedule, setLrSchedule = declared(training.LR_SCHEDULE)
+    metrics, getMetrics, setMetrics = declared(network.METRICS)
+    transformBatch, getTransformBatch, setTransformBatch = declared(network.TRANSFORM_BATCH)
+    callbacks, getCallbacks, setCallbacks = declared(training.CALLBACKS)
 
-    learningRate, getLearningRate, setLearningRate = declared(optimization.LEARNING_RATE)
-    warmupSteps, getWarmupSteps, setWarmupSteps = declared(optimization.WARMUP_STEPS)
-    weightDecay, getWeightDecay, setWeightDecay = declared(optimization.WEIGHT_DECAY)
-    maxGradNorm, getMaxGradNorm, setMaxGradNorm = declared(optimization.MAX_GRAD_NORM)
-    epochs, getEpochs, setEpochs = declared(optimization.EPOCHS)
-    batchSize, getBatchSize, setBatchSize = declared(optimization.BATCH_SIZE)
-    batchSizeSchedule, getBatchSizeSchedule, setBatchSizeSchedule = declared(
-        large_batches.BATCH_SIZE_SCHEDULE
-    )
-    scaleLearningRate, getScaleLearningRate, setScaleLearningRate = declared(
-        large_batches.SCALE_LEARNING_RATE
-    )
+    learningRate, getLearningRate, setLearningRate = declared(training.LEARNING_RATE)
+    warmupSteps, getWarmupSteps, setWarmupSteps = declared(training.WARMUP_STEPS)
+    weightDecay, getWeightDecay, setWeightDecay = declared(training.WEIGHT_DECAY)
+    maxGradNorm, getMaxGradNorm, setMaxGradNorm = declared(training.MAX_GRAD_NORM)
+    epochs, getEpochs, setEpochs = declared(training.EPOCHS)
+    batchSize, getBatchSize, setBatchSize = declared(training.BATCH_SIZE)
+    batchSizeSchedule, getBatchSizeSchedule, setBatchSizeSchedule = declared(training.BATCH_SIZE_SCHEDULE)
+    scaleLearningRate, getScaleLearningRate, setScaleLearningRate = declared(training.SCALE_LEARNING_RATE)
     gradientAccumulation, getGradientAccumulation, setGradientAccumulation = declared(
-        optimization.GRADIENT_ACCUMULATION
+        training.GRADIENT_ACCUMULATION
     )
-    noiseScale, getNoiseScale, setNoiseScale = declared(large_batches.NOISE_SCALE)
-    seed, setSeed = param_of(optimization.SEED), setter(optimization.SEED)
-    shuffle, getShuffle, setShuffle = declared(optimization.SHUFFLE)
-    monitor, getMonitor, setMonitor = declared(optimization.MONITOR)
-    patience, getPatience, setPatience = declared(optimization.PATIENCE)
-    minDelta, getMinDelta, setMinDelta = declared(optimization.MIN_DELTA)
-    keep, getKeep, setKeep = declared(optimization.KEEP)
-    validationFraction, getValidationFraction, setValidationFraction = declared(
-        optimization.VALIDATION_FRACTION
-    )
+    noiseScale, getNoiseScale, setNoiseScale = declared(training.NOISE_SCALE)
+    seed, setSeed = param_of(training.SEED), setter(training.SEED)
+    shuffle, getShuffle, setShuffle = declared(training.SHUFFLE)
+    monitor, getMonitor, setMonitor = declared(training.MONITOR)
+    patience, getPatience, setPatience = declared(training.PATIENCE)
+    minDelta, getMinDelta, setMinDelta = declared(training.MIN_DELTA)
+    keep, getKeep, setKeep = declared(training.KEEP)
+    validationFraction, getValidationFraction, setValidationFraction = declared(data.VALIDATION_FRACTION)
 
-    freeze, getFreeze, setFreeze = declared(tuning.FREEZE)
-    lora, getLora, setLora = declared(tuning.LORA)
-    pretrained, getPretrained, setPretrained = declared(tuning.PRETRAINED)
-    emaDecay, getEmaDecay, setEmaDecay = declared(tuning.EMA_DECAY)
+    freeze, getFreeze, setFreeze = declared(network.FREEZE)
+    lora, getLora, setLora = declared(network.LORA)
+    pretrained, getPretrained, setPretrained = declared(network.PRETRAINED)
+    emaDecay, getEmaDecay, setEmaDecay = declared(network.EMA_DECAY)
 
-    columns, setColumns = param_of(column_settings.COLUMNS), setter(column_settings.COLUMNS)
-    labelCol, setLabelCol = param_of(column_settings.LABEL_COL), setter(column_settings.LABEL_COL)
-    weightCol, setWeightCol = param_of(column_settings.WEIGHT_COL), setter(column_settings.WEIGHT_COL)
-    validationIndicatorCol = param_of(column_settings.VALIDATION_INDICATOR_COL)
-    setValidationIndicatorCol = setter(column_settings.VALIDATION_INDICATOR_COL)
+    columns, setColumns = param_of(data.COLUMNS), setter(data.COLUMNS)
+    labelCol, setLabelCol = param_of(data.LABEL_COL), setter(data.LABEL_COL)
+    weightCol, setWeightCol = param_of(data.WEIGHT_COL), setter(data.WEIGHT_COL)
+    validationIndicatorCol = param_of(data.VALIDATION_INDICATOR_COL)
+    setValidationIndicatorCol = setter(data.VALIDATION_INDICATOR_COL)
 
     numWorkers, getNumWorkers, setNumWorkers = declared(workers.NUM_WORKERS)
     useGpu, getUseGpu, setUseGpu = declared(workers.USE_GPU)
     collective, getCollective, setCollective = declared(workers.COLLECTIVE)
     compile, getCompile, setCompile = declared(workers.COMPILE)
-    parallelism, getParallelism, setParallelism = declared(parallelism_settings.PARALLELISM)
+    parallelism, getParallelism, setParallelism = declared(workers.PARALLELISM)
+    sync, getSync, setSync = declared(workers.SYNC)
     showProgress, getShowProgress, setShowProgress = declared(observation.SHOW_PROGRESS)
     tracking, getTracking, setTracking = declared(observation.TRACKING)
     logEverySteps, getLogEverySteps, setLogEverySteps = declared(observation.LOG_EVERY_STEPS)
 
-    consistency, getConsistency, setConsistency = declared(consistency_settings.CONSISTENCY)
     precision, getPrecision, setPrecision = declared(memory.PRECISION)
     gradientCheckpointing, getGradientCheckpointing, setGradientCheckpointing = declared(
         memory.GRADIENT_CHECKPOINTING
@@ -98,16 +94,11 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
     activationCompression, getActivationCompression, setActivationCompression = declared(
         memory.ACTIVATION_COMPRESSION
     )
-    sharding, getSharding, setSharding = declared(memory.SHARDING)
-    gradientCompression, getGradientCompression, setGradientCompression = declared(
-        exchange.GRADIENT_COMPRESSION
-    )
-    localSteps, getLocalSteps, setLocalSteps = declared(local_training.LOCAL_STEPS)
     memoryBudget, getMemoryBudget, setMemoryBudget = declared(memory.MEMORY_BUDGET)
 
-    storageUri, getStorageUri, setStorageUri = declared(places.STORAGE_URI)
-    reader, getReader, setReader = declared(places.READER)
-    cache, getCache, setCache = declared(places.CACHE)
+    storageUri, getStorageUri, setStorageUri = declared(data.STORAGE_URI)
+    reader, getReader, setReader = declared(data.READER)
+    cache, getCache, setCache = declared(data.CACHE)
 
     checkpointEverySteps, getCheckpointEverySteps, setCheckpointEverySteps = declared(
         recovery.CHECKPOINT_EVERY_STEPS
@@ -131,14 +122,22 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
     )
     profileSteps, getProfileSteps, setProfileSteps = declared(observation.PROFILE_STEPS)
 
+    # Earlier settings, which write into `sync`.
+    sharding, getSharding, setSharding = declared_earlier("sharding")
+    gradientCompression, getGradientCompression, setGradientCompression = declared_earlier(
+        "gradientCompression"
+    )
+    localSteps, getLocalSteps, setLocalSteps = declared_earlier("localSteps")
+    consistency, getConsistency, setConsistency = declared_earlier("consistency")
+
     def getColumns(self) -> dict[str, Kind]:
         """Gets `columns`: the kinds that were chosen, by name."""
-        given = value_of(self, column_settings.COLUMNS) or {}
+        given = value_of(self, data.COLUMNS) or {}
         return {name: kind_from_json(kind) for name, kind in given.items()}
 
 
 class _MultiLabelParams(Params):
     """The Params of a network with several outputs: one label for each."""
 
-    labelCols, getLabelCols, setLabelCols = declared(column_settings.LABEL_COLS)
-    lossWeights, getLossWeights, setLossWeights = declared(python_objects.LOSS_WEIGHTS)
+    labelCols, getLabelCols, setLabelCols = declared(data.LABEL_COLS)
+    lossWeights, getLossWeights, setLossWeights = declared(network.LOSS_WEIGHTS)

@@ -6,7 +6,7 @@
     weights/              models only: a checkpoint (safetensors + JSON)
     <param>.safetensors   estimators only: the first weights of a network that `ringspark.json` describes
     <param>.program.json  models only: a network of a class of the user's own as a program (`models.program`);
-                          <param>.constants.safetensors beside it: its tensors that no checkpoint holds
+                          <param>.constants.safetensors: its tensors that no checkpoint holds
     objects.pkl           only where a Param holds other Python code: an estimator's module of such a class,
                           a module that no program can be made of, a callable
 
@@ -20,7 +20,7 @@ it by the environment variable RINGSPARK_ALLOW_PICKLE=1. Where that is set
 during `save`, a program's class is written to `objects.pkl` as well, and where it is set during `load`, the
 class comes back, which can train on; everywhere else such a file is left alone.
 
-A stage that replaces another one is written beside it first. Weights are copied in blocks.
+A stage that replaces another stage is written to a folder next to it first. Weights are copied in blocks.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from pyspark.ml.util import DefaultParamsReader, MLReader, MLWriter
 from torch import nn
 
 from ringspark.estimators import user_code
+from ringspark.estimators.options.base import Options
+from ringspark.estimators.options.sync import EARLIER
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.saved_networks import PROGRAM, load_network, save_program, save_start
 from ringspark.estimators.stages.spark_metadata import METADATA, read_metadata, write_metadata
@@ -107,11 +109,11 @@ class StageWriter(MLWriter):
         if found and not _holds_stage(uri, found):
             raise ValueError(
                 f"{path} holds something else than a saved stage ({', '.join(found[:3])}) and is not "
-                "overwritten; give a folder of its own"
+                "overwritten; give an empty folder"
             )
         if self._weights is not None:
             self._weights.check()
-        # Written beside: the old stage, which may hold the weights to copy, stays until this one is complete.
+        # Written next to the old stage, which may hold the weights to copy and stays until this is complete.
         target = f"{uri}.{uuid.uuid4().hex[:12]}" if found else uri
         storage.check_writable(target)
         try:
@@ -138,7 +140,11 @@ class StageWriter(MLWriter):
         # What has another form, too, and comes back as an object only where pickles are allowed.
         classes: dict[str, Any] = {}
         for param, value in self._stage._paramMap.items():
-            if isinstance(value, ModelSpec):
+            if param.name in EARLIER:
+                continue  # `sync` has its value
+            if isinstance(value, Options):
+                plain[param.name] = value.to_values()
+            elif isinstance(value, ModelSpec):
                 spec = value.to_json()
             elif _is_json(value):
                 plain[param.name] = value
@@ -166,7 +172,7 @@ class StageWriter(MLWriter):
         )
 
     def _network(self, uri: str, param: str, module: nn.Module) -> dict[str, Any] | None:
-        """Returns what `ringspark.json` says of a network without pickle, writing what it needs beside."""
+        """Returns the description of a network without pickle for `ringspark.json`, and writes its files."""
         description = describe_network(module)
         if not self._holds_weights_of(param):
             # The start of the training is a part of the estimator.
@@ -178,7 +184,7 @@ class StageWriter(MLWriter):
         return description
 
     def _holds_weights_of(self, param: str) -> bool:
-        """Whether the trained weights are those of this Param's module; a transform keeps its own."""
+        """Whether `weights/` has the weights of this Param's module; a transform keeps its own."""
         return self._weights is not None and param == "model"
 
 
@@ -289,7 +295,7 @@ def _swap(new: str, old: str) -> None:
     """Puts the folder `new` in the place of the folder `old`.
 
     A local disk does it by two renames: at each moment one of the two stages is complete, under its name
-    or beside it. Object stores cannot rename; there the new stage stays beside until it is copied.
+    or next to it. Object stores cannot rename; there the new stage stays next to it until it is copied.
 
     Raises:
         OSError: A store failed in between; names the folder that holds the new stage, whole.

@@ -8,7 +8,7 @@ from pyspark.sql import SparkSession
 
 from ringspark.pipelines.spark_paths import is_remote
 
-# Asked one by one: to list a conf takes Spark Classic three round trips an entry, of which it has dozens, and
+# Asked one by one: to list a conf takes Spark Classic three round trips per entry, for dozens of entries, and
 # Spark Connect before 4.0 cannot list it.
 _KEYS = (
     "spark.app.id",

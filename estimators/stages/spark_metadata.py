@@ -9,6 +9,7 @@ from typing import Any
 import pyspark
 from pyspark.ml.param import Params
 
+from ringspark.estimators.options.base import Options
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import fit, parse_object
@@ -31,7 +32,7 @@ def write_metadata(stage: Params, uri: str, params: dict[str, Any]) -> None:
         "uid": stage.uid,
         "paramMap": params,
         "defaultParamMap": {
-            param.name: value
+            param.name: value.to_values() if isinstance(value, Options) else value
             for param, value in stage._defaultParamMap.items()
             if param.name not in _OF_THE_MACHINE
         },

@@ -35,7 +35,7 @@ class TrainingSummary:
         rows: Rows seen, over all epochs and workers.
         steps: Optimizer steps, including `skipped_steps`.
         seconds: Wall time of the training on rank 0, in seconds, without the launch of the gang.
-        bytes_sent: Bytes that rank 0 sent to the others, counted as `Collective.bytes_sent` says.
+        bytes_sent: Bytes that rank 0 sent, counted as `Collective.bytes_sent` says.
         model_epoch: Number of the epoch whose weights the model has.
         stop_reason: Why the training ended before its last epoch; None if it did not.
         run_uri: The run directory.
@@ -43,7 +43,7 @@ class TrainingSummary:
         resumed_steps: Step from which each start of the workers resumed, if it resumed at all.
         checkpoint_errors: One line per checkpoint that could not be written.
         non_finite: One line per step whose loss or gradient was not finite.
-        parallelism: How the workers shared the network, as the setting of this name; {} for whole copies.
+        parallelism: How the workers shared the network, as the setting of this name; {} for data parallelism.
     """
 
     epochs: tuple[EpochRecord, ...]
@@ -86,7 +86,7 @@ class TrainingSummary:
 
     @property
     def sentence(self) -> str:
-        """What the training came to, in a sentence."""
+        """The result of the training, in a sentence."""
         last = [record for record in self.epochs if record.epoch == self.model_epoch] or [*self.epochs[-1:]]
         losses = "".join(
             f", training loss {record.train_loss:.4g}"
@@ -138,7 +138,7 @@ class TrainingSummary:
         It is empty if nothing was printed or the run's folder is gone.
 
         Args:
-            rank: The rank whose lines are asked for; None for all, rank after rank.
+            rank: The rank; None for all ranks in order.
         """
         return rank_log.read_lines(self.run_uri, rank)
 

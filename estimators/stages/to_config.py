@@ -1,23 +1,30 @@
-"""Turns an estimator's Params into the config of a training, checked as far as possible without data."""
+"""Turns an estimator's Params into the config of a training, and finds Params without effect."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
+from ringspark.estimators.options.mesh import AUTO, Mesh
 from ringspark.estimators.stages.declared import values_of
 from ringspark.estimators.stages.params import _TrainingParams
 from ringspark.estimators.training.check.driver import check_names
 from ringspark.estimators.training.objective.own_metrics import name_metrics
+from ringspark.estimators.training.optimizers.registry import ADAPTIVE
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.settings.parallelism import AUTO, MODEL_AXES
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.models import ModelSpec
 from ringspark.models.program import Program
 
-# If such a setting is no name, the config keeps its default and the object travels beside it.
+# If such a setting is no name, the config keeps its default and `UserObjects` has the object.
 _FACTORIES = ("optimizer", "lr_schedule")
+_OPTIONS_OF_AXES = {
+    "tensor": ("plan", "sequence_parallel"),
+    "pipeline": ("pipeline.schedule", "pipeline.virtual", "pipeline.cuts"),
+    "sequence": ("context",),
+}
 
 
 def config_of(
@@ -55,10 +62,10 @@ def config_of(
         "losses": tuple(loss if isinstance(loss, str) else type(loss).__name__ for loss in losses),
     }
     mesh = given["parallelism"]
-    needs_parts = mesh == AUTO or any(mesh.get(axis, 1) > 1 for axis in (*MODEL_AXES, "shard"))
+    needs_parts = mesh == AUTO or mesh.cuts_network or mesh.shard > 1
     if mesh == AUTO:
-        # Whole copies until the planner has chosen, which looks at the network and the rows.
-        values["parallelism"] = {}
+        # Data parallelism until the planner has chosen, because it looks at the network and the rows.
+        values["parallelism"] = Mesh()
     if (given["useGpu"] or needs_parts) and not stage.isSet(stage.collective):
         # torch brings NCCL along, which Horovod has only where it was built with CUDA, and parts of a gang.
         values["collective"] = "torch"
@@ -93,3 +100,38 @@ def _check_validation(fraction: float | None, indicator: str | None) -> None:
         raise ValueError(
             f"set validationFraction or validationIndicatorCol, not both; got {fraction} and {indicator!r}"
         )
+
+
+def _differs(mesh: Mesh, path: str) -> bool:
+    return bool(attrgetter(path)(mesh) != attrgetter(path)(Mesh()))
+
+
+def settings_without_effect(stage: _TrainingParams, on_shards: bool) -> Iterator[str]:
+    """Yields one sentence per Param that was set and has no effect, or harms another setting."""
+    given = values_of(stage)
+    was_set = [setting for name, setting in SETTINGS.items() if name in given and stage.isSet(name)]
+    for setting in was_set:
+        if setting.without_effect is not None:
+            is_idle, reason = setting.without_effect
+            if is_idle(given):
+                yield f"{setting.name} has no effect: {reason}"
+    compression, optimizer = given["sync"].compressed, given["optimizer"]
+    if compression and compression.feedback and optimizer in ADAPTIVE and given["numWorkers"] > 1:
+        yield (
+            f"sync={given['sync']!r} sends a part of each gradient in later steps, and optimizer "
+            f"{optimizer!r} squares gradients as if they were complete; set optimizer='momentum', or "
+            "'adam1bit' with an 'after' of about a tenth of the steps"
+        )
+    mesh = Mesh() if given["parallelism"] == AUTO else given["parallelism"]
+    for axis, options in _OPTIONS_OF_AXES.items():
+        if mesh.size(axis) == 1 and (idle := [name for name in options if _differs(mesh, name)]):
+            yield f"parallelism's {idle[0]} has no effect: {axis} has one worker"
+    schedule, epochs = given["batchSizeSchedule"], given["epochs"]
+    if schedule and schedule[0][0] <= epochs < schedule[-1][0]:
+        yield (
+            f"batchSizeSchedule has {schedule[-1][1]} rows from epoch {schedule[-1][0]} on, and there are "
+            f"{epochs} epochs"
+        )
+    for setting in was_set if on_shards else []:
+        if setting.is_for_writing:
+            yield (f"{setting.name} has no effect on fitOnShards: the shards are written already")

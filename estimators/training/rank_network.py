@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync, PlainSync, refuse_sparse
 from ringspark.estimators.parallel.first_weights import give_first_weights, put_off, waits
@@ -106,7 +107,7 @@ class RankNetwork:
                 sample = samples(config.input_columns, self._manifest)
             accumulation = config.gradient_accumulation
             self.pipeline = spread(module, mesh, config.parallelism, accumulation, sample, self._device)
-            if waits(module) and config.sharding != "parameters":
+            if waits(module) and config.sync.sharding != "parameters":
                 give_first_weights(module, mesh, self._device)
         # After `spread`, which refuses gradient hooks, because this call adds some.
         self._refuse_sparse_gradients()
@@ -139,7 +140,7 @@ class RankNetwork:
         """Makes embeddings give dense gradients if a rank does not hold the gradients of whole rows."""
         config, module = self._config, self.module
         # These two strategies send rows of embeddings, and refuse other sparse gradients themselves.
-        if config.num_workers == 1 or _exchange(config).strategy in ("data_parallel", "compressed"):
+        if config.num_workers == 1 or config.sync.strategy in ("data_parallel", "compressed"):
             return
         for layer in module.modules():
             if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
@@ -175,46 +176,43 @@ def wrap_network(
     config: TrainConfig, objects: UserObjects, module: nn.Module, mesh: RankMesh, device: torch.device
 ) -> GradientSync:
     """Makes the optimizer of a rank's shard, and its gradient synchronization with the other ranks."""
-    exchange = _exchange(config)
+    exchange, sharding = _exchange(config), config.sync.sharding
     make = partial(build_configured_optimizer, config, objects)
     around = partial(autocast, config.precision, device)
     is_staged = mesh.sizes["pipeline"] > 1
     # A pipeline runs its passes without rows itself.
     passes = 0 if is_staged else config.gradient_accumulation
     is_frozen = not any(p.requires_grad for p in module.parameters())
-    if mesh.sizes["expert"] > 1 and exchange.sharding == "none" and not (is_staged and is_frozen):
+    if mesh.sizes["expert"] > 1 and sharding == "none" and not (is_staged and is_frozen):
         return ExpertSum(module, make(module), mesh, rounds=passes, around=around)
     if is_frozen:
         # The whole stage is frozen, on all ranks that have it.
         return PlainSync(module, make(module))
     is_partial = partial_gradients(module) is not None
-    if (is_staged or is_partial) and exchange.sharding == "gradients":
+    if (is_staged or is_partial) and sharding == "gradients":
         # Gradients must not be sent in the backward pass of a micro-batch: other stages, or ranks with other
         # tokens, add theirs at the end, and a schedule may release them after the next step's passes.
-        exchange = replace(exchange, sharding="optimizer")
-    if exchange.sharding == "parameters" and (mesh.cuts_network or mesh.sizes["shard"] > 1 or waits(module)):
+        exchange, sharding = replace(exchange, sync=Zero(stage=1)), "optimizer"
+    if sharding == "parameters" and (mesh.cuts_network or mesh.sizes["shard"] > 1 or waits(module)):
         return FullySharded().over(module, make, mesh, exchange, device)
-    if exchange.sharding != "none" and (mesh.sizes["expert"] > 1 or mesh.sizes["shard"] > 1):
+    if sharding != "none" and (mesh.sizes["expert"] > 1 or mesh.sizes["shard"] > 1):
         return sharded(
             module,
             make,
             mesh,
             passes=passes,
             micro_batches=exchange.micro_batches,
-            during_backward=exchange.sharding == "gradients",
+            during_backward=sharding == "gradients",
             around=around,
         )
-    return STRATEGIES[exchange.strategy]().prepare(module, make, mesh.gradients, exchange)
+    return STRATEGIES[exchange.sync.strategy]().prepare(module, make, mesh.gradients, exchange)
 
 
 def _exchange(config: TrainConfig) -> Exchange:
     return Exchange(
+        sync=config.sync,
         micro_batches=config.gradient_accumulation,
-        sharding=config.sharding,
-        compression=config.gradient_compression,
         noise_scale=config.noise_scale,
         seed=config.seed,
-        consistency=config.consistency,
         timeout_seconds=config.timeout_seconds,
-        local_steps=config.local_steps,
     )

@@ -82,7 +82,7 @@ class FinishedRun:
     Attributes:
         result: The result of rank 0.
         restarts: Why the workers were restarted, one line per restart.
-        parallelism: How the workers shared the network: see `settings.parallelism`.
+        parallelism: How the workers shared the network: see `Mesh.to_values`.
     """
 
     result: TrainResult

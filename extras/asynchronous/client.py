@@ -43,7 +43,7 @@ class ParameterClient:
             pieces: For each server, its pieces by the parameter's index, in its own order.
             parameters: The worker's own copy of all parameters; their memory order is that of the pieces.
             optimizer: The settings of its groups, such as the learning rate, travel with each push.
-            bound: See `Consistency`.
+            bound: See `Asynchronous.bound`.
         """
         self.clock = 0
         self.progress: Callable[[], None] = lambda: None
@@ -92,7 +92,7 @@ class ParameterClient:
         self._read([], 0, {})
 
     def read_all(self) -> None:
-        """`pull_all` under the bound of the consistency."""
+        """`pull_all` under the bound of the staleness."""
         self.pull_all(self._bound)
 
     def close(self) -> None:

@@ -31,8 +31,8 @@ from ringspark.estimators.collectives.shared_memory import (
     receive_descriptors,
     send_descriptors,
 )
+from ringspark.estimators.options.sync import Hogwild
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, Scaler
-from ringspark.estimators.parallel.consistency import Consistency
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.exchange import Exchange
 from ringspark.estimators.parallel.sharded.pieces import is_dense, place
@@ -44,10 +44,10 @@ from ringspark.extras.local_sgd.rank_optimizer import load_tensors, state_tensor
 
 # Every parameter begins at a cache line of its own.
 _ALIGNMENT = 64
-_REMEDY = "set consistency='asp', which goes through the network"
+_REMEDY = "set sync=ParameterServer(), which uses the network"
 
 
-class Hogwild:
+class HogwildStrategy:
     """Puts the trained parameters of the ranks of one host into memory that all of them map."""
 
     def prepare(
@@ -57,19 +57,19 @@ class Hogwild:
             return DataParallel().prepare(module, make_optimizer, collective, exchange)
         if collective.member.cross_size > 1:
             raise ValueError(
-                "consistency 'hogwild' trains in the memory of one host, and the workers are on "
+                "sync=Hogwild() trains in the memory of one host, and the workers are on "
                 f"{collective.member.cross_size} hosts; {_REMEDY}"
             )
         with torch.no_grad():
             collective.broadcast(list(module.state_dict().values()))
         trained = [p for p in module.parameters() if p.requires_grad]
         if any(p.device.type != "cpu" for p in trained):
-            raise ValueError(f"consistency 'hogwild' trains in the host's memory, not on a GPU; {_REMEDY}")
+            raise ValueError(f"sync=Hogwild() trains in the host's memory, not on a GPU; {_REMEDY}")
         share_memory(trained, collective, exchange.timeout_seconds)
         optimizer = make_optimizer(module)
-        consistency = Consistency.of(exchange.consistency)
+        assert isinstance(exchange.sync, Hogwild)
         seconds = exchange.timeout_seconds
-        table = Table({}, None, collective.size, consistency, seconds)
+        table = Table({}, None, collective.size, exchange.sync, seconds)
         none: list[Mapping[int, object]] = [{} for _ in range(collective.size)]
         server, client = open_service(
             table,
@@ -77,7 +77,7 @@ class Hogwild:
             [],
             optimizer,
             collective,
-            consistency,
+            exchange.sync,
             seconds,
         )
         return HogwildSync(module, optimizer, server, client, collective)
@@ -105,7 +105,7 @@ def share_memory(parameters: Sequence[nn.Parameter], collective: Collective, tim
     able = collective.all_gather(torch.tensor([int(memory is not None)]))
     if memory is None or not all(int(flag) for flag in able):
         raise ValueError(
-            f"consistency 'hogwild' needs {end:,} bytes of memory that all workers share; run them in one "
+            f"sync=Hogwild() needs {end:,} bytes of memory that all workers share; run them in one "
             f"container or without any, with that much memory, or {_REMEDY}"
         )
     whole = torch.frombuffer(memory, dtype=torch.uint8)

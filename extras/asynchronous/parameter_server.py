@@ -19,8 +19,8 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
+from ringspark.estimators.options.sync import Asynchronous
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, Scaler
-from ringspark.estimators.parallel.consistency import Consistency
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.exchange import Exchange
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, check_known
@@ -35,8 +35,8 @@ from ringspark.extras.asynchronous.table import Table
 _TOKEN_BYTES = 32
 
 
-class ParameterServer:
-    """Deals the parameters out to servers on all ranks; any consistency but Hogwild."""
+class ParameterServerStrategy:
+    """Deals the parameters out to servers on all ranks; for any `Asynchronous` except Hogwild."""
 
     def prepare(
         self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, exchange: Exchange
@@ -47,23 +47,23 @@ class ParameterServer:
             collective.broadcast(list(module.state_dict().values()))
         # The worker's own holds the settings of each step, and takes none; the server's is cut to its shard.
         settings, optimizer = make_optimizer(module), make_optimizer(module)
-        check_optimizer(optimizer, exchange.consistency)
+        check_optimizer(optimizer, exchange.sync)
         settings.state.clear()
         shard = Shard(module, optimizer, collective)
         for tensor in shard.held.values():
             # The server's values are not those that the network beside it has read last.
             tensor.data = tensor.data.clone()
-        consistency = Consistency.of(exchange.consistency)
+        assert isinstance(exchange.sync, Asynchronous)
         table = Table(
             {piece.index: tensor for piece, tensor in shard.held.items()},
             optimizer,
             collective.size,
-            consistency,
+            exchange.sync,
             exchange.timeout_seconds,
         )
         pieces = [shard.pieces_of(rank) for rank in range(collective.size)]
         server, client = open_service(
-            table, pieces, shard.parameters, settings, collective, consistency, exchange.timeout_seconds
+            table, pieces, shard.parameters, settings, collective, exchange.sync, exchange.timeout_seconds
         )
         return ServedSync(module, settings, shard, optimizer, table, server, client, collective)
 
@@ -74,7 +74,7 @@ def open_service(
     parameters: Sequence[torch.Tensor],
     settings: torch.optim.Optimizer,
     collective: Collective,
-    consistency: Consistency,
+    sync: Asynchronous,
     timeout_seconds: float,
 ) -> tuple[ShardServer, ParameterClient]:
     """Serves this rank's table, and connects this rank to all others'. Runs on every rank.
@@ -99,7 +99,7 @@ def open_service(
         port, host = text[_TOKEN_BYTES:].decode().split(" ", 1)
         like = {index: (p.stop - p.start, parameters[index].dtype) for index, p in pieces[other].items()}
         links.append(RemoteLink(other, (host, int(port)), text[:_TOKEN_BYTES], rank, like, timeout_seconds))
-    return server, ParameterClient(links, pieces, parameters, settings, consistency.bound)
+    return server, ParameterClient(links, pieces, parameters, settings, sync.bound)
 
 
 def _close(links: list[Link]) -> None:

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
+from ringspark.estimators.options.sync import Asynchronous
 from ringspark.estimators.parallel.base import follow
-from ringspark.estimators.parallel.consistency import Consistency
 from ringspark.estimators.parallel.sharded.pieces import without_empty_groups
 from ringspark.extras.asynchronous.clocks import Clocks
 
@@ -52,7 +52,7 @@ class Table:
         held: Mapping[int, torch.Tensor],
         optimizer: torch.optim.Optimizer | None,
         size: int,
-        consistency: Consistency,
+        sync: Asynchronous,
         timeout_seconds: float = 600.0,
     ) -> None:
         """Takes the pieces as they are.
@@ -61,6 +61,7 @@ class Table:
             held: The optimizer's tensor, 1-D, of each parameter of which this server has a piece.
             optimizer: Holds them; None if there are none, in a table that only keeps clocks.
             size: Number of workers.
+            sync: How far apart the workers may run.
             timeout_seconds: The longest wait for a worker that takes no step.
         """
         self.held = dict(held)
@@ -69,7 +70,7 @@ class Table:
         self.failure: Exception | None = None
         self._optimizer = optimizer
         self._size = size
-        self._consistency = consistency
+        self._sync = sync
         self._timeout = timeout_seconds
         self._changed = threading.Condition()
         self._left: dict[int, int] = {}  # rank -> its clock when it left
@@ -87,7 +88,7 @@ class Table:
             ends_step: Whether they are the last of the worker's step, so that its clock ticks.
         """
         with self._changed:
-            if self._consistency.in_step:
+            if self._sync.in_step:
                 self._keep(worker, gradients, groups)
             else:
                 late = self.clocks.of_others(worker) - self._seen[worker]
@@ -153,7 +154,7 @@ class Table:
         """
         with self._changed:
             self._moves = dict(changes)
-            if not self._consistency.in_step:
+            if not self._sync.in_step:
                 self._apply_moves()
 
     @torch.no_grad()
@@ -186,7 +187,7 @@ class Table:
         return self.failure is not None or bool(self._left) or self.clocks.towards(needed) > before
 
     def _rate_share(self, late: int) -> float:
-        steps = late / (self._size - 1) if self._consistency.corrects and self._size > 1 else 0.0
+        steps = late / (self._size - 1) if self._sync.corrects and self._size > 1 else 0.0
         return 1.0 / self._size / max(1.0, steps)
 
     def _keep(self, worker: int, gradients: Gradients, groups: Groups) -> None:

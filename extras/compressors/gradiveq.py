@@ -8,57 +8,38 @@ slices' components along these travel: linear, so the ring adds them up. Then th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from ringspark.estimators.collectives.base import Collective
-from ringspark.estimators.collectives.compressors.base import COMMON, Compressor, Sent
-from ringspark.estimators.collectives.compressors.options import Option, feedback
+from ringspark.estimators.collectives.compressors.base import Compressor, Sent
+from ringspark.estimators.options.compression import GradiVeQ
 from ringspark.extras.compressors.packing import in_buckets
 
 
-def _count(default: int, words: str) -> Option:
-    return Option(
-        default=default,
-        holds=lambda number: bool(number >= 1),
-        rule="a whole number of at least 1",
-        words=words,
-    )
-
-
-class GradiVeQ(Compressor):
+class GradiVeQCompressor(Compressor):
     """`components` numbers for each slice, except in the steps that look for the directions.
 
     The directions come from rank 0, because another processor may round them otherwise.
     """
 
-    OPTIONS = {
-        **COMMON,
-        "feedback": feedback(True),
-        "slice": _count(256, "numbers of a slice"),
-        "components": _count(16, "numbers that are sent for a slice"),
-        "samples": _count(5, "steps that travel whole, to find the directions"),
-        "refresh": _count(200, "steps that are compressed before the directions are found anew"),
-    }
-
-    def __init__(self, shapes: list[torch.Size], seed: int, options: Mapping[str, Any]) -> None:
+    def __init__(self, shapes: list[torch.Size], seed: int, options: GradiVeQ) -> None:
         super().__init__(shapes, seed, options)
         self._done = 0  # steps of the present period
         self._spread: list[torch.Tensor] = []  # sums of the slices' outer products, (slice, slice) a tensor
         self._bases: list[torch.Tensor] = []  # directions, (slice, components) a tensor
 
     @classmethod
-    def helps(cls, shape: torch.Size, options: Mapping[str, Any]) -> bool:
-        return bool(options["components"] < options["slice"] <= shape.numel())
+    def helps(cls, shape: torch.Size, options: GradiVeQ) -> bool:
+        return bool(options.components < options.slice <= shape.numel())
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
-        samples = self.options["samples"]
+        samples = self.options.samples
         if self._done < samples:
             sent = self._whole(vector, collective)
         else:
             sent = self._compressed(vector, collective)
-        self._done = (self._done + 1) % (samples + self.options["refresh"])
+        self._done = (self._done + 1) % (samples + self.options.refresh)
         return sent
 
     def _whole(self, vector: torch.Tensor, collective: Collective) -> Sent:
@@ -66,9 +47,9 @@ class GradiVeQ(Compressor):
         slices = [self._slices(piece) for piece in self._pieces(total)]
         spread = [one.T @ one for one in slices]
         self._spread = [a + b for a, b in zip(self._spread, spread, strict=True)] if self._done else spread
-        if self._done + 1 == self.options["samples"]:
+        if self._done + 1 == self.options.samples:
             # The eigenvectors come in the order of their values, ascending.
-            kept = self.options["components"]
+            kept = self.options.components
             self._bases = [torch.linalg.eigh(s).eigenvectors[:, -kept:].contiguous() for s in self._spread]
             collective.broadcast(self._bases)
             self._spread = []
@@ -92,7 +73,7 @@ class GradiVeQ(Compressor):
         return torch.cat([(code @ basis.T).view(-1)[:size] for code, basis, size in pieces])
 
     def _slices(self, piece: torch.Tensor) -> torch.Tensor:
-        return in_buckets(piece, self.options["slice"])
+        return in_buckets(piece, self.options.slice)
 
     def state(self) -> dict[str, torch.Tensor]:
         bases = {f"basis.{number}": basis for number, basis in enumerate(self._bases)}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from ringspark.estimators.collectives.base import Collective
-from ringspark.estimators.collectives.compressors.base import COMMON, Compressor, Sent, generator_for
-from ringspark.estimators.collectives.compressors.options import Option, feedback
+from ringspark.estimators.collectives.compressors.base import Compressor, Sent, generator_for
 from ringspark.estimators.collectives.compressors.two_rounds import as_bytes, sum_of_codes
 from ringspark.extras.compressors.packing import in_buckets, pack, unpack
 
@@ -44,19 +43,12 @@ class _Levels:
         return values.view(-1)[:elements]
 
 
-class Qsgd(Compressor):
+class QsgdCompressor(Compressor):
     """A number as one of 2^bits - 1 levels. Unbiased; the variance grows as the levels become few."""
 
-    OPTIONS = {
-        **COMMON,
-        "feedback": feedback(False),
-        "bits": Option(
-            default=4, holds=lambda bits: bits in (2, 4, 8), rule="2, 4 or 8", words="bits of a number"
-        ),
-    }
     unbiased = True
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         random = generator_for(vector, self.seed, step, collective.rank)
-        levels = _Levels(self.options["bits"])
+        levels = _Levels(self.options.bits)
         return sum_of_codes(vector, levels, collective, random, has_feedback=self.has_feedback)

@@ -8,29 +8,23 @@ import numpy as np
 import torch
 
 from ringspark.estimators.collectives.base import Collective
-from ringspark.estimators.collectives.compressors.base import COMMON, Compressor, Sent
-from ringspark.estimators.collectives.compressors.options import feedback, ratio
+from ringspark.estimators.collectives.compressors.base import Compressor, Sent
 
 
-class RandomK(Compressor):
+class RandomKCompressor(Compressor):
     """A random share of the numbers, at the same places on all ranks (Stich et al. 2018).
 
     Without feedback what is sent is divided by the share, which makes it unbiased.
     """
 
-    OPTIONS = {
-        **COMMON,
-        "feedback": feedback(True),
-        "ratio": ratio(0.01, "share of the numbers that are sent"),
-    }
     unbiased = True
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
-        count = math.ceil(self.options["ratio"] * len(vector))
+        count = math.ceil(self.options.ratio * len(vector))
         random = np.random.Generator(np.random.PCG64([self.seed % 2**64, step]))
         drawn = np.sort(random.choice(len(vector), count, replace=False, shuffle=False))
         places = torch.from_numpy(drawn).to(vector.device)
-        factor = 1.0 if self.options["feedback"] else len(vector) / count
+        factor = 1.0 if self.options.feedback else len(vector) / count
         values = vector[places] * factor
         total = torch.zeros_like(vector)
         total[places] = collective.all_reduce(values)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from ringspark.estimators.collectives.base import Collective
-from ringspark.estimators.collectives.compressors.base import COMMON, Compressor, Sent, generator_for
-from ringspark.estimators.collectives.compressors.options import feedback
+from ringspark.estimators.collectives.compressors.base import Compressor, Sent, generator_for
 from ringspark.estimators.collectives.compressors.two_rounds import as_bytes, sum_of_codes
 from ringspark.extras.compressors.packing import in_buckets, pack, unpack
 
@@ -34,11 +33,9 @@ class _Signs:
         return (signs * means[:, None]).view(-1)[:elements]
 
 
-class Sign(Compressor):
+class SignCompressor(Compressor):
     """One bit a number. Without feedback it may go the wrong way, as rare large gradients lose against many
     small ones."""
-
-    OPTIONS = {**COMMON, "feedback": feedback(True)}
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         random = generator_for(vector)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 
 from ringspark.estimators.collectives.base import Collective
-from ringspark.estimators.collectives.compressors.base import COMMON, Compressor, Sent, generator_for
-from ringspark.estimators.collectives.compressors.options import feedback, ratio
+from ringspark.estimators.collectives.compressors.base import Compressor, Sent, generator_for
 from ringspark.estimators.collectives.compressors.picked import sum_of_picked
 
 # After so many rounds of the paper's greedy algorithm the expected share is as asked, to a few percent.
 _ROUNDS = 4
 
 
-class Sparsify(Compressor):
+class SparsifyCompressor(Compressor):
     """Number g is sent as g / p with the chance p = min(1, lambda |g|): unbiased, with the least variance for
     the expected share of numbers that are sent.
 
@@ -21,16 +20,11 @@ class Sparsify(Compressor):
     in the next step, so that the residuals grow without end.
     """
 
-    OPTIONS = {
-        **COMMON,
-        "feedback": feedback(False),
-        "ratio": ratio(0.1, "share of the numbers that are sent, on average"),
-    }
     unbiased = True
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         random = generator_for(vector, self.seed, step, collective.rank)
-        chances = chances_for(vector, self.options["ratio"])
+        chances = chances_for(vector, self.options.ratio)
         drawn = torch.rand(vector.shape, generator=random, dtype=vector.dtype, device=vector.device)
         places = torch.nonzero(drawn < chances).view(-1)
         values = vector[places] if self.has_feedback else vector[places] / chances[places]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.options.sync import LocalSGD
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer
 from ringspark.estimators.parallel.exchange import Exchange
 from ringspark.extras.local_sgd.compact_sum import start_average
@@ -30,8 +31,8 @@ class LocalAveraging:
     ) -> GradientSync:
         with torch.no_grad():
             collective.broadcast(list(module.state_dict().values()))
-        assert isinstance(exchange.local_steps, Mapping)
-        return AveragedWeights(module, make_optimizer(module), collective, exchange.local_steps)
+        assert isinstance(exchange.sync, LocalSGD)
+        return AveragedWeights(module, make_optimizer(module), collective, exchange.sync)
 
 
 class AveragedWeights(LocalSync):
@@ -42,11 +43,11 @@ class AveragedWeights(LocalSync):
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         collective: Collective,
-        settings: Mapping[str, Any],
+        settings: LocalSGD,
     ) -> None:
         super().__init__(module, optimizer, collective, settings)
-        self._is_one_shot = settings["steps"] == "training"
-        self._optimizer_state: str = settings["optimizerState"]
+        self._is_one_shot = settings.steps == "training"
+        self._optimizer_state: str = settings.optimizer_state
         # Most optimizers make their state in the first step, some in their constructor.
         self._first_state = {p: _copied(own) for p, own in optimizer.state.items()}
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.options.sync import DiLoCo
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, follow
 from ringspark.estimators.parallel.exchange import Exchange
 from ringspark.extras.local_sgd.compact_sum import start_average
@@ -55,7 +55,7 @@ class Fragment:
     pending: Callable[[], torch.Tensor] | None = None
 
 
-class DiLoCo:
+class DiLoCoStrategy:
     """Own steps, then one of the outer optimizer."""
 
     def prepare(
@@ -63,8 +63,8 @@ class DiLoCo:
     ) -> GradientSync:
         with torch.no_grad():
             collective.broadcast(list(module.state_dict().values()))
-        assert isinstance(exchange.local_steps, Mapping)
-        return OuterSync(module, make_optimizer(module), collective, exchange.local_steps)
+        assert isinstance(exchange.sync, DiLoCo)
+        return OuterSync(module, make_optimizer(module), collective, exchange.sync)
 
 
 class OuterSync(LocalSync):
@@ -75,20 +75,20 @@ class OuterSync(LocalSync):
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         collective: Collective,
-        settings: Mapping[str, Any],
+        settings: DiLoCo,
     ) -> None:
         self._settings = settings
         self._fragments: list[Fragment] = []
         self._turn = 0
         super().__init__(module, optimizer, collective, settings)
-        if settings["delay"]:
+        if settings.delay:
             collective.operations.sees_all = False  # an exchange takes several steps
         # An error keeps this object alive, and an exchange under way would keep the connections open.
         collective.on_leave(self._drop)
 
     def _begin_local(self) -> None:
         self._fragments = []
-        for weights in fragments_of(self._trained, self._settings["fragments"]):
+        for weights in fragments_of(self._trained, self._settings.fragments):
             start = weights.read()
             self._fragments.append(Fragment(weights, start, torch.zeros_like(start)))
 
@@ -102,10 +102,10 @@ class OuterSync(LocalSync):
         if self._period is None:
             return
         between = self._period // len(self._fragments)
-        if self._position == between - self._settings["delay"]:
+        if self._position == between - self._settings.delay:
             self._send(self._turn)
         if self._position == between:
-            self._receive(self._turn, self._settings["alpha"])
+            self._receive(self._turn, self._settings.alpha)
             self._position = 0
             self._turn = (self._turn + 1) % len(self._fragments)
             if self._turn == 0:
@@ -135,7 +135,7 @@ class OuterSync(LocalSync):
         fragment = self._fragments[number]
         gradient = fragment.start - fragment.weights.read()
         fragment.pending = start_average(
-            gradient, fragment.weights.sizes, self._collective, self._settings["send"], f"local.{number}"
+            gradient, fragment.weights.sizes, self._collective, self._settings.send, f"local.{number}"
         )
 
     def _receive(self, number: int, alpha: float) -> None:
@@ -149,8 +149,8 @@ class OuterSync(LocalSync):
             fragment.start,
             fragment.momentum,
             gradient,
-            self._settings["outerRate"],
-            self._settings["outerMomentum"],
+            self._settings.outer_rate,
+            self._settings.outer_momentum,
         )
         if alpha:
             fragment.weights.write(fragment.start.lerp(fragment.weights.read(), alpha))

@@ -9,12 +9,12 @@ rank keeps the centre, from the same sums.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.options.sync import ElasticAveraging
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, follow
 from ringspark.estimators.parallel.exchange import Exchange
 from ringspark.extras.local_sgd.local_sync import LocalSync
@@ -23,7 +23,7 @@ from ringspark.extras.local_sgd.local_sync import LocalSync
 BETA = 0.9
 
 
-class Elastic:
+class ElasticStrategy:
     """Own steps, then a pull of ranks and centre."""
 
     def prepare(
@@ -31,8 +31,8 @@ class Elastic:
     ) -> GradientSync:
         with torch.no_grad():
             collective.broadcast(list(module.state_dict().values()))
-        assert isinstance(exchange.local_steps, Mapping)
-        return ElasticSync(module, make_optimizer(module), collective, exchange.local_steps)
+        assert isinstance(exchange.sync, ElasticAveraging)
+        return ElasticSync(module, make_optimizer(module), collective, exchange.sync)
 
 
 class ElasticSync(LocalSync):
@@ -43,9 +43,9 @@ class ElasticSync(LocalSync):
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         collective: Collective,
-        settings: Mapping[str, Any],
+        settings: ElasticAveraging,
     ) -> None:
-        self._alpha: float = BETA / collective.size if settings["alpha"] is None else settings["alpha"]
+        self._alpha: float = BETA / collective.size if settings.alpha is None else settings.alpha
         super().__init__(module, optimizer, collective, settings)
 
     def _begin_local(self) -> None:

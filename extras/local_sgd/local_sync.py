@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.options.sync import LocalTraining
 from ringspark.estimators.parallel.base import PlainSync, Scaler, follow
 from ringspark.estimators.parallel.data.data_parallel import synchronize
 from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
@@ -39,20 +39,20 @@ class LocalSync(PlainSync):
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         collective: Collective,
-        settings: Mapping[str, Any],
+        settings: LocalTraining,
     ) -> None:
         """Stands before the first step; all ranks hold equal weights.
 
         Args:
-            settings: The setting `localSteps`, with all its keys.
+            settings: The options of the local training.
         """
         super().__init__(module, optimizer)
         self.ranks_differ = True
         self._collective = collective
         collective.operations.in_every_step = False
         # A text stands for periods that no number of steps ends.
-        self._period: int | None = settings["steps"] if isinstance(settings["steps"], int) else None
-        self._after: int = settings["after"]
+        self._period: int | None = settings.steps if isinstance(settings.steps, int) else None
+        self._after: int = settings.after
         self._synchronous = synchronize(module, optimizer, collective) if self._after else None
         held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         self._trained = [p for p in module.parameters() if p in held]

@@ -12,7 +12,7 @@ from torch import nn
 from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.training.check.driver import check_names
 from ringspark.estimators.training.objective.losses import default_loss
-from ringspark.estimators.training.settings import python_objects
+from ringspark.estimators.training.settings import training
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 
@@ -50,7 +50,7 @@ def described(
         label_columns=tuple(f"label {i}" for i in range(len(labels))),
         losses=tuple(entry if isinstance(entry, str) else type(entry).__name__ for entry in losses),
         loss_weights=(1.0,) * len(labels),
-        optimizer=optimizer if isinstance(optimizer, str) else python_objects.OPTIMIZER.default,
+        optimizer=optimizer if isinstance(optimizer, str) else training.OPTIMIZER.default,
         batch_size=labels[0].shape[0],
         reader="arrow",
         **cast(Any, settings),

@@ -20,7 +20,7 @@ from ringspark.estimators import user_code
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.columns import Column, columns_of
 from ringspark.estimators.training.build import build_module
-from ringspark.estimators.training.settings import memory, python_objects
+from ringspark.estimators.training.settings import memory, network, training
 from ringspark.extras.planning.described import described
 from ringspark.extras.planning.exchange_time import Link, hierarchical_seconds, ring_seconds
 from ringspark.extras.planning.fit import WORKERS
@@ -40,8 +40,8 @@ def plan_scaling(
     *,
     rows: int | None = None,
     batchSize: int | None = None,
-    optimizer: Any = python_objects.OPTIMIZER.default,
-    loss: Any = python_objects.LOSS.default,
+    optimizer: Any = training.OPTIMIZER.default,
+    loss: Any = network.LOSS.default,
     precision: str = memory.PRECISION.default,
     collective: str = "torch",
     stepSeconds: Mapping[int, float] | None = None,

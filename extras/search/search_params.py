@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 from pyspark.ml import Estimator
 from pyspark.ml.evaluation import Evaluator
 
+from ringspark.estimators.options.base import ValueRange, at_least
 from ringspark.estimators.stages.declared import DeclaredParams, declared, param_of, setter
-from ringspark.estimators.training.settings.declaration import Range, Setting, at_least
-from ringspark.estimators.training.settings.places import without_secrets
+from ringspark.estimators.training.settings.data import without_secrets
+from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.extras.search import ranges
 from ringspark.extras.search.space import as_param
 
@@ -56,7 +57,7 @@ _TRAIN_RATIO = _setting(
     "trainRatio",
     "share of the rows to train on where an evaluator judges and the estimator has no validationIndicatorCol",
     default=0.75,
-    accepts=Range(lambda value: 0 < value < 1, lambda: "must be between 0 and 1"),
+    accepts=ValueRange(lambda value: 0 < value < 1, lambda: "must be between 0 and 1"),
 )
 _SAMPLER = _setting("sampler", "'tpe', 'random', or a sampler of optuna", default="tpe", convert=_any)
 _PRUNER = _setting(
@@ -83,13 +84,13 @@ _QUANTILE = _setting(
     "quantile",
     "share of the population at either end: after a round, each of the worst goes on from one of the best",
     default=0.25,
-    accepts=Range(lambda value: 0 < value <= 0.5, lambda: "must be above 0 and at most 0.5"),
+    accepts=ValueRange(lambda value: 0 < value <= 0.5, lambda: "must be above 0 and at most 0.5"),
 )
 _PERTURBATION = _setting(
     "perturbation",
     "factor by which a member that goes on from another one multiplies or divides each of its numbers",
     default=1.2,
-    accepts=Range(lambda value: 1 < value < math.inf, lambda: "must be above 1 and finite"),
+    accepts=ValueRange(lambda value: 1 < value < math.inf, lambda: "must be above 1 and finite"),
 )
 
 

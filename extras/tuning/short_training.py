@@ -9,14 +9,7 @@ from pyspark.sql import functions as F
 
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.torch_estimator import _TorchEstimator
-from ringspark.estimators.training.settings import (
-    columns,
-    large_batches,
-    observation,
-    optimization,
-    python_objects,
-    recovery,
-)
+from ringspark.estimators.training.settings import data, network, observation, recovery, training
 from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.pipelines.columns import quote
 
@@ -27,16 +20,16 @@ _CLEARED: tuple[Setting[Any], ...] = (
     recovery.CHECKPOINT_EVERY_EPOCHS,
     recovery.CHECKPOINT_EVERY_SECONDS,
     recovery.KEEP_CHECKPOINTS,
-    optimization.VALIDATION_FRACTION,
-    optimization.MONITOR,
-    optimization.PATIENCE,
-    optimization.MIN_DELTA,
-    optimization.KEEP,
-    optimization.WARMUP_STEPS,
-    large_batches.BATCH_SIZE_SCHEDULE,
-    large_batches.SCALE_LEARNING_RATE,
-    columns.VALIDATION_INDICATOR_COL,
-    python_objects.METRICS,
+    data.VALIDATION_FRACTION,
+    training.MONITOR,
+    training.PATIENCE,
+    training.MIN_DELTA,
+    training.KEEP,
+    training.WARMUP_STEPS,
+    training.BATCH_SIZE_SCHEDULE,
+    training.SCALE_LEARNING_RATE,
+    data.VALIDATION_INDICATOR_COL,
+    network.METRICS,
     observation.TRACKING,
     observation.TIMELINE_EVERY_STEPS,
     observation.PROFILE_STEPS,

@@ -8,8 +8,9 @@ from typing import Any
 
 from pyspark.ml.param.shared import HasLabelCol, HasOutputCol, HasOutputCols
 
+from ringspark.estimators.options.base import at_least, one_of
 from ringspark.estimators.stages.declared import DeclaredParams, declared, param_of, setter
-from ringspark.estimators.training.settings.declaration import Setting, at_least, one_of
+from ringspark.estimators.training.settings.declaration import Setting
 
 _MICROSECONDS = {
     "microsecond": 1,

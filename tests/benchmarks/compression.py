@@ -30,7 +30,8 @@ from links import link_refusal, shaped_hosts, wire_bytes
 from small_training import train_gang
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.collectives.compressors import resolved_compression
+from ringspark.estimators.options.compression import Compression
+from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -80,7 +81,7 @@ def convergence(
                 seed=seed,
                 num_workers=NUM_WORKERS,
                 collective="torch",
-                gradient_compression=resolved_compression(COMPRESSIONS[name]),
+                sync=AllReduce(compression=Compression.of(COMPRESSIONS[name])),
             )
             result = train_gang(config, UserObjects(optimizer=make))
             logits, labels = precision.predict(job, result)
@@ -107,9 +108,9 @@ class Training:
 
     def __init__(self, compression: Any, collective: Collective, rows: int) -> None:
         torch.manual_seed(0)
-        exchange = Exchange(compression=resolved_compression(compression))
+        exchange = Exchange(sync=AllReduce(compression=Compression.of(compression)))
         make = momentum(0.01, 0.0)
-        self.sync = STRATEGIES[exchange.strategy]().prepare(
+        self.sync = STRATEGIES[exchange.sync.strategy]().prepare(
             SPEC.build(), lambda module: make(module.parameters()), collective, exchange
         )
         self.scaler = LossScaler("fp32", torch.device("cpu"))

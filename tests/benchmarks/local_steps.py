@@ -20,10 +20,10 @@ from typing import Any
 import compression
 import harness
 import precision
+from earlier_settings import sync_of
 from small_training import train_gang
 
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.settings.local_training import LOCAL_STEPS
 from ringspark.jobs import cli, recipes
 
 PERIODS = (8, 64, 500)
@@ -35,8 +35,7 @@ def settings_of(name: str, steps: int) -> Any:
     given: Mapping[str, Any] = {"steps": steps}
     if name == "DiLoCo":
         given = {"name": "diloco", "steps": steps, "send": "fp16"}
-    assert LOCAL_STEPS.convert is not None
-    return LOCAL_STEPS.convert(given)
+    return sync_of(localSteps=given)
 
 
 def main() -> None:
@@ -65,7 +64,7 @@ def main() -> None:
                     batch_size=options.batch_size,
                     num_workers=compression.NUM_WORKERS,
                     collective="torch",
-                    local_steps=local_steps,
+                    sync=local_steps,
                 )
                 result = train_gang(config, UserObjects(optimizer=compression.momentum(0.05, 1e-4)))
                 logits, labels = precision.predict(job, result)

@@ -34,30 +34,31 @@ from rank_bytes import (
 from written_shards import written
 
 from ringspark.estimators import WorkerError
+from ringspark.estimators.options.sync import AllReduce, Zero
 
 MIB = 2**20
 PIPELINE = {"gradient_accumulation": 8}
 MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
-    ({"data": 2}, {"sharding": "optimizer"}),
-    ({"data": 2}, {"sharding": "gradients"}),
-    ({"shard": 2}, {"sharding": "parameters"}),
+    ({"data": 2}, {"sync": Zero(stage=1)}),
+    ({"data": 2}, {"sync": Zero(stage=2)}),
+    ({"shard": 2}, {"sync": Zero(stage=3)}),
     ({"tensor": 2}, {}),
     ({"pipeline": 2}, PIPELINE),
-    ({"data": 2, "shard": 2}, {"sharding": "optimizer"}),
-    ({"data": 2, "shard": 2}, {"sharding": "gradients"}),
-    ({"data": 2, "shard": 2}, {"sharding": "parameters"}),
-    ({"shard": 4}, {"sharding": "parameters"}),
+    ({"data": 2, "shard": 2}, {"sync": Zero(stage=1)}),
+    ({"data": 2, "shard": 2}, {"sync": Zero(stage=2)}),
+    ({"data": 2, "shard": 2}, {"sync": Zero(stage=3)}),
+    ({"shard": 4}, {"sync": Zero(stage=3)}),
     ({"tensor": 4}, {}),
     ({"pipeline": 4}, PIPELINE),
     ({"pipeline": 2, "tensor": 2}, PIPELINE),
-    ({"shard": 2, "tensor": 2}, {"sharding": "parameters"}),
-    ({"shard": 2, "pipeline": 2}, {"sharding": "optimizer"} | PIPELINE),
+    ({"shard": 2, "tensor": 2}, {"sync": Zero(stage=3)}),
+    ({"shard": 2, "pipeline": 2}, {"sync": Zero(stage=1)} | PIPELINE),
 ]
 # Axis, settings, how many times the limit the state is at first: theory leaves no room for more.
 LIMITED: list[tuple[str, dict[str, Any], float]] = [
     ("tensor", {}, 3.75),
     ("pipeline", {"gradient_accumulation": 4}, 3.75),
-    ("shard", {"sharding": "parameters"}, 3.75),
+    ("shard", {"sync": Zero(stage=3)}, 3.75),
     ("pipeline", {"gradient_accumulation": 4, "optimizer": "adamw8bit"}, 6.0),
 ]
 
@@ -98,7 +99,7 @@ def limit(folder: Path, layers: int, width: int, *, is_tiny: bool) -> None:
     def tried(axis: str, changes: dict[str, Any], workers: int, times: float) -> bool:
         """Whether so many ranks train to the end with the state through `times` each."""
         mesh = {axis: workers} if workers > 1 else {"data": 1}
-        alone = {"sharding": "none"} if workers == 1 else {}
+        alone = {"sync": AllReduce()} if workers == 1 else {}
         settings = {"num_workers": workers, "parallelism": mesh} | changes | alone
         run = Path(tempfile.mkdtemp(dir=folder))
         try:

@@ -11,21 +11,22 @@ import json
 import time
 from argparse import Namespace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import harness
 import torch
+from earlier_settings import sync_of
 from held_bytes import held_bytes
 from torch.nn import functional as F
 
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.options.sync import SHARDINGS
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
-from ringspark.estimators.training.settings.choices import Sharding
 from ringspark.models import ModelSpec
 
 SIZES = {"vocab_size": 1000, "max_seq_len": 64, "dim": 128, "num_heads": 4, "depth": 4, "out_features": 10}
@@ -40,7 +41,7 @@ class Training:
     def __init__(self, sharding: str, collective: Collective, rows: int) -> None:
         torch.manual_seed(0)
         make = partial(build_optimizer, "adamw", groups=None, learning_rate=1e-3, weight_decay=0.01)
-        self.sync: GradientSync = STRATEGIES[Exchange(sharding=sharding).strategy]().prepare(
+        self.sync: GradientSync = STRATEGIES[sync_of(sharding=sharding).strategy]().prepare(
             SPEC.build(), make, collective, Exchange()
         )
         self.collective = collective
@@ -99,7 +100,7 @@ def measure(
 
 def lines(collective: str, options: Namespace) -> list[list[str]]:
     """One line a sharding that runs on the collective."""
-    shardings = [s for s in get_args(Sharding) if (s, collective) != ("parameters", "horovod")]
+    shardings = [s for s in SHARDINGS if (s, collective) != ("parameters", "horovod")]
     work = partial(measure, shardings, options)
     result = json.loads(run_spawned(harness.NUM_WORKERS, collective, work, timeout_seconds=300)[0])
     return [

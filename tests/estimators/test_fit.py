@@ -323,10 +323,10 @@ def test_settings_without_effect_are_said(table: Any, common: dict[str, Any], tm
         ({"minDelta": 0.1}, "minDelta has no effect: patience is not set"),
         ({"patience": 2}, "patience has no effect: there are not more epochs than that"),
         ({"inputCols": ["features"], "featuresCol": "features"}, "featuresCol has no effect: inputCols"),
-        ({"gradientCompression": "sign", "numWorkers": 1}, "gradientCompression has no effect: there is one"),
+        ({"gradientCompression": "sign", "numWorkers": 1}, "sync has no effect: there is one"),
         (
             {"gradientCompression": "topk", "optimizer": "adamw", "numWorkers": 2},
-            "gradientCompression 'topk' sends a part of each gradient in later steps",
+            "sync=AllReduce(compression=TopK()) sends a part of each gradient in later steps",
         ),
     ]
     for changes, message in cases:

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ringspark.estimators.collectives.compressors import COMPRESSORS
-from ringspark.estimators.collectives.compressors.options import resolved
 from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
 from ringspark.estimators.training.saved_tensors.hooks import saved_tensor_hooks
 from ringspark.models import ModelSpec, apply_activation_checkpoint
@@ -147,7 +147,7 @@ def test_a_compressor_gives_what_it_lacks_as_its_error(name: str, feedback: bool
         "gradiveq": {"slice": 64, "components": 4, "samples": 2, "refresh": 3},
         "powersgd": {"rank": 2},
     }
-    given = resolved(name, {**options.get(name, {}), "feedback": feedback}, COMPRESSORS[name].OPTIONS)
+    given = Compression.of({"name": name, **options.get(name, {}), "feedback": feedback})
     compressor = COMPRESSORS[name](SHAPES, 7, given)
     elements = sum(shape.numel() for shape in SHAPES)
     for step in range(4):

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ringspark.estimators.collectives.base import Collective
-from ringspark.estimators.collectives.compressors.options import AFTER, BETWEEN, LEAST, Option
+from ringspark.estimators.options.compression import Compression
 
 
 class Sent(NamedTuple):
@@ -37,24 +37,21 @@ class Compressor(ABC):
     seed, and give vectors without inf or NaN.
 
     Attributes:
-        OPTIONS: The options by name, beside those that all compressors have.
         unbiased: Whether the mean of the total over the random choices is the sum of the inputs, where there
             is no feedback.
-        feedback: The default of the option of this name.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option]]
     unbiased: ClassVar[bool] = False
 
-    def __init__(self, shapes: Sequence[torch.Size], seed: int, options: Mapping[str, Any]) -> None:
+    def __init__(self, shapes: Sequence[torch.Size], seed: int, options: Compression) -> None:
         self.shapes = [torch.Size(shape) for shape in shapes]
         self.sizes = [shape.numel() for shape in self.shapes]
         self.seed = seed
-        self.options = options
-        self.has_feedback: bool = options["feedback"]
+        self.options: Any = options
+        self.has_feedback = options.feedback
 
     @classmethod
-    def helps(cls, shape: torch.Size, options: Mapping[str, Any]) -> bool:
+    def helps(cls, shape: torch.Size, options: Any) -> bool:
         """Whether a tensor of that shape takes fewer bytes compressed; others travel whole."""
         return True
 
@@ -89,6 +86,3 @@ def generator_for(vector: torch.Tensor, *numbers: int) -> torch.Generator:
         mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
         mixed ^= mixed >> 31
     return torch.Generator(device=vector.device).manual_seed(mixed % 2**63)
-
-
-COMMON = {"after": AFTER, "least": LEAST, "between": BETWEEN}

@@ -13,32 +13,21 @@ from typing import Any
 import torch
 
 from ringspark.estimators.collectives.base import Collective
-from ringspark.estimators.collectives.compressors.base import COMMON, Compressor, Sent, generator_for
-from ringspark.estimators.collectives.compressors.options import Option, feedback
+from ringspark.estimators.collectives.compressors.base import Compressor, Sent, generator_for
+from ringspark.estimators.options.compression import PowerSGD
 
 
-class PowerSgd(Compressor):
+class PowerSgdCompressor(Compressor):
     """P Q^T of rank r for each matrix; in a tensor of more dimensions all but the first are columns."""
 
-    OPTIONS = {
-        **COMMON,
-        "feedback": feedback(True),
-        "rank": Option(
-            default=2,
-            holds=lambda rank: bool(rank >= 1),
-            rule="a whole number of at least 1",
-            words="rank of the matrices that are sent",
-        ),
-    }
-
-    def __init__(self, shapes: list[torch.Size], seed: int, options: Mapping[str, Any]) -> None:
+    def __init__(self, shapes: list[torch.Size], seed: int, options: PowerSGD) -> None:
         super().__init__(shapes, seed, options)
-        self._rank: int = options["rank"]
+        self._rank: int = options.rank
         self._bases: list[torch.Tensor] = []
 
     @classmethod
-    def helps(cls, shape: torch.Size, options: Mapping[str, Any]) -> bool:
-        return bool(options["rank"] * (shape[0] + shape[1:].numel()) < shape.numel())
+    def helps(cls, shape: torch.Size, options: PowerSGD) -> bool:
+        return bool(options.rank * (shape[0] + shape[1:].numel()) < shape.numel())
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         matrices = [

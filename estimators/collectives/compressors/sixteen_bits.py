@@ -7,8 +7,7 @@ from typing import ClassVar
 import torch
 
 from ringspark.estimators.collectives.base import Collective
-from ringspark.estimators.collectives.compressors.base import COMMON, Compressor, Sent, generator_for
-from ringspark.estimators.collectives.compressors.options import feedback
+from ringspark.estimators.collectives.compressors.base import Compressor, Sent, generator_for
 from ringspark.estimators.collectives.compressors.two_rounds import Codec, as_bytes, sum_of_codes
 
 # A code in fp16 begins with the factor by which its numbers were multiplied, in fp32.
@@ -52,7 +51,6 @@ class _Bf16:
 
 
 class _SixteenBits(Compressor):
-    OPTIONS = {**COMMON, "feedback": feedback(False)}
     codec: ClassVar[Codec]
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
@@ -60,13 +58,13 @@ class _SixteenBits(Compressor):
         return sum_of_codes(vector, self.codec, collective, random, has_feedback=self.has_feedback)
 
 
-class Fp16(_SixteenBits):
+class Fp16Compressor(_SixteenBits):
     """Numbers in fp16, with a common factor for each part of the vector: an error of 2^-11 at most, twice."""
 
     codec = _Fp16()
 
 
-class Bf16(_SixteenBits):
+class Bf16Compressor(_SixteenBits):
     """Numbers in bf16: an error of 2^-8 at most, twice; the collective's library need not know the type."""
 
     codec = _Bf16()

@@ -5,14 +5,11 @@ from __future__ import annotations
 import torch
 
 from ringspark.estimators.collectives.base import Collective
-from ringspark.estimators.collectives.compressors.base import COMMON, Compressor, Sent
-from ringspark.estimators.collectives.compressors.options import feedback
+from ringspark.estimators.collectives.compressors.base import Compressor, Sent
 
 
-class Whole(Compressor):
+class UncompressedSum(Compressor):
     """All numbers, in their own dtype: nothing is left behind."""
-
-    OPTIONS = {**COMMON, "feedback": feedback(False)}
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         return Sent(collective.all_reduce(vector), torch.zeros_like(vector))

@@ -13,14 +13,14 @@ the step, and its residual waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.collectives.compressors import COMPRESSORS, NONE, Compressor, Sent
+from ringspark.estimators.collectives.compressors import COMPRESSORS, Compressor, Sent
 from ringspark.estimators.collectives.compressors.two_levels import levels_of, sum_of_hosts
+from ringspark.estimators.options.compression import Compression, Uncompressed
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, refuse_sparse
 from ringspark.estimators.parallel.data.gradient_buckets import (
     GradientBucket,
@@ -35,20 +35,20 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 def compressed_parameters(
-    trained: Mapping[str, nn.Parameter], compression: Mapping[str, Any]
+    trained: Mapping[str, nn.Parameter], compression: Compression
 ) -> dict[str, nn.Parameter]:
     """Returns those whose gradients are compressed; those of the others travel whole.
 
     Args:
-        compression: Name and all options of a compressor.
+        compression: Options of a compressor.
     """
-    kind = COMPRESSORS[compression["name"]]
+    kind = COMPRESSORS[compression.NAME]
     return {
         name: p
         for name, p in trained.items()
         if p.dtype in _DTYPES
         and p.dim() > 1
-        and p.numel() >= compression["least"]
+        and p.numel() >= compression.least
         and kind.helps(shape_in_memory(p), compression)
     }
 
@@ -77,21 +77,18 @@ class CompressedSum(PlainSync):
     ) -> None:
         super().__init__(module, optimizer)
         self._collective = collective
-        options = dict(exchange.compression)
-        name = options.pop("name")
-        kind = COMPRESSORS[name]
-        self._levels = levels_of(collective) if options["between"] == "hosts" else None
-        self._after: int = options["after"]
-        self._freezes = name != NONE and hasattr(optimizer, "freeze_variance")
+        options = exchange.sync.compressed or Uncompressed()
+        kind = COMPRESSORS[options.NAME]
+        self._levels = levels_of(collective) if options.between == "hosts" else None
+        self._after = options.after
+        self._freezes = not isinstance(options, Uncompressed) and hasattr(optimizer, "freeze_variance")
         self._step = 0
         held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         trained = {name: p for name, p in module.named_parameters() if p in held}
         # Also on one rank: it may go on with what several had not sent, in the same order.
         tables = sparse_parameters(module)
         self._rows = SparseRows({n: p for n, p in tables.items() if n in trained}, optimizer, collective)
-        large = compressed_parameters(
-            {name: p for name, p in trained.items() if name not in tables}, exchange.compression
-        )
+        large = compressed_parameters({name: p for name, p in trained.items() if name not in tables}, options)
         rest = {name: p for name, p in trained.items() if name not in large and name not in tables}
         self._small = [GradientBucket(own) for own in deal(rest, None)]
         self._groups = [

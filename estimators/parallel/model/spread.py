@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.parallel.cut import Cut
 from ringspark.estimators.parallel.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
@@ -31,11 +32,6 @@ from ringspark.estimators.parallel.model.tensor import (
 from ringspark.models.chain import links_of
 from ringspark.models.module_hooks import find_hook, has_gradient_hook
 
-# How attention reaches the keys of other ranks: a key of `sequence.CONTEXTS`.
-CONTEXT = "ring"
-# What the layers between those that 'tensor' cuts work on: one of `tensor.plan.BETWEEN`.
-BETWEEN = "whole"
-
 
 @dataclass(frozen=True)
 class _Seat:
@@ -45,7 +41,7 @@ class _Seat:
     size: int
 
 
-def check_spread(module: nn.Module, sizes: Mapping[str, int], options: Mapping[str, Any]) -> None:
+def check_spread(module: nn.Module, sizes: Mapping[str, int], options: Mesh) -> None:
     """Refuses, on the driver, a network that cannot be cut so.
 
     Args:
@@ -58,37 +54,37 @@ def check_spread(module: nn.Module, sizes: Mapping[str, int], options: Mapping[s
     """
     _check_hooks(module, sizes, options)
     if sizes["tensor"] > 1:
-        plan = options.get("plan") or plan_of(module, sizes["tensor"])
-        between = options.get("between", BETWEEN)
-        if between == "parts":
+        plan = options.plan or plan_of(module, sizes["tensor"])
+        between = "parts" if options.sequence_parallel else "whole"
+        if options.sequence_parallel:
             check_parts(module, sizes)
         seat: Any = _Seat(sizes["tensor"] - 1, sizes["tensor"])
         spread_tensor(module, region_of(seat, between), plan)
     if sizes["pipeline"] > 1:
-        virtual = options.get("virtual", 1)
-        owners = schedule_of(options.get("schedule", "1f1b"), virtual).owners(sizes["pipeline"], virtual)
+        way = options.pipeline
+        owners = schedule_of(way.schedule, way.virtual).owners(sizes["pipeline"], way.virtual)
         links = links_of(module)
-        if options.get("cuts"):
-            cut_by_names(links, len(owners), options["cuts"])
+        if way.cuts:
+            cut_by_names(links, len(owners), way.cuts)
         else:
             cut_stages(links, len(owners), [1.0] * len(links))
-        if options.get("time_chunks", 1) > 1 and not goes_along_time(links):
+        if way.sequence_chunks > 1 and not goes_along_time(links):
             raise ValueError(
-                "parallelism's 'time_chunks' needs a network with links that go along time one after the "
+                "Pipeline's sequence_chunks needs a network with links that go along time one after the "
                 f"other, such as 'recurrent', and {type(module).__name__} has none; give its links "
-                "over_time, as ringspark.models.chain describes, or leave 'time_chunks' out"
+                "over_time, as ringspark.models.chain describes, or leave sequence_chunks out"
             )
     if sizes["expert"] > 1:
         last: Any = _Seat(sizes["expert"] - 1, sizes["expert"])
         spread_experts(module, last)
     if sizes["sequence"] > 1:
-        check_sequence(module, options.get("context", CONTEXT))
+        check_sequence(module, options.context)
 
 
 def spread(
     module: nn.Module,
     mesh: RankMesh,
-    options: Mapping[str, Any],
+    options: Mesh,
     num_micro: int = 1,
     sample: Sequence[torch.Tensor] | None = None,
     device: torch.device | None = None,
@@ -113,23 +109,25 @@ def spread(
     tied = _tied_names(module)
     cuts: dict[str, Cut] = {}
     if mesh.sizes["tensor"] > 1:
-        plan = options.get("plan") or plan_of(module, mesh.sizes["tensor"])
-        region = region_of(mesh.axes["tensor"], options.get("between", BETWEEN), MeshGrids(mesh))
+        plan = options.plan or plan_of(module, mesh.sizes["tensor"])
+        region = region_of(
+            mesh.axes["tensor"], "parts" if options.sequence_parallel else "whole", MeshGrids(mesh)
+        )
         cuts |= spread_tensor(module, region, plan)
     if mesh.sizes["expert"] > 1:
         cuts |= spread_experts(module, mesh.axes["expert"])
     if mesh.sizes["sequence"] > 1:
-        spread_sequence(module, mesh.axes["sequence"], options.get("context", CONTEXT))
+        spread_sequence(module, mesh.axes["sequence"], options.context)
     if mesh.sizes["tensor"] > 1:
         spread_between(module, region)
     pipeline = None
     if mesh.sizes["pipeline"] > 1:
         chosen = PipelineOptions(
-            schedule=options.get("schedule", "1f1b"),
-            virtual=options.get("virtual", 1),
-            cuts=tuple(options.get("cuts") or ()),
+            schedule=options.pipeline.schedule,
+            virtual=options.pipeline.virtual,
+            cuts=options.pipeline.cuts,
             num_micro=num_micro,
-            time_chunks=options.get("time_chunks", 1),
+            time_chunks=options.pipeline.sequence_chunks,
         )
         # Layers that are cut already would exchange in the measure, which one rank runs alone.
         is_cut = bool(cuts) or mesh.sizes["sequence"] > 1
@@ -139,7 +137,7 @@ def spread(
     return pipeline
 
 
-def _check_hooks(module: nn.Module, sizes: Mapping[str, int], options: Mapping[str, Any]) -> None:
+def _check_hooks(module: nn.Module, sizes: Mapping[str, int], options: Mesh) -> None:
     """Refuses hooks that a pipeline would not run, or would run once per stage.
 
     Raises:
@@ -153,8 +151,8 @@ def _check_hooks(module: nn.Module, sizes: Mapping[str, int], options: Mapping[s
             f"model {name} has {hook}, which a pipeline would run once per stage, on the stage's own "
             "inputs; put it on a layer, or in a method that links() returns"
         )
-    schedule = options.get("schedule", "1f1b")
-    is_delayed = schedule_of(schedule, options.get("virtual", 1)).is_delayed
+    schedule = options.pipeline.schedule
+    is_delayed = schedule_of(schedule, options.pipeline.virtual).is_delayed
     if is_delayed and has_gradient_hook(module):
         raise ValueError(
             f"model {name} has gradient hooks on its weights, which schedule {schedule!r} does not run, "

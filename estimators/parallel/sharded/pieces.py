@@ -6,7 +6,7 @@ network, and a rank writes the received pieces of others directly where the netw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.options.sync import Sync
 from ringspark.estimators.parallel.data.gradient_buckets import BUCKET_BYTES
 from ringspark.estimators.parallel.sharded.shard_layout import Piece, even_layout, fill_buckets, whole_layout
 
@@ -253,7 +254,7 @@ def without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer.param_groups = groups
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, consistency: Mapping[str, Any]) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, sync: Sync) -> None:
     """Refuses an optimizer that needs whole parameters, because each server holds parts of them.
 
     Raises:
@@ -261,7 +262,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, consistency: Mapping[str, 
     """
     if not is_elementwise(optimizer):
         raise ValueError(
-            f"consistency {consistency['name']!r} cuts parameters anywhere, and optimizer "
-            f"{type(optimizer).__name__} looks at whole ones; take one of "
-            f"{', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}, or set consistency='bsp'"
+            f"sync={sync!r} shards parameters anywhere, and optimizer "
+            f"{type(optimizer).__name__} needs whole parameters; take one of "
+            f"{', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}, or set sync=AllReduce()"
         )

@@ -17,6 +17,7 @@ from torch import nn
 
 from ringspark.estimators.collectives import collective_class
 from ringspark.estimators.names import check_name
+from ringspark.estimators.options.sync import AllReduce, ParameterServer
 from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, check_optimizer, is_elementwise
 from ringspark.estimators.training.arguments import expand_arguments, read_layout
 from ringspark.estimators.training.batch_sizes import Steps
@@ -49,7 +50,6 @@ from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_rates
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
-from ringspark.estimators.training.settings.rules import makes_dense
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.outputs import as_outputs
 from ringspark.models.process_state import fork_generators
@@ -195,23 +195,21 @@ def _check_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Modul
 
 
 def _check_synchronization(config: TrainConfig, optimizer: torch.optim.Optimizer) -> None:
-    if config.consistency["name"] not in ("bsp", "hogwild"):
-        check_optimizer(optimizer, config.consistency)
-    cut = {axis: config.parallelism.get(axis, 1) for axis in ("tensor", "expert")}
-    if max(cut.values()) > 1 and not is_elementwise(optimizer):
+    if isinstance(config.sync, ParameterServer):
+        check_optimizer(optimizer, config.sync)
+    mesh = config.parallelism
+    if max(mesh.tensor, mesh.expert) > 1 and not is_elementwise(optimizer):
         name = type(optimizer).__name__
         raise ValueError(
-            f"parallelism {config.parallelism} leaves a worker parts of parameters, and optimizer {name} "
-            f"looks at whole ones; take one of {', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}, "
+            f"parallelism={mesh} leaves a worker shards of parameters, and optimizer {name} needs "
+            f"whole parameters; take one of {', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}, "
             "or, if each weight moves by its own gradient and state alone, give its class "
             "is_elementwise = True"
         )
-    ways = makes_dense(config)
-    if ways and isinstance(optimizer, torch.optim.SparseAdam):
-        setting, remedy = ways[0]
+    if isinstance(optimizer, torch.optim.SparseAdam) and not isinstance(config.sync, AllReduce):
         raise ValueError(
-            f"optimizer SparseAdam takes sparse gradients alone, and {setting} makes them dense; set "
-            f"{remedy}, or take 'adam'"
+            f"optimizer SparseAdam takes only sparse gradients, and sync={config.sync!r} makes them dense; "
+            "set sync=AllReduce(), or optimizer='adam'"
         )
 
 

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.in_process import RankError, run_in_turns
+from ringspark.estimators.options.mesh import MODEL_AXES
 from ringspark.estimators.parallel.base import GradientSync, PlainSync
 from ringspark.estimators.parallel.data.data_parallel import synchronize
 from ringspark.estimators.parallel.layout import layout_of
@@ -133,7 +134,11 @@ def check_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifes
         ValueError: An output or a gradient differs, or a rank fails. The message names it and the remedy.
     """
     name, mesh = type(module).__name__, config.parallelism
-    remedy = "; ".join(words for key, words in _REMEDIES.items() if mesh.get(key, 1) not in (1, None))
+    remedy = "; ".join(
+        words
+        for key, words in _REMEDIES.items()
+        if (mesh.plan is not None and key == "plan") or (key in MODEL_AXES and mesh.size(key) > 1)
+    )
     with keep_shared_generators():
         for zero_ids in (False, True):
             check = _MeshCheck(config, _rows(config, objects, manifest, zero_ids))
@@ -155,7 +160,7 @@ def check_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifes
             cause = error.__cause__
             problem = f"{type(cause).__name__}: {cause}"
             raise ValueError(
-                f"model {name} does not run under parallelism {mesh} ({problem}); {remedy}"
+                f"model {name} does not run under parallelism={mesh} ({problem}); {remedy}"
             ) from cause
         if differences:
             # Ignore differences that another seed and rounding errors cause in the whole network too.
@@ -167,7 +172,7 @@ def check_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifes
         of_outputs = [d for d in differences if d.key.micro_batch is not None]
         worst = max(of_outputs or differences, key=lambda d: d.size / max(d.scale, 1e-30))
         raise ValueError(
-            f"model {name} under parallelism {mesh} does not compute the same as the whole network: in "
+            f"model {name} under parallelism={mesh} does not compute the same as the whole network: in "
             f"{worst.key.mode} mode, {worst.key.name} is off by {worst.size:.3g}, and its largest element "
             f"should be {worst.scale:.3g}; {remedy}"
         )

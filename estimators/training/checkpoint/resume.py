@@ -227,7 +227,7 @@ class Recovery:
             )
         except ValueError as error:
             # With sharded weights, other ranks may be waiting for this one, so training must end.
-            if self._config.sharding != "none" or self._mesh.cuts_network:
+            if self._config.sync.sharding != "none" or self._mesh.cuts_network:
                 raise
             self._note(state.step, str(error))
         if not train_state.sync.in_step:

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ringspark.estimators.names import nearest
+from ringspark.estimators.options.finetuning import LoRA
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models.lora import add_lora
 
 
-def tune(module: nn.Module, freeze: Sequence[str] = (), lora: dict[str, Any] | None = None) -> nn.Module:
+def tune(module: nn.Module, freeze: Sequence[str] = (), lora: LoRA | None = None) -> nn.Module:
     """Freezes parameters and adds adapters, in place; returns the module. Runs on the driver and every rank.
 
     Raises ValueError if a pattern matches nothing, or nothing is left to train.
@@ -42,12 +42,12 @@ def apply_finetuning(module: nn.Module, config: TrainConfig) -> nn.Module:
     return tune(module, config.freeze, config.lora)
 
 
-def _add_adapters(module: nn.Module, lora: dict[str, Any]) -> None:
+def _add_adapters(module: nn.Module, lora: LoRA) -> None:
     names = _names(module)
-    trained = match_names(lora["train"], names, "lora's 'train'", "parameter")
+    trained = match_names(lora.train, names, "lora's 'train'", "parameter")
     before = dict(module.named_parameters(remove_duplicate=False))
     try:
-        add_lora(module, lora["rank"], lora["alpha"], lora["targets"], lora["dropout"])
+        add_lora(module, lora.rank, lora.alpha or lora.rank, lora.targets, lora.dropout)
     except ValueError as error:
         raise ValueError(f"lora's targets: {error}") from error
     # One name of a tied parameter is enough.

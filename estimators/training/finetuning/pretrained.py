@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import nn
 
 from ringspark.estimators.names import nearest
+from ringspark.estimators.options.finetuning import Pretrained
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.weights import WEIGHTS, local_file
 from ringspark.models.lora import matrix_names
@@ -29,20 +29,20 @@ _NAMES_SHOWN = 5
 Shapes = dict[str, tuple[int, ...]]
 
 
-def check_pretrained(setting: dict[str, Any], module: nn.Module) -> None:
+def check_pretrained(setting: Pretrained, module: nn.Module) -> None:
     """Compares names and shapes without reading tensors. Runs on the driver.
 
     Raises ValueError if there is no such checkpoint, or it is not of this network.
     """
     found: Shapes = {}
-    for uri in _files(setting["uri"]):
+    for uri in _files(setting.uri):
         found |= _header(uri)
     _choose(setting, found, module)
 
 
-def load_pretrained(setting: dict[str, Any], module: nn.Module, tick: Callable[[], None]) -> None:
+def load_pretrained(setting: Pretrained, module: nn.Module, tick: Callable[[], None]) -> None:
     """Copies the checkpoint's tensors into the module's; raises like `check_pretrained`. Runs on rank 0."""
-    headers = {uri: _header(uri) for uri in _files(setting["uri"])}
+    headers = {uri: _header(uri) for uri in _files(setting.uri)}
     names = _choose(setting, {k: v for header in headers.values() for k, v in header.items()}, module)
     state = module.state_dict()
     for uri, header in headers.items():
@@ -54,9 +54,9 @@ def load_pretrained(setting: dict[str, Any], module: nn.Module, tick: Callable[[
                 tick()
 
 
-def _choose(setting: dict[str, Any], found: Shapes, module: nn.Module) -> set[str]:
+def _choose(setting: Pretrained, found: Shapes, module: nn.Module) -> set[str]:
     """Returns the names of the tensors to load."""
-    uri, ignore = storage.redact(setting["uri"]), setting["ignore"]
+    uri, ignore = storage.redact(setting.uri), setting.ignore
     of_adapters = matrix_names(module)
     own = {n: t for n, t in module.state_dict(keep_vars=True).items() if n not in of_adapters}
     for pattern in ignore:
@@ -74,7 +74,7 @@ def _choose(setting: dict[str, Any], found: Shapes, module: nn.Module) -> set[st
     covered = {id(own[name]) for name in names}
     missing = [name for name in own if is_used(name) and id(own[name]) not in covered]
     unexpected = [name for name in found if is_used(name) and name not in own]
-    if not names or (setting["strict"] and (missing or unexpected)):
+    if not names or (setting.strict and (missing or unexpected)):
         raise ValueError(
             f"pretrained {uri} is not of model {type(module).__name__}: it lacks {_few(missing)}, and has "
             f"{_few(unexpected)}, which the model lacks; list the names to skip in 'ignore', as in "

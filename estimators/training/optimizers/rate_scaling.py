@@ -14,10 +14,10 @@ unscaled to the scaled one (Goyal et al., "gradual warm-up").
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from ringspark.estimators.options.scaling import ScaleLearningRate
 from ringspark.estimators.training.batch_sizes import Steps
 
 # Batch size as a multiple of the base -> factor on the rate.
@@ -41,14 +41,14 @@ class RateScaling:
     steps: Steps
 
     @classmethod
-    def of(cls, setting: Mapping[str, Any], steps: Steps) -> RateScaling | None:
-        """Returns the scaling for the setting `scaleLearningRate`, or None for "none"."""
-        if setting["name"] == "none":
+    def of(cls, setting: ScaleLearningRate | None, steps: Steps) -> RateScaling | None:
+        """Returns the scaling for the setting `scaleLearningRate`, or None for None."""
+        if setting is None:
             return None
         return cls(
-            name=setting["name"],
-            base_batch_size=setting["baseBatchSize"],
-            warmup_steps=steps.after(setting["warmupEpochs"]),
+            name=setting.rule,
+            base_batch_size=setting.base_batch_size,
+            warmup_steps=steps.after(setting.warmup_epochs),
             steps=steps,
         )
 

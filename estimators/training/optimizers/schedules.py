@@ -271,7 +271,7 @@ def make_rates(
     if scaling is not None:
         if scaling.warmup_steps and scaling.warmup_steps >= num_steps:
             raise ValueError(
-                "scaleLearningRate's warmupEpochs must end before the last of the training's steps "
+                "scaleLearningRate's warmup_epochs must end before the last of the training's steps "
                 f"({num_steps}), got {scaling.warmup_steps} steps; lower it, or train for more epochs"
             )
         rise = partial(_scaled, scaling, warmup_steps)

@@ -5,7 +5,6 @@ from typing import Literal
 Precision = Literal["fp32", "bf16", "fp16"]
 Task = Literal["classification", "regression", "any"]
 Keep = Literal["last", "best"]
-Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 Offload = Literal["none", "host", "disk"]
 WeightOffload = Literal["none", "disk"]
 NonFinite = Literal["stop", "skip", "rollback"]

@@ -7,10 +7,11 @@ everywhere. Nothing here imports Spark or torch, so that `--help` of a job answe
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
+
+from ringspark.estimators.options.base import Options, ValueRange
 
 T = TypeVar("T")
 
@@ -28,23 +29,6 @@ _TYPE_RULES: dict[Kind, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Range:
-    """The values that a setting accepts.
-
-    Attributes:
-        holds: Returns whether a value of the right type is accepted.
-        rule: Returns the predicate of the error's sentence, "must be ...".
-        remedy: What to do, if the rule does not say it.
-        choices: All values, if they are a few words.
-    """
-
-    holds: Callable[[Any], bool]
-    rule: Callable[[], str]
-    remedy: str = ""
-    choices: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Setting(Generic[T]):
     """One setting of the estimators.
@@ -52,13 +36,14 @@ class Setting(Generic[T]):
     Attributes:
         name: Name of the Spark Param in camelCase, which users know.
         words: Meaning, for `explainParams()`, docs/settings.md and the jobs' `--help`.
-        kind: Type of the value; that of the default, unless it is said or there is a `convert`.
+        kind: Type of the value; by default the default's, or "object" with `convert`.
         default: Default value; None if the setting has none.
         field: Field of `TrainConfig` that holds the value; empty if the ranks do not need it.
         accepts: Range of a value of the right type; None if every value can be used.
         convert: Converts a user's value to the stage's, if `kind` is not enough.
+        options: Class of the value, if it has options of its own.
         may_differ_on_resume: Whether a resumed run may have another value than its start.
-        without_effect: Predicate on all settings by name that tells when a set value is unused; and why.
+        without_effect: Predicate on all settings by name: whether a set value is unused; and why.
         is_for_writing: Whether it only decides how rows become shards, so `fitOnShards` ignores it.
         default_words: The default in words, if it depends on what is installed.
         empty_is_unset: Whether an empty text means the same as no value, as in Spark ML's own stages.
@@ -69,8 +54,9 @@ class Setting(Generic[T]):
     kind: Kind = "object"
     default: T = None  # type: ignore[assignment]  # of a `Setting[... | None]`
     field: str = ""
-    accepts: Range | None = None
+    accepts: ValueRange | None = None
     convert: Callable[[Any], Any] | None = None
+    options: type[Options] | None = None
     may_differ_on_resume: bool = False
     without_effect: tuple[Callable[[Mapping[str, Any]], bool], str] | None = None
     is_for_writing: bool = False
@@ -78,8 +64,17 @@ class Setting(Generic[T]):
     empty_is_unset: bool = False
 
     def __post_init__(self) -> None:
+        if self.options is not None and self.convert is None:
+            object.__setattr__(self, "convert", self.convert_options)
         if self.kind == "object" and self.convert is None:
             object.__setattr__(self, "kind", type(self.default).__name__)
+
+    def convert_options(self, value: Any) -> Options | None:
+        """Returns a value in the class `options`; None for "none" if the setting may be unset."""
+        assert self.options is not None
+        if self.default is None and value in (None, "none", {"name": "none"}):
+            return None
+        return self.options.of(value, self.name)
 
     def refusal(self, value: Any) -> str:
         """Returns the rest of the sentence that refuses a value, after its subject; empty if accepted."""
@@ -117,42 +112,3 @@ class Setting(Generic[T]):
         if refusal := self.refusal(value):
             raise ValueError(refusal)
         return value
-
-
-def at_least(least: int, unit: str = "", remedy: str = "") -> Range:
-    rule = f"must be at least {least}{unit and ' '}{unit}"
-    return Range(lambda value: bool(value >= least), lambda: rule, remedy and f"; {remedy}")
-
-
-def not_negative() -> Range:
-    return Range(lambda value: bool(value >= 0), lambda: "must not be negative")
-
-
-def above_0(remedy: str = "") -> Range:
-    return Range(lambda value: bool(value > 0), lambda: "must be above 0", remedy and f"; {remedy}")
-
-
-def above_0_and_finite() -> Range:
-    return Range(lambda value: 0 < value < math.inf, lambda: "must be above 0 and finite")
-
-
-def finite_from_0(remedy: str) -> Range:
-    return Range(lambda value: 0 <= value < math.inf, lambda: "must be 0 or above and finite", f"; {remedy}")
-
-
-def one_of(choices: Sequence[str]) -> Range:
-    """Returns the range of a few words that never change."""
-    *first, last = (repr(choice) for choice in choices)
-    rule = f"must be {', '.join(first)} or {last}"
-    return Range(lambda value: value in choices, lambda: rule, choices=tuple(choices))
-
-
-def listed(registry: Callable[[], Iterable[str]], declared: Callable[[], Iterable[str]]) -> Range:
-    """Returns the range of a registry's names and of those that other packages declare.
-
-    Both are read when a value is checked, the second only if the first lacks it.
-    """
-    return Range(
-        lambda value: value in registry() or value in declared(),
-        lambda: f"must be one of {', '.join(sorted({*registry(), *declared()}))}",
-    )

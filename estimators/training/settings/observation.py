@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from ringspark.estimators.names import check_name
+from ringspark.estimators.options.base import ValueRange, at_least, not_negative
 from ringspark.estimators.training.settings.choices import TrackerName
-from ringspark.estimators.training.settings.declaration import Range, Setting, at_least, not_negative
+from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.pipelines import storage
 from ringspark.pipelines.entry_points import names_in
 
@@ -72,7 +73,7 @@ def _trackers(value: Any) -> list[Any]:
 
 
 def _steps(value: Any) -> Any:
-    """Returns the first and the last step of "10:13" or (10, 13); what has another form as it is."""
+    """Returns the first and the last step of "10:13" or (10, 13); other forms unchanged."""
     given = value.split(":") if isinstance(value, str) else value
     try:
         first, last = given
@@ -92,22 +93,19 @@ def _are_few(steps: Any) -> bool:
 
 SHOW_PROGRESS = Setting(
     name="showProgress",
-    words="whether the driver shows progress while it waits; the same as 'console' in tracking",
+    words="whether the driver shows progress; the same as 'console' in tracking",
     default=True,
 )
 TRACKING = Setting[list[Any]](
     name="tracking",
-    words="who is told of the training, on the driver: 'console', 'jsonl', 'mlflow', 'tensorboard', a dict "
-    "of a name and its options, a Tracker, or a function that takes an event; one that fails or hangs stops "
-    "no training",
+    words="'console', 'jsonl', 'mlflow', 'tensorboard', a dict of name and options, a Tracker or a function",
     default=[],
     convert=_trackers,
 )
 LOG_EVERY_STEPS = Setting(
     name="logEverySteps",
     field="log_every_steps",
-    words="steps between two records of the mean loss over all ranks, which trackers and the report show; 0: "
-    "only those of the epochs",
+    words="steps between two records of the mean loss over all workers; 0: only per epoch",
     default=50,
     accepts=not_negative(),
     may_differ_on_resume=True,
@@ -115,8 +113,7 @@ LOG_EVERY_STEPS = Setting(
 TIMELINE_EVERY_STEPS = Setting[int | None](
     name="timelineEverySteps",
     field="timeline_every_steps",
-    words="every how many optimizer steps each worker records where the time of the step went, see "
-    "`summary.timeline`; unset: no timeline",
+    words="record a timeline every N optimizer steps, see `summary.timeline`; unset: none",
     kind="int",
     accepts=at_least(1, remedy="leave it unset for no timeline"),
     may_differ_on_resume=True,
@@ -124,10 +121,9 @@ TIMELINE_EVERY_STEPS = Setting[int | None](
 PROFILE_STEPS = Setting[Any](
     name="profileSteps",
     field="profile_steps",
-    words="first and last optimizer step, '10:13' or [10, 13], over which torch.profiler watches worker 0; "
-    "unset: no profile",
+    words="first and last optimizer step for torch.profiler on worker 0, such as '10:13'; unset: no profile",
     convert=_steps,
-    accepts=Range(
+    accepts=ValueRange(
         _are_few,
         lambda: f"must be the first and last of at most {MOST_PROFILED} steps, counted from 1",
         "; give a few steps, as in '10:13'",

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import get_args
 
+from ringspark.estimators.options.base import above_0_and_finite, at_least, finite_from_0, one_of
 from ringspark.estimators.training.settings.choices import NonFinite
-from ringspark.estimators.training.settings.declaration import (
-    Setting,
-    above_0_and_finite,
-    at_least,
-    finite_from_0,
-    one_of,
-)
-from ringspark.estimators.training.settings.places import without_secrets
+from ringspark.estimators.training.settings.data import without_secrets
+from ringspark.estimators.training.settings.declaration import Setting
 
 CHECKPOINT_EVERY_STEPS = Setting[int | None](
     name="checkpointEverySteps",
     field="checkpoint_every_steps",
-    words="optimizer steps between two checkpoints of the whole training; unset: not by steps",
+    words="optimizer steps between two checkpoints; unset: not by steps",
     kind="int",
     accepts=at_least(1, remedy="leave it unset for none by steps"),
     may_differ_on_resume=True,
@@ -25,7 +20,7 @@ CHECKPOINT_EVERY_STEPS = Setting[int | None](
 CHECKPOINT_EVERY_SECONDS = Setting(
     name="checkpointEverySeconds",
     field="checkpoint_every_seconds",
-    words="seconds between two checkpoints of the whole training, 0 for none by the clock",
+    words="seconds between two checkpoints; 0: not by time",
     default=600.0,
     accepts=finite_from_0("0 is for none by the clock"),
     may_differ_on_resume=True,
@@ -33,7 +28,7 @@ CHECKPOINT_EVERY_SECONDS = Setting(
 CHECKPOINT_EVERY_EPOCHS = Setting[int | None](
     name="checkpointEveryEpochs",
     field="checkpoint_every_epochs",
-    words="epochs between two checkpoints of the whole training; unset: not by epochs",
+    words="epochs between two checkpoints; unset: not by epochs",
     kind="int",
     accepts=at_least(1, remedy="leave it unset for none by epochs"),
     may_differ_on_resume=True,
@@ -41,7 +36,7 @@ CHECKPOINT_EVERY_EPOCHS = Setting[int | None](
 KEEP_CHECKPOINTS = Setting(
     name="keepCheckpoints",
     field="keep_checkpoints",
-    words="newest checkpoints to keep while the training runs; with one alone, a damaged one loses the run",
+    words="newest checkpoints to keep while the training runs",
     default=2,
     accepts=at_least(1),
     may_differ_on_resume=True,
@@ -59,27 +54,24 @@ KEEP_CHECKPOINTS = Setting(
 ON_NON_FINITE = Setting[NonFinite](
     name="onNonFinite",
     field="on_non_finite",
-    words="what a step does whose loss or gradient is not finite: 'stop' (an error with epoch, step "
-    "and worker), 'skip' (no worker takes the step) or 'rollback' (back to the last checkpoint, with "
-    "half the rate)",
+    words="a step whose loss or gradient is not finite: 'stop', 'skip', or 'rollback' with half the rate",
     default="stop",
     accepts=one_of(get_args(NonFinite)),
 )
 RUN_URI = Setting[str | None](
     name="runUri",
-    words="folder of this one training, which all workers reach; unset: a new folder in storageUri",
+    words="folder of this training that all workers reach; unset: a new folder in storageUri",
     convert=without_secrets,
 )
 RESUME = Setting(
     name="resume",
-    words="whether to go on with the training that runUri holds, if it holds one; a run of other settings or "
-    "other data is refused",
+    words="whether to resume the training in runUri, if there is one with the same settings and data",
     default=False,
 )
 MAX_RESTARTS = Setting(
     name="maxRestarts",
     field="max_restarts",
-    words="how often lost workers are started again, from the last checkpoint, before fit fails",
+    words="how often lost workers are restarted from the last checkpoint before fit fails",
     default=3,
     accepts=at_least(0, remedy="0 is for no restart"),
     may_differ_on_resume=True,
@@ -87,8 +79,7 @@ MAX_RESTARTS = Setting(
 MIN_WORKERS = Setting[int | None](
     name="minWorkers",
     field="min_workers",
-    words="workers with which a restart may go on where the cluster has no room for numWorkers any more; "
-    "unset: numWorkers",
+    words="workers with which a restart may continue if the cluster has no more; unset: numWorkers",
     kind="int",
     accepts=at_least(1),
     may_differ_on_resume=True,
@@ -97,7 +88,7 @@ MIN_WORKERS = Setting[int | None](
 TIMEOUT_SECONDS = Setting(
     name="timeoutSeconds",
     field="timeout_seconds",
-    words="how long a worker may wait for the others in one operation, or stay without any progress",
+    words="seconds that a worker may wait in one collective call, or make no progress",
     default=600.0,
     accepts=above_0_and_finite(),
     may_differ_on_resume=True,

@@ -6,61 +6,46 @@ Each rule has a sentence with subject, rule, the given values and a remedy; `doc
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ringspark.estimators.options.sync import Asynchronous, DiLoCo, Hogwild, LocalSGD, LocalTraining
 from ringspark.estimators.training.optimizers.registry import ELEMENTWISE, OPTIMIZERS
-from ringspark.estimators.training.settings.parallelism import MODEL_AXES
-
-if TYPE_CHECKING:
-    from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.training.settings.values import ConfigValues
 
 _OF_WHOLE_PARAMETERS = frozenset(OPTIMIZERS) - ELEMENTWISE
-
-
-def _local(config: TrainConfig, key: str) -> object:
-    """Returns an option of `localSteps`, None where it has none."""
-    return config.local_steps.get(key) if isinstance(config.local_steps, dict) else None
-
-
-def _warmup_epochs(config: TrainConfig) -> float:
-    """Returns the epochs of the gradual warm-up; 0 for none."""
-    return float(config.scale_learning_rate.get("warmupEpochs", 0.0))
+_DELAYED = ("pipedream", "2bw")
 
 
 class Combination(NamedTuple):
-    """Settings in a user's words, the test of a config, and the error's sentence with fields in braces.
+    """A rule: the settings in a user's words, the test of a config, and the error's sentence.
 
-    Beside the config's fields the sentence may have `readers`: what a batch must have a row for.
+    The sentence has the config's fields in braces, and `readers`, the workers that need a row of each batch.
     """
 
     settings: str
-    is_broken: Callable[[TrainConfig], bool]
+    is_broken: Callable[[ConfigValues], bool]
     message: str
 
 
-def _compresses(config: TrainConfig) -> bool:
-    return config.gradient_compression != {"name": "none"}
+def _is_local(c: ConfigValues) -> bool:
+    return isinstance(c.sync, LocalTraining)
 
 
-def _runs_apart(c: TrainConfig) -> bool:
-    """Whether workers exchange by another way than common sums of their gradients."""
-    return c.consistency["name"] != "bsp" and c.num_workers > 1
+def _is_asynchronous(c: ConfigValues) -> bool:
+    return isinstance(c.sync, Asynchronous) and c.num_workers > 1
 
 
-def _cuts_parameters(c: TrainConfig) -> bool:
-    """Whether ranks of a mesh hold parts of parameters; the stages of a pipeline hold whole ones."""
-    return any(c.parallelism.get(axis, 1) != 1 for axis in MODEL_AXES if axis != "pipeline")
+def _is_zero3(c: ConfigValues) -> bool:
+    return c.sync.sharding == "parameters" and c.num_workers > 1
 
 
-def makes_dense(c: TrainConfig) -> list[tuple[str, str]]:
-    """Returns the settings by which several workers exchange no rows of embeddings, each with its remedy."""
-    name = c.consistency["name"]
-    ways = [
-        (f"sharding {c.sharding!r}", "sharding='none'", c.sharding != "none"),
-        (f"localSteps {c.local_steps!r}", "localSteps=1", c.local_steps != 1),
-        (f"consistency {name!r}", "consistency='bsp'", name != "bsp"),
-    ]
-    return [(setting, remedy) for setting, remedy, is_set in ways if is_set]
+def _packs_activations(c: ConfigValues) -> bool:
+    return (c.activation_offload, c.activation_compression) != ("none", "none")
+
+
+def _cuts_parameters(c: ConfigValues) -> bool:
+    """Whether ranks of a mesh hold shards of parameters; the stages of a pipeline hold whole ones."""
+    return any(c.parallelism.size(axis) > 1 for axis in ("tensor", "expert", "sequence"))
 
 
 COMBINATIONS: tuple[Combination, ...] = (
@@ -90,17 +75,17 @@ COMBINATIONS: tuple[Combination, ...] = (
         "gradientAccumulation or raise the size",
     ),
     Combination(
-        "scaleLearningRate's warmupEpochs with warmupSteps",
-        lambda c: bool(c.warmup_steps and _warmup_epochs(c)),
-        "scaleLearningRate's warmupEpochs ({scale_learning_rate[warmupEpochs]}) and warmupSteps "
+        "scaleLearningRate's warmup_epochs with warmupSteps",
+        lambda c: bool(c.warmup_steps and c.scale_learning_rate and c.scale_learning_rate.warmup_epochs),
+        "scaleLearningRate's warmup_epochs ({scale_learning_rate.warmup_epochs}) and warmupSteps "
         "({warmup_steps}) each raise the rate at the start, from learningRate and from 0; set warmupSteps=0, "
-        "or leave warmupEpochs out",
+        "or leave warmup_epochs out",
     ),
     Combination(
-        "scaleLearningRate's warmupEpochs >= epochs",
-        lambda c: _warmup_epochs(c) >= c.epochs,
-        "scaleLearningRate's warmupEpochs must be below epochs ({epochs}), got "
-        "{scale_learning_rate[warmupEpochs]}; lower it, or train for more epochs",
+        "scaleLearningRate's warmup_epochs >= epochs",
+        lambda c: c.scale_learning_rate is not None and c.scale_learning_rate.warmup_epochs >= c.epochs,
+        "scaleLearningRate's warmup_epochs must be below epochs ({epochs}), got "
+        "{scale_learning_rate.warmup_epochs}; lower it, or train for more epochs",
     ),
     Combination(
         "minWorkers > numWorkers",
@@ -113,7 +98,7 @@ COMBINATIONS: tuple[Combination, ...] = (
             c.on_non_finite == "rollback"
             and not (c.checkpoint_every_steps or c.checkpoint_every_epochs or c.checkpoint_every_seconds)
         ),
-        "onNonFinite 'rollback' goes back to the last checkpoint, and none is asked for; set "
+        "onNonFinite 'rollback' resumes from the last checkpoint, and there are no checkpoints; set "
         "checkpointEverySteps, checkpointEveryEpochs or checkpointEverySeconds",
     ),
     Combination(
@@ -133,73 +118,48 @@ COMBINATIONS: tuple[Combination, ...] = (
         "they are there already; set useGpu=True, or activationOffload='disk'",
     ),
     Combination(
-        "sharding='parameters' with another collective than 'torch'",
-        lambda c: c.sharding == "parameters" and c.collective != "torch" and c.num_workers > 1,
-        "sharding 'parameters' gathers each block's parameters with torch.distributed, which collective "
-        "'{collective}' does not have; set collective='torch', or sharding='gradients'",
+        "sync=Zero(stage=3) with another collective than 'torch'",
+        lambda c: _is_zero3(c) and c.collective != "torch",
+        "sync=Zero(stage=3) gathers each block's parameters by torch.distributed, which collective "
+        "'{collective}' does not have; set collective='torch', or sync=Zero(stage=2)",
     ),
     Combination(
-        "sharding='parameters' with an optimizer that looks at whole parameters",
-        lambda c: c.sharding == "parameters" and c.num_workers > 1 and c.optimizer in _OF_WHOLE_PARAMETERS,
-        "sharding 'parameters' leaves a part of every parameter to each rank, and optimizer '{optimizer}' "
-        "looks at whole ones; set optimizer='adamw', or sharding='gradients'",
+        "sync=Zero(stage=3) with an optimizer that needs whole parameters",
+        lambda c: _is_zero3(c) and c.optimizer in _OF_WHOLE_PARAMETERS,
+        "sync=Zero(stage=3) leaves each worker a shard of every parameter, and optimizer '{optimizer}' needs "
+        "whole parameters; set optimizer='adamw', or sync=Zero(stage=2)",
     ),
     Combination(
-        "sharding='parameters' with activationOffload or activationCompression",
-        lambda c: (
-            c.sharding == "parameters"
-            and c.num_workers > 1
-            and (c.activation_offload, c.activation_compression) != ("none", "none")
-        ),
-        "sharding 'parameters' gathers weights anew for the backward pass, and activationOffload "
+        "sync=Zero(stage=3) with activationOffload or activationCompression",
+        lambda c: _is_zero3(c) and _packs_activations(c),
+        "sync=Zero(stage=3) gathers weights again for the backward pass, and activationOffload "
         "('{activation_offload}') or activationCompression ('{activation_compression}') would pack them as "
-        "activations; set both to 'none', or sharding='gradients'",
+        "activations; set both to 'none', or sync=Zero(stage=2)",
     ),
     Combination(
-        "optimizer='adam1bit' with gradientCompression that begins at once",
+        "optimizer='adam1bit' with a compression that begins at once",
         lambda c: (
             c.optimizer == "adam1bit"
-            and c.gradient_compression["name"] != "none"
-            and not c.gradient_compression["after"]
+            and c.sync.compressed is not None
+            and c.sync.compressed.NAME != "none"
+            and not c.sync.compressed.after
         ),
-        "optimizer 'adam1bit' keeps the second moments that it has when gradientCompression "
-        "('{gradient_compression[name]}') begins, and in the first step it has none; give the compression an "
-        "'after' of about a tenth of the steps",
+        "optimizer 'adam1bit' keeps its second moments from the step in which the compression begins, and in "
+        "the first step it has none, got sync={sync}; give the compression an 'after' of about a tenth of "
+        "the steps",
     ),
     Combination(
-        "gradientCompression with another consistency than 'bsp'",
-        lambda c: _compresses(c) and _runs_apart(c),
-        "gradientCompression sums gradients that all workers exchange at once, and with consistency "
-        "'{consistency[name]}' none waits for the others; set consistency='bsp', or "
-        "gradientCompression='none'",
-    ),
-    Combination(
-        "localSteps with gradientCompression or another consistency than 'bsp'",
-        lambda c: (
-            c.local_steps != 1 and c.num_workers > 1 and (_compresses(c) or c.consistency["name"] != "bsp")
-        ),
-        "localSteps has workers exchange weights now and then instead of gradients, got gradientCompression "
-        "'{gradient_compression[name]}' and consistency '{consistency[name]}' beside it; set localSteps=1, "
-        "or leave both at 'none' and 'bsp'",
-    ),
-    Combination(
-        "gradientCompression with sharding",
-        lambda c: _compresses(c) and c.sharding != "none" and c.num_workers > 1,
-        "gradientCompression sums whole gradients on every rank, and sharding '{sharding}' leaves each a "
-        "part of them; set sharding='none', or gradientCompression='none'",
-    ),
-    Combination(
-        "compile with sharding='parameters'",
-        lambda c: bool(c.compile) and c.sharding == "parameters" and c.num_workers > 1,
-        "compile fuses operations over the whole network, and sharding 'parameters' gathers its weights "
-        "block by block in between; set sharding='gradients', or compile=False",
+        "compile with sync=Zero(stage=3)",
+        lambda c: bool(c.compile) and _is_zero3(c),
+        "compile fuses operations over the whole network, and sync=Zero(stage=3) gathers weights between "
+        "blocks; set sync=Zero(stage=2), or compile=False",
     ),
     Combination(
         "compile with activationOffload or activationCompression",
-        lambda c: bool(c.compile) and (c.activation_offload, c.activation_compression) != ("none", "none"),
-        "compile decides itself what is kept for the backward pass, and activationOffload "
-        "('{activation_offload}') or activationCompression ('{activation_compression}') pack what single "
-        "operations keep; set both to 'none', or compile=False",
+        lambda c: bool(c.compile) and _packs_activations(c),
+        "compile decides itself which activations are kept, and activationOffload "
+        "('{activation_offload}') or activationCompression ('{activation_compression}') pack the activations "
+        "of single operations; set both to 'none', or compile=False",
     ),
     Combination(
         "compile='reduce-overhead' or 'max-autotune' with useGpu and gradientAccumulation or "
@@ -209,45 +169,43 @@ COMBINATIONS: tuple[Combination, ...] = (
             and c.use_gpu
             and (c.gradient_accumulation > 1 or c.gradient_checkpointing != "none")
         ),
-        "compile '{compile}' records CUDA graphs, which write each pass over the one before, and "
+        "compile '{compile}' records CUDA graphs, in which each pass overwrites the previous one, and "
         "gradientAccumulation ({gradient_accumulation}) or gradientCheckpointing "
-        "('{gradient_checkpointing}') runs several before their results are used; set "
+        "('{gradient_checkpointing}') runs several passes before their results are used; set "
         "compile='max-autotune-no-cudagraphs' or True",
     ),
     Combination(
-        "localSteps with sharding",
-        lambda c: c.local_steps != 1 and c.sharding != "none",
-        "localSteps lets each worker step on its own with all of the optimizer's state, of which sharding "
-        "'{sharding}' leaves it a part; set sharding='none', or localSteps=1",
+        "sync=LocalSGD, DiLoCo or ElasticAveraging with precision='fp16'",
+        lambda c: _is_local(c) and c.precision == "fp16",
+        "precision 'fp16' needs all workers to agree in every step whether gradients overflowed, and "
+        "sync={sync} does not synchronize in every step; set precision='bf16', or sync=AllReduce()",
     ),
     Combination(
-        "localSteps with precision='fp16'",
-        lambda c: c.local_steps != 1 and c.precision == "fp16",
-        "precision 'fp16' has all workers agree in every step whether gradients overflowed, which localSteps "
-        "is there to spare; set precision='bf16', or localSteps=1",
+        "sync=LocalSGD, DiLoCo or ElasticAveraging with onNonFinite other than 'stop'",
+        lambda c: _is_local(c) and c.on_non_finite != "stop",
+        "onNonFinite '{on_non_finite}' needs all workers to agree in every step whether to take it, and "
+        "sync={sync} does not synchronize in every step; set onNonFinite='stop', or sync=AllReduce()",
     ),
     Combination(
-        "localSteps with onNonFinite other than 'stop'",
-        lambda c: c.local_steps != 1 and c.on_non_finite != "stop",
-        "onNonFinite '{on_non_finite}' has all workers agree in every step whether to take it, which "
-        "localSteps is there to spare; set onNonFinite='stop', or localSteps=1",
+        "sync=LocalSGD, DiLoCo or ElasticAveraging with emaDecay",
+        lambda c: _is_local(c) and c.ema_decay is not None,
+        "emaDecay ({ema_decay}) averages the weights after every step, and with sync={sync} each worker has "
+        "other weights; leave emaDecay unset, or set sync=AllReduce()",
     ),
     Combination(
-        "localSteps with emaDecay",
-        lambda c: c.local_steps != 1 and c.ema_decay is not None,
-        "emaDecay ({ema_decay}) averages the weights after every step, and with localSteps those of the "
-        "workers differ; leave emaDecay unset, or set localSteps=1",
+        "LocalSGD's optimizer_state='average' with optimizer='adam8bit' or 'adamw8bit'",
+        lambda c: (
+            isinstance(c.sync, LocalSGD)
+            and c.sync.optimizer_state == "average"
+            and c.optimizer in ("adam8bit", "adamw8bit")
+        ),
+        "LocalSGD's optimizer_state 'average' averages floating-point numbers, and optimizer '{optimizer}' "
+        "keeps codes; set optimizer_state='keep', or optimizer='adamw'",
     ),
     Combination(
-        "localSteps with optimizerState='average' and optimizer='adam8bit' or 'adamw8bit'",
-        lambda c: _local(c, "optimizerState") == "average" and c.optimizer in ("adam8bit", "adamw8bit"),
-        "localSteps' optimizerState 'average' averages floating numbers, and optimizer '{optimizer}' keeps "
-        "codes; set optimizerState='keep', or optimizer='adamw'",
-    ),
-    Combination(
-        "localSteps with send='int8' and numWorkers > 127",
-        lambda c: _local(c, "send") == "int8" and c.num_workers > 127,
-        "localSteps' send 'int8' leaves each worker 127 / numWorkers levels, got numWorkers={num_workers}; "
+        "DiLoCo's send='int8' with numWorkers > 127",
+        lambda c: isinstance(c.sync, DiLoCo) and c.sync.send == "int8" and c.num_workers > 127,
+        "DiLoCo's send 'int8' leaves each worker 127 / numWorkers levels, got numWorkers={num_workers}; "
         "set send='fp16'",
     ),
     Combination(
@@ -257,192 +215,184 @@ COMBINATIONS: tuple[Combination, ...] = (
         "set collective='horovod' or 'torch'",
     ),
     Combination(
-        "consistency with sharding",
-        lambda c: _runs_apart(c) and c.sharding != "none",
-        "consistency '{consistency[name]}' keeps the optimizer at the servers, each with its part, and "
-        "sharding '{sharding}' would part it again; set sharding='none', or consistency='bsp'",
+        "sync=ParameterServer or Hogwild with precision='fp16'",
+        lambda c: _is_asynchronous(c) and c.precision == "fp16",
+        "precision 'fp16' skips a step on all workers if one overflows, and with sync={sync} workers take "
+        "no step together; set precision='bf16', or sync=AllReduce()",
     ),
     Combination(
-        "consistency with precision='fp16'",
-        lambda c: _runs_apart(c) and c.precision == "fp16",
-        "precision 'fp16' skips a step on all workers if one overflows, and with consistency "
-        "'{consistency[name]}' they take none together; set precision='bf16', or consistency='bsp'",
+        "sync=ParameterServer or Hogwild with onNonFinite",
+        lambda c: _is_asynchronous(c) and c.on_non_finite != "stop",
+        "onNonFinite '{on_non_finite}' takes back a step on all workers, and with sync={sync} workers take "
+        "no step together; set onNonFinite='stop', or sync=AllReduce()",
     ),
     Combination(
-        "consistency with onNonFinite",
-        lambda c: _runs_apart(c) and c.on_non_finite != "stop",
-        "onNonFinite '{on_non_finite}' undoes a step on all workers, and with consistency "
-        "'{consistency[name]}' they take none together; set onNonFinite='stop', or consistency='bsp'",
+        "sync=ParameterServer or Hogwild with emaDecay",
+        lambda c: _is_asynchronous(c) and c.ema_decay is not None,
+        "emaDecay averages the weights after each step, and with sync={sync} every worker sees other "
+        "weights; leave emaDecay unset, or set sync=AllReduce()",
     ),
     Combination(
-        "consistency with emaDecay",
-        lambda c: _runs_apart(c) and c.ema_decay is not None,
-        "emaDecay averages the weights after each step, and with consistency '{consistency[name]}' every "
-        "worker sees others; leave emaDecay unset, or set consistency='bsp'",
-    ),
-    Combination(
-        "consistency with an optimizer that looks at whole parameters",
+        "sync=ParameterServer with an optimizer that needs whole parameters",
         lambda c: (
-            _runs_apart(c) and c.consistency["name"] != "hogwild" and c.optimizer in _OF_WHOLE_PARAMETERS
+            _is_asynchronous(c) and not isinstance(c.sync, Hogwild) and c.optimizer in _OF_WHOLE_PARAMETERS
         ),
-        "consistency '{consistency[name]}' leaves a part of every parameter to each server, and optimizer "
-        "'{optimizer}' looks at whole ones; set optimizer='adamw', or consistency='bsp'",
+        "sync={sync} gives each server a shard of every parameter, and optimizer '{optimizer}' needs whole "
+        "parameters; set optimizer='adamw', or sync=AllReduce()",
     ),
     Combination(
-        "consistency='ssp' of staleness 0 with maxGradNorm",
-        lambda c: _runs_apart(c) and c.is_in_step and c.max_grad_norm is not None,
-        "maxGradNorm ({max_grad_norm}) bounds the norm of all workers' gradients together, of which each "
-        "server has a part; leave maxGradNorm unset, or set consistency='bsp', which is the same training",
+        "sync=ParameterServer(staleness=0) with maxGradNorm",
+        lambda c: _is_asynchronous(c) and c.is_in_step and c.max_grad_norm is not None,
+        "maxGradNorm ({max_grad_norm}) bounds the norm of the whole gradient, and each server has only a "
+        "shard of it; leave maxGradNorm unset, or set sync=AllReduce(), which is the same training",
     ),
     Combination(
-        "consistency='hogwild' with useGpu",
-        lambda c: _runs_apart(c) and c.consistency["name"] == "hogwild" and c.use_gpu,
-        "consistency 'hogwild' trains in the memory of the host, and useGpu puts the weights on GPUs; set "
-        "useGpu=False, or consistency='asp'",
+        "sync=Hogwild() with useGpu",
+        lambda c: _is_asynchronous(c) and isinstance(c.sync, Hogwild) and c.use_gpu,
+        "sync=Hogwild() trains in the memory of the host, and useGpu puts the weights on GPUs; set "
+        "useGpu=False, or sync=ParameterServer()",
     ),
     Combination(
         "parallelism with another collective than 'torch'",
-        lambda c: (c.cuts_network or c.parallelism.get("shard", 1) > 1) and c.collective != "torch",
-        "parallelism {parallelism} exchanges inside parts of the gang, which collective '{collective}' does "
-        "not have; set collective='torch', or give all workers to 'data'",
+        lambda c: (c.cuts_network or c.parallelism.shard > 1) and c.collective != "torch",
+        "parallelism={parallelism} needs collectives over some of the workers, which collective "
+        "'{collective}' does not have; set collective='torch', or give all workers to 'data'",
     ),
     Combination(
-        "parallelism over 'shard' without sharding",
-        lambda c: c.parallelism.get("shard", 1) > 1 and c.sharding == "none",
-        "parallelism's 'shard' cuts over its workers what sharding names, got sharding '{sharding}'; set "
-        "sharding='parameters', 'gradients' or 'optimizer', or 'data' in place of 'shard'",
+        "parallelism over 'shard' without sync=Zero",
+        lambda c: c.parallelism.shard > 1 and c.sync.sharding == "none",
+        "parallelism's 'shard' limits to its workers what sync=Zero(...) shards, got sync={sync}; set "
+        "sync=Zero(stage=3), 2 or 1, or 'data' in place of 'shard'",
     ),
     Combination(
-        "parallelism over 'pipeline' or 'expert' with sharding='parameters'",
+        "parallelism over 'pipeline' or 'expert' with sync=Zero(stage=3)",
         lambda c: (
-            any(c.parallelism.get(axis, 1) > 1 for axis in ("pipeline", "expert"))
-            and c.sharding == "parameters"
+            any(c.parallelism.size(axis) > 1 for axis in ("pipeline", "expert"))
+            and c.sync.sharding == "parameters"
         ),
-        "sharding 'parameters' gathers a block in the same pass of all workers that have parts of it, and "
-        "with parallelism {parallelism} they run other stages, or experts for other workers' rows; set "
-        "sharding='gradients'",
+        "sync=Zero(stage=3) gathers a block in the same pass of all workers that have shards of it, and "
+        "with parallelism={parallelism} they run other stages, or experts for other workers' rows; set "
+        "sync=Zero(stage=2)",
     ),
     Combination(
-        "parallelism's between='parts' with sharding='parameters'",
-        lambda c: c.parallelism.get("between") == "parts" and c.sharding == "parameters",
-        "parallelism's 'between' \"parts\" sums gradients of whole parameters at the end of a step, of which "
-        "sharding 'parameters' leaves each worker a part; set sharding='gradients', or leave 'between' out",
+        "parallelism's sequence_parallel with sync=Zero(stage=3)",
+        lambda c: c.parallelism.sequence_parallel and c.sync.sharding == "parameters",
+        "parallelism's sequence_parallel sums gradients of whole parameters at the end of a step, and "
+        "sync=Zero(stage=3) leaves each worker a shard of them; set sync=Zero(stage=2), or "
+        "sequence_parallel=False",
     ),
     Combination(
-        "parallelism that cuts the network with gradientCompression",
-        lambda c: c.cuts_network and _compresses(c),
-        "gradientCompression sums whole matrices, of which parallelism {parallelism} leaves a worker parts; "
-        "set gradientCompression='none', or give all workers to 'data'",
+        "parallelism that shards the network with a compression",
+        lambda c: c.cuts_network and c.sync.compressed is not None,
+        "sync={sync} compresses whole matrices, and parallelism={parallelism} leaves a worker shards; "
+        "set sync=AllReduce(), or give all workers to 'data'",
     ),
     Combination(
-        "parallelism that cuts the network with localSteps",
-        lambda c: c.cuts_network and c.local_steps != 1,
-        "parallelism {parallelism} has workers exchange inside every step, and with localSteps they step "
-        "apart; set localSteps=1, or give all workers to 'data'",
+        "parallelism that shards the network with sync=LocalSGD, DiLoCo or ElasticAveraging",
+        lambda c: c.cuts_network and _is_local(c),
+        "parallelism={parallelism} synchronizes workers inside every step, and with sync={sync} they step on "
+        "their own; set sync=AllReduce(), or give all workers to 'data'",
     ),
     Combination(
-        "parallelism that cuts the network with another consistency than 'bsp'",
-        lambda c: c.cuts_network and _runs_apart(c),
-        "parallelism {parallelism} has workers exchange inside every step, and with consistency "
-        "'{consistency[name]}' they step apart; set consistency='bsp', or give all workers to 'data'",
+        "parallelism that shards the network with sync=ParameterServer or Hogwild",
+        lambda c: c.cuts_network and _is_asynchronous(c),
+        "parallelism={parallelism} synchronizes workers inside every step, and with sync={sync} they step on "
+        "their own; set sync=AllReduce(), or give all workers to 'data'",
     ),
     Combination(
-        "parallelism that cuts the network with an optimizer that looks at whole parameters",
+        "parallelism that shards the network with an optimizer that needs whole parameters",
         lambda c: _cuts_parameters(c) and c.optimizer in _OF_WHOLE_PARAMETERS,
-        "parallelism {parallelism} leaves a worker parts of parameters, and optimizer '{optimizer}' looks at "
-        "whole ones; set optimizer='adamw', or give the workers to 'pipeline'",
+        "parallelism={parallelism} leaves a worker shards of parameters, and optimizer '{optimizer}' needs "
+        "whole parameters; set optimizer='adamw', or give the workers to 'pipeline'",
     ),
     Combination(
-        "parallelism over 'pipeline' with sharding and an optimizer that looks at whole parameters",
+        "parallelism over 'pipeline' with sync=Zero and an optimizer that needs whole parameters",
         lambda c: (
             c.cuts_network
             and not _cuts_parameters(c)
-            and c.sharding != "none"
+            and c.sync.sharding != "none"
             and c.optimizer in _OF_WHOLE_PARAMETERS
         ),
-        "sharding '{sharding}' leaves workers parts of a stage's parameters, and optimizer '{optimizer}' "
-        "looks at whole ones; set sharding='none', or optimizer='adamw'",
+        "sync={sync} leaves workers shards of a stage's parameters, and optimizer '{optimizer}' needs whole "
+        "parameters; set sync=AllReduce(), or optimizer='adamw'",
     ),
     Combination(
-        "parallelism that cuts the network with adam1bit",
+        "parallelism that shards the network with adam1bit",
         lambda c: c.cuts_network and c.optimizer == "adam1bit",
-        "optimizer 'adam1bit' sums whole gradients in one bit, of which parallelism {parallelism} leaves a "
-        "worker parts; set optimizer='adamw', or give all workers to 'data'",
+        "optimizer 'adam1bit' sums whole gradients in one bit, and parallelism={parallelism} leaves a "
+        "worker shards; set optimizer='adamw', or give all workers to 'data'",
     ),
     Combination(
-        "parallelism that cuts the network with lora",
+        "parallelism that shards the network with lora",
         lambda c: c.cuts_network and c.lora is not None,
-        "lora adds matrices beside whole layers, which parallelism {parallelism} cuts; leave lora unset, or "
+        "lora adds matrices to whole layers, which parallelism={parallelism} shards; leave lora unset, or "
         "give all workers to 'data'",
     ),
     Combination(
-        "parallelism that cuts the network with noiseScale",
+        "parallelism that shards the network with noiseScale",
         lambda c: c.cuts_network and c.noise_scale,
-        "noiseScale compares whole gradients, of which parallelism {parallelism} leaves a worker parts; "
+        "noiseScale compares whole gradients, and parallelism={parallelism} leaves a worker shards; "
         "leave noiseScale unset, or give all workers to 'data'",
     ),
     Combination(
-        "parallelism that cuts the network with compile",
+        "parallelism that shards the network with compile",
         lambda c: c.cuts_network and bool(c.compile),
-        "compile traces the network as one piece, and parallelism {parallelism} exchanges inside it; set "
+        "compile traces the whole network, and parallelism={parallelism} runs collectives inside it; set "
         "compile=False, or give all workers to 'data'",
     ),
     Combination(
-        "parallelism's time_chunks without 'pipeline'",
-        lambda c: c.parallelism.get("time_chunks", 1) > 1 and c.parallelism.get("pipeline", 1) == 1,
-        "parallelism's 'time_chunks' ({parallelism[time_chunks]}) passes parts of rows between the stages of "
-        "a pipeline; give workers to 'pipeline', or leave 'time_chunks' out",
+        "Pipeline's sequence_chunks without a pipeline",
+        lambda c: c.parallelism.pipeline.sequence_chunks > 1 and c.parallelism.pipeline.stages == 1,
+        "Pipeline's sequence_chunks ({parallelism.pipeline.sequence_chunks}) passes chunks of rows between "
+        "the stages of a pipeline; set stages, or leave sequence_chunks out",
     ),
     Combination(
-        "parallelism's time_chunks with 'tensor', 'expert' or 'sequence'",
+        "Pipeline's sequence_chunks with 'tensor', 'expert' or 'sequence'",
+        lambda c: c.parallelism.pipeline.sequence_chunks > 1 and _cuts_parameters(c),
+        "Pipeline's sequence_chunks goes with the axes 'data', 'shard' and 'pipeline', because other axes "
+        "run collectives in every chunk of a row, got parallelism={parallelism}; leave the other axes or "
+        "sequence_chunks out",
+    ),
+    Combination(
+        "Pipeline's sequence_chunks with a schedule that splits backward passes",
         lambda c: (
-            c.parallelism.get("time_chunks", 1) > 1
-            and any(c.parallelism.get(axis, 1) > 1 for axis in ("tensor", "expert", "sequence"))
+            c.parallelism.pipeline.sequence_chunks > 1
+            and c.parallelism.pipeline.schedule in ("zero_bubble", "zbv")
         ),
-        "parallelism's 'time_chunks' goes with the axes 'data', 'shard' and 'pipeline', as other axes "
-        "exchange in every part of a row, got parallelism {parallelism}; leave the other axes or "
-        "'time_chunks' out",
+        "Pipeline's sequence_chunks needs whole backward passes, and schedule "
+        "'{parallelism.pipeline.schedule}' splits them; set schedule='1f1b', or leave sequence_chunks out",
     ),
     Combination(
-        "parallelism's time_chunks with a schedule that splits backward passes",
+        "Pipeline's schedule without a flush with onNonFinite='rollback'",
+        lambda c: c.parallelism.pipeline.schedule in _DELAYED and c.on_non_finite == "rollback",
+        "onNonFinite 'rollback' resumes from a checkpoint, and with Pipeline's schedule "
+        "'{parallelism.pipeline.schedule}' rows of earlier steps are still in the pipeline; set "
+        "onNonFinite='skip', or schedule='1f1b'",
+    ),
+    Combination(
+        "Pipeline's schedule without a flush with precision='fp16' or sync=Zero",
         lambda c: (
-            c.parallelism.get("time_chunks", 1) > 1
-            and c.parallelism.get("schedule") in ("zero_bubble", "zbv")
+            c.parallelism.pipeline.schedule in _DELAYED
+            and (c.precision == "fp16" or c.sync.sharding != "none")
         ),
-        "parallelism's 'time_chunks' takes backward passes against time as a whole, and schedule "
-        "'{parallelism[schedule]}' splits them; set schedule='1f1b', or leave 'time_chunks' out",
+        "Pipeline's schedule '{parallelism.pipeline.schedule}' has gradients of an earlier step, or none, "
+        "but precision '{precision}' looks at each step's gradients or sync={sync} shards them; set "
+        "precision='bf16' and sync=AllReduce(), or schedule='1f1b'",
     ),
     Combination(
-        "parallelism's schedule without a flush with onNonFinite='rollback'",
-        lambda c: c.parallelism.get("schedule") in ("pipedream", "2bw") and c.on_non_finite == "rollback",
-        "onNonFinite 'rollback' goes back to a checkpoint, and with parallelism's schedule "
-        "'{parallelism[schedule]}' rows of the steps before are still on their way; set onNonFinite='skip', "
-        "or schedule='1f1b'",
-    ),
-    Combination(
-        "parallelism's schedule without a flush with precision='fp16' or sharding",
+        "parallelism that shards the network, or over 'shard', with minWorkers",
         lambda c: (
-            c.parallelism.get("schedule") in ("pipedream", "2bw")
-            and (c.precision == "fp16" or c.sharding != "none")
-        ),
-        "parallelism's schedule '{parallelism[schedule]}' has gradients of an earlier step, or none, where "
-        "precision '{precision}' looks at each step's or sharding '{sharding}' cuts them; set "
-        "precision='bf16' and sharding='none', or schedule='1f1b'",
-    ),
-    Combination(
-        "parallelism that cuts the network, or over 'shard', with minWorkers",
-        lambda c: (
-            (c.cuts_network or c.parallelism.get("shard", 1) > 1)
+            (c.cuts_network or c.parallelism.shard > 1)
             and c.min_workers is not None
             and c.min_workers < c.num_workers
         ),
-        "parallelism {parallelism} needs all of its workers, and minWorkers ({min_workers}) asks to go on "
-        "with fewer than numWorkers ({num_workers}); leave minWorkers unset",
+        "parallelism={parallelism} needs all of its workers, and minWorkers ({min_workers}) lets a restart "
+        "have fewer than numWorkers ({num_workers}); leave minWorkers unset",
     ),
     Combination(
-        "parallelism that cuts the network with memoryBudget's offload or activation compression",
-        lambda c: c.cuts_network and (c.activation_offload, c.activation_compression) != ("none", "none"),
+        "parallelism that shards the network with memoryBudget's offload or activation compression",
+        lambda c: c.cuts_network and _packs_activations(c),
         "activationOffload ('{activation_offload}') and activationCompression ('{activation_compression}') "
-        "were not tried where parallelism {parallelism} exchanges inside the network; set both to 'none'",
+        "have not been tested with parallelism={parallelism}; set both to 'none'",
     ),
 )

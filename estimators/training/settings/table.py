@@ -1,45 +1,22 @@
-"""Every setting of the estimators, by the name that users know."""
+"""Every setting of the estimators, by group and by the name that users know."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ringspark.estimators.training.settings import (
-    columns,
-    consistency,
-    exchange,
-    large_batches,
-    local_training,
+    data,
     memory,
+    network,
     observation,
-    optimization,
-    parallelism,
-    places,
-    python_objects,
     recovery,
-    tuning,
+    training,
     workers,
 )
 from ringspark.estimators.training.settings.declaration import Setting
 
-SETTINGS: dict[str, Setting[Any]] = {
-    value.name: value
-    for subject in (
-        python_objects,
-        optimization,
-        large_batches,
-        tuning,
-        columns,
-        workers,
-        parallelism,
-        exchange,
-        consistency,
-        local_training,
-        memory,
-        places,
-        recovery,
-        observation,
-    )
-    for value in vars(subject).values()
-    if isinstance(value, Setting)
+GROUPS: dict[str, list[Setting[Any]]] = {
+    module.__name__.rpartition(".")[2]: [v for v in vars(module).values() if isinstance(v, Setting)]
+    for module in (data, network, training, workers, memory, recovery, observation)
 }
+SETTINGS: dict[str, Setting[Any]] = {s.name: s for settings in GROUPS.values() for s in settings}

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-from ringspark.estimators.training.settings.declaration import Range, Setting, at_least, listed
+from ringspark.estimators.options.base import ValueRange, at_least, listed
+from ringspark.estimators.options.mesh import AUTO, Mesh
+from ringspark.estimators.options.sync import AllReduce, LocalTraining, Sync
+from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.pipelines.entry_points import names_in
 
 
@@ -16,6 +19,30 @@ def _collectives() -> Iterable[str]:
     return COLLECTIVES
 
 
+SYNC = Setting[Sync](
+    name="sync",
+    field="sync",
+    words="how workers agree on their weights: AllReduce, Zero, LocalSGD, DiLoCo, ParameterServer ...",
+    default=AllReduce(),
+    options=Sync,
+    without_effect=(
+        lambda given: (
+            given["numWorkers"] == 1
+            and given["sync"] != AllReduce()
+            and not isinstance(given["sync"], LocalTraining)
+        ),
+        "there is one worker",
+    ),
+)
+PARALLELISM = Setting[Mesh | str](
+    name="parallelism",
+    field="parallelism",
+    words="how workers share one network: a Mesh, or 'auto', which plans one from memory and time",
+    default=Mesh(),
+    options=Mesh,
+    convert=lambda value: AUTO if isinstance(value, str) and value == AUTO else Mesh.of(value, "parallelism"),
+    may_differ_on_resume=True,
+)
 NUM_WORKERS = Setting(
     name="numWorkers",
     field="num_workers",
@@ -27,15 +54,14 @@ NUM_WORKERS = Setting(
 USE_GPU = Setting(
     name="useGpu",
     field="use_gpu",
-    words="whether each worker trains on a GPU of its own",
+    words="whether each worker trains on its own GPU",
     default=False,
     may_differ_on_resume=True,
 )
 COLLECTIVE = Setting(
     name="collective",
     field="collective",
-    words="how gradients are summed: 'horovod' or 'torch' ('local' for one worker), or one that a package "
-    "declares",
+    words="library for collectives: 'horovod', 'torch', 'local', or one that a package declares",
     default="torch" if find_spec("horovod") is None else "horovod",
     default_words="`'horovod'` where installed, else `'torch'`; with `useGpu` `'torch'`",
     accepts=listed(_collectives, lambda: names_in("ringspark.collectives")),
@@ -46,11 +72,10 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 COMPILE = Setting[bool | str](
     name="compile",
     field="compile",
-    words="whether workers train the network compiled by torch.compile, which takes them seconds to minutes "
-    "before the first step and a C++ compiler: False, True or a mode",
+    words="whether workers compile the network with torch.compile: False, True or a mode",
     default=False,
     convert=lambda value: value,
-    accepts=Range(
+    accepts=ValueRange(
         lambda value: isinstance(value, bool) or value in _MODES,
         lambda: f"must be False, True or one of {', '.join(map(repr, _MODES))}",
     ),

@@ -19,6 +19,7 @@ from ringspark.estimators.memory.available import Available, of_machine
 from ringspark.estimators.memory.budget import network_name, reason
 from ringspark.estimators.memory.columns import column_of
 from ringspark.estimators.memory.planner import Planner
+from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.training.check.driver import check_chosen_mesh
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -168,7 +169,7 @@ def _chosen(
         plan = planned(*_measured(training, work, workers, is_here))
     if plan.chosen is None:
         raise ValueError(f"parallelism='auto' found none: {plan.verdict}")
-    chosen = replace(config, parallelism=plan.best, gradient_accumulation=plan.chosen.num_micro)
+    chosen = replace(config, parallelism=Mesh.of(plan.best), gradient_accumulation=plan.chosen.num_micro)
     try:
         check_chosen_mesh(chosen, objects, manifest)
     except ValueError as error:

@@ -35,7 +35,7 @@ def along_data(given: Spreadable, size: int) -> str:
 
 def along_shard(given: Spreadable, size: int) -> str:
     """Ranks with parts of the weights read other rows, and the strategy that gathers them must be chosen."""
-    if given.config.sharding != "parameters":
+    if given.config.sync.sharding != "parameters":
         return "'shard' needs sharding='parameters'"
     return along_data(given, size)
 
@@ -63,8 +63,8 @@ def along_sequence(given: Spreadable, size: int) -> str:
 
 def along_expert(given: Spreadable, size: int) -> str:
     """Each rank needs an expert of every mixture, and rows; a sharding cuts experts over fewer ranks."""
-    if given.config.sharding != "none":
-        return f"meshes over 'expert' are not planned with sharding={given.config.sharding!r}"
+    if given.config.sync.sharding != "none":
+        return f"meshes over 'expert' are not planned with sharding={given.config.sync.sharding!r}"
     if not has_experts(given.network):
         return "the network has no experts"
     return along_data(given, size) or spread_refusal(given, {"expert": size})

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.planning.meshes.axes import (
     AXIS_RULES,
@@ -51,7 +52,7 @@ def candidates(given: Spreadable, workers: int, *, interleaves: bool = True) -> 
             that share the cores of their host leave none.
     """
     # With weights in parts, 'data' is 'shard': the strategy parts them over all that read other rows.
-    rows_axis = "shard" if given.config.sharding == "parameters" else "data"
+    rows_axis = "shard" if given.config.sync.sharding == "parameters" else "data"
     refusals: dict[tuple[str, int], str] = {}
     found: list[Candidate] = []
     # Of a network that is not over tokens nobody expects that its rows be spread, nor of one without experts
@@ -96,11 +97,10 @@ def with_mesh(
     Raises:
         ValueError: The settings refuse each other.
     """
-    options = {k: v for k, v in config.parallelism.items() if k == "plan"}
     return replace(
         config,
         num_workers=workers,
-        parallelism={**options, **parallelism},
+        parallelism=Mesh.of({"plan": config.parallelism.plan, **parallelism}),
         gradient_accumulation=num_micro,
     )
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.parallel.model.expert import spread_experts
 from ringspark.estimators.parallel.model.pipeline.cutting import (
     cut_by_names,
@@ -25,7 +25,6 @@ from ringspark.estimators.parallel.model.pipeline.cutting import (
 from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of
 from ringspark.estimators.parallel.model.pipeline.stage import keep_stages
 from ringspark.estimators.parallel.model.sequence.spread import spread_sequence
-from ringspark.estimators.parallel.model.spread import BETWEEN, CONTEXT
 from ringspark.estimators.parallel.model.stand_in import StandIn
 from ringspark.estimators.parallel.model.tensor import (
     plan_of,
@@ -75,7 +74,7 @@ class CutNetwork:
 
 
 def cut_network(
-    empty: nn.Module, sizes: Mapping[str, int], options: Mapping[str, Any], inputs: Sequence[Column]
+    empty: nn.Module, sizes: Mapping[str, int], options: Mesh, inputs: Sequence[Column]
 ) -> CutNetwork:
     """Cuts a network as `spread` does on every rank.
 
@@ -92,25 +91,25 @@ def cut_network(
     stand_ins: dict[str, StandIn] = {}
     if sizes["tensor"] > 1:
         stand_ins["tensor"] = stand_in = StandIn(0, sizes["tensor"])
-        plan = options.get("plan") or plan_of(whole, sizes["tensor"])
-        region = region_of(stand_in, options.get("between", BETWEEN))  # type: ignore[arg-type]
+        plan = options.plan or plan_of(whole, sizes["tensor"])
+        region = region_of(stand_in, "parts" if options.sequence_parallel else "whole")  # type: ignore[arg-type]
         spread_tensor(whole, region, plan)
     if sizes["expert"] > 1:
         stand_ins["expert"] = stand_in = StandIn(0, sizes["expert"])
         spread_experts(whole, stand_in)  # type: ignore[arg-type]
     if sizes["sequence"] > 1:
         stand_ins["sequence"] = stand_in = StandIn(0, sizes["sequence"])
-        spread_sequence(whole, stand_in, options.get("context", CONTEXT))  # type: ignore[arg-type]
+        spread_sequence(whole, stand_in, options.context)  # type: ignore[arg-type]
     if sizes["tensor"] > 1:
         spread_between(whole, region)
     if sizes["pipeline"] == 1:
         alone = RankPart(module=whole, stages=(0,))
         return CutNetwork(whole=whole, parts=(alone,), owners=(0,), firsts=("",), stand_ins=stand_ins)
-    schedule = schedule_of(options.get("schedule", "1f1b"), options.get("virtual", 1))
-    owners = schedule.owners(sizes["pipeline"], options.get("virtual", 1))
+    way = options.pipeline
+    owners = schedule_of(way.schedule, way.virtual).owners(sizes["pipeline"], way.virtual)
     links = links_of(whole)
-    if options.get("cuts"):
-        bounds = cut_by_names(links, len(owners), options["cuts"])
+    if way.cuts:
+        bounds = cut_by_names(links, len(owners), way.cuts)
     else:
         costs = link_costs(whole, inputs, PROBE_ROWS) if not stand_ins else _counts(whole)
         bounds = cut_stages(links, len(owners), costs)

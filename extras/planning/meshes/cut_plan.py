@@ -49,17 +49,17 @@ def plan_cut(
     Raises:
         Exception: Like `measure_step`; ValueError if the network cannot be cut that way.
     """
-    if config.axes["expert"] > 1 and config.sharding != "none":
+    if config.axes["expert"] > 1 and config.sync.sharding != "none":
         raise ValueError(
-            f"the memory of a mesh over 'expert' with sharding={config.sharding!r} is not planned; plan it "
-            "with sharding='none', which needs more"
+            f"the memory of a mesh over 'expert' with sharding={config.sync.sharding!r} is not "
+            "planned; plan it with sharding='none', which needs more"
         )
     num_micro = min(config.gradient_accumulation, labels[0].shape[0])
     inputs, labels = ([micro_batch(c, num_micro) for c in columns] for columns in (inputs, labels))
     network = cut_network(empty, config.axes, config.parallelism, inputs)
     ranks = measure_ranks(config, objects, network, inputs, labels)
     plans = [
-        CutPlan(peak=peak_of_steps(rank, steps, config.sharding), rank=rank)
+        CutPlan(peak=peak_of_steps(rank, steps, config.sync.sharding), rank=rank)
         for rank, steps in zip(ranks, steps_of(config, network.owners, num_micro), strict=True)
     ]
     return max(plans, key=lambda plan: plan.peak.total)
@@ -89,14 +89,13 @@ def orders_of(config: TrainConfig, num_micro: int) -> Orders:
     Raises:
         ValueError: The schedule is one without a flush, whose steps reach into each other.
     """
-    num_ranks, options = config.axes["pipeline"], config.parallelism
+    num_ranks, way = config.axes["pipeline"], config.parallelism.pipeline
     if num_ranks == 1:
         return [[step for step in in_turns(num_micro) if isinstance(step, Action)]]
-    virtual = options.get("virtual", 1)
-    schedule = schedule_of(options.get("schedule", "1f1b"), virtual)
+    schedule = schedule_of(way.schedule, way.virtual)
     if schedule.order is None:
         raise ValueError(
-            f"the memory of pipeline schedule {options['schedule']!r}, whose steps reach into each other, is "
+            f"the memory of pipeline schedule {way.schedule!r}, whose steps reach into each other, is "
             "not planned; plan it as '1f1b', and add a copy of the stage's weights for each step it is late"
         )
-    return schedule.orders_by_rank(num_ranks, virtual, num_micro)
+    return schedule.orders_by_rank(num_ranks, way.virtual, num_micro)

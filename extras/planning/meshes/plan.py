@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
 from ringspark.estimators.memory.budget import network_name, reason
 from ringspark.estimators.memory.columns import columns_of
+from ringspark.estimators.options.mesh import Mesh
+from ringspark.estimators.options.sync import AllReduce, write_earlier
 from ringspark.estimators.training.settings import memory as memory_settings
-from ringspark.estimators.training.settings import optimization, python_objects
+from ringspark.estimators.training.settings import network
+from ringspark.estimators.training.settings import training as training_settings
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes
 from ringspark.extras.planning.described import described
 from ringspark.extras.planning.exchange_time import Link
@@ -29,12 +32,12 @@ def plan_parallelism(
     link: Link | Mapping[str, float] | None = None,
     *,
     rows: int | None = None,
-    optimizer: Any = python_objects.OPTIMIZER.default,
-    loss: Any = python_objects.LOSS.default,
+    optimizer: Any = training_settings.OPTIMIZER.default,
+    loss: Any = network.LOSS.default,
     precision: str = memory_settings.PRECISION.default,
     gradientCheckpointing: str | int | Sequence[str] = memory_settings.NO_CHECKPOINTING,
     gradientAccumulation: int | None = None,
-    sharding: str = memory_settings.SHARDING.default,
+    sharding: str = "none",
     tensorPlan: Mapping[str, Any] | None = None,
     stepSeconds: Mapping[int, float] | None = None,
     hostLink: Link | Mapping[str, float] | None = None,
@@ -99,11 +102,11 @@ def plan_parallelism(
         precision=precision,
         collective="torch",
         gradient_checkpointing=str(policy) if isinstance(policy, str | int) else tuple(policy),
-        sharding=cast(Any, sharding),
-        parallelism={"plan": dict(tensorPlan)} if tensorPlan else {},
+        sync=write_earlier(AllReduce(), {"sharding": sharding}),
+        parallelism=Mesh(plan=dict(tensorPlan) if tensorPlan else None),
     )
     if gradientAccumulation is not None:
-        optimization.GRADIENT_ACCUMULATION.check(gradientAccumulation)
+        training_settings.GRADIENT_ACCUMULATION.check(gradientAccumulation)
     limit = None if memory is None else parse_bytes(memory)
     training = Training.of(config, objects, inputs, labels)
     try:

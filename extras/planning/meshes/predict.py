@@ -11,6 +11,7 @@ from ringspark.estimators.memory.budget import reason
 from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.memory.step import know_sizes
 from ringspark.estimators.memory.work import Work
+from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.training.finetuning.freezing import apply_finetuning
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -59,8 +60,8 @@ class Training:
     ) -> Training:
         """Builds the network without weights."""
         settings = config
-        plan = {key: value for key, value in config.parallelism.items() if key == "plan"}
-        config = replace(config, num_workers=1, parallelism=plan, gradient_accumulation=1, min_workers=None)
+        mesh = Mesh(plan=config.parallelism.plan)
+        config = replace(config, num_workers=1, parallelism=mesh, gradient_accumulation=1, min_workers=None)
         if config.model is not None:
             network = build_on_meta(ModelSpec.from_json(config.model).build)
         else:

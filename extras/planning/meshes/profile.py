@@ -111,7 +111,7 @@ def _peak(rank: RankBytes, config: TrainConfig, module: nn.Module, steps: Steps)
         in_buckets=sums_in_buckets(config),
         leaves=gradients_leave(config),
     )
-    return peak_of_steps(rank, steps, config.sharding)
+    return peak_of_steps(rank, steps, config.sync.sharding)
 
 
 class Profiles:
@@ -148,7 +148,7 @@ class Profiles:
             Exception: Like `measure_ranks`; ValueError if the network cannot be cut that way.
         """
         sizes = dict(candidate.sizes)
-        if self._config.sharding == "none":
+        if self._config.sync.sharding == "none":
             # Without a part that ranks with other rows split among each other, their number changes nothing.
             sizes = {axis: size for axis, size in sizes.items() if axis in PLANNED_AXES[1:]}
         key = (*sorted(sizes.items()), repr(sorted(candidate.options.items())))

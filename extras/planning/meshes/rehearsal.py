@@ -20,6 +20,8 @@ from ringspark.estimators import user_code
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.options.mesh import Mesh
+from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning.exchange_time import Link, solve_link
@@ -106,7 +108,12 @@ def rehearse_meshes(
     """
     num_ranks = next(n for n in range(min(workers, MOST_RANKS), 0, -1) if workers % n == 0 or n == 2)
     config = replace(
-        config, num_workers=1, parallelism={}, gradient_accumulation=1, collective="torch", sharding="none"
+        config,
+        num_workers=1,
+        parallelism=Mesh(),
+        gradient_accumulation=1,
+        collective="torch",
+        sync=AllReduce(),
     )
     steps = Rehearsal(
         config=config,

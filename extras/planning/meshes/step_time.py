@@ -130,7 +130,7 @@ def _sum_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> flo
         seconds = ring_seconds(size, count - of_experts, link)
         if of_experts:
             seconds += ring_seconds(size // axes["expert"], of_experts, link)
-        if config.sharding == "parameters":
+        if config.sync.sharding == "parameters":
             seconds *= _WEIGHTS_AND_GRADIENTS * config.gradient_accumulation
         # Into the buffer that travels: each byte is read and written.
         return seconds + 2 * count * machine.rates.byte * machine.crowding(config.num_workers)
@@ -139,7 +139,7 @@ def _sum_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> flo
 
 
 def _update_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> float:
-    share = 1.0 if config.sharding == "none" else 1.0 / num_sharers(config)
+    share = 1.0 if config.sync.sharding == "none" else 1.0 / num_sharers(config)
     seconds = [machine.rates.seconds(rank.update_work) * share for rank in profile.many]
     crowding = machine.crowding(config.num_workers)
     return max(max(seconds), crowding * math.fsum(seconds) / len(seconds))

@@ -8,21 +8,23 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ranks import run_one, run_ranks
 from registries import list_available, names_of
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.collectives.compressors import COMPRESSORS, Compressor, resolved_compression
-from ringspark.estimators.collectives.compressors.options import resolved
+from ringspark.estimators.collectives.compressors import COMPRESSORS, Compressor
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.sharing_member import SharingMember
+from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.lazy_imports import load_object
+from ringspark.estimators.options.compression import Compression, PowerSGD
+from ringspark.estimators.training.phase import Status
 
 SHAPES = [torch.Size((60, 50)), torch.Size((8, 4, 16)), torch.Size((33, 40))]
 ELEMENTS = sum(shape.numel() for shape in SHAPES)
@@ -52,7 +54,7 @@ SMALL = {"gradiveq": {"slice": 64, "components": 4, "samples": 2, "refresh": 3},
 
 
 def _made(name: str, **options: Any) -> Compressor:
-    values = resolved(name, {**SMALL.get(name, {}), **options}, COMPRESSORS[name].OPTIONS)
+    values = Compression.of({"name": name, **SMALL.get(name, {}), **options})
     return COMPRESSORS[name](SHAPES, 7, values)
 
 
@@ -69,13 +71,13 @@ def _noise(rank: int) -> torch.Tensor:
     return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
 
-def _contract(collective: Collective) -> Any:
+def _contract(collective: Collective, device: str, status: Status) -> str:
     names = list_available(COMPRESSORS)
     results = [{name: _of_one(name, collective) | _drawn(name, collective) for name in names}]
     if isinstance(collective, SharingMember):
         collective.share(None)
         results.append({name: _of_one(name, collective) for name in names})
-    return results
+    return json.dumps(results)
 
 
 def _of_one(name: str, collective: Collective) -> dict[str, Any]:
@@ -142,8 +144,10 @@ def _drawn(name: str, collective: Collective) -> dict[str, Any]:
 @cache
 def _results(name: str, size: int) -> list[list[dict[str, Any]]]:
     """By road (shared memory, the library), then by rank."""
-    ranks = [run_one(_contract)] if size == 1 else run_ranks(size, name, _contract)
-    return [list(road) for road in zip(*ranks, strict=True)]
+    texts = (
+        [_contract(LocalCollective(), "cpu", Status())] if size == 1 else run_spawned(size, name, _contract)
+    )
+    return [list(road) for road in zip(*map(json.loads, texts), strict=True)]
 
 
 def _each(gang: tuple[str, int], compressor: str) -> list[list[dict[str, Any]]]:
@@ -242,13 +246,13 @@ def test_bytes_are_those_of_the_closed_form(gang: tuple[str, int], compressor: s
 
 
 def test_the_ratios_of_powersgd_are_those_of_the_paper() -> None:
-    options = resolved_compression("powersgd")
+    options = PowerSGD()
     kind = COMPRESSORS["powersgd"]
-    assert 512 * 512 / (options["rank"] * (512 + 512)) == 128
+    assert 512 * 512 / (options.rank * (512 + 512)) == 128
     # Where nothing is won, a tensor travels whole: that is also the identity at full rank.
     assert kind.helps(torch.Size((64, 64)), options)
     assert not kind.helps(torch.Size((4, 4)), options)
-    assert not kind.helps(torch.Size((64, 64)), {**options, "rank": 32})
+    assert not kind.helps(torch.Size((64, 64)), replace(options, rank=32))
 
 
 def test_powersgd_of_zeros_is_zero_and_the_next_gradient_is_found_again() -> None:
@@ -289,7 +293,7 @@ def test_signs_without_feedback_go_the_wrong_way_and_with_it_the_right_one() -> 
     shape, local = [torch.Size((1, 2))], LocalCollective()
     sums = {}
     for feedback in (False, True):
-        values = resolved_compression({"name": "sign", "feedback": feedback})
+        values = Compression.of({"name": "sign", "feedback": feedback})
         compressor = COMPRESSORS["sign"](shape, 0, values)
         residual, moved = torch.zeros(2), 0.0
         for step in range(400):
@@ -315,7 +319,7 @@ def test_residuals_stay_of_the_size_of_some_gradients(name: str) -> None:
 @pytest.mark.extras
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_the_variance_of_levels_is_within_the_bound_of_the_paper(bits: int) -> None:
-    values = resolved_compression({"name": "qsgd", "bits": bits, "feedback": True})
+    values = Compression.of({"name": "qsgd", "bits": bits, "feedback": True})
     compressor = COMPRESSORS["qsgd"]([torch.Size((1, 512))], 3, values)
     vector = torch.randn(512, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     levels = 2 ** (bits - 1) - 1
@@ -339,28 +343,28 @@ def test_the_chances_add_up_to_the_share_and_grow_with_the_size() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("topkk", "a compression must be one of none, fp16, .*, got 'topkk'.*'topk'"),
-        ({"name": "topk", "ration": 0.1}, "a compression 'topk' takes .*, got 'ration'.*'ratio'"),
-        ({"name": "topk", "ratio": 0}, "'topk': ratio must be a share above 0 and at most 1, got 0"),
-        ({"name": "topk", "ratio": True}, "ratio must be a share"),
-        ({"name": "powersgd", "rank": 2.5}, "rank must be a whole number of at least 1, got 2.5"),
+        ("topkk", "Compression must be one of none, fp16, .*, got 'topkk'.*'topk'"),
+        ({"name": "topk", "ration": 0.1}, "TopK takes .*, got 'ration'.*'ratio'"),
+        ({"name": "topk", "ratio": 0}, "TopK's ratio must be above 0 and at most 1, got 0"),
+        ({"name": "topk", "ratio": True}, "ratio must be a number"),
+        ({"name": "powersgd", "rank": 2.5}, "rank must be a whole number, got 2.5"),
         pytest.param({"name": "qsgd", "bits": 3}, "bits must be 2, 4 or 8, got 3", marks=pytest.mark.extras),
-        ({"name": "topk", 3: 0.1}, "'topk' takes .*, got 3"),
+        ({"name": "topk", 3: 0.1}, "TopK takes .*, got 3"),
         ({"rank": 2}, "must be one of none"),
-        ({"name": "none", "rank": 2}, "'none' takes after, .*, got 'rank'"),
+        ({"name": "none", "rank": 2}, "Uncompressed takes after, .*, got 'rank'"),
         ({"name": "topk", "between": "racks"}, "between must be 'workers' or 'hosts', got 'racks'"),
     ],
 )
 def test_an_unknown_name_or_option_is_refused_with_what_there_is(value: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        resolved_compression(value)
+        Compression.of(value)
 
 
 def test_options_may_be_numbers_of_numpy_and_are_plain_ones_after_it() -> None:
     """`np.linspace` makes a grid of them; a config is JSON."""
     for given in ({"ratio": np.float64(0.5)}, {"ratio": np.int64(1)}, {"after": np.int32(3)}):
-        (name, value), found = next(iter(given.items())), resolved_compression({"name": "topk", **given})
-        assert found[name] == value
-        assert json.loads(json.dumps(found)) == found
-    with pytest.raises(ValueError, match="ratio must be a share"):
-        resolved_compression({"name": "topk", "ratio": np.bool_(True)})
+        (name, value), found = next(iter(given.items())), Compression.of({"name": "topk", **given})
+        assert getattr(found, name) == value
+        assert json.loads(json.dumps(found.to_values())) == found.to_values()
+    with pytest.raises(ValueError, match="ratio must be a number"):
+        Compression.of({"name": "topk", "ratio": np.bool_(True)})

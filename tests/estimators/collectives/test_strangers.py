@@ -6,7 +6,10 @@ from pathlib import Path
 
 import attacked_gang
 import pytest
-from ranks import GANGS
+
+from ringspark.estimators.collectives import COLLECTIVES
+
+GANGS = [name for name in COLLECTIVES if name != "local"]
 
 
 @pytest.mark.distributed

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from registries import list_available, names_of
 from small_training import config_of, train_gang, weights_of
 from torch import nn
 
 from ringspark.estimators.collectives import Collective, Member
-from ringspark.estimators.collectives.compressors import COMPRESSORS, resolved_compression
-from ringspark.estimators.collectives.compressors.options import resolved
+from ringspark.estimators.collectives.compressors import COMPRESSORS
 from ringspark.estimators.collectives.compressors.two_levels import levels_of, sum_of_hosts
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.gang_task import assign_ranks
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.options.compression import Compression
+from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import STRATEGIES, Exchange
+from ringspark.estimators.training.phase import Status
 
 SHAPES = [torch.Size((40, 30)), torch.Size((33, 40))]
 ELEMENTS = sum(shape.numel() for shape in SHAPES)
@@ -64,12 +67,12 @@ def _gradient(rank: int, step: int) -> torch.Tensor:
     )
 
 
-def _contract(collective: Collective) -> Any:
+def _contract(collective: Collective, device: str, status: Status) -> str:
     levels, rank = levels_of(collective), collective.rank
     found: dict[str, Any] = {}
     for name in list_available(COMPRESSORS):
         kind = COMPRESSORS[name]
-        options = resolved(name, {**SMALL.get(name, {}), "feedback": True}, kind.OPTIONS)
+        options = Compression.of({"name": name, **SMALL.get(name, {}), "feedback": True})
         compressor, residual = kind(SHAPES, 7, options), torch.zeros(ELEMENTS, dtype=torch.float64)
         sent, digest = torch.zeros_like(residual), hashlib.sha256()
         for step in range(STEPS):
@@ -97,13 +100,13 @@ def _contract(collective: Collective) -> Any:
             found[name] |= {"between": two, "of a rank a host": levels.between.bytes_sent}
         else:
             sum_of_hosts(_gradient(rank, STEPS), compressor, levels, STEPS)
-    return found
+    return json.dumps(found)
 
 
 @cache
 def _results(gang: Gang) -> list[dict[str, Any]]:
     name, hosts = gang
-    return run_ranks(len(hosts), name, _contract, hosts=hosts)
+    return [json.loads(text) for text in run_spawned(len(hosts), name, _contract, hosts=hosts)]
 
 
 @distributed
@@ -127,7 +130,7 @@ def test_a_host_sends_what_a_single_rank_of_it_would(gang: Gang) -> None:
                 assert found["between"] == found["of a rank a host"] > 0, name
 
 
-def _part_fails(collective: Collective) -> str:
+def _part_fails(collective: Collective, device: str, status: Status) -> str:
     levels = levels_of(collective)
     if collective.rank == collective.size - 1:
         raise ValueError("the last rank fails")
@@ -145,7 +148,7 @@ def test_a_rank_that_fails_ends_the_waits_of_its_host_and_of_the_others(name: st
     from ringspark.estimators import WorkerError
 
     with pytest.raises(WorkerError, match="the last rank fails"):
-        run_ranks(3, name, _part_fails, hosts=(HERE, THERE, THERE), timeout_seconds=20)
+        run_spawned(3, name, _part_fails, hosts=(HERE, THERE, THERE), timeout_seconds=20)
 
 
 class Net(nn.Module):
@@ -160,9 +163,9 @@ class Net(nn.Module):
 
 
 def _sync(collective: Collective, compression: dict[str, Any]) -> Any:
-    whole = resolved_compression({"least": 1, "between": "hosts", **compression})
-    exchange = Exchange(compression=whole, seed=3)
-    return STRATEGIES[exchange.strategy]().prepare(
+    whole = Compression.of({"least": 1, "between": "hosts", **compression})
+    exchange = Exchange(sync=AllReduce(compression=whole), seed=3)
+    return STRATEGIES[exchange.sync.strategy]().prepare(
         Net(), lambda m: torch.optim.SGD(m.parameters(), 0.1), collective, exchange
     )
 
@@ -175,25 +178,27 @@ def _take(sync: Any, rank: int, steps: range) -> None:
         sync.reduce()
 
 
-def _other_hosts(kept: Any, compression: dict[str, Any], collective: Collective) -> Any:
+def _other_hosts(
+    state: str, compression: dict[str, Any], collective: Collective, device: str, status: Status
+) -> str:
     """Goes on with what ranks of two hosts kept, on hosts of one rank each or on one."""
-    states = [{k: torch.tensor(v, dtype=torch.float64) for k, v in s.items()} for s in kept]
+    states = [{k: torch.tensor(v, dtype=torch.float64) for k, v in s.items()} for s in json.loads(state)]
     found = []
     for is_same in (True, False):
         sync = _sync(collective, compression)
         sync.load_rank_states(states, is_same=is_same)
-        residual = collective.all_reduce(sync.rank_state()["0/residual"])
+        kept = collective.all_reduce(sync.rank_state()["0/residual"])
         _take(sync, collective.rank, range(3, 5))
         bases = [b.tolist() for b in collective.all_gather(sync.rank_state()["0/basis.0"].reshape(-1))]
         gradient = [g.tolist() for g in collective.all_gather(sync.network.layer.weight.grad.reshape(-1))]
-        found.append({"kept": residual.tolist(), "bases": bases, "gradients": gradient})
-    return found
+        found.append({"kept": kept.tolist(), "bases": bases, "gradients": gradient})
+    return json.dumps(found)
 
 
-def _first_hosts(compression: dict[str, Any], collective: Collective) -> Any:
+def _first_hosts(compression: dict[str, Any], collective: Collective, device: str, status: Status) -> str:
     sync = _sync(collective, compression)
     _take(sync, collective.rank, range(3))
-    return {key: value.tolist() for key, value in sync.rank_state().items()}
+    return json.dumps({key: value.tolist() for key, value in sync.rank_state().items()})
 
 
 @distributed
@@ -211,14 +216,15 @@ def _first_hosts(compression: dict[str, Any], collective: Collective) -> Any:
 def test_a_training_goes_on_where_its_workers_have_other_hosts(compression: dict[str, Any]) -> None:
     """Bases are only on the hosts' first ranks: of the new ones, each must have them."""
     first = partial(_first_hosts, compression)
-    states = run_ranks(3, "torch", first, hosts=(HERE, THERE, THERE))
-    assert [("0/basis.0" in state) for state in states] == [True, True, False]
-    residuals = [torch.tensor(state["0/residual"]) for state in states]
+    states = run_spawned(3, "torch", first, hosts=(HERE, THERE, THERE))
+    told = [json.loads(state) for state in states]
+    assert [("0/basis.0" in state) for state in told] == [True, True, False]
+    residuals = [torch.tensor(state["0/residual"]) for state in told]
     assert residuals[0].any()
     whole = sum(residuals)
-    work = partial(_other_hosts, states, compression)
-    for rank in run_ranks(3, "torch", work, hosts=(HERE, THERE, "127.0.0.3")):
-        for found in rank:
+    work = partial(_other_hosts, json.dumps(told), compression)
+    for text in run_spawned(3, "torch", work, hosts=(HERE, THERE, "127.0.0.3")):
+        for found in json.loads(text):
             torch.testing.assert_close(torch.tensor(found["kept"]), whole)
             assert len({str(basis) for basis in found["bases"]}) == 1
             assert len({str(gradient) for gradient in found["gradients"]}) == 1
@@ -250,7 +256,7 @@ def test_whole_sums_of_two_levels_train_what_plain_ones_do(make_shards: Any, tmp
             model=spec.to_json(),
             num_workers=2,
             collective="torch",
-            gradient_compression=resolved_compression(compression),
+            sync=AllReduce(compression=Compression.of(compression)),
         )
         weights.append(weights_of(train_gang(config), spec.build()))
     torch.testing.assert_close(*weights, rtol=0, atol=1e-6)

@@ -11,9 +11,10 @@ from torch import nn
 
 from ringspark.estimators import MemoryPlan, plan_memory
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.collectives.compressors import resolved_compression
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.memory.sharing import communication_bytes
+from ringspark.estimators.options.compression import Compression
+from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import Exchange
 from ringspark.estimators.parallel.data.compressed_sum import CompressedSum
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -125,20 +126,20 @@ def test_gradients_travel_in_buffers_only_where_there_are_several_workers() -> N
 def test_compressed_gradients_have_their_vector_and_what_is_left_of_the_last_one() -> None:
     """As many bytes as the exchange itself keeps; a small tensor travels in a bucket, with its number."""
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
-    compression = resolved_compression("topk")
+    compression = Compression.of("topk")
     config = TrainConfig(
         shards_uri="",
         run_uri="",
         input_columns=("x",),
         label_columns=("y",),
         num_workers=2,
-        gradient_compression=compression,
+        sync=AllReduce(compression=compression),
     )
     sync = CompressedSum(
         module,
         torch.optim.SGD(module.parameters(), 0.1),
         LocalCollective(),
-        Exchange(compression=compression),
+        Exchange(sync=AllReduce(compression=compression)),
     )
     kept = [t for group in sync._groups for t in (group._vector, group.residual)]
     kept += [bucket.buffer for bucket in sync._small]
@@ -209,7 +210,7 @@ def test_a_batch_of_another_form_is_refused(batch: Any, sentence: str) -> None:
 
 
 def test_settings_that_training_refuses_are_refused() -> None:
-    with pytest.raises(ValueError, match="sharding 'parameters'"):
+    with pytest.raises(ValueError, match=r"sync=Zero\(stage=3\)"):
         plan_memory(DEEP, BATCH, sharding="parameters", collective="horovod", numWorkers=2)
     with pytest.raises(ValueError, match="adamw"):
         plan_memory(DEEP, BATCH, optimizer="adamv")

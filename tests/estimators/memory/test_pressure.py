@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from earlier_settings import sync_of
 from torch import nn
 
 from ringspark.estimators import user_code
@@ -19,6 +20,7 @@ from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.launch.train_task import TrainTask
 from ringspark.estimators.memory.available import Available, of_cgroups, of_machine, of_spark_workers
 from ringspark.estimators.memory.pressure import check, check_on_driver, worker_needs
+from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -142,7 +144,7 @@ def test_a_limit_refuses_one_byte_below_the_need_and_no_other(shards: ShardManif
 def test_what_is_cut_over_the_ranks_counts_in_part(
     shards: ShardManifest, sharding: str, parts: tuple[float, float, float]
 ) -> None:
-    config = _config(shards, ModelSpec("mlp", BIG), num_workers=4, sharding=sharding)
+    config = _config(shards, ModelSpec("mlp", BIG), num_workers=4, sync=sync_of(sharding=sharding))
     needs = worker_needs(config, NOTHING, shards)
     whole = worker_needs(_config(shards, ModelSpec("mlp", BIG)), NOTHING, shards)["parameters"]
     found = [needs[part] / whole for part in ("parameters", "gradients", "optimizer state")]
@@ -158,10 +160,10 @@ def test_what_a_mesh_leaves_a_worker_counts_in_part(shards: ShardManifest) -> No
     found = worker_needs(cut, NOTHING, shards)
     # Biases of rows and the head stay whole.
     assert [found[name] / whole[name] for name in names] == pytest.approx([0.5] * 3, rel=1e-2)
-    shared = replace(cut, sharding="optimizer")
+    shared = replace(cut, sync=Zero(stage=1))
     assert worker_needs(shared, NOTHING, shards)[names[2]] == found[names[2]] // 2
     # Weights in parts over all that read other rows, by either name.
-    parts = {"num_workers": 4, "collective": "torch", "sharding": "parameters"}
+    parts = {"num_workers": 4, "collective": "torch", "sync": Zero(stage=3)}
     by_name = [
         worker_needs(_config(shards, model, **parts, parallelism=mesh), NOTHING, shards)
         for mesh in ({"shard": 4}, {})

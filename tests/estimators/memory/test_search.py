@@ -9,6 +9,7 @@ from torch import nn
 
 from ringspark.estimators import plan_memory
 from ringspark.estimators.memory.search import suggestions
+from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes, show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
@@ -80,7 +81,7 @@ def test_a_network_without_blocks_gets_other_suggestions() -> None:
 
 DEFAULTS = config(num_workers=2)
 NAMES = (
-    "sharding",
+    "sync",
     "gradient_accumulation",
     "gradient_checkpointing",
     "activation_compression",
@@ -99,9 +100,7 @@ def less_for(**savings: int) -> Callable[[TrainConfig], int]:
 
 
 def test_one_change_each_is_suggested_in_the_order_of_the_ladder() -> None:
-    peak_of = less_for(
-        activation_offload=50, gradient_accumulation=50, sharding=10, gradient_checkpointing=50
-    )
+    peak_of = less_for(activation_offload=50, gradient_accumulation=50, sync=10, gradient_checkpointing=50)
     found, least = suggestions(DEFAULTS, 64, peak_of, budget=50)
     assert least is None
     assert [changes(other) for other in found] == [
@@ -112,11 +111,9 @@ def test_one_change_each_is_suggested_in_the_order_of_the_ladder() -> None:
 
 
 def test_rungs_are_taken_together_and_those_that_are_not_needed_are_taken_back() -> None:
-    peak_of = less_for(sharding=10, gradient_checkpointing=40, activation_compression=20)
+    peak_of = less_for(sync=10, gradient_checkpointing=40, activation_compression=20)
     found, _ = suggestions(DEFAULTS, 64, peak_of, budget=50)
-    assert [changes(other) for other in found] == [
-        {"sharding": "optimizer", "gradient_checkpointing": "sqrt"}
-    ]
+    assert [changes(other) for other in found] == [{"sync": Zero(stage=1), "gradient_checkpointing": "sqrt"}]
     found, _ = suggestions(DEFAULTS, 64, peak_of, budget=40)
     assert [changes(other) for other in found] == [
         {"gradient_checkpointing": "sqrt", "activation_compression": "bits"}
@@ -124,9 +121,9 @@ def test_rungs_are_taken_together_and_those_that_are_not_needed_are_taken_back()
 
 
 def test_16_bits_are_suggested_only_where_no_exact_setting_fits() -> None:
-    peak_of = less_for(precision=60, sharding=20, activation_offload=20)
+    peak_of = less_for(precision=60, sync=20, activation_offload=20)
     assert [changes(other) for other in suggestions(DEFAULTS, 64, peak_of, 60)[0]] == [
-        {"sharding": "optimizer", "activation_offload": "disk"}
+        {"sync": Zero(stage=1), "activation_offload": "disk"}
     ]
     assert [changes(other) for other in suggestions(DEFAULTS, 64, peak_of, 40)[0]] == [{"precision": "bf16"}]
 
@@ -135,7 +132,7 @@ def test_settings_that_refuse_each_other_are_tried_one_without_the_other() -> No
     def peak_of(tried: TrainConfig) -> int:
         return (
             100
-            - 10 * (tried.sharding == "parameters")
+            - 10 * (tried.sync.sharding == "parameters")
             - 30 * (tried.activation_offload == "disk")
             - (20 * (tried.gradient_checkpointing == "all"))
         )
@@ -162,10 +159,10 @@ def tried_by(base: TrainConfig, rows: int) -> list[TrainConfig]:
 
 def test_only_what_training_accepts_is_tried() -> None:
     horovod = tried_by(config(num_workers=2, collective="horovod"), rows=2)
-    assert {c.sharding for c in horovod} == {"none", "optimizer", "gradients"}
+    assert {c.sync.sharding for c in horovod} == {"none", "optimizer", "gradients"}
     assert {c.gradient_accumulation for c in horovod} == {1, 2}
     alone = tried_by(config(), rows=2)
-    assert {c.sharding for c in alone} == {"none"}
+    assert {c.sync.sharding for c in alone} == {"none"}
     assert {c.activation_offload for c in alone} == {"none", "disk"}
 
 
@@ -179,14 +176,14 @@ def test_what_the_user_chose_is_not_weakened() -> None:
         gradient_checkpointing="7",
         precision="fp16",
         gradient_accumulation=4,
-        sharding="gradients",
+        sync=Zero(stage=2),
         activation_compression="int8",
     )
     for tried in tried_by(chosen, rows=64):
         assert tried.gradient_checkpointing == "7"
         assert tried.precision == "fp16"
         assert tried.gradient_accumulation in (4, 8, 16, 64)
-        assert tried.sharding == "gradients"
+        assert tried.sync.sharding == "gradients"
         assert tried.activation_compression == "int8"
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from registries import names_of
 from safetensors.torch import load, save
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
-from ringspark.estimators.collectives.compressors import COMPRESSORS, resolved_compression
+from ringspark.estimators.collectives.compressors import COMPRESSORS
 from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.options.compression import Compression
+from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import Exchange
 from ringspark.estimators.parallel.data.compressed_sum import CompressedGradients, CompressedSum, _Group
+from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
 
 pytestmark = pytest.mark.distributed
@@ -39,12 +43,12 @@ class Net(nn.Module):
 
 def _sync(collective: Collective, **compression: Any) -> CompressedSum:
     given = {"name": "topk", "ratio": 0.05, "least": 1, **compression}
-    chosen = resolved_compression({key: value for key, value in given.items() if value is not None})
+    chosen = Compression.of({key: value for key, value in given.items() if value is not None})
     sync = CompressedGradients().prepare(
         Net(),
         lambda m: torch.optim.SGD(m.parameters(), 0.1),
         collective,
-        Exchange(compression=chosen, seed=3),
+        Exchange(sync=AllReduce(compression=chosen), seed=3),
     )
     assert isinstance(sync, CompressedSum)
     return sync
@@ -73,7 +77,7 @@ def _gradient(sync: CompressedSum) -> torch.Tensor:
     )
 
 
-def _life(collective: Collective) -> Any:
+def _life(collective: Collective, device: str, status: Status) -> str:
     """Every way in which a step may end; after each, whether everything sent and everything kept adds up."""
     sync = _sync(collective)
     due = torch.zeros_like(_residual(sync))
@@ -142,7 +146,7 @@ def _life(collective: Collective) -> Any:
     adds_up("without rows", not _residual(sync).equal(before))
     biases = [p.grad for n, p in sync.network.named_parameters() if n.endswith("bias")]
     found["biases travel whole"] = all(b is not None and bool((b != 0).all()) for b in biases)
-    return found
+    return json.dumps(found)
 
 
 @pytest.mark.extras
@@ -163,7 +167,7 @@ def test_a_gradient_that_is_not_finite_beside_what_was_kept_is_told_before_anyth
 
 @cache
 def _lives(name: str) -> list[dict[str, bool]]:
-    return run_ranks(2, name, _life)
+    return [json.loads(text) for text in run_spawned(2, name, _life)]
 
 
 @pytest.mark.parametrize("name", ["horovod", "torch"])
@@ -184,7 +188,7 @@ def test_what_is_sent_and_what_is_kept_adds_up(name: str, case: str) -> None:
     assert [rank[case] for rank in _lives(name)] == [True, True]
 
 
-def _resumes(compression: str, collective: Collective) -> Any:
+def _resumes(compression: str, collective: Collective, device: str, status: Status) -> str:
     """Five steps in one go, and three steps, a copy, and two more; then all states, to resume elsewhere."""
     straight, first, second = (_sync(collective, name=compression, **_OPTIONS[compression]) for _ in range(3))
     scaler = LossScaler("fp32", torch.device("cpu"))
@@ -207,7 +211,9 @@ def _resumes(compression: str, collective: Collective) -> Any:
     is_equal = all(
         a.equal(b) for a, b in zip(straight.network.parameters(), second.network.parameters(), strict=True)
     )
-    return {"equal": is_equal, "residual": own["0/residual"].tolist(), "step": own["step"].tolist()}
+    return json.dumps(
+        {"equal": is_equal, "residual": own["0/residual"].tolist(), "step": own["step"].tolist()}
+    )
 
 
 def _weights_after(collective: Collective, compression: str, count: int, steps: Any) -> dict[str, Any]:
@@ -236,7 +242,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 def test_a_resumed_training_sends_the_same_bits_and_the_sum_of_residuals_outlives_a_gang(
     compression: str,
 ) -> None:
-    ranks = run_ranks(2, "torch", partial(_resumes, compression))
+    ranks = [json.loads(text) for text in run_spawned(2, "torch", partial(_resumes, compression))]
     assert all(rank["equal"] for rank in ranks)
     residuals = [torch.tensor(rank["residual"], dtype=torch.float64) for rank in ranks]
     assert all(residual.any() for residual in residuals)
@@ -244,15 +250,15 @@ def test_a_resumed_training_sends_the_same_bits_and_the_sum_of_residuals_outlive
         {"0/residual": r, "step": torch.tensor(rank["step"])}
         for r, rank in zip(residuals, ranks, strict=True)
     ]
-    loaded = run_ranks(3, "torch", partial(_loads, compression, states))
-    found = sum(torch.tensor(residual, dtype=torch.float64) for residual in loaded)
+    texts = run_spawned(3, "torch", partial(_loads, compression, states))
+    found = sum(torch.tensor(json.loads(text), dtype=torch.float64) for text in texts)
     assert torch.equal(found, residuals[0] + residuals[1])
 
 
-def _loads(compression: str, states: Any, collective: Collective) -> Any:
+def _loads(compression: str, states: Any, collective: Collective, device: str, status: Status) -> str:
     sync = _sync(collective, name=compression, **_OPTIONS[compression])
     sync.load_rank_states(states, is_same=False)
-    return _residual(sync).tolist()
+    return json.dumps(_residual(sync).tolist())
 
 
 def test_a_gang_of_one_takes_over_what_larger_ones_had_not_sent() -> None:
@@ -270,8 +276,7 @@ def test_a_gang_of_one_takes_over_what_larger_ones_had_not_sent() -> None:
 @pytest.mark.parametrize("name", names_of(COMPRESSORS, ["powersgd", "gradiveq"]))
 def test_a_rollback_to_the_first_step_forgets_the_directions_found_since(name: str) -> None:
     """Otherwise a training that was started again would take other steps than one that was not."""
-    values = resolved_compression({"name": name, **_FOUND[name]})
-    del values["name"]
+    values = Compression.of({"name": name, **_FOUND[name]})
     used, fresh = (COMPRESSORS[name]([torch.Size((16, 16))], 0, values) for _ in range(2))
     group = _Group({"weight": nn.Parameter(torch.zeros(16, 16))}, used)
     begin = {key: t.clone() for key, t in used.state().items()}
@@ -287,12 +292,12 @@ def test_a_rollback_to_the_first_step_forgets_the_directions_found_since(name: s
 def test_a_gang_of_one_takes_over_from_a_larger_one_with_looked_up_rows() -> None:
     """Rows of a table travel by themselves, so no residual holds any, whatever the number of ranks."""
     module = nn.Sequential(nn.Embedding(40, 40, sparse=True), nn.Linear(40, 40))
-    compression = resolved_compression({"name": "topk", "least": 1})
+    compression = Compression.of({"name": "topk", "least": 1})
     sync = CompressedGradients().prepare(
         module,
         lambda m: torch.optim.Adam(m.parameters(), 0.1),
         LocalCollective(),
-        Exchange(compression=compression),
+        Exchange(sync=AllReduce(compression=compression)),
     )
     kept = torch.ones(40 * 40)
     sync.load_rank_states([{"0/residual": kept, "step": torch.tensor([5])}] * 2, is_same=False)
@@ -321,7 +326,7 @@ def test_a_matrix_of_low_rank_is_one_however_it_lies_in_memory(weights: torch.Te
         layer,
         torch.optim.SGD(layer.parameters(), 0.1),
         LocalCollective(),
-        Exchange(compression=resolved_compression({"name": "powersgd", "rank": 1, "least": 1})),
+        Exchange(sync=AllReduce(compression=Compression.of({"name": "powersgd", "rank": 1, "least": 1}))),
     )
     torch.manual_seed(1)
     gradient = torch.outer(torch.randn(len(weights)), torch.randn(weights[0].numel())).view(weights.shape)
@@ -334,11 +339,11 @@ def test_a_matrix_of_low_rank_is_one_however_it_lies_in_memory(weights: torch.Te
 
 
 def test_the_first_steps_travel_whole_where_that_is_asked_for() -> None:
-    found = run_ranks(2, "torch", _begins_later)
+    found = [json.loads(text) for text in run_spawned(2, "torch", _begins_later)]
     assert found == [[True, True, False, False]] * 2
 
 
-def _begins_later(collective: Collective) -> Any:
+def _begins_later(collective: Collective, device: str, status: Status) -> str:
     """Whether the sum of each step is that of all gradients."""
     sync, is_whole = _sync(collective, after=2), []
     for number in range(4):
@@ -346,4 +351,4 @@ def _begins_later(collective: Collective) -> Any:
         exact = collective.all_reduce(_gradient(sync))
         sync.reduce()
         is_whole.append(bool(torch.allclose(_gradient(sync), exact)))
-    return is_whole
+    return json.dumps(is_whole)

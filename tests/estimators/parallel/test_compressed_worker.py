@@ -20,7 +20,9 @@ from registries import names_of
 from small_training import config_of, train_gang, weights_of
 
 from ringspark.estimators import WorkerError
-from ringspark.estimators.collectives.compressors import COMPRESSORS, resolved_compression
+from ringspark.estimators.collectives.compressors import COMPRESSORS
+from ringspark.estimators.options.compression import Compression
+from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
@@ -42,7 +44,7 @@ def _config(make_shards: MakeShards, folder: Path, compression: Any, **changes: 
         model=SPEC.to_json(),
         optimizer="momentum",
         learning_rate=0.001,
-        gradient_compression=resolved_compression(compression),
+        sync=AllReduce(compression=Compression.of(compression)),
         **{"num_workers": 2, "collective": "torch", "checkpoint_every_steps": 2, "keep_checkpoints": 9}
         | changes,
     )
@@ -111,8 +113,8 @@ def test_every_compressor_trains_nearly_as_whole_gradients_do(
         "randomk": {"ratio": 0.2},  # in few steps, a hundredth is not enough to send everything once
     }.get(name, {})
     config = _config(make_shards, tmp_path / "whole", "none", epochs=8)
-    compression = resolved_compression({"name": name, **options})
-    compressed = replace(config, run_uri=str(tmp_path / "other"), gradient_compression=compression)
+    compression = Compression.of({"name": name, **options})
+    compressed = replace(config, run_uri=str(tmp_path / "other"), sync=AllReduce(compression=compression))
     whole, other = (train_gang(one).history for one in (config, compressed))
     # Of what whole gradients win, most is won; nothing is won by a gradient that is wrong.
     assert whole[0].train_loss - other[-1].train_loss > 0.7 * (whole[0].train_loss - whole[-1].train_loss)

@@ -6,18 +6,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from earlier_settings import sync_of
 from small_training import config_of, train_gang, weights_of
 from torch import nn
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.settings.choices import Sharding
+from ringspark.estimators.options.sync import SHARDINGS, Zero
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
@@ -28,7 +29,7 @@ _config = partial(config_of, model=SPEC.to_json())
 _weights = partial(weights_of, module=SPEC.build())
 SHARDED = [
     (sharding, collective)
-    for sharding in get_args(Sharding)
+    for sharding in SHARDINGS
     for collective in COLLECTIVES
     if collective != "local" and sharding != "none" and (sharding, collective) != ("parameters", "horovod")
 ]
@@ -57,7 +58,12 @@ def test_the_best_checkpoint_of_two_workers_is_that_of_one(
     }
     one = train_here(_config(manifest, tmp_path / "one", **changes))
     two = _config(
-        manifest, tmp_path / "two", num_workers=2, collective=collective, sharding=sharding, **changes
+        manifest,
+        tmp_path / "two",
+        num_workers=2,
+        collective=collective,
+        sync=sync_of(sharding=sharding),
+        **changes,
     )
     result = train_gang(two)
     assert result.checkpoint_epoch == one.checkpoint_epoch
@@ -72,9 +78,7 @@ def test_sharded_parameters_go_with_checkpointing_and_mixed_precision(
 ) -> None:
     manifest = make_shards(_columns(97))
     plain = _config(manifest, tmp_path / "a", num_workers=2, collective="torch", precision="bf16")
-    sharded = replace(
-        plain, run_uri=str(tmp_path / "b"), sharding="parameters", gradient_checkpointing=policy
-    )
+    sharded = replace(plain, run_uri=str(tmp_path / "b"), sync=Zero(stage=3), gradient_checkpointing=policy)
     assert (_weights(train_gang(plain)) - _weights(train_gang(sharded))).abs().max() < 1e-5
 
 
@@ -99,7 +103,12 @@ def test_a_model_that_raises_on_one_rank_ends_the_others(
 ) -> None:
     manifest = make_shards(_columns(200))
     config = _config(
-        manifest, tmp_path / "run", model=None, num_workers=2, collective="torch", sharding=sharding
+        manifest,
+        tmp_path / "run",
+        model=None,
+        num_workers=2,
+        collective="torch",
+        sync=sync_of(sharding=sharding),
     )
     with pytest.raises(WorkerError, match=r"rank 1 .* step 3': RuntimeError: the model broke") as caught:
         train_gang(config, UserObjects(module=_FailsOnRankOne()))

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from earlier_settings import sync_of
 from small_training import config_of
 from torch import nn
 
+from ringspark.estimators.options.sync import AllReduce, DiLoCo, Hogwild, LocalSGD, ParameterServer
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.optimizers.adam8bit import Adam8bit
 from ringspark.estimators.training.optimizers.lamb import Lamb
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.settings.consistency import CONSISTENCY
-from ringspark.estimators.training.settings.large_batches import NOISE_SCALE
-from ringspark.estimators.training.settings.local_training import LOCAL_STEPS
+from ringspark.estimators.training.settings.training import NOISE_SCALE
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
@@ -29,43 +29,33 @@ CONFIG = TrainConfig(
 )
 
 
-def _local(value: Any) -> Any:
-    assert LOCAL_STEPS.convert is not None
-    return LOCAL_STEPS.convert(value)
-
-
-def _consistency(value: Any) -> Any:
-    assert CONSISTENCY.convert is not None
-    return CONSISTENCY.convert(value)
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (0, "localSteps must be a whole number of at least 1, 'epoch' or 'training', got 0"),
-        (True, "a whole number of at least 1"),
-        (2.0, "a whole number of at least 1"),
-        (["epoch"], "a whole number of at least 1"),
-        ({"name": ["average"], "steps": 2}, "localSteps' name must be one of 'average', .*, got"),
+        (0, "LocalSGD's steps must be at least 2, got 0"),
+        (True, "steps must be a whole number, 'epoch' or 'training', got True"),
+        (2.0, "steps must be a whole number"),
+        (["epoch"], "steps must be a whole number"),
+        ({"name": ["average"], "steps": 2}, "localSteps must be one of .*, got"),
         ({"name": "dilco", "steps": 2}, "did you mean 'diloco'"),
-        ({"steps": 2, "aftr": 3}, "takes the keys .* did you mean 'after'"),
-        ({"name": "diloco", "steps": "training"}, "localSteps must be .*, got 'training'"),
-        ({"steps": 2, "after": -1}, "localSteps' after must be a whole number of at least 0, got -1"),
-        ({"steps": 2, "optimizerState": "drop"}, "optimizerState must be one of 'keep', .*, got 'drop'"),
+        ({"steps": 2, "aftr": 3}, "LocalSGD takes .* did you mean 'after'"),
+        ({"name": "diloco", "steps": "training"}, "steps must be .*, got 'training'"),
+        ({"steps": 2, "after": -1}, "LocalSGD's after must not be negative, got -1"),
+        ({"steps": 2, "optimizerState": "drop"}, "optimizer_state must be 'keep', .*, got 'drop'"),
         (
             {"name": "diloco", "steps": 2, "outerMomentum": 1},
-            "outerMomentum must be from 0 to below 1, got 1",
+            "outer_momentum must be from 0 to below 1, got 1.0",
         ),
-        ({"name": "diloco", "steps": 2, "send": "int4"}, "send must be one of 'fp32', .*, got 'int4'"),
+        ({"name": "diloco", "steps": 2, "send": "int4"}, "send must be 'fp32', .*, got 'int4'"),
         ({"name": "diloco", "steps": 4, "fragments": 3}, "fragments must divide its steps, got 3 for 4"),
         ({"name": "diloco", "steps": 4, "fragments": 2, "delay": 2}, "delay must be below the 2 steps"),
-        ({"name": "diloco", "steps": "epoch", "delay": 1}, "need a period in steps"),
+        ({"name": "diloco", "steps": "epoch", "delay": 1}, "need a number of steps"),
         ({"name": "elastic", "steps": 2, "alpha": 0}, "alpha must be above 0 and at most 1, got 0"),
     ],
 )
 def test_a_bad_value_of_local_steps_is_one_sentence(value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        _local(value)
+        sync_of(localSteps=value)
     assert "\n" not in str(caught.value)
 
 
@@ -76,60 +66,48 @@ def test_a_bad_value_of_local_steps_is_one_sentence(value: Any, message: str) ->
         ("sps", "must be one of bsp, ssp, asp, hogwild, got 'sps'"),
         ({"staleness": 3}, "must be one of bsp, .*, got None"),
         ({"name": ["ssp"]}, r"must be one of bsp, .*, got \['ssp'\]"),
-        ("ssp", "needs its staleness, .* got None"),
-        ({"name": "ssp", "staleness": -1}, "needs its staleness, .* got -1"),
-        ({"name": "ssp", "staleness": True}, "needs its staleness, .* got True"),
-        ({"name": "asp", "staleness": 3}, "'asp' takes the options .*, got 'staleness'"),
-        ({"name": "asp", "correction": "rate"}, "correction must be one of none, staleness, got 'rate'"),
+        ("ssp", "'ssp' needs a staleness"),
+        ({"name": "ssp", "staleness": -1}, "staleness must not be negative, got -1"),
+        ({"name": "ssp", "staleness": True}, "staleness must be a whole number, got True"),
+        ({"name": "asp", "staleness": 3}, "'asp' takes none"),
+        ({"name": "asp", "correction": "rate"}, "correction must be 'none' or 'staleness', got 'rate'"),
     ],
 )
 def test_a_bad_consistency_is_one_sentence(value: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message) as caught:
-        _consistency(value)
+        sync_of(consistency=value)
     assert "\n" not in str(caught.value)
 
 
-SSP = {"name": "ssp", "staleness": 2}
+SSP = ParameterServer(staleness=2)
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"local_steps": 4, "consistency": "asp"}, "set localSteps=1, or leave both"),
-    ({"local_steps": 4, "sharding": "optimizer"}, "set sharding='none', or localSteps=1"),
-    ({"local_steps": 4, "precision": "fp16"}, "set precision='bf16', or localSteps=1"),
-    ({"local_steps": 4, "on_non_finite": "skip"}, "set onNonFinite='stop', or localSteps=1"),
-    ({"local_steps": 4, "ema_decay": 0.9}, "leave emaDecay unset, or set localSteps=1"),
+    ({"sync": LocalSGD(steps=4), "precision": "fp16"}, r"set precision='bf16', or sync=AllReduce\(\)"),
+    ({"sync": LocalSGD(steps=4), "on_non_finite": "skip"}, r"set onNonFinite='stop', or sync=AllReduce\(\)"),
+    ({"sync": LocalSGD(steps=4), "ema_decay": 0.9}, r"leave emaDecay unset, or set sync=AllReduce\(\)"),
     *(
         (
-            {"local_steps": {"steps": 4, "optimizerState": "average"}, "optimizer": name},
+            {"sync": LocalSGD(steps=4, optimizer_state="average"), "optimizer": name},
             f"'{name}' keeps codes",
         )
         for name in ("adam8bit", "adamw8bit")
     ),
     (
-        {
-            "local_steps": {"name": "diloco", "steps": 4, "send": "int8"},
-            "num_workers": 128,
-            "batch_size": 512,
-        },
+        {"sync": DiLoCo(steps=4, send="int8"), "num_workers": 128, "batch_size": 512},
         "got numWorkers=128; set send='fp16'",
     ),
-    ({"consistency": SSP, "sharding": "optimizer"}, "set sharding='none', or consistency='bsp'"),
-    ({"consistency": SSP, "precision": "fp16"}, "set precision='bf16', or consistency='bsp'"),
-    ({"consistency": SSP, "on_non_finite": "skip"}, "set onNonFinite='stop', or consistency='bsp'"),
-    ({"consistency": SSP, "ema_decay": 0.9}, "leave emaDecay unset, or set consistency='bsp'"),
-    ({"consistency": SSP, "optimizer": "lamb"}, "'lamb' looks at whole ones; set optimizer='adamw'"),
-    ({"consistency": {"name": "ssp", "staleness": 0}, "max_grad_norm": 1.0}, "leave maxGradNorm unset"),
-    ({"consistency": "hogwild", "use_gpu": True}, "set useGpu=False, or consistency='asp'"),
+    ({"sync": SSP, "precision": "fp16"}, r"set precision='bf16', or sync=AllReduce\(\)"),
+    ({"sync": SSP, "on_non_finite": "skip"}, r"set onNonFinite='stop', or sync=AllReduce\(\)"),
+    ({"sync": SSP, "ema_decay": 0.9}, r"leave emaDecay unset, or set sync=AllReduce\(\)"),
+    ({"sync": SSP, "optimizer": "lamb"}, "'lamb' needs whole parameters; set optimizer='adamw'"),
+    ({"sync": ParameterServer(staleness=0), "max_grad_norm": 1.0}, "leave maxGradNorm unset"),
+    ({"sync": Hogwild(), "use_gpu": True}, r"set useGpu=False, or sync=ParameterServer\(\)"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_what_does_not_go_together_is_one_sentence(changes: dict[str, Any], message: str) -> None:
-    given = dict(changes)
-    if "local_steps" in given:
-        given["local_steps"] = _local(given["local_steps"])
-    if "consistency" in given:
-        given["consistency"] = _consistency(given["consistency"])
     with pytest.raises(ValueError, match=message) as caught:
-        replace(CONFIG, **given)
+        replace(CONFIG, **changes)
     assert "\n" not in str(caught.value)
 
 
@@ -137,17 +115,17 @@ def test_what_does_not_go_together_is_one_sentence(changes: dict[str, Any], mess
     ("changes", "optimizer", "message"),
     [
         (
-            {"consistency": "asp"},
+            {"sync": ParameterServer()},
             lambda p: Lamb(p, lr=0.1),
-            "optimizer Lamb looks at whole ones; take one of",
+            "optimizer Lamb needs whole parameters; take one of",
         ),
-        ({"consistency": "hogwild"}, torch.optim.SparseAdam, "consistency 'hogwild' makes them dense"),
-        ({"local_steps": 4}, torch.optim.SparseAdam, "localSteps .* makes them dense; set localSteps=1"),
+        ({"sync": Hogwild()}, torch.optim.SparseAdam, r"sync=Hogwild\(\) makes them dense"),
+        ({"sync": LocalSGD(steps=4)}, torch.optim.SparseAdam, r"makes them dense; set sync=AllReduce\(\)"),
         # Its state of a part has no dimensions to be joined along, so a checkpoint would have one rank's.
         (
             {"parallelism": {"tensor": 2, "plan": {"0": "column"}}},
             Adam8bit,
-            "leaves a worker parts of parameters, and optimizer Adam8bit looks at whole ones",
+            "leaves a worker shards of parameters, and optimizer Adam8bit needs whole parameters",
         ),
     ],
 )
@@ -155,9 +133,7 @@ def test_an_optimizer_of_the_users_own_is_refused_on_the_driver(
     make_shards: MakeShards, tmp_path: Path, changes: dict[str, Any], optimizer: Any, message: str
 ) -> None:
     manifest = make_shards({"x": np.zeros((9, 2), np.float32), "y": np.zeros(9, np.float32)})
-    forms: dict[str, Any] = {"local_steps": _local, "consistency": _consistency, "parallelism": dict}
-    given = {key: forms[key](value) for key, value in changes.items()}
-    config = config_of(manifest, tmp_path / "run", num_workers=2, collective="torch", **given)
+    config = config_of(manifest, tmp_path / "run", num_workers=2, collective="torch", **changes)
     objects = UserObjects(module=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), optimizer=optimizer)
     with pytest.raises(ValueError, match=message):
         check_training(config, objects, manifest)
@@ -173,7 +149,7 @@ def test_an_optimizer_of_our_own_that_looks_at_single_elements_is_not_refused(
         tmp_path / "run",
         num_workers=2,
         collective="torch",
-        consistency=_consistency("asp"),
+        sync=ParameterServer(),
         optimizer="adam1bit",
         model=ModelSpec("linear", {"in_features": 2, "out_features": 1}).to_json(),
     )
@@ -183,14 +159,7 @@ def test_an_optimizer_of_our_own_that_looks_at_single_elements_is_not_refused(
 def test_noise_that_nobody_measures_is_told() -> None:
     assert NOISE_SCALE.without_effect is not None
     is_idle, _ = NOISE_SCALE.without_effect
-    given: dict[str, Any] = {
-        "numWorkers": 2,
-        "sharding": "none",
-        "gradientCompression": {"name": "none"},
-        "localSteps": 1,
-        "consistency": _consistency("bsp"),
-        "gradientAccumulation": 1,
-    }
+    given: dict[str, Any] = {"numWorkers": 2, "sync": AllReduce(), "gradientAccumulation": 1}
     assert not is_idle(given)
-    assert is_idle(given | {"localSteps": _local(4)})
-    assert is_idle(given | {"consistency": _consistency(SSP)})
+    assert is_idle(given | {"sync": LocalSGD(steps=4)})
+    assert is_idle(given | {"sync": SSP})

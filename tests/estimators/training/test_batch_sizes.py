@@ -24,6 +24,8 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.memory.budget import check_budget
+from ringspark.estimators.options.scaling import ScaleLearningRate
+from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.batch_sizes import BatchSizes, Steps
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.check.driver import check_training
@@ -42,8 +44,8 @@ ROWS = 90
 SCHEDULE = ((3, 24), (5, 50))
 STEPS = [6, 6, 4, 4, 2]
 SIZES = [16, 16, 24, 24, 50]
-LINEAR = {"name": "linear", "baseBatchSize": 8, "warmupEpochs": 1.5}
-SQRT = {"name": "sqrt", "baseBatchSize": 64, "warmupEpochs": 0.0}
+LINEAR = ScaleLearningRate(base_batch_size=8, warmup_epochs=1.5)
+SQRT = ScaleLearningRate(base_batch_size=64, rule="sqrt")
 
 
 @pytest.fixture(autouse=True)
@@ -118,14 +120,14 @@ def test_steps_are_those_that_one_counts(
 # ------------------------------------------------------------------------------------- rates
 
 
-def _rate_factors(scaling: dict[str, Any], course: Callable[[int, int], float]) -> list[float]:
+def _rate_factors(scaling: ScaleLearningRate, course: Callable[[int, int], float]) -> list[float]:
     """The factor on the base rate in every step, from the papers' words."""
-    rule = {"linear": lambda k: k, "sqrt": lambda k: k**0.5}[scaling["name"]]
-    warmup = round(scaling["warmupEpochs"] * STEPS[0])  # within epochs of equal size
+    rule = {"linear": lambda k: k, "sqrt": lambda k: k**0.5}[scaling.rule]
+    warmup = round(scaling.warmup_epochs * STEPS[0])  # within epochs of equal size
     found, total = [], sum(STEPS)
     owners = [epoch for epoch, count in enumerate(STEPS) for _ in range(count)]
     for step, epoch in enumerate(owners):
-        full = rule(SIZES[epoch] / scaling["baseBatchSize"])
+        full = rule(SIZES[epoch] / scaling.base_batch_size)
         share = min(1.0, step / warmup) if warmup else 1.0
         found.append((1 + (full - 1) * share) * course(max(0, step - warmup), total - warmup))
     return found
@@ -155,9 +157,9 @@ COURSES: dict[str, tuple[Any, Callable[[int, int], float]]] = {
 }
 
 
-@pytest.mark.parametrize("scaling", [LINEAR, SQRT], ids=lambda scaling: scaling["name"])
+@pytest.mark.parametrize("scaling", [LINEAR, SQRT], ids=lambda scaling: scaling.rule)
 @pytest.mark.parametrize("name", COURSES)
-def test_rates_of_all_groups_are_the_closed_form(name: str, scaling: dict[str, Any]) -> None:
+def test_rates_of_all_groups_are_the_closed_form(name: str, scaling: ScaleLearningRate) -> None:
     spec, course = COURSES[name]
     one, two = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([{"params": [one], "lr": 0.5}, {"params": [two]}], lr=0.02)
@@ -174,7 +176,7 @@ def test_rates_of_all_groups_are_the_closed_form(name: str, scaling: dict[str, A
 def test_the_first_steps_rise_from_the_rate_itself_to_the_scaled_one() -> None:
     """Goyal et al. 2017: from the rate of the small batch, by the same amount in each step."""
     steps = Steps(BatchSizes.of(32, (), 3), 160)
-    scaling = RateScaling.of({"name": "linear", "baseBatchSize": 8, "warmupEpochs": 0.6}, steps)
+    scaling = RateScaling.of(ScaleLearningRate(base_batch_size=8, warmup_epochs=0.6), steps)
     assert scaling is not None
     assert [scaling.factor(step) for step in range(5)] == pytest.approx([1, 2, 3, 4, 4])
     assert str(scaling) == (
@@ -186,7 +188,7 @@ def test_the_first_steps_rise_from_the_rate_itself_to_the_scaled_one() -> None:
 def test_warmup_steps_rise_from_zero_to_the_scaled_rate() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     steps = Steps(BatchSizes.of(32, (), 3), 160)
-    scaling = RateScaling.of({"name": "linear", "baseBatchSize": 8, "warmupEpochs": 0.0}, steps)
+    scaling = RateScaling.of(ScaleLearningRate(base_batch_size=8, warmup_epochs=0.0), steps)
     rates, seen = make_rates("constant", optimizer, steps.total, 3, scaling), []
     for step in range(5):
         rates.set(step)
@@ -197,8 +199,8 @@ def test_warmup_steps_rise_from_zero_to_the_scaled_rate() -> None:
 def test_a_rise_that_leaves_no_step_is_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     steps = Steps(BatchSizes.of(50, (), 1), 100)
-    scaling = RateScaling.of({"name": "linear", "baseBatchSize": 8, "warmupEpochs": 0.9}, steps)
-    with pytest.raises(ValueError, match=r"warmupEpochs must end before .* steps \(2\), got 2 steps; lower"):
+    scaling = RateScaling.of(ScaleLearningRate(base_batch_size=8, warmup_epochs=0.9), steps)
+    with pytest.raises(ValueError, match=r"warmup_epochs must end before .* steps \(2\), got 2 steps; lower"):
         make_rates("constant", optimizer, steps.total, 0, scaling)
 
 
@@ -225,7 +227,7 @@ class Watches(Callback):
 
 
 def by_hand(
-    scaling: dict[str, Any] | None, course: Callable[[int, int], float], accumulation: int = 1
+    scaling: ScaleLearningRate | None, course: Callable[[int, int], float], accumulation: int = 1
 ) -> torch.Tensor:
     """The weights after the schedule, by a loop over rows in their order."""
     table = columns()
@@ -255,7 +257,7 @@ def by_hand(
 @pytest.mark.parametrize("scaling", [None, LINEAR, SQRT], ids=["unscaled", "linear", "sqrt"])
 @pytest.mark.parametrize("name", COURSES)
 def test_a_training_is_the_loop_by_hand(
-    make_shards: MakeShards, tmp_path: Path, name: str, scaling: dict[str, Any] | None
+    make_shards: MakeShards, tmp_path: Path, name: str, scaling: ScaleLearningRate | None
 ) -> None:
     spec, course = COURSES[name]
     watches = Watches()
@@ -266,7 +268,7 @@ def test_a_training_is_the_loop_by_hand(
         parameter_groups=({"params": ["0.*"], "learningRate": 0.002},),
         gradient_accumulation=3,
         lr_schedule=spec if isinstance(spec, str) else "constant",
-        scale_learning_rate=scaling or {"name": "none"},
+        scale_learning_rate=scaling,
     )
     objects = UserObjects(
         module=net(), lr_schedule=None if isinstance(spec, str) else spec, callbacks=(watches,)
@@ -429,7 +431,7 @@ def test_two_ranks_are_one_and_either_goes_on_with_the_other_s(
         "shuffled": {},
         "in order": {"shuffle": False, "cache": "memory"},
         "accumulated": {"gradient_accumulation": 3, "noise_scale": True},
-        "zero": {"sharding": "gradients"},
+        "zero": {"sync": Zero(stage=2)},
     }
     shared: dict[str, Any] = {"scale_learning_rate": LINEAR, "lr_schedule": "cosine"}
     alone = {

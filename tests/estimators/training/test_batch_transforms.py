@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from earlier_settings import sync_of
 from small_training import config_of, train_gang, weights_of
 from torch import nn
 
@@ -199,7 +200,9 @@ def test_ranks_without_rows_keep_step_where_rows_change_their_shape(
     x = np.random.default_rng(1).normal(size=(34, 3)).astype(np.float32)
     manifest = make_shards({"x": x, "y": x.sum(1)}, validation=np.arange(34) == 0)
     objects = UserObjects(module=network(6, 0.0), transform_batch=Wider(), transform_in_prediction=Wider())
-    config = config_of(manifest, tmp_path / "gang", num_workers=3, collective="torch", sharding=sharding)
+    config = config_of(
+        manifest, tmp_path / "gang", num_workers=3, collective="torch", sync=sync_of(sharding=sharding)
+    )
     gang = train_gang(config, objects)
     alone = _train(replace(config, num_workers=1, run_uri=str(tmp_path / "alone")), objects)
     # It draws nothing, so any number of workers trains the same.

@@ -22,6 +22,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.compilation import compile_network
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -100,8 +101,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "torch": {"collective": "torch", "max_grad_norm": 0.5},
     "bf16": {"collective": "torch", "precision": "bf16"},
     "checkpointing": {"collective": "horovod", "gradient_checkpointing": "sqrt"},
-    "zero1": {"collective": "torch", "sharding": "optimizer"},
-    "zero2": {"collective": "torch", "sharding": "gradients"},
+    "zero1": {"collective": "torch", "sync": Zero(stage=1)},
+    "zero2": {"collective": "torch", "sync": Zero(stage=2)},
 }
 
 

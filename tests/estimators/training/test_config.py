@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.settings.config import TrainConfig, segment_policy
 
 CONFIG = TrainConfig(
@@ -43,7 +44,7 @@ def test_json_gives_the_same_config_back() -> None:
         ({"gradient_checkpointing": "some"}, "got 'some'"),
         ({"compile": "fast"}, "compile must be False, True or one of 'default'.*, got 'fast'"),
         ({"compile": 1}, "compile must be False, True .*, got 1"),
-        ({"compile": True, "sharding": "parameters", "collective": "torch"}, "or compile=False"),
+        ({"compile": True, "sync": Zero(stage=3), "collective": "torch"}, "or compile=False"),
         ({"compile": "default", "activation_compression": "bits"}, "activationCompression .'bits'. pack"),
         ({"compile": "max-autotune", "use_gpu": True, "gradient_accumulation": 2}, "records CUDA graphs"),
         ({"collective": "local"}, "serves one worker, got numWorkers=2"),
@@ -64,8 +65,8 @@ def test_a_gang_that_goes_on_with_fewer_workers_reads_the_rows_with_those() -> N
     """Also where the workers along 'data' were given; other axes keep theirs, or refuse minWorkers."""
     config = replace(CONFIG, num_workers=4, parallelism={"data": 4}, collective="torch", min_workers=2)
     assert config.with_workers(3).axes["data"] == 3
-    shards = {"parallelism": {"data": 2, "shard": 2}, "sharding": "parameters"}
-    with pytest.raises(ValueError, match="minWorkers \\(2\\) asks to go on"):
+    shards = {"parallelism": {"data": 2, "shard": 2}, "sync": Zero(stage=3)}
+    with pytest.raises(ValueError, match="minWorkers \\(2\\) lets a restart"):
         replace(config, **shards)
 
 

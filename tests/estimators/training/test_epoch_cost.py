@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from earlier_settings import sync_of
 from small_training import config_of, train_ranks
 from torch import nn
 
@@ -43,7 +44,9 @@ def manifest(make_shards: MakeShards) -> ShardManifest:
 def test_a_gang_counts_the_bytes_and_operations_of_all_ranks(
     manifest: ShardManifest, tmp_path: Path, sharding: str
 ) -> None:
-    config = _config(manifest, tmp_path / "run", num_workers=2, collective="torch", sharding=sharding)
+    config = _config(
+        manifest, tmp_path / "run", num_workers=2, collective="torch", sync=sync_of(sharding=sharding)
+    )
     results = train_ranks(config)
     costs = [record.cost for record in results[0].history]
     for record, cost in zip(results[0].history, costs, strict=True):

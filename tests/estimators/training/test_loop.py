@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import TORCH_AND_SLOW_OTHERS
 from sklearn import metrics as reference
 from small_training import config_of, train_ranks
 from torch import nn
 from torch.nn import functional
 
 from ringspark.estimators import Callback, TrainingState, WorkerError
+from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.check.schema import check_network, find_monitor
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.history import EpochRecord
@@ -30,6 +31,7 @@ from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
+GANGS = [name for name in COLLECTIVES if name != "local"]
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 2})
 MakeShards = Callable[..., ShardManifest]
 _config = partial(
@@ -78,7 +80,7 @@ class TwoHeads(nn.Module):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
+@pytest.mark.parametrize("collective", GANGS)
 def test_several_labels_train_like_the_loop_one_would_write(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
@@ -128,7 +130,7 @@ def test_several_labels_train_like_the_loop_one_would_write(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
+@pytest.mark.parametrize("collective", GANGS)
 def test_class_weights_and_row_weights_train_like_torchs_own_mean(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
@@ -153,7 +155,7 @@ def test_class_weights_and_row_weights_train_like_torchs_own_mean(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
+@pytest.mark.parametrize("collective", GANGS)
 def test_metrics_are_those_of_all_rows_of_all_workers(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
@@ -202,7 +204,7 @@ class Diary(Callback):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
+@pytest.mark.parametrize("collective", GANGS)
 def test_callbacks_are_called_on_every_rank_and_one_ranks_word_stops_all(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
@@ -225,7 +227,7 @@ def _zigzag(step: int, num_steps: int) -> float:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", ["local", *TORCH_AND_SLOW_OTHERS])
+@pytest.mark.parametrize("collective", ["local", *GANGS])
 def test_the_best_checkpoint_is_the_best(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
@@ -326,7 +328,7 @@ def test_a_monitor_that_the_history_will_not_have_is_refused(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
+@pytest.mark.parametrize("collective", GANGS)
 def test_bytes_sent_are_those_of_the_ring(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
@@ -353,7 +355,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", ["local", *TORCH_AND_SLOW_OTHERS])
+@pytest.mark.parametrize("collective", ["local", *GANGS])
 def test_a_single_row_passes_batch_normalisation_and_lazy_layers_find_their_size(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
@@ -371,7 +373,7 @@ def test_a_single_row_passes_batch_normalisation_and_lazy_layers_find_their_size
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
+@pytest.mark.parametrize("collective", GANGS)
 def test_the_held_out_loss_is_that_of_the_saved_network_with_batch_normalisation(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
@@ -418,7 +420,7 @@ class Digest(Callback):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
+@pytest.mark.parametrize("collective", GANGS)
 def test_ranks_validate_with_equal_constants_and_buffers_of_every_dtype(
     make_shards: MakeShards,
     tmp_path: Path,
@@ -435,7 +437,7 @@ def test_ranks_validate_with_equal_constants_and_buffers_of_every_dtype(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
+@pytest.mark.parametrize("collective", GANGS)
 def test_sparse_embeddings_train_where_a_rank_has_no_rows(
     make_shards: MakeShards, tmp_path: Path, collective: str
 ) -> None:
@@ -467,7 +469,7 @@ class OwnLookup(nn.Embedding):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
+@pytest.mark.parametrize("collective", GANGS)
 def test_a_sparse_gradient_that_no_layer_announces_is_refused_in_a_gang(
     make_shards: MakeShards, tmp_path: Path, collective: str
 ) -> None:
@@ -489,8 +491,8 @@ def test_an_optimizer_that_takes_only_sparse_gradients_gets_those_of_all_ranks(
     two = _gang(replace(config, run_uri=str(tmp_path / "two")), objects)
     expected, found = (_module(result, nn.Embedding(9, 2)).weight for result in (alone, two[0]))
     assert torch.allclose(found, expected, atol=1e-6)
-    with pytest.raises(ValueError, match=r"SparseAdam takes .* sharding 'optimizer' .* take 'adam'"):
-        _gang(replace(config, sharding="optimizer"), objects)
+    with pytest.raises(ValueError, match=r"SparseAdam takes .* sync=Zero\(stage=1\) .* optimizer='adam'"):
+        _gang(replace(config, sync=Zero(stage=1)), objects)
 
 
 def test_layers_that_wait_for_every_rank_are_refused_in_a_gang(

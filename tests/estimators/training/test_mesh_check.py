@@ -14,9 +14,9 @@ from small_training import config_of
 from torch import nn
 from torch.nn import functional as F
 
+from ringspark.estimators.options.mesh import AXES
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.settings.config import UserObjects
-from ringspark.estimators.training.settings.parallelism import AXES
 from ringspark.models import ModelSpec
 from ringspark.models.chain import Link
 from ringspark.models.experts.layer import MixtureOfExperts

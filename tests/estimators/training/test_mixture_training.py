@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from earlier_settings import sync_of
 from small_training import config_of, train_gang, weights_of
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
@@ -74,7 +75,13 @@ def test_two_workers_are_one_worker(
     )
     one = train_here(config)
     two = train_gang(
-        replace(config, run_uri=str(tmp_path / "two"), num_workers=2, collective="torch", sharding=sharding)
+        replace(
+            config,
+            run_uri=str(tmp_path / "two"),
+            num_workers=2,
+            collective="torch",
+            sync=sync_of(sharding=sharding),
+        )
     )
     weights = [weights_of(result, model.build()) for result in (one, two)]
     assert (weights[0] - weights[1]).abs().max() < 1e-5

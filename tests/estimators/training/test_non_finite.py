@@ -14,22 +14,25 @@ import numpy as np
 import pytest
 import small_training
 import torch
-from ranks import TORCH_AND_SLOW_OTHERS, run_ranks
+from earlier_settings import sync_of
 from torch import nn
 
 from ringspark.estimators import WorkerError
-from ringspark.estimators.collectives import Collective
-from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.collectives import COLLECTIVES, Collective
+from ringspark.estimators.launch.local import run_spawned, train_here
+from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.history import read_history
 from ringspark.estimators.training.non_finite import FirstBadLoss, NonFiniteStep, raise_first_bad
+from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
+GANGS = [name for name in COLLECTIVES if name != "local"]
 MakeShards = Callable[..., ShardManifest]
 # Row 37 of 80, in the order of the files: step 3 of 16 rows each, in every epoch.
 BAD_ROW = 37
@@ -252,7 +255,11 @@ def test_ranks_skip_what_one_rank_skips_and_report_its_loss(
         model=ModelSpec("linear", {"in_features": 4, "out_features": 1}).to_json(),
     )
     gang = replace(
-        config, run_uri=str(tmp_path / "two"), num_workers=2, collective="torch", sharding=sharding
+        config,
+        run_uri=str(tmp_path / "two"),
+        num_workers=2,
+        collective="torch",
+        sync=sync_of(sharding=sharding),
     )
     own = UserObjects(losses=(InfiniteLoss(),))
     one, two = train_here(config, own), small_training.train_gang(gang, own)
@@ -266,25 +273,29 @@ def test_ranks_skip_what_one_rank_skips_and_report_its_loss(
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"max_grad_norm": 1.0},
     "accumulation": {"gradient_accumulation": 2},
-    "optimizer": {"sharding": "optimizer", "max_grad_norm": 1.0},
-    "gradients": {"sharding": "gradients"},
-    "parameters": {"sharding": "parameters"},
+    "optimizer": {"sync": Zero(stage=1), "max_grad_norm": 1.0},
+    "gradients": {"sync": Zero(stage=2)},
+    "parameters": {"sync": Zero(stage=3)},
 }
 
 
-def _gang(configs: dict[str, TrainConfig], last: TrainConfig, collective: Collective) -> None:
+def _gang(
+    configs: dict[str, TrainConfig], last: TrainConfig, collective: Collective, device: str, status: Status
+) -> str:
     """Every skip; a rollback; then the policy that ends the gang."""
     results = {
-        name: train_worker(config, collective, objects(bursts=int(name == "rollback"))).to_json()
+        name: train_worker(
+            config, collective, objects(bursts=int(name == "rollback")), device, status
+        ).to_json()
         for name, config in configs.items()
     }
     Path(last.run_uri).mkdir(exist_ok=True)
     (Path(last.run_uri) / f"{collective.rank}.json").write_text(json.dumps(results))
-    train_worker(last, collective, objects())
+    return train_worker(last, collective, objects(), device, status).to_json()
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
+@pytest.mark.parametrize("collective", GANGS)
 def test_two_ranks_decide_together(make_shards: MakeShards, tmp_path: Path, collective: str) -> None:
     bad, good = data(make_shards, name="bad"), data(make_shards, bad=None, name="good")
     gang: dict[str, Any] = {"num_workers": 2, "collective": collective}
@@ -302,7 +313,7 @@ def test_two_ranks_decide_together(make_shards: MakeShards, tmp_path: Path, coll
     }
     last = replace(configs["plain"], run_uri=str(tmp_path / "last"), on_non_finite="stop")
     with pytest.raises(WorkerError, match=r"not finite in epoch 1, step 3 on rank [01]; lower"):
-        run_ranks(2, collective, partial(_gang, configs, last))
+        run_spawned(2, collective, partial(_gang, configs, last), timeout_seconds=120)
     ranks = [json.loads((tmp_path / "last" / f"{rank}.json").read_text()) for rank in (0, 1)]
     for name in configs:
         first, second = (TrainResult.from_json(results[name]) for results in ranks)

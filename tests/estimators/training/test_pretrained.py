@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from earlier_settings import sync_of
 from safetensors.torch import load_file, save_file
 from small_training import config_of, train_gang
 from torch import nn
 
 from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.options.finetuning import Pretrained
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.finetuning.pretrained import check_pretrained, load_pretrained
 from ringspark.estimators.training.settings.config import UserObjects
@@ -28,8 +30,8 @@ SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 1})
 _config = partial(config_of, model=SPEC.to_json())
 
 
-def _setting(uri: Path | str, *ignore: str, strict: bool = True) -> dict[str, Any]:
-    return {"uri": str(uri), "ignore": list(ignore), "strict": strict}
+def _setting(uri: Path | str, *ignore: str, strict: bool = True) -> Pretrained:
+    return Pretrained(uri=str(uri), ignore=ignore, strict=strict)
 
 
 def _other() -> nn.Module:
@@ -210,7 +212,7 @@ def test_all_ranks_start_from_what_rank_0_has_read(
     manifest = make_shards({"x": rng.normal(size=(64, 4)).astype(np.float32), "y": np.ones(64, np.float32)})
     changes: dict[str, Any] = {"pretrained": _setting(tmp_path, "head.*"), "optimizer": "sgd"}
     one = train_here(_config(manifest, tmp_path / "one", **changes))
-    changes |= {"num_workers": 2, "collective": collective, "sharding": sharding}
+    changes |= {"num_workers": 2, "collective": collective, "sync": sync_of(sharding=sharding)}
     two = train_gang(_config(manifest, tmp_path / "two", **changes))
     first, second = (load_file(Path(r.checkpoint_uri) / "model.safetensors") for r in (one, two))
     for name in first:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,17 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from earlier_settings import sync_of
 from peak_memory import memory_use
-from ranks import run_ranks
 from small_training import config_of
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.in_process import run_in_turns
+from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.rank_state import RankState, gather_ranks
 from ringspark.estimators.training.checkpoint.resume import Recovery
+from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.estimators.training.settings.local_training import LOCAL_STEPS
 from ringspark.estimators.training.worker import train_worker
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
@@ -34,7 +36,7 @@ STATE_BYTES = 2 * WIDTH * WIDTH * 4
 MakeShards = Callable[..., ShardManifest]
 
 
-def _peaks(config: TrainConfig, collective: Collective) -> dict[str, int]:
+def _peaks(config: TrainConfig, collective: Collective, device: str, status: Status) -> str:
     """Trains a step, and the rest from its checkpoint; returns the most bytes of `save` and `load`."""
     found = {}
 
@@ -47,8 +49,8 @@ def _peaks(config: TrainConfig, collective: Collective) -> dict[str, int]:
     measure("save", Recovery.save)
     measure("load", Recovery.load)
     for epochs in (1, 2):
-        train_worker(replace(config, epochs=epochs), collective)
-    return found
+        train_worker(replace(config, epochs=epochs), collective, None, device, status)
+    return json.dumps(found)
 
 
 @pytest.mark.distributed
@@ -57,18 +59,18 @@ def test_a_rank_holds_the_state_of_one_other_rank_at_most(make_shards: MakeShard
     """Besides its own, and the copy that rank 0 writes."""
     rng = np.random.default_rng(0)
     manifest = make_shards({"x": rng.normal(size=(64, WIDTH)).astype(np.float32), "y": np.zeros(64)})
-    assert LOCAL_STEPS.convert is not None
     config = config_of(
         manifest,
         tmp_path / "run",
         model=ModelSpec("mlp", {"in_features": WIDTH, "hidden": [WIDTH], "out_features": 1}).to_json(),
         optimizer="momentum",
         num_workers=5,
-        local_steps=LOCAL_STEPS.convert("training"),
+        sync=sync_of(localSteps="training"),
         checkpoint_every_steps=1,
         collective="torch",
     )
-    peaks = run_ranks(5, "torch", partial(_peaks, config))
+    texts = run_spawned(5, "torch", partial(_peaks, config), timeout_seconds=120)
+    peaks = [json.loads(text) for text in texts]
     assert {name for own in peaks for name in own} == {"save", "load"}
     assert max(peak for own in peaks for peak in own.values()) < 3 * STATE_BYTES, peaks
 

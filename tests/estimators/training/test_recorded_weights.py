@@ -11,8 +11,6 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ import pytest
 import small_training
 import torch
 from safetensors.torch import load_file, save_file
-from written_shards import written
 
+from ringspark.estimators.options.sync import Zero
 from ringspark.models import ModelSpec
 
 RECORD = Path(__file__).resolve().parents[2] / "recorded" / "weights.safetensors"
@@ -33,9 +31,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": "sqrt", "gradient_accumulation": 2},
     "bf16": {"precision": "bf16"},
     "clipped": {"max_grad_norm": 0.1, "lr_schedule": "cosine", "warmup_steps": 5, "optimizer": "adam"},
-    "zero1": {"sharding": "optimizer"},
-    "zero2": {"sharding": "gradients"},
-    "zero3": {"sharding": "parameters"},
+    "zero1": {"sync": Zero(stage=1)},
+    "zero2": {"sync": Zero(stage=2)},
+    "zero3": {"sync": Zero(stage=3)},
 }
 CASES = [
     f"{collective}-{variant}"
@@ -68,33 +66,20 @@ def table() -> dict[str, np.ndarray]:
     }
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, torch.Tensor]]:
-    """Returns all parameters after 50 steps on 2 ranks, 1-D, of each variant on a collective."""
-    folder = tmp_path_factory.mktemp("recorded")
-    manifest = written(folder / "shards", table(), num_files=1)
-
-    @cache
-    def train(collective: str) -> dict[str, torch.Tensor]:
-        changes = {"collective": collective, "num_workers": 2, "model": MODEL.to_json(), "weight_column": "w"}
-        configs = {
-            name: small_training.config_of(manifest, folder / name, **changes, **VARIANTS[name.split("-")[1]])
-            for name in CASES
-            if name.startswith(collective)
-        }
-        results = small_training.train_in_turn(configs)
-        assert {result.steps for result in results.values()} == {50}
-        return {name: small_training.weights_of(result, MODEL.build()) for name, result in results.items()}
-
-    return train
+def trained(manifest: Any, run_uri: Path, name: str) -> torch.Tensor:
+    """Returns all parameters after 50 steps on 2 ranks, 1-D."""
+    collective, variant = name.split("-")
+    changes = {"collective": collective, "num_workers": 2, "model": MODEL.to_json(), "weight_column": "w"}
+    config = small_training.config_of(manifest, run_uri, **changes, **VARIANTS[variant])
+    result = small_training.train_gang(config)
+    assert result.steps == 50
+    return small_training.weights_of(result, MODEL.build())
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", CASES)
-def test_weights_are_those_of_the_record(
-    name: str, trained: Callable[[str], dict[str, torch.Tensor]]
-) -> None:
-    weights = trained(name.split("-")[0])[name]
+def test_weights_are_those_of_the_record(name: str, make_shards: Any, tmp_path: Path) -> None:
+    weights = trained(make_shards(table(), num_files=1), tmp_path / "run", name)
     if os.environ.get("RINGSPARK_RECORD"):
         known = load_file(RECORD) if RECORD.exists() else {}
         save_file(known | {name: weights}, RECORD)

@@ -16,6 +16,7 @@ from small_training import config_of
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
 from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint import rank_zero, writer
 from ringspark.estimators.training.phase import Status
@@ -48,7 +49,7 @@ def _train(config: TrainConfig, pulse: Pulse, collective: Collective, device: st
     [
         pytest.param("horovod", {"checkpoint_every_epochs": 1}, marks=pytest.mark.slow),
         ("torch", {"checkpoint_every_epochs": 1, "keep": "best"}),
-        ("torch", {"sharding": "parameters"}),
+        ("torch", {"sync": Zero(stage=3)}),
     ],
 )
 def test_no_rank_stands_still_while_the_weights_are_written(

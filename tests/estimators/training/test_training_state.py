@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from earlier_settings import sync_of
 from peak_memory import memory_use
 from ranks import run_ranks
 from torch import nn
@@ -45,7 +46,7 @@ def _net() -> nn.Module:
 
 def _prepare(collective: Collective, sharding: str, optimizer: str) -> GradientSync:
     make = partial(build_optimizer, optimizer, groups=None, learning_rate=0.01, weight_decay=0.1)
-    return STRATEGIES[Exchange(sharding=sharding).strategy]().prepare(_net(), make, collective, Exchange())
+    return STRATEGIES[sync_of(sharding=sharding).strategy]().prepare(_net(), make, collective, Exchange())
 
 
 def _steps(sync: GradientSync, collective: Collective, first: int, last: int) -> None:
@@ -132,7 +133,7 @@ def _gather(sharding: str, collective: Collective) -> Any:
     """The most memory that a copy of the whole training takes on this rank, and the bytes it sends for it."""
     module = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False))
     make = partial(build_optimizer, "adamw", groups=None, learning_rate=0.01, weight_decay=0.1)
-    sync = STRATEGIES[Exchange(sharding=sharding).strategy]().prepare(module, make, collective, Exchange())
+    sync = STRATEGIES[sync_of(sharding=sharding).strategy]().prepare(module, make, collective, Exchange())
     with sync.micro_batch(last=True):
         sync.module(torch.ones(1, 256)).sum().backward()
     sync.reduce()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from earlier_settings import sync_of
 from safetensors.torch import load_file
 from small_training import config_of, train_gang
 from torch import nn
@@ -123,7 +124,7 @@ def test_the_ranks_exchange_nothing_for_frozen_parameters(
                     manifest,
                     tmp_path / f"{epochs}{changes.get('freeze', '')}".replace("*", ""),
                     num_workers=2,
-                    sharding=sharding,
+                    sync=sync_of(sharding=sharding),
                     collective=collective,
                     epochs=epochs,
                     **changes,
@@ -438,7 +439,7 @@ def test_two_workers_equal_one(
     changes = TUNINGS[tuning] | {"keep": "best", "optimizer": "sgd", "max_grad_norm": 0.5}
     one = train_here(_config(manifest, tmp_path / "one", **changes))
     config = _config(manifest, tmp_path / "two", num_workers=2, collective=collective, **changes)
-    two = train_gang(replace(config, sharding=sharding, checkpoint_every_steps=2))
+    two = train_gang(replace(config, sync=sync_of(sharding=sharding), checkpoint_every_steps=2))
     assert _distance(one, two) < 1e-6
     losses = [[record.validation_loss for record in run.history] for run in (one, two)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -21,17 +21,19 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from ranks import run_ranks
+from earlier_settings import sync_of
 from torch import nn
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import Collective, CollectiveError
 from ringspark.estimators.collectives.base import ConnectedMember, gather_bytes
 from ringspark.estimators.collectives.rendezvous.channel import prove_as_client
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.options.sync import ParameterServer
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
-from ringspark.estimators.parallel.consistency import Consistency
 from ringspark.estimators.training.build import build_optimizer
+from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.extras.asynchronous import wire
 from ringspark.extras.asynchronous.links import OwnLink, RemoteLink
@@ -77,9 +79,9 @@ def _prepare(
     rate: float = 0.05,
     decay: float = 0.1,
 ) -> GradientSync:
-    exchange = Exchange(consistency=consistency, timeout_seconds=30)
+    exchange = Exchange(sync=sync_of(consistency=consistency), timeout_seconds=30)
     make = lambda module: build_optimizer(optimizer, module, None, rate, decay)  # noqa: E731
-    return STRATEGIES[exchange.strategy]().prepare(Net(), make, collective, exchange)
+    return STRATEGIES[exchange.sync.strategy]().prepare(Net(), make, collective, exchange)
 
 
 def _train(collective: Collective, sync: GradientSync, steps: int = STEPS) -> None:
@@ -170,7 +172,7 @@ def _convex(collective: Collective) -> dict[str, Any]:
     """Least squares by Hogwild; then one rank writes, and the other reads it."""
     generator = torch.Generator().manual_seed(0)
     features, truth = torch.randn(600, 8, generator=generator), torch.linspace(-1, 1, 8)
-    exchange = Exchange(consistency=HOGWILD)
+    exchange = Exchange(sync=sync_of(consistency=HOGWILD))
     module = nn.Linear(8, 1, bias=False)
     with torch.no_grad():
         module.weight.zero_()
@@ -237,7 +239,7 @@ class _Gaps(nn.Module):
 
 
 def _hogwild_of(collective: Collective) -> GradientSync:
-    exchange = Exchange(consistency=HOGWILD, timeout_seconds=30)
+    exchange = Exchange(sync=sync_of(consistency=HOGWILD), timeout_seconds=30)
     return STRATEGIES["hogwild"]().prepare(
         _Gaps(), lambda m: _Counting(m.parameters(), lr=0.1), collective, exchange
     )
@@ -266,23 +268,30 @@ def _refusals(collective: Collective) -> str:
     return ""
 
 
-def _work(collective: Collective) -> Any:
+def _work(collective: Collective, device: str, status: Status) -> str:
     result: dict[str, Any] = {}
     for optimizer in OPTIMIZERS:
+        status.phase = f"in step, {optimizer}"
         result[optimizer] = _in_step(collective, optimizer)
     for name, consistency in APART.items():
+        status.phase = name
         result[name] = _apart(collective, consistency)
+    status.phase = "literal"
     result["literal"] = _literal(collective)
+    status.phase = "convex"
     result["convex"] = _convex(collective)
+    status.phase = "unusual"
     result["unusual"] = _unusual(collective)
+    status.phase = "refusals"
     result["refusals"] = _refusals(collective)
+    status.phase = "leaving"
     result["left over"] = _left_over(collective)
-    return result
+    return json.dumps(result)
 
 
 @cache
 def _results(size: int, collective: str) -> list[dict[str, Any]]:
-    return run_ranks(size, collective, _work, timeout_seconds=120)
+    return [json.loads(text) for text in run_spawned(size, collective, _work, timeout_seconds=120)]
 
 
 GANGS = [(2, "torch"), (3, "torch"), pytest.param(2, "horovod", marks=pytest.mark.slow)]
@@ -360,7 +369,7 @@ def test_tensors_of_any_dtype_are_read_in_place() -> None:
 
 def test_an_optimizer_of_whole_parameters_is_refused() -> None:
     for result in _results(2, "torch"):
-        assert "optimizer Lamb looks at whole ones; take one of ASGD, " in result["refusals"]
+        assert "optimizer Lamb needs whole parameters; take one of ASGD, " in result["refusals"]
 
 
 def _loses_rank_1(consistency: dict[str, Any], folder: str, collective: Collective, *_: Any) -> str:
@@ -384,14 +393,14 @@ def _loses_rank_1(consistency: dict[str, Any], folder: str, collective: Collecti
 @pytest.mark.parametrize("name", ["ssp", "asp", "hogwild"])
 def test_a_rank_that_is_gone_ends_the_others_and_is_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="was killed") as caught:
-        run_ranks(2, "torch", partial(_loses_rank_1, APART[name], str(tmp_path)), timeout_seconds=60)
+        run_spawned(2, "torch", partial(_loses_rank_1, APART[name], str(tmp_path)), timeout_seconds=60)
     assert {failure.rank: failure.from_peer for failure in caught.value.failures} == {0: True, 1: False}
     assert "rank 1" in (tmp_path / "told").read_text()
 
 
 def _served(token: bytes, size: int = 2) -> tuple[ShardServer, Table]:
     held = nn.Parameter(torch.zeros(4))
-    table = Table({0: held}, torch.optim.SGD([held], lr=1.0), size, Consistency(bound=None), 5.0)
+    table = Table({0: held}, torch.optim.SGD([held], lr=1.0), size, ParameterServer(), 5.0)
     return ShardServer(table, "127.0.0.1", token, rank=0, size=size), table
 
 
@@ -444,7 +453,7 @@ class _Fails(torch.optim.SGD):
 def test_an_error_of_the_optimizer_comes_to_all_workers() -> None:
     """The server's own worker gets the error itself, others its text. No worker is blamed for leaving."""
     held = nn.Parameter(torch.zeros(4))
-    table = Table({0: held}, _Fails([held], lr=1.0), 2, Consistency(bound=None), 5.0)
+    table = Table({0: held}, _Fails([held], lr=1.0), 2, ParameterServer(), 5.0)
     server = ShardServer(table, "127.0.0.1", b"t" * 32, rank=0, size=2)
     own = OwnLink(table, 0)
     link = RemoteLink(0, ("127.0.0.1", server.port), b"t" * 32, 1, {0: (4, torch.float32)}, 5.0)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ringspark.estimators.parallel.consistency import Consistency
+from ringspark.estimators.options.sync import ParameterServer
 from ringspark.extras.asynchronous.clocks import Clocks
 from ringspark.extras.asynchronous.table import Table, WorkerLeftError
 
@@ -32,7 +32,9 @@ def _table(
     **options: object,
 ) -> Table:
     held = nn.Parameter(torch.zeros(size, dtype=torch.double) if start is None else start.clone())
-    return Table({0: held}, make([held]), size, Consistency(bound=bound, **options), timeout_seconds=20)  # type: ignore[arg-type]
+    return Table(
+        {0: held}, make([held]), size, ParameterServer(staleness=bound, **options), timeout_seconds=20
+    )  # type: ignore[arg-type]
 
 
 RATE = [{"lr": 1.0}]
@@ -145,7 +147,7 @@ def test_a_late_gradient_moves_less_by_its_staleness() -> None:
     """Worker 1 reads, worker 0 pushes 6 steps, then worker 1 pushes: 6 steps of the one other late."""
     moved = []
     for corrects in (False, True):
-        table = _table(2, None, corrects=corrects)
+        table = _table(2, None, correction="staleness" if corrects else "none")
         for clock in range(6):
             table.push(0, {0: _mark(0, 2)}, RATE, ends_step=True)
             table.pull(0, None, clock + 1, None)
@@ -184,7 +186,7 @@ def test_a_worker_that_leaves_ends_the_wait_for_it() -> None:
 
 def test_who_takes_no_step_is_named_after_the_timeout_and_who_does_is_waited_for() -> None:
     held = nn.Parameter(torch.zeros(2))
-    table = Table({0: held}, _sgd([held]), 2, Consistency(bound=0), timeout_seconds=1.0)
+    table = Table({0: held}, _sgd([held]), 2, ParameterServer(staleness=0), timeout_seconds=1.0)
     for _ in range(4):
         table.push(0, {}, RATE, ends_step=True)
     seen: list[int] = []

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from earlier_settings import sync_of
 from safetensors.torch import load, save
 from torch import nn
 
@@ -23,11 +23,12 @@ from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.sharing_member import SharingMember
 from ringspark.estimators.collectives.traffic import Member
+from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.build import build_optimizer
+from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
-from ringspark.estimators.training.settings.local_training import LOCAL_STEPS
 from ringspark.extras.local_sgd.compact_sum import start_average
 from ringspark.extras.local_sgd.flat_weights import FlatWeights
 from ringspark.extras.local_sgd.statistics import Statistics
@@ -84,10 +85,9 @@ def _loss(network: nn.Module, mine: torch.Tensor, rows: int, factor: float) -> t
 
 
 def _sync(collective: Collective, setting: Any, optimizer: str) -> GradientSync:
-    assert LOCAL_STEPS.convert is not None
-    exchange = Exchange(local_steps=LOCAL_STEPS.convert(setting))
+    exchange = Exchange(sync=sync_of(localSteps=setting))
     make = partial(build_optimizer, optimizer, groups=None, learning_rate=0.05, weight_decay=0.01)
-    return STRATEGIES[exchange.strategy]().prepare(Net(), make, collective, exchange)
+    return STRATEGIES[exchange.sync.strategy]().prepare(Net(), make, collective, exchange)
 
 
 def _flat(network: nn.Module) -> list[float]:
@@ -132,9 +132,10 @@ def _resumed(collective: Collective, setting: Any, optimizer: str, at: int) -> l
     return _steps(after, collective, at, EPOCHS * len(ROWS))
 
 
-def _work(collective: Collective) -> Any:
+def _work(collective: Collective, device: str, status: Status) -> str:
     results: dict[str, Any] = {}
     for name, (setting, optimizer) in CASES.items():
+        status.phase = name
         sync = _sync(collective, setting, optimizer)
         sent = collective.bytes_sent
         history = _steps(sync, collective, 0, EPOCHS * len(ROWS))
@@ -153,6 +154,7 @@ def _work(collective: Collective) -> Any:
         sent = collective.bytes_sent
         average = start_average(values, [300, 1, 0, 99], collective, form, f"compact.{form}")()
         results["compact"][form] = {"average": average.tolist(), "sent": collective.bytes_sent - sent}
+    status.phase = "by the network"
     assert isinstance(collective, SharingMember)
     collective.share(None)
     results["by network"] = {}
@@ -169,7 +171,7 @@ def _work(collective: Collective) -> Any:
                     values[1] = bad
                 average = start_average(values, [3, 1], collective, form, f"bad.{form}")()
                 results["not finite"][f"{form} {bad} {rank}"] = average.isfinite().tolist()
-    return results
+    return json.dumps(results)
 
 
 def _outer_gradient(rank: int) -> torch.Tensor:
@@ -181,7 +183,7 @@ def _outer_gradient(rank: int) -> torch.Tensor:
 
 @cache
 def _results(collective: str) -> list[dict[str, Any]]:
-    return run_ranks(SIZE, collective, _work, timeout_seconds=120)
+    return [json.loads(text) for text in run_spawned(SIZE, collective, _work, timeout_seconds=120)]
 
 
 def _simulated(setting: Any, optimizer: str) -> list[list[list[float]]]:
@@ -434,10 +436,9 @@ class _TwoWeights(nn.Module):
 def test_streaming_fragments_have_the_numbers_of_torchft(delay: int, alpha: float) -> None:
     """All replicas of the fixtures take the same steps, so one rank has their numbers."""
     setting = {"name": "diloco", "steps": 6, "fragments": 2, "delay": delay, "alpha": alpha}
-    assert LOCAL_STEPS.convert is not None
-    exchange = Exchange(local_steps=LOCAL_STEPS.convert({**setting, "outerRate": 2.0, "outerMomentum": 0.0}))
+    exchange = Exchange(sync=sync_of(localSteps={**setting, "outerRate": 2.0, "outerMomentum": 0.0}))
     make: Callable[[nn.Module], Any] = lambda module: torch.optim.SGD(module.parameters(), lr=1.0)  # noqa: E731
-    sync: Any = STRATEGIES[exchange.strategy]().prepare(_TwoWeights(), make, LocalCollective(), exchange)
+    sync: Any = STRATEGIES[exchange.sync.strategy]().prepare(_TwoWeights(), make, LocalCollective(), exchange)
     found = []
     for step in range(1, 13):
         with sync.micro_batch(last=True):
@@ -495,14 +496,13 @@ class _Rank(LocalCollective):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_whose_last_steps_moved_different_weights_resume_to_the_bit(rank: int) -> None:
     """The next step has no rows, so it moves the weights that the rank's own last rows moved."""
-    assert LOCAL_STEPS.convert is not None
-    exchange = Exchange(local_steps=LOCAL_STEPS.convert("training"))
+    exchange = Exchange(sync=sync_of(localSteps="training"))
     make = partial(build_optimizer, "momentum", groups=None, learning_rate=0.05, weight_decay=0.01)
     scaler = LossScaler("fp32", torch.device("cpu"))
 
     def made(of: int) -> Any:
         torch.manual_seed(0)
-        return STRATEGIES[exchange.strategy]().prepare(_Branches(), make, _Rank(of), exchange)
+        return STRATEGIES[exchange.sync.strategy]().prepare(_Branches(), make, _Rank(of), exchange)
 
     def step(sync: Any, branch: int | None) -> None:
         sync.optimizer.zero_grad()
@@ -538,10 +538,9 @@ class _Sends(_Doubles):
 
 def test_local_steps_hold_no_buffer_of_the_synchronous_ones() -> None:
     """It has the size of the network."""
-    assert LOCAL_STEPS.convert is not None
-    exchange = Exchange(local_steps=LOCAL_STEPS.convert({"steps": 3, "after": 1}))
+    exchange = Exchange(sync=sync_of(localSteps={"steps": 3, "after": 1}))
     make = partial(build_optimizer, "sgd", groups=None, learning_rate=0.1, weight_decay=0.0)
-    sync: Any = STRATEGIES[exchange.strategy]().prepare(nn.Linear(1024, 600), make, _Sends(), exchange)
+    sync: Any = STRATEGIES[exchange.sync.strategy]().prepare(nn.Linear(1024, 600), make, _Sends(), exchange)
     buffers = [weakref.ref(bucket.buffer) for bucket in sync._synchronous._buckets]
     for _ in range(2):
         sync.optimizer.zero_grad()

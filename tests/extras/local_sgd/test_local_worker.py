@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from earlier_settings import sync_of
 from small_training import config_of, train_gang, weights_of
 from torch import nn
 
@@ -18,7 +19,6 @@ from ringspark.estimators import WorkerError
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.settings.config import UserObjects
-from ringspark.estimators.training.settings.local_training import LOCAL_STEPS
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
@@ -53,14 +53,13 @@ def _config(make_shards: MakeShards, folder: Path, way: Any, name: str) -> Any:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(206, 4)).astype(np.float32)
     manifest = make_shards({"x": x, "y": x.sum(1)}, validation=np.arange(206) >= 200, row_group_rows=32)
-    assert LOCAL_STEPS.convert is not None
     return config_of(
         manifest,
         folder / name,
         model=SPEC.to_json(),
         optimizer="adamw",
         num_workers=2,
-        local_steps=LOCAL_STEPS.convert(way),
+        sync=sync_of(localSteps=way),
         checkpoint_every_steps=5,
     )
 

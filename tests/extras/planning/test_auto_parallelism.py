@@ -16,6 +16,7 @@ from torch import nn
 
 from ringspark.estimators import TorchRegressor
 from ringspark.estimators.memory.available import Available
+from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning.meshes import automatic
 from ringspark.extras.planning.meshes.automatic import choose_parallelism
@@ -50,10 +51,10 @@ def test_a_small_network_stays_whole_and_nothing_is_measured(manifest: ShardMani
     config = _config(manifest, tmp_path)
     choice = choose_parallelism(config, NOTHING, manifest, limits=[None])
     assert choice.config == config
-    assert choice.config.parallelism == {}
+    assert choice.config.parallelism == Mesh()
     assert choice.told.startswith("whole copies are chosen: the network is small, ")
     alone = choose_parallelism(replace(config, num_workers=1), NOTHING, manifest)
-    assert alone.config.parallelism == {}
+    assert alone.config.parallelism == Mesh()
     assert alone.told == "one worker has the whole network"
 
 
@@ -130,7 +131,7 @@ def test_a_run_keeps_its_mesh_unless_it_has_other_workers(manifest: ShardManifes
     # The run's identity holds it, and what batch normalisation sees.
     assert more.gradient_accumulation == 8
     refused = choose_parallelism(replace(config, noise_scale=True), NOTHING, manifest, begun=begun)
-    assert refused.config.parallelism == {}
+    assert refused.config.parallelism == Mesh()
 
 
 def test_settings_and_networks_that_cannot_be_cut_leave_whole_copies(
@@ -173,7 +174,7 @@ def test_a_network_that_is_not_small_is_measured(
     assert choice.told.startswith("Steps measured here: ")
     for name in ("data 2", "tensor 2", "pipeline 2"):
         assert name in choice.told
-    assert choice.config.parallelism.keys() <= {"tensor", "pipeline", "schedule", "cuts", "virtual"}
+    assert choice.config.parallelism.to_values().keys() <= {"tensor", "pipeline"}
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def test_each_live_micro_batch_keeps_its_activations() -> None:
     places = 4 * rank.arriving[1]
     assert 0 <= peaks[3].total - batch[3] - (peaks[2].total - batch[2]) - kept <= places
     assert 0 <= peaks[8].total - batch[8] - (peaks[4].total - batch[4]) <= places < kept
-    gpipe = replace(config, parallelism={**config.parallelism, "schedule": "gpipe"})
+    gpipe = replace(config, parallelism={**config.parallelism.to_values(), "schedule": "gpipe"})
     highest = [peak_of_steps(rank, steps_of(gpipe, network.owners, m)[2], "none").total for m in (4, 8)]
     assert 0 <= highest[1] - highest[0] - 4 * (kept + rank.batch) <= places
 

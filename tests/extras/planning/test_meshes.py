@@ -12,6 +12,7 @@ from ringspark.estimators import plan_parallelism
 from ringspark.estimators.memory import plan_memory
 from ringspark.estimators.memory.columns import columns_of
 from ringspark.estimators.memory.work import Work
+from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind
 from ringspark.estimators.parallel.model.pipeline.orders import one_forward_one_backward
 from ringspark.estimators.parallel.model.pipeline.simulation import simulated
@@ -187,7 +188,7 @@ def test_each_axis_says_how_far_a_network_can_be_spread(training: Training) -> N
     assert AXIS_RULES["data"](given, ROWS) == ""
     assert "has none for some of 17 workers" in AXIS_RULES["data"](given, 17)
     assert "needs sharding='parameters'" in AXIS_RULES["shard"](given, 2)
-    assert AXIS_RULES["shard"](replace(given, config=replace(given.config, sharding="parameters")), 2) == ""
+    assert AXIS_RULES["shard"](replace(given, config=replace(given.config, sync=Zero(stage=3))), 2) == ""
     assert AXIS_RULES["tensor"](given, WIDTH) == ""
     assert "more than" in AXIS_RULES["tensor"](given, WIDTH + 1)
     assert AXIS_RULES["pipeline"](given, DEPTH + 1) == ""
@@ -213,7 +214,7 @@ def test_mixtures_are_spread_over_experts_and_other_networks_are_not(training: T
     assert {"data": 2, "expert": 2} in shapes
     assert not any("expert" in c.sizes for c in candidates(training.spreadable(), 4))
     assert "more than the 4 experts" in AXIS_RULES["expert"](mixed.spreadable(), 5)
-    sharded = replace(mixed.spreadable(), config=replace(config, sharding="optimizer"))
+    sharded = replace(mixed.spreadable(), config=replace(config, sync=Zero(stage=1)))
     assert "not planned with sharding='optimizer'" in AXIS_RULES["expert"](sharded, 2)
     profile = mixed.profiles.of(Candidate(sizes={"expert": 2}))
     tokens = 4 * ROWS * 4 * 8  # bytes of those of one rank

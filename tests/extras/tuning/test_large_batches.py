@@ -12,8 +12,8 @@ from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.tuning import ParamGridBuilder
 from pyspark.sql import functions as F
 
-from ringspark.estimators import TorchRegressor
-from ringspark.estimators.stages.advice import settings_without_effect
+from ringspark.estimators import ScaleLearningRate, TorchRegressor
+from ringspark.estimators.stages.to_config import settings_without_effect
 from ringspark.extras.tuning import batch_that_fits
 from ringspark.extras.tuning.short_training import plain_copy
 from ringspark.models import ModelSpec
@@ -22,7 +22,7 @@ from ringspark.pipelines import write_shards
 pytestmark = pytest.mark.spark
 
 LINE = ModelSpec("linear", {"in_features": 2, "out_features": 1})
-SCALING = {"name": "linear", "baseBatchSize": 8, "warmupEpochs": 0.5}
+SCALING = ScaleLearningRate(base_batch_size=8, warmup_epochs=0.5)
 PAIRS = [[2, 32], [4, 64]]
 
 
@@ -64,11 +64,11 @@ def test_the_params_are_kept_in_one_form(spark: Any, tmp_path: Path) -> None:
     )
     found = [estimator.copy(values) for values in grid]
     assert [stage.getBatchSizeSchedule() for stage in found] == [[[3, 48]]] * 2 + [[[2, 24]]] * 2
-    scaled = {"name": "sqrt", "baseBatchSize": 4, "warmupEpochs": 0.0}
-    assert [stage.getScaleLearningRate() for stage in found] == [{"name": "none"}, scaled] * 2
+    scaled = ScaleLearningRate(base_batch_size=4, rule="sqrt")
+    assert [stage.getScaleLearningRate() for stage in found] == [None, scaled] * 2
     assert estimator.getBatchSizeSchedule() == PAIRS
     cleared = estimator.setBatchSizeSchedule(None).setScaleLearningRate("none")
-    assert (cleared.getBatchSizeSchedule(), cleared.getScaleLearningRate()) == ([], {"name": "none"})
+    assert (cleared.getBatchSizeSchedule(), cleared.getScaleLearningRate()) == ([], None)
 
 
 def test_what_changes_nothing_is_said(spark: Any) -> None:
@@ -79,15 +79,15 @@ def test_what_changes_nothing_is_said(spark: Any) -> None:
     idle = {"name": "linear", "baseBatchSize": 16}
     assert said(scaleLearningRate=idle) == []
     assert said(scaleLearningRate=idle, batchSizeSchedule=None) == [
-        "scaleLearningRate has no effect: batchSize is its baseBatchSize in every epoch"
+        "scaleLearningRate has no effect: batchSize is its base_batch_size in every epoch"
     ]
-    assert said(epochs=1) == ["batchSizeSchedule has no effect: there are not so many epochs"]
+    assert said(epochs=1) == ["batchSizeSchedule has no effect: there are fewer epochs"]
     assert said(epochs=3) == ["batchSizeSchedule has 64 rows from epoch 4 on, and there are 3 epochs"]
 
 
 def test_short_trainings_have_one_batch_size_and_the_rate_that_they_are_given(spark: Any) -> None:
     plain = plain_copy(regressor())
-    assert (plain.getBatchSizeSchedule(), plain.getScaleLearningRate()) == ([], {"name": "none"})
+    assert (plain.getBatchSizeSchedule(), plain.getScaleLearningRate()) == ([], None)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ MODELS = [
       "format must be", "'onnx'.* got 'tf'"),
     R("save: folder in use", lambda p: p.model.save(p.prepared("saved")), "exists already", "overwrite"),
     R("save: over something else", lambda p: p.model.write().overwrite().save(p.prepared("shards")),
-      "holds something else than a saved stage", "give a folder of its own"),
+      "holds something else than a saved stage", "give an empty folder"),
     R("save: unwritable folder", lambda p: p.model.save(blocked(p)), "cannot be written", "choose a folder"),
     R("load: no model", lambda p: TorchModel.load(p.prepared()),
       "holds no saved TorchModel", "give the folder that"),
@@ -80,7 +80,7 @@ def other_network(description: dict[str, Any]) -> dict[str, Any]:
 
 
 class Line(nn.Linear):
-    """A network of a user's class."""
+    """A network of a class of the user's own."""
 
 
 def saved_with_code(place: Place) -> str:
@@ -88,7 +88,7 @@ def saved_with_code(place: Place) -> str:
 
 
 def saved_estimator(place: Place, damage: Callable[[Path], None]) -> str:
-    """Saves an estimator with a network in JSON, and damages it."""
+    """An estimator whose network is described in JSON, after some damage."""
 
     def save(folder: Path) -> None:
         TorchClassifier(model=nn.Linear(2, 1)).save(str(folder))
@@ -98,7 +98,7 @@ def saved_estimator(place: Place, damage: Callable[[Path], None]) -> str:
 
 
 def saved_program(place: Place, damage: Callable[[Path], None] = lambda folder: None) -> str:
-    """Saves a model with a program as its network, and damages it."""
+    """A model whose network is a program, after some damage."""
 
     def save(folder: Path) -> None:
         module = Line(2, 1)

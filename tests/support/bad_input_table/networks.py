@@ -64,7 +64,7 @@ NETWORKS = [
 
 
 def columns(width: int) -> tuple[Any, Any]:
-    """Returns a batch for `plan_memory`."""
+    """A batch for `plan_memory`."""
     return (((4, width), "float32"), ((4,), "float32"))
 
 
@@ -96,7 +96,7 @@ FINETUNING = [
       "'lineer.weight', which matches no parameter", "did you mean 'linear.weight'"),
     R("freeze: everything", lambda p: unread(p, freeze=["*"]),
       "freeze leaves no parameter of model Linear", "narrow its patterns"),
-    R("lora: no targets", lambda p: p.fit(lora={"rank": 2}), "lora needs 'targets'", "it takes the keys"),
+    R("lora: no targets", lambda p: p.fit(lora={"rank": 2}), "LoRA needs 'targets'", "it takes rank"),
     R("lora: no such layer", lambda p: unread(p, lora={"rank": 2, "targets": ["*.query"]}),
       "lora's targets: .* '.*query' matches no linear layer", "they are"),
     R("lora: a layer of more than W x + b",
@@ -114,7 +114,7 @@ FINETUNING = [
 
 
 class Doubled(nn.Linear):
-    """A linear layer that overrides `forward`."""
+    """A layer with a forward of its own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)

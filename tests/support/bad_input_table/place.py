@@ -1,4 +1,4 @@
-"""A row of the table, the `Place` in which it runs, and functions that damage its files."""
+"""What the rows of the table use: the row itself, a `Place` to run it in, and damage to its files."""
 
 import json
 import re
@@ -27,15 +27,15 @@ NUMBERS = ["broken", "endless", "many", "half", "negative", "zero"]
 
 
 class RefusedError(Exception):
-    """Error that a job printed."""
+    """What a job printed in place of its work."""
 
 
 class Place:
-    """The data of all rows, and an empty folder `root` for each row.
+    """What the rows use. `root` is new for each of them; what it holds, `prepared` has put there.
 
     Attributes:
-        table: 60 rows with columns of many types.
-        storage: `storageUri` of the fits: an empty folder that stays empty.
+        table: 60 rows with columns of all sorts.
+        storage: `storageUri` of the fits: an empty folder, which every row leaves empty.
     """
 
     def __init__(self, spark: Any, folder: Path) -> None:
@@ -76,7 +76,7 @@ class Place:
         self.before = self.holds()
 
     def prepared(self, copy_of: str = "", damage: Callable[[Path], Any] | None = None) -> str:
-        """Makes a folder: empty, or a copy of the "shards", the "run" or the "saved" model."""
+        """A folder for the row: empty, or a copy of the "shards", the "run" or the "saved" model."""
         folder = self.root / "given"
         if copy_of:
             shutil.copytree({"shards": self._shards, "run": self._run, "saved": self._saved}[copy_of], folder)
@@ -88,15 +88,15 @@ class Place:
         return str(folder)
 
     def holds(self) -> set[tuple[str, int]]:
-        """Returns every file and folder below the root, with its size."""
+        """Every file and folder below the root, with its size."""
         return {(str(path), path.stat().st_size if path.is_file() else 0) for path in self.root.rglob("*")}
 
     def train(self, kind: Any = TorchClassifier, **changes: Any) -> Any:
-        """Fits on existing shards, so the refusal needs no Spark job."""
+        """The same on shards that are there: no job of Spark's is needed to refuse it."""
         return self.fit(kind, lambda estimator: estimator.fitOnShards(str(self._shards)), **changes)
 
     def fit(self, kind: Any = TorchClassifier, run: Any = None, **changes: Any) -> Any:
-        """Fits on the table with some settings changed, or passes the estimator to `run`."""
+        """A small fit with some settings changed, or what `run` does with its estimator."""
         params: dict[str, Any] = {"model": SPEC, "epochs": 2, "batchSize": 8, "storageUri": self.storage}
         if "runUri" in changes:
             params["storageUri"] = None
@@ -104,29 +104,29 @@ class Place:
         return estimator.fit(self.table) if run is None else run(estimator)
 
     def mesh(self, **changes: Any) -> Any:
-        """Fits a network of two layers on two workers."""
+        """A fit by two workers that share a network of three matrices."""
         return self.fit(**({"model": DEEP, "numWorkers": 2} | changes))
 
     def write(self, *columns: str, **settings: Any) -> Any:
-        """Writes some columns."""
+        """A write of some columns."""
         given = self.table.select(*columns) if columns else self.pair
         return write_shards(given, **({"uri": f"{self.storage}/shards"} | settings))
 
     def stream(self) -> Any:
-        """Writes a streaming DataFrame."""
+        """A write of a DataFrame that never ends."""
         return write_shards(self.spark.readStream.format("rate").load(), self.storage)
 
     def on_damaged(self, damage: Callable[[str], Callable[[Path], None]]) -> Any:
-        """Fits on shards after damage to one of them."""
+        """A fit on shards of which one is damaged."""
         uri = self.prepared("shards", damage("_shards*/*.parquet"))
         return self.fit(run=lambda estimator: estimator.fitOnShards(uri))
 
     def load(self, damage: Callable[[Path], Any], kind: Any = TorchClassificationModel) -> Any:
-        """Loads the saved model after damage."""
+        """Loads the saved model after some damage."""
         return kind.load(self.prepared("saved", damage))
 
     def job(self, name: str, *options: str) -> None:
-        """Runs a job's command line in this process."""
+        """A job's command line, in this process."""
         errors = StringIO()
         with redirect_stderr(errors):
             try:
@@ -139,11 +139,11 @@ class Place:
 
 @dataclass(frozen=True)
 class BadInput:
-    """One row: its error message must match `subject`, followed by `remedy`.
+    """One row: its sentence must match `subject`, and `remedy` behind that.
 
     Attributes:
         do: Raises `error`.
-        remedy: What to do, or the values that are allowed.
+        remedy: What to do, or the values that can be used.
     """
 
     name: str
@@ -153,7 +153,7 @@ class BadInput:
     error: type[Exception] = ValueError
 
     def problem(self, error: BaseException) -> str:
-        """Returns what is wrong with the error, or an empty text."""
+        """What is wrong with what was raised; empty where nothing is."""
         text = str(error)
         if type(error) is not self.error:
             return f"raised {type(error).__name__}, not {self.error.__name__}"
@@ -165,7 +165,7 @@ class BadInput:
 
 
 def edited(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
-    """Returns a function that changes the JSON of a file in a folder."""
+    """Damage: changes the JSON of a file below the folder."""
 
     def damage(folder: Path) -> None:
         path = folder / name
@@ -176,7 +176,7 @@ def edited(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
 
 
 def cut(pattern: str) -> Callable[[Path], None]:
-    """Returns a function that cuts the second half off the first matching file."""
+    """Damage: the first file of that pattern loses its second half."""
 
     def damage(folder: Path) -> None:
         path = next(iter(sorted(folder.glob(pattern))))
@@ -186,18 +186,18 @@ def cut(pattern: str) -> Callable[[Path], None]:
 
 
 def gone(pattern: str) -> Callable[[Path], None]:
-    """Returns a function that removes the first matching file."""
+    """Damage: the first file of that pattern is removed."""
     return lambda folder: next(iter(sorted(folder.glob(pattern)))).unlink()
 
 
 def blocked(place: Place) -> str:
-    """Returns a path that cannot be a folder, because a file is its parent."""
+    """A folder that nobody can make: there is a file in its way."""
     place.prepared(damage=lambda folder: (folder / "file").write_text("no folder"))
     return str(place.root / "given" / "file" / "inside")
 
 
 def unread(place: Place, kind: Any = TorchClassifier, **changes: Any) -> Any:
-    """Fits on rows that raise an error when they are read: the refusal must come first."""
+    """A fit on rows of which none can be read, so what refuses it has written nothing."""
     rows = place.table.where(F.raise_error(F.lit("a row was read")).isNull())
     return place.fit(kind, lambda estimator: estimator.fit(rows), **changes)
 

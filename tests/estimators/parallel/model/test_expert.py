@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.parallel.base import GradientSync, PlainSync
 from ringspark.estimators.parallel.cut import join
 from ringspark.estimators.parallel.mesh import AXES, RankMesh
@@ -24,6 +26,7 @@ from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.sums import Sums
+from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler, autocast
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step import Recipe, forward, forward_backward
@@ -124,15 +127,16 @@ def _trained(mesh: RankMesh, case: Mapping[str, Any]) -> tuple[dict[str, torch.T
     return weights, sums.take(mesh.data)
 
 
-def _told(case: Mapping[str, Any], collective: Collective) -> Any:
+def _told(case: Mapping[str, Any], collective: Collective, device: str, status: Status) -> str:
     weights, numbers = _trained(RankMesh.of(collective, case["mesh"]), case)
-    return [{name: tensor.flatten().tolist() for name, tensor in weights.items()}, numbers]
+    return json.dumps([{name: tensor.flatten().tolist() for name, tensor in weights.items()}, numbers])
 
 
 def _check(case: Mapping[str, Any], size: int, tolerance: float = 1e-5) -> None:
     alone, expected = _trained(RankMesh.of(LocalCollective()), case)
     assert expected["train_dropped_share"] > 0.05 or case.get("capacity", 1.0) is None
-    for weights, numbers in run_ranks(size, "torch", partial(_told, case)):
+    for text in run_spawned(size, "torch", partial(_told, case)):
+        weights, numbers = json.loads(text)
         differences = {n: (torch.tensor(weights[n]) - alone[n].flatten()).abs().max().item() for n in alone}
         assert max(differences.values()) < tolerance, differences
         assert numbers == pytest.approx(expected, rel=10 * tolerance)
@@ -216,4 +220,4 @@ def test_a_hook_on_experts_that_get_other_rows_is_refused() -> None:
     experts = next(layer for layer in network.modules() if isinstance(layer, Experts))
     experts.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="have a forward hook, which would see rows of other workers"):
-        check_spread(network, dict.fromkeys(AXES, 1) | {"expert": 2}, {})
+        check_spread(network, dict.fromkeys(AXES, 1) | {"expert": 2}, Mesh())

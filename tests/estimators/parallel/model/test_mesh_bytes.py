@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from earlier_settings import sync_of
 from rank_bytes import (
     KINDS,
     columns,
@@ -19,6 +20,7 @@ from rank_bytes import (
 from safetensors.torch import load_file
 
 from ringspark.estimators import WorkerError
+from ringspark.estimators.options.sync import AllReduce, Zero
 from ringspark.pipelines import ShardManifest
 
 pytestmark = pytest.mark.distributed
@@ -31,7 +33,7 @@ PIPELINE = {"gradient_accumulation": 8}
 def _case(mesh: dict[str, int], sharding: str = "none", *, is_slow: bool = True, **changes: Any) -> Any:
     name = "-".join(f"{axis}{size}" for axis, size in mesh.items()) + f"-{sharding}"
     marks = [pytest.mark.slow] if is_slow else []
-    return pytest.param(mesh, {"sharding": sharding} | changes, id=name, marks=marks)
+    return pytest.param(mesh, {"sync": sync_of(sharding=sharding)} | changes, id=name, marks=marks)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ MICRO = {"gradient_accumulation": 4}
         pytest.param("pipeline", {"optimizer": "adamw8bit"} | MICRO, 4.0, id="pipeline4-adamw8bit"),
         pytest.param("pipeline", MICRO, 2.9, id="pipeline4"),
         pytest.param("tensor", {}, 2.9, id="tensor4"),
-        pytest.param("shard", {"sharding": "parameters"}, 2.25, id="shard4"),
+        pytest.param("shard", {"sync": Zero(stage=3)}, 2.25, id="shard4"),
     ],
 )
 def test_four_ranks_train_what_one_and_two_cannot_hold(
@@ -88,7 +90,7 @@ def test_four_ranks_train_what_one_and_two_cannot_hold(
 
     def trained_by(workers: int) -> dict[str, Any]:
         over = {mesh: workers} if workers > 1 else {"data": 1}
-        sharding = {"sharding": "none"} if workers == 1 else {}
+        sharding = {"sync": AllReduce()} if workers == 1 else {}
         settings = {"num_workers": workers, "parallelism": over} | changes | sharding
         config = config_of(manifest, tmp_path / f"{workers}", DEEP - 1, WIDE, 8, **settings)
         return dict(trained_within(config, most))

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ringspark.estimators.options.mesh import Mesh, Pipeline
 from ringspark.estimators.parallel.mesh import AXES
 from ringspark.estimators.parallel.model.pipeline import wire
 from ringspark.estimators.parallel.model.pipeline.cutting import (
@@ -156,16 +157,16 @@ def test_hooks_that_a_pipeline_would_repeat_or_lose_are_refused() -> None:
     # A Sequential that has a hook stays one link.
     network[1].register_full_backward_hook(lambda *_: None)
     assert [link.name for link in links_of(network)] == ["0", "1"]
-    check_spread(network, sizes, {})
+    check_spread(network, sizes, Mesh())
     network[0].weight.register_hook(torch.abs)
-    check_spread(network, sizes, {})
+    check_spread(network, sizes, Mesh())
     with pytest.raises(ValueError, match="gradient hooks on its weights, which schedule 'pipedream'"):
-        check_spread(network, sizes, {"schedule": "pipedream"})
+        check_spread(network, sizes, Mesh(pipeline=Pipeline(schedule="pipedream")))
     network.register_forward_hook(lambda *_: None)
     with pytest.raises(
         ValueError, match="Sequential has a forward hook, which a pipeline would run once per"
     ):
-        check_spread(network, sizes, {})
+        check_spread(network, sizes, Mesh())
 
 
 class Cable:

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from earlier_settings import sync_of
 from small_training import config_of, train_gang, weights_of
 
 from ringspark.estimators import WorkerError
+from ringspark.estimators.options.mesh import AXES
+from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.settings.parallelism import AXES
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
@@ -70,7 +72,7 @@ MESHES = [
     pytest.param(
         {"data": 2, "pipeline": 2},
         4,
-        {"sharding": "optimizer", "gradient_accumulation": 2},
+        {"sync": Zero(stage=1), "gradient_accumulation": 2},
         id="zero1-pipeline2",
         marks=pytest.mark.slow,
     ),
@@ -85,13 +87,13 @@ MESHES = [
         marks=pytest.mark.slow,
     ),
     pytest.param(
-        {"data": 2, "tensor": 2}, 4, {"sharding": "gradients"}, id="zero2-tensor2", marks=pytest.mark.slow
+        {"data": 2, "tensor": 2}, 4, {"sync": Zero(stage=2)}, id="zero2-tensor2", marks=pytest.mark.slow
     ),
     *(
         pytest.param(
             {"shard": 2} | mesh,
             4,
-            {"sharding": sharding, "gradient_accumulation": 2},
+            {"sync": sync_of(sharding=sharding), "gradient_accumulation": 2},
             id=f"{sharding}-shard2-{'-'.join(mesh)}2",
             marks=pytest.mark.slow,
         )
@@ -251,7 +253,7 @@ OVER_TEXT = [
     _quick({"tensor": 2}),
     _slow({"tensor": 2, "between": "parts"}, gradient_accumulation=2),
     _slow({"tensor": 4, "between": "parts"}, gradient_checkpointing="all"),
-    _slow({"data": 2, "tensor": 2, "between": "parts"}, gradient_accumulation=2, sharding="gradients"),
+    _slow({"data": 2, "tensor": 2, "between": "parts"}, gradient_accumulation=2, sync=Zero(stage=2)),
     _slow({"sequence": 2, "tensor": 2, "between": "parts"}),
     _quick({"pipeline": 2}, gradient_accumulation=2),
     _quick({"sequence": 2}),
@@ -268,13 +270,13 @@ OVER_TEXT = [
     _slow({"pipeline": 2, "sequence": 2}, gradient_accumulation=2),
     _slow({"pipeline": 2, "sequence": 2, "schedule": "zero_bubble"}, gradient_accumulation=2),
     _slow({"pipeline": 2, "sequence": 2, "tensor": 2}, gradient_accumulation=2),
-    _slow({"data": 2, "tensor": 2}, sharding="optimizer"),
-    _slow({"data": 2, "pipeline": 2}, sharding="optimizer", gradient_accumulation=2),
-    _slow({"data": 2, "sequence": 2}, sharding="optimizer"),
-    _slow({"data": 2, "sequence": 2}, sharding="parameters"),
-    _slow({"shard": 2, "sequence": 2}, sharding="parameters", gradient_accumulation=2),
-    _slow({"shard": 2, "sequence": 2}, sharding="gradients"),
-    _slow({"data": 2, "tensor": 2}, sharding="parameters", gradient_checkpointing="all"),
+    _slow({"data": 2, "tensor": 2}, sync=Zero(stage=1)),
+    _slow({"data": 2, "pipeline": 2}, sync=Zero(stage=1), gradient_accumulation=2),
+    _slow({"data": 2, "sequence": 2}, sync=Zero(stage=1)),
+    _slow({"data": 2, "sequence": 2}, sync=Zero(stage=3)),
+    _slow({"shard": 2, "sequence": 2}, sync=Zero(stage=3), gradient_accumulation=2),
+    _slow({"shard": 2, "sequence": 2}, sync=Zero(stage=2)),
+    _slow({"data": 2, "tensor": 2}, sync=Zero(stage=3), gradient_checkpointing="all"),
     _slow({"pipeline": 2, "schedule": "gpipe"}, gradient_accumulation=3),
     _slow({"pipeline": 2, "schedule": "interleaved", "virtual": 2}, gradient_accumulation=2),
     _slow({"pipeline": 2, "schedule": "zero_bubble"}, gradient_accumulation=3),
@@ -302,7 +304,7 @@ IN_TIME = [
         {"pipeline": 4, "time_chunks": 3, "cuts": ["layers.1", "layers.2", "layers.3"]},
         gradient_accumulation=2,
     ),
-    _slow({"data": 2, "pipeline": 2, "time_chunks": 3}, gradient_accumulation=2, sharding="optimizer"),
+    _slow({"data": 2, "pipeline": 2, "time_chunks": 3}, gradient_accumulation=2, sync=Zero(stage=1)),
     _slow({"pipeline": 2, "time_chunks": 3}, gradient_accumulation=2, gradient_checkpointing="all"),
 ]
 
@@ -379,8 +381,8 @@ OVER_EXPERTS = [
     _slow({"data": 2, "expert": 2}, gradient_accumulation=3),
     _slow({"data": 2, "pipeline": 2}, gradient_accumulation=3),
     _slow({"data": 2, "sequence": 2}, gradient_accumulation=3),
-    _slow({"data": 2, "pipeline": 2}, gradient_accumulation=3, sharding="optimizer"),
-    _slow({"data": 2, "sequence": 2}, sharding="optimizer"),
+    _slow({"data": 2, "pipeline": 2}, gradient_accumulation=3, sync=Zero(stage=1)),
+    _slow({"data": 2, "sequence": 2}, sync=Zero(stage=1)),
     _slow({"expert": 2, "tensor": 2}),
     _slow({"expert": 2, "pipeline": 2}, gradient_accumulation=3),
     _slow({"expert": 2, "sequence": 2}, gradient_accumulation=3),
@@ -391,12 +393,12 @@ OVER_EXPERTS = [
     _slow({"expert": 2, "pipeline": 2}, gradient_accumulation=3, gradient_checkpointing="all"),
     _slow({"expert": 2, "sequence": 2}, gradient_checkpointing="all"),
     _slow({"pipeline": 2, "schedule": "interleaved", "virtual": 2}, gradient_accumulation=2),
-    _quick({"expert": 2}, sharding="gradients", gradient_accumulation=2),
-    _slow({"expert": 2}, sharding="optimizer", gradient_accumulation=2),
-    _slow({"data": 2, "expert": 2}, sharding="gradients", gradient_accumulation=2),
-    _slow({"shard": 2, "expert": 2}, sharding="gradients"),
-    _slow({"shard": 2, "expert": 2}, sharding="optimizer", gradient_accumulation=2),
-    _slow({"expert": 2, "tensor": 2}, sharding="gradients"),
+    _quick({"expert": 2}, sync=Zero(stage=2), gradient_accumulation=2),
+    _slow({"expert": 2}, sync=Zero(stage=1), gradient_accumulation=2),
+    _slow({"data": 2, "expert": 2}, sync=Zero(stage=2), gradient_accumulation=2),
+    _slow({"shard": 2, "expert": 2}, sync=Zero(stage=2)),
+    _slow({"shard": 2, "expert": 2}, sync=Zero(stage=1), gradient_accumulation=2),
+    _slow({"expert": 2, "tensor": 2}, sync=Zero(stage=2)),
 ]
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import spectral_norm
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.parallel.mesh import AXES
 from ringspark.estimators.parallel.model.spread import check_spread
 from ringspark.estimators.parallel.model.stand_in import StandIn
@@ -52,7 +53,7 @@ class Shared(nn.Module):
 )
 def test_what_a_plan_cannot_cut_is_refused_on_the_driver(plan: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_spread(Shared(), dict.fromkeys(AXES, 1) | {"tensor": 2}, {"plan": plan})
+        check_spread(Shared(), dict.fromkeys(AXES, 1) | {"tensor": 2}, Mesh(plan=plan))
 
 
 class Scaled(nn.Embedding):
@@ -86,7 +87,7 @@ def test_a_layer_that_computes_more_than_its_class_is_not_cut(
 ) -> None:
     """A shard would drop the extra computation, and silently train another network."""
     with pytest.raises(ValueError, match=f"cannot cut '0': .*{message}"):
-        check_spread(network, dict.fromkeys(AXES, 1) | {"tensor": 2}, {"plan": {"0": style}})
+        check_spread(network, dict.fromkeys(AXES, 1) | {"tensor": 2}, Mesh(plan={"0": style}))
 
 
 def test_a_gradient_hook_is_refused_and_attributes_of_weights_stay() -> None:
@@ -145,7 +146,7 @@ def test_parts_of_the_tokens_between_are_refused_where_they_would_be_wrong(
 ) -> None:
     sizes = dict.fromkeys(AXES, 1) | {"tensor": 2} | changes
     with pytest.raises(ValueError, match=message):
-        check_spread(network(), sizes, {"plan": plan, "between": "parts"})
+        check_spread(network(), sizes, Mesh(plan=plan, sequence_parallel=True))
 
 
 class Tempered(TransformerLM):
@@ -158,8 +159,8 @@ class Tempered(TransformerLM):
 def test_a_way_to_compare_of_ones_own_is_not_replaced() -> None:
     sizes = dict.fromkeys(AXES, 1) | {"tensor": 2}
     with pytest.raises(ValueError, match=r"Tempered has its own `scores`, .* set 'plan'"):
-        check_spread(Tempered(**SIZES), sizes, {})
-    check_spread(Tempered(**SIZES), sizes, {"plan": PAIR})
+        check_spread(Tempered(**SIZES), sizes, Mesh())
+    check_spread(Tempered(**SIZES), sizes, Mesh(plan=PAIR))
 
 
 @pytest.mark.parametrize("wrong", [5, -1])

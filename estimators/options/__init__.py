@@ -1,0 +1,1 @@
+"""Settings that have options of their own, one frozen dataclass each."""

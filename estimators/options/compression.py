@@ -1,0 +1,126 @@
+"""Gradient compression: the options of each compressor of `collectives.compressors`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ringspark.estimators.options.base import Options, above_0_to_1, at_least, not_negative, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression(Options):
+    """Options that all compressors have.
+
+    Attributes:
+        after: Optimizer steps before the first compressed step.
+        least: Tensors of fewer elements are sent uncompressed, and so are tensors of one dimension.
+        between: Who sends compressed gradients: all 'workers', or 'hosts', whose workers sum uncompressed
+            gradients.
+        feedback: Whether the error of a step is added to the next step's gradient.
+    """
+
+    after: int = option(not_negative(), 0)
+    least: int = option(at_least(1), 1024)
+    between: Literal["workers", "hosts"] = "workers"
+    feedback: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uncompressed(Compression):
+    """Uncompressed gradients; with between='hosts' they are summed per host first."""
+
+    NAME: ClassVar[str] = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP16(Compression):
+    """Gradients in fp16, with a common factor per block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BF16(Compression):
+    """Gradients in bf16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK(Compression):
+    """The elements of largest magnitude.
+
+    Attributes:
+        ratio: Share of the elements that are sent.
+    """
+
+    feedback: bool = True
+    ratio: float = option(above_0_to_1(), 0.01)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomK(Compression):
+    """Random elements, the same on every worker.
+
+    Attributes:
+        ratio: Share of the elements that are sent.
+    """
+
+    feedback: bool = True
+    ratio: float = option(above_0_to_1(), 0.01)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparsify(Compression):
+    """Random elements, each with a probability that grows with its magnitude.
+
+    Attributes:
+        ratio: Share of the elements that are sent, on average.
+    """
+
+    ratio: float = option(above_0_to_1(), 0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QSGD(Compression):
+    """Random rounding to a few levels.
+
+    Attributes:
+        bits: Bits per element.
+    """
+
+    bits: Literal[2, 4, 8] = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sign(Compression):
+    """One bit per element, and one scale per tensor."""
+
+    feedback: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD(Compression):
+    """Matrices of low rank.
+
+    Attributes:
+        rank: Rank of the matrices.
+    """
+
+    feedback: bool = True
+    rank: int = option(at_least(1), 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradiVeQ(Compression):
+    """Principal components of slices of the gradient.
+
+    Attributes:
+        slice: Elements per slice.
+        components: Numbers that are sent per slice.
+        samples: Uncompressed steps from which the components are computed.
+        refresh: Compressed steps before the components are computed again.
+    """
+
+    feedback: bool = True
+    slice: int = option(at_least(1), 256)
+    components: int = option(at_least(1), 16)
+    samples: int = option(at_least(1), 5)
+    refresh: int = option(at_least(1), 200)

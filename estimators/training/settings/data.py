@@ -1,0 +1,181 @@
+"""Settings of the data: columns, rows to hold out, prediction, folders and the reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from ringspark.estimators.options.base import (
+    ValueRange,
+    at_least,
+    listed,
+    one_of,
+)
+from ringspark.estimators.training.settings.choices import Cache, HandleInvalid, WeightOffload
+from ringspark.estimators.training.settings.declaration import Setting
+from ringspark.pipelines import READERS, default_engine, storage
+from ringspark.pipelines.entry_points import names_in
+from ringspark.pipelines.kinds import Kind, kind_from_json
+
+_DISTINCT = ValueRange(
+    lambda names: isinstance(names, str) or len(set(names)) == len(names),
+    lambda: "must not name a column twice",
+    remedy="; copy it under another name",
+)
+
+
+def _kinds(value: Any) -> dict[str, Any]:
+    """Returns kinds by column in their JSON form, which also travels in a saved stage."""
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"columns must map names to kinds, e.g. {{'city': Vocabulary(max_size=1000)}}, got {value!r}"
+        )
+    kinds = {}
+    for name, given in value.items():
+        kind = kind_from_json(dict(given)) if isinstance(given, Mapping) else given
+        if not isinstance(kind, Kind):
+            raise TypeError(
+                f"columns[{name!r}] must be a kind of ringspark.pipelines such as Vocabulary(max_size=1000), "
+                f"HashBuckets(1024) or Padded(), got {given!r}"
+            )
+        kinds[name] = kind.to_json()
+    return kinds
+
+
+def without_secrets(value: Any) -> str:
+    """Refuses a folder's URI with credentials, because Params are saved with the stage.
+
+    Raises:
+        TypeError: The value is no string.
+        ValueError: The URI holds a password or a key.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"a folder must be given as a string, got {type(value).__name__}")
+    storage.refuse_secrets(value)
+    return value
+
+
+FEATURES_COL = Setting(
+    name="featuresCol",
+    words="column of the network's only input",
+    default="features",
+    without_effect=(lambda given: given["inputCols"] is not None, "inputCols names the inputs"),
+)
+INPUT_COLS = Setting[list[str] | None](
+    name="inputCols",
+    field="input_columns",
+    words="one column per input of the network, instead of featuresCol",
+    kind="names",
+)
+COLUMNS = Setting[dict[str, Any] | None](
+    name="columns",
+    words="column types by name, such as Vocabulary, Tokens, Padded or Image, if Spark's type is not enough",
+    convert=_kinds,
+    is_for_writing=True,
+)
+LABEL_COL = Setting(
+    name="labelCol", field="label_columns", words="column of the labels", default="label", accepts=_DISTINCT
+)
+LABEL_COLS = Setting[list[str] | None](
+    name="labelCols",
+    words="one label column per output of the network, instead of labelCol",
+    kind="names",
+    accepts=_DISTINCT,
+)
+WEIGHT_COL = Setting[str | None](
+    name="weightCol",
+    field="weight_column",
+    words="column of the rows' weights in the loss; unset or empty: 1 each",
+    kind="str",
+    empty_is_unset=True,
+)
+VALIDATION_INDICATOR_COL = Setting[str | None](
+    name="validationIndicatorCol",
+    words="column that is true in the rows to hold out; unset or empty: none",
+    kind="str",
+    empty_is_unset=True,
+    is_for_writing=True,
+)
+VALIDATION_FRACTION = Setting[float | None](
+    name="validationFraction",
+    words="share of the rows to hold out, chosen by the seed",
+    kind="float",
+    accepts=ValueRange(lambda share: 0 < share < 1, lambda: "must lie between 0 and 1"),
+    is_for_writing=True,
+)
+PREDICTION_COL = Setting(name="predictionCol", words="column of the predictions", default="prediction")
+PREDICTION_COLS = Setting[list[str] | None](
+    name="predictionCols",
+    words="one prediction column per output of the network, instead of predictionCol",
+    kind="names",
+)
+RAW_PREDICTION_COL = Setting(
+    name="rawPredictionCol", words="column of the logits, a vector; empty: none", default="rawPrediction"
+)
+PROBABILITY_COL = Setting(
+    name="probabilityCol",
+    words="column of the class probabilities, a vector; empty: none",
+    default="probability",
+)
+PREDICTED_LABEL_COL = Setting(
+    name="predictedLabelCol",
+    words="column of the predicted class as a string, if the labels were strings; empty: none",
+    default="predictedLabel",
+)
+THRESHOLDS = Setting[list[float] | None](
+    name="thresholds",
+    words="one number per class; the class with the largest probability / threshold is predicted",
+    kind="numbers",
+)
+HANDLE_INVALID = Setting[HandleInvalid](
+    name="handleInvalid",
+    words="rows with a null or NaN input: 'error', 'skip' them, or 'keep' them with null predictions",
+    default="error",
+    accepts=one_of(get_args(HandleInvalid)),
+    is_for_writing=True,
+)
+INFERENCE_BATCH_SIZE = Setting(
+    name="inferenceBatchSize",
+    words="rows per forward pass in transform; unset: at most 2048, in 64 MiB",
+    # So the activations of a layer of a few hundred numbers stay in a core's cache.
+    default=2048,
+    accepts=at_least(1),
+)
+INFERENCE_OFFLOAD = Setting[WeightOffload](
+    name="inferenceOffload",
+    words="where transform keeps the weights: 'none' (in memory) or 'disk' (one tensor at a time)",
+    default="none",
+    accepts=one_of(get_args(WeightOffload)),
+)
+INFERENCE_USE_GPU = Setting(
+    name="inferenceUseGpu",
+    words="whether transform uses a GPU: the task's, else one by partition",
+    default=False,
+)
+STORAGE_URI = Setting[str | None](
+    name="storageUri",
+    words="folder for shards and runs that all workers reach; unset: a temporary one, local masters only",
+    convert=without_secrets,
+    without_effect=(lambda given: given["runUri"] is not None, "runUri holds the shards and the run"),
+)
+READER = Setting(
+    name="reader",
+    field="reader",
+    words="engine that reads the shards: 'petastorm', 'arrow', or one that a package declares",
+    default=default_engine(),
+    default_words="`'petastorm'` where installed, else `'arrow'`",
+    accepts=listed(lambda: READERS, lambda: names_in("ringspark.readers")),
+    may_differ_on_resume=True,
+)
+CACHE = Setting[Cache](
+    name="cache",
+    field="cache",
+    words="where a worker keeps decoded rows: 'memory', 'disk', 'none', or 'auto', by free memory",
+    default="auto",
+    accepts=one_of(get_args(Cache)),
+    may_differ_on_resume=True,
+    without_effect=(
+        lambda given: given["cache"] in ("memory", "disk") and given["epochs"] == 1,
+        "one epoch reads every row once",
+    ),
+)

@@ -1,0 +1,135 @@
+"""Settings of the network: model, loss, metrics, transforms and fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringspark.estimators.options.base import ValueRange
+from ringspark.estimators.options.finetuning import LoRA, Pretrained
+from ringspark.estimators.training.objective.losses import check_loss_name
+from ringspark.estimators.training.objective.own_metrics import name_metrics
+from ringspark.estimators.training.settings.declaration import Setting
+from ringspark.models import ModelSpec
+
+
+def _model(value: Any) -> ModelSpec | nn.Module:
+    if isinstance(value, torch.jit.ScriptModule):
+        raise TypeError(
+            "model must be a ModelSpec or an nn.Module that can be copied, got a ScriptModule; give the "
+            "nn.Module it was made from"
+        )
+    if isinstance(value, ModelSpec | nn.Module):
+        return value
+    raise TypeError(
+        f"model must be a ModelSpec or an nn.Module, got {type(value).__name__}; "
+        "pass an instance such as ModelSpec('mlp', {...}) or MyNet()"
+    )
+
+
+def _losses(value: Any) -> Any:
+    """Checks a name, an `nn` loss or a callable, or a list of them."""
+    if isinstance(value, list | tuple):
+        return [_losses(entry) for entry in value]
+    if isinstance(value, str):
+        if value != "auto":
+            check_loss_name(value)
+        return value
+    if callable(value):
+        return value
+    raise TypeError(f"loss must be a name, a callable or a list of them, got {type(value).__name__}")
+
+
+def _metrics(value: Any) -> list[Any]:
+    is_one = isinstance(value, str | Mapping) or not isinstance(value, list | tuple)
+    metrics = [value] if is_one else list(value)
+    name_metrics(metrics)
+    return metrics
+
+
+def _transform(setting: str) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        if isinstance(value, type) or not callable(value):
+            given = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+            raise TypeError(
+                f"{setting} must be a module or a function that is called as transform(*inputs), got {given}"
+            )
+        return value
+
+    return convert
+
+
+def _patterns(subject: str, value: Any) -> list[str]:
+    patterns = [value] if isinstance(value, str) else value
+    is_list = isinstance(patterns, Sequence) and all(isinstance(p, str) and p for p in patterns)
+    if not is_list:
+        raise ValueError(
+            f"{subject} must be a name pattern or a list of patterns ('encoder.*'), got {value!r}"
+        )
+    return list(patterns)
+
+
+MODEL = Setting[Any](
+    name="model", field="model", words="the network: a ModelSpec or an nn.Module instance", convert=_model
+)
+LOSS = Setting[Any](
+    name="loss",
+    field="losses",
+    words="'auto', a name, an nn loss or a callable (output, label) -> (rows,); a list for several labels",
+    default="auto",
+    convert=_losses,
+)
+LOSS_WEIGHTS = Setting[list[float] | None](
+    name="lossWeights",
+    field="loss_weights",
+    words="weight of each label's loss in their sum; unset: 1 each",
+    kind="numbers",
+    accepts=ValueRange(
+        lambda weights: all(weight >= 0 for weight in weights) and any(weights),
+        lambda: "must not be negative and not all be 0",
+    ),
+)
+METRICS = Setting[list[Any]](
+    name="metrics",
+    field="metrics",
+    words="metrics of every epoch: names, torchmetrics objects, functions, and {name: any of these}",
+    default=[],
+    convert=_metrics,
+)
+TRANSFORM_BATCH = Setting[Any](
+    name="transformBatch",
+    words="changes training rows: (*inputs) -> inputs, or (*inputs, labels=...) -> (inputs, labels)",
+    convert=_transform("transformBatch"),
+)
+TRANSFORM_IN_PREDICTION = Setting[Any](
+    name="transformInPrediction",
+    words="changes held-out and predicted rows: (*inputs) -> inputs; part of the model",
+    convert=_transform("transformInPrediction"),
+)
+FREEZE = Setting[list[str]](
+    name="freeze",
+    field="freeze",
+    words="patterns over names of parameters that are not trained, such as 'encoder.*'",
+    default=[],
+    convert=lambda value: _patterns("freeze", value),
+    without_effect=(lambda given: given["lora"] is not None, "lora freezes all but its adapter"),
+)
+LORA = Setting[LoRA | None](
+    name="lora", field="lora", words="low-rank adapters, which alone are trained: a LoRA", options=LoRA
+)
+PRETRAINED = Setting[Pretrained | None](
+    name="pretrained",
+    field="pretrained",
+    words="weights from which the training starts: a Pretrained, or a URI",
+    options=Pretrained,
+)
+EMA_DECAY = Setting[float | None](
+    name="emaDecay",
+    field="ema_decay",
+    words="decay per step of an average of the weights, which becomes the model; unset: no average",
+    kind="float",
+    accepts=ValueRange(lambda decay: 0 < decay < 1, lambda: "must lie between 0 and 1"),
+)

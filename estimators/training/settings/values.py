@@ -1,0 +1,170 @@
+"""The fields of a training's config, and the values that follow from them; `config.py` checks them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ringspark.estimators.options.finetuning import LoRA, Pretrained
+from ringspark.estimators.options.mesh import Mesh
+from ringspark.estimators.options.scaling import ScaleLearningRate
+from ringspark.estimators.options.sync import AllReduce, Sync
+from ringspark.estimators.training.batch_sizes import BatchSizes
+from ringspark.estimators.training.objective.own_metrics import OwnMetric
+from ringspark.estimators.training.settings import (
+    data,
+    memory,
+    network,
+    observation,
+    recovery,
+    training,
+    workers,
+)
+from ringspark.estimators.training.settings.choices import (
+    Cache,
+    Compression,
+    Keep,
+    NonFinite,
+    Offload,
+    Precision,
+    Task,
+)
+from ringspark.models import MODELS, ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigValues:
+    """The fields of `TrainConfig`.
+
+    Settings are described where they are declared; the other fields are:
+
+    Attributes:
+        shards_uri: Folder of the shards; its manifest describes the data.
+        run_uri: Folder for progress, history and checkpoints.
+        model: `ModelSpec` as JSON text; None if the module travels as an object.
+        input_columns: One column per positional argument of `forward`.
+        label_columns: One column per output of the network.
+        losses: One name per label; unused if `UserObjects.losses` has the object.
+        metrics: Names of `METRICS` or of `UserObjects.metrics`.
+        own_metrics: The metrics of `UserObjects.metrics`, as `check_training` describes them.
+        output_widths: Last dimension of each output, 1 if it has none; set by `check_training`.
+        pause_after: Epoch after which the training ends with a checkpoint; None for none. A population's
+            trainings use it.
+    """
+
+    shards_uri: str
+    run_uri: str
+    input_columns: tuple[str, ...]
+    label_columns: tuple[str, ...]
+    task: Task = "any"
+    model: str | None = None
+    weight_column: str | None = None
+    losses: tuple[str, ...] = (network.LOSS.default,)
+    loss_weights: tuple[float, ...] = (1.0,)
+    optimizer: str = training.OPTIMIZER.default
+    parameter_groups: tuple[dict[str, Any], ...] = tuple(training.PARAMETER_GROUPS.default)
+    learning_rate: float = training.LEARNING_RATE.default
+    lr_schedule: str = training.LR_SCHEDULE.default
+    scale_learning_rate: ScaleLearningRate | None = training.SCALE_LEARNING_RATE.default
+    warmup_steps: int = training.WARMUP_STEPS.default
+    weight_decay: float = training.WEIGHT_DECAY.default
+    max_grad_norm: float | None = training.MAX_GRAD_NORM.default
+    freeze: tuple[str, ...] = tuple(network.FREEZE.default)
+    lora: LoRA | None = network.LORA.default
+    pretrained: Pretrained | None = network.PRETRAINED.default
+    ema_decay: float | None = network.EMA_DECAY.default
+    metrics: tuple[str, ...] = tuple(network.METRICS.default)
+    own_metrics: tuple[OwnMetric, ...] = ()
+    output_widths: tuple[int, ...] = ()
+    monitor: str = ""
+    patience: int | None = training.PATIENCE.default
+    min_delta: float = training.MIN_DELTA.default
+    keep: Keep = training.KEEP.default
+    pause_after: int | None = None
+    epochs: int = training.EPOCHS.default
+    batch_size: int = training.BATCH_SIZE.default
+    batch_size_schedule: tuple[tuple[int, int], ...] = ()
+    noise_scale: bool = training.NOISE_SCALE.default
+    seed: int = training.SEED.default
+    shuffle: bool = training.SHUFFLE.default
+    num_workers: int = workers.NUM_WORKERS.default
+    use_gpu: bool = workers.USE_GPU.default
+    collective: str = workers.COLLECTIVE.default
+    compile: bool | str = workers.COMPILE.default
+    parallelism: Mesh = Mesh()  # noqa: RUF009
+    sync: Sync = AllReduce()  # noqa: RUF009
+    precision: Precision = memory.PRECISION.default
+    gradient_checkpointing: str | tuple[str, ...] = memory.NO_CHECKPOINTING
+    gradient_accumulation: int = training.GRADIENT_ACCUMULATION.default
+    activation_offload: Offload = memory.ACTIVATION_OFFLOAD.default
+    activation_compression: Compression = memory.ACTIVATION_COMPRESSION.default
+    reader: str = data.READER.default
+    cache: Cache = data.CACHE.default
+    checkpoint_every_steps: int | None = recovery.CHECKPOINT_EVERY_STEPS.default
+    checkpoint_every_seconds: float = recovery.CHECKPOINT_EVERY_SECONDS.default
+    checkpoint_every_epochs: int | None = recovery.CHECKPOINT_EVERY_EPOCHS.default
+    keep_checkpoints: int = recovery.KEEP_CHECKPOINTS.default
+    on_non_finite: NonFinite = recovery.ON_NON_FINITE.default
+    timeout_seconds: float = recovery.TIMEOUT_SECONDS.default
+    max_restarts: int = recovery.MAX_RESTARTS.default
+    min_workers: int | None = recovery.MIN_WORKERS.default
+    log_every_steps: int = observation.LOG_EVERY_STEPS.default
+    timeline_every_steps: int | None = observation.TIMELINE_EVERY_STEPS.default
+    profile_steps: tuple[int, int] | None = observation.PROFILE_STEPS.default
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The batch size of every epoch."""
+        return BatchSizes.of(self.batch_size, self.batch_size_schedule, self.epochs)
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that a training reads: inputs, labels and weights."""
+        weights = [] if self.weight_column is None else [self.weight_column]
+        return [*self.input_columns, *self.label_columns, *weights]
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Ranks along each axis of the mesh."""
+        return self.parallelism.sizes(self.num_workers)
+
+    @property
+    def cuts_network(self) -> bool:
+        """Whether a rank has less than the whole network, or less than whole rows."""
+        return self.parallelism.cuts_network
+
+    @property
+    def builds_in_parts(self) -> bool:
+        """Whether no rank needs the whole network, not even at first: of the networks in `MODELS`.
+
+        A constructor of the user's own may hook its parameters, seed, or keep tensors
+        elsewhere.
+        """
+        parts_it = self.num_workers > 1 and (self.cuts_network or self.sync.sharding == "parameters")
+        # A network from the driver arrives whole; adapters and loaded weights look at its numbers.
+        if not parts_it or self.model is None or self.pretrained is not None or self.lora is not None:
+            return False
+        return ModelSpec.from_json(self.model).target in MODELS
+
+    @property
+    def num_copies(self) -> int:
+        """Number of shares into which a global batch is dealt: ranks that read different rows."""
+        sizes = self.axes
+        return sizes["data"] * sizes["shard"] * sizes["expert"]
+
+    @property
+    def _readers(self) -> str:
+        """The ranks that read different rows, in the words of a message."""
+        if self.num_copies == self.num_workers:
+            return f"numWorkers ({self.num_workers})"
+        return f"the workers that read different rows ({self.num_copies} of numWorkers {self.num_workers})"
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the ranks take each step together."""
+        return self.num_workers == 1 or self.sync.in_step
+
+    @property
+    def looks_for_best(self) -> bool:
+        """Whether epochs are compared, by `monitor`."""
+        return self.keep == "best" or self.patience is not None
