@@ -1,6 +1,8 @@
-"""Facts about the values of a column, as the manifest keeps them.
+"""Statistics of a column's values: collected in the tasks that write, merged on the driver, kept in the
+manifest.
 
-Minimum, maximum, mean and deviation are over finite values only; NaNs and infinities are counted beside them.
+Minimum, maximum, mean and deviation cover finite values only; NaNs and infinities are counted separately. The
+statistics come from the pass that writes the data, so files and manifest cannot disagree.
 """
 
 from __future__ import annotations
@@ -10,9 +12,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from ringspark.pipelines.rows import NumpyArray
 from ringspark.pipelines.typed_json import record
 
 Number = int | float
+
+# Elements summed at a time: few enough for the processor's cache and for small rounding errors.
+_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +29,14 @@ class ColumnStats:
 
     Attributes:
         rows: Rows stored.
-        nulls: Rows kept although they were null or held a null; the counts below leave their fill values out.
-        values: Elements, NaN and infinite ones included.
+        nulls: Rows kept that were null or held a null; the other counts exclude their fill values.
+        values: Elements, including NaN and infinite ones.
         nans: NaN elements.
         infs: Infinite elements of either sign.
         fractional: Finite values that are not whole numbers; counted for scalar columns.
-        minimum: Smallest finite element, an exact int for integers; None without one.
+        minimum: Smallest finite element, an exact int for integers; None if there is none.
         maximum: Largest finite element.
-        mean: Mean of the finite elements; None without one.
+        mean: Mean of the finite elements; None if there are none.
         deviations: Sum of squared deviations of the finite elements from their mean; None if unknown.
     """
 
@@ -45,18 +53,18 @@ class ColumnStats:
 
     @property
     def finite(self) -> int:
-        """Elements that are neither NaN nor infinite."""
+        """Number of elements that are neither NaN nor infinite."""
         return self.values - self.nans - self.infs
 
     @property
     def std(self) -> float | None:
-        """Standard deviation of the finite elements (divisor n - 1, as in Spark); None below two."""
+        """Standard deviation of the finite elements (divisor n - 1, as in Spark); None for fewer than two."""
         if self.finite < 2 or self.deviations is None:
             return None
         return math.sqrt(self.deviations / (self.finite - 1))
 
     def merge(self, other: ColumnStats) -> ColumnStats:
-        """Returns the stats of both together."""
+        """Returns the statistics of both sets of rows together."""
         mean, deviations = self.mean, self.deviations
         if other.mean is not None:
             if mean is None:
@@ -67,13 +75,9 @@ class ColumnStats:
                 gap = other.mean - mean
                 deviations = (deviations or 0.0) + (other.deviations or 0.0) + gap * gap * self.finite * share
                 mean += gap * share
+        counts = ("rows", "nulls", "values", "nans", "infs", "fractional")
         return ColumnStats(
-            rows=self.rows + other.rows,
-            nulls=self.nulls + other.nulls,
-            values=self.values + other.values,
-            nans=self.nans + other.nans,
-            infs=self.infs + other.infs,
-            fractional=self.fractional + other.fractional,
+            **{count: getattr(self, count) + getattr(other, count) for count in counts},
             minimum=_pick(min, self.minimum, other.minimum),
             maximum=_pick(max, self.maximum, other.maximum),
             mean=mean,
@@ -81,7 +85,7 @@ class ColumnStats:
         )
 
     def without_overflows(self) -> ColumnStats:
-        """Returns the stats as a manifest keeps them: moments that overflowed become unknown."""
+        """Returns the statistics with moments that overflowed set to None, as the manifest keeps them."""
         mean = self.mean if self.mean is not None and math.isfinite(self.mean) else None
         deviations = self.deviations
         if deviations is not None and not (math.isfinite(deviations) and mean == self.mean):
@@ -94,7 +98,7 @@ class ColumnStats:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> ColumnStats:
-        """Reads what `to_json` returned."""
+        """Reads the result of `to_json`."""
         return record(ColumnStats, data)
 
 
@@ -102,3 +106,54 @@ def _pick(choose: Any, left: Any, right: Any) -> Any:
     if left is None or right is None:
         return right if left is None else left
     return choose(left, right)
+
+
+class StatsCollector:
+    """Collects the statistics of one column batch by batch, in a task that writes."""
+
+    def __init__(self, *, is_scalar: bool) -> None:
+        self._is_scalar = is_scalar
+        self.result = ColumnStats()
+
+    def add(self, rows: int, numbers: NumpyArray) -> None:
+        """Adds the numbers of `rows` rows."""
+        counts, finite = _measure(numbers)
+        if self._is_scalar and finite.dtype.kind == "f":
+            counts["fractional"] = int(np.count_nonzero(finite != np.rint(finite)))
+        self.result = self.result.merge(ColumnStats(rows=rows, values=len(numbers), **counts))
+
+
+def _measure(numbers: NumpyArray) -> tuple[dict[str, Any], NumpyArray]:
+    """Returns counts and moments of the numbers, and the finite numbers."""
+    if len(numbers) == 0:
+        return {}, numbers
+    low, high = numbers.min(), numbers.max()
+    counts: dict[str, Any] = {}
+    if numbers.dtype.kind == "f" and not (math.isfinite(low) and math.isfinite(high)):
+        # A NaN makes both NaN. This is rare, so elements are examined only then.
+        counts = {"nans": int(np.isnan(numbers).sum()), "infs": int(np.isinf(numbers).sum())}
+        numbers = numbers[np.isfinite(numbers)]
+        if len(numbers) == 0:
+            return counts, numbers
+        low, high = numbers.min(), numbers.max()
+    exact = float if numbers.dtype.kind == "f" else int
+    mean, deviations = _moments(numbers)
+    moments = {"minimum": exact(low), "maximum": exact(high), "mean": mean, "deviations": deviations}
+    return counts | moments, numbers
+
+
+def _moments(numbers: NumpyArray) -> tuple[float, float]:
+    """Returns the mean and the sum of squared deviations, in float64."""
+    count, mean, deviations = 0, 0.0, 0.0
+    # Squares of doubles beyond 1e150 overflow; such columns get an infinite deviation without a warning.
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, len(numbers), _BLOCK):
+            block = numbers[start : start + _BLOCK].astype(np.float64)
+            block_mean = float(block.mean())
+            block -= block_mean
+            share = len(block) / (count + len(block))
+            gap = block_mean - mean
+            deviations += float(block @ block) + gap * gap * count * share
+            mean += gap * share
+            count += len(block)
+    return mean, deviations

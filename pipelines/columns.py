@@ -1,11 +1,9 @@
-"""The columns of a set of shards: a name, a kind, and where it came from.
+"""The columns of a set of shards: name, column type, and Spark type of the source.
 
-Numbers, booleans, dates, structs of these, arrays and vectors have a kind by their Spark type.
-A column that needs a decision (strings, bytes) is refused on the driver with
-its name and the choices; any other unusable type is refused with the remedy.
-No number is ever cast: the int64 16,777,217 in the DataFrame is the int64
-16,777,217 in the batch. Only vectors become float32, unless the user asks for
-`Vector("float64")`.
+Numbers, booleans, dates, structs of these, arrays and vectors get a column type from their Spark type. A
+column that needs a decision (strings, bytes) raises an error on the driver that lists the choices. No number
+is ever cast: the int64 16,777,217 of the DataFrame is the int64 16,777,217 of the batch. Only vectors become
+float32, unless the user asks for `Vector("float64")`.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ class Column:
     """One column of a set of shards.
 
     Attributes:
-        name: The name in the DataFrame; the names of the column's arrays in a batch start with it.
-        kind: How the column is stored and read.
+        name: Name in the DataFrame; the names of the column's arrays in a batch start with it.
+        kind: Column type: how the column is stored and read.
         source: Spark's simple type string.
     """
 
@@ -47,7 +45,7 @@ class Column:
 
     @property
     def is_dense(self) -> bool:
-        """Whether a batch holds the column as one array called `name` whose first dimension is the rows."""
+        """Whether a batch holds the column as one array called `name` with the rows as first dimension."""
         return self.name in self.kind.batch_names(self.name)
 
     @property
@@ -66,7 +64,7 @@ class Column:
 
     @staticmethod
     def from_values(data: Mapping[str, Any]) -> Column:
-        """Reads what `to_json` returned."""
+        """Reads the result of `to_json`."""
         own = {key: data[key] for key in ("name", "source") if key in data}
         kind = kind_from_json({key: value for key, value in data.items() if key not in own})
         return record(Column, own | {"kind": kind})
@@ -77,11 +75,11 @@ def columns_from_spark(schema: StructType, choices: Mapping[str, Kind] | None = 
 
     Args:
         schema: The DataFrame's schema.
-        choices: Column name -> kind, where the Spark type alone does not decide or decides otherwise.
+        choices: Column name -> column type, if the Spark type does not decide or the user decides otherwise.
 
     Raises:
-        ValueError: A column has a type that cannot be trained on or needs a choice, a choice does not
-            fit or names no column, or two columns share a name.
+        ValueError: A column has an unusable type or needs a choice, a choice does not fit or names no column,
+            or two columns share a name.
     """
     choices = dict(choices or {})
     for name, kind in choices.items():
@@ -91,63 +89,58 @@ def columns_from_spark(schema: StructType, choices: Mapping[str, Kind] | None = 
             raise ValueError(f"columns names {name!r}, which the DataFrame lacks; {hint}")
         if not isinstance(kind, Kind):
             raise ValueError(
-                f"columns[{name!r}] must be a kind such as Vocabulary(), Padded() or Sparse(), got {kind!r}"
+                f"columns[{name!r}] must be a column type such as Vocabulary() or Sparse(), got {kind!r}"
             )
-    columns = tuple(
-        Column(
-            name=field.name,
-            kind=(choices.get(field.name) or _default_kind(field.name, field.dataType)).adopt(
-                field.name, field.dataType
-            ),
-            source=field.dataType.simpleString(),
-        )
-        for field in schema.fields
-    )
+    columns = []
+    for field in schema.fields:
+        kind = choices.get(field.name) or _default_kind(field.name, field.dataType)
+        kind = kind.adopt(field.name, field.dataType)
+        columns.append(Column(name=field.name, kind=kind, source=field.dataType.simpleString()))
     check_names([column.name for column in columns])
-    return columns
+    return tuple(columns)
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuses two columns of one name, which a batch could not tell apart."""
+    """Raises ValueError if two columns share a name, which a batch could not tell apart."""
     for name, count in Counter(names).items():
         if count > 1:
             raise ValueError(f"two columns are named {name!r}; rename one with df.withColumnRenamed")
 
 
 def check_masks(names: Sequence[str]) -> None:
-    """Refuses columns that training and transform would mistake for null masks of `write_shards`."""
+    """Raises ValueError for columns that look like the null masks of `write_shards`."""
     for name in names:
         owner = name.removesuffix(MASK)
         if owner != name and owner in names:
             raise ValueError(
-                f"column {name!r} has the name of the null mask that write_shards makes of {owner!r}; "
+                f"column {name!r} has the name of the null mask that write_shards adds for {owner!r}; "
                 f"rename it, e.g. df.withColumnRenamed({name!r}, {owner + '_missing'!r})"
             )
 
 
 def is_case_sensitive(spark: SparkSession) -> bool:
-    """Whether Spark tells names apart that differ in case alone; by default it does not."""
+    """Returns whether Spark distinguishes names that differ only in case; by default it does not."""
     return str(spark.conf.get("spark.sql.caseSensitive", "false")).lower() == "true"
 
 
 def check_frame(value: Any, subject: str) -> None:
-    """Raises ValueError if `subject` was given something else than a Spark DataFrame."""
-    # Not by isinstance: before Spark 4, Classic's and Connect's DataFrame share no base class.
+    """Raises ValueError if `subject` was given something other than a Spark DataFrame."""
+    # Not by isinstance: before Spark 4, the DataFrames of Classic and Connect share no base class.
     if not hasattr(value, "mapInArrow"):
-        kind = type(value)
+        cls = type(value)
         raise ValueError(
-            f"{subject} takes a Spark DataFrame, got {kind.__module__.partition('.')[0]} {kind.__name__}; "
+            f"{subject} takes a Spark DataFrame, got {cls.__module__.partition('.')[0]} {cls.__name__}; "
             "make one with spark.createDataFrame"
         )
 
 
 def quote(name: str) -> str:
-    """Quotes a column name for Spark: a dot in it does not mean a struct field."""
+    """Quotes a column name for Spark, so that a dot does not mean a struct field."""
     return "`" + name.replace("`", "``") + "`"
 
 
 def _default_kind(name: str, data_type: DataType) -> Kind:
-    """Returns the kind that a Spark type has without a choice of the user."""
+    """Returns the column type that a Spark type has without a choice of the user."""
     if is_vector(data_type):
         return Vector()
     simple = data_type.simpleString()
@@ -160,8 +153,8 @@ def _default_kind(name: str, data_type: DataType) -> Kind:
     if family in ("string", "varchar", "char"):
         remedy = (
             "index it with StringIndexer first, or choose in write_shards: "
-            f"columns={{{name!r}: Vocabulary()}} gives each string an id of its own, "
-            f"columns={{{name!r}: HashBuckets(1024)}} hashes it, Tokens.of(tokenizer) makes ids of its words"
+            f"columns={{{name!r}: Vocabulary()}} gives each string its own id, "
+            f"columns={{{name!r}: HashBuckets(1024)}} hashes it, Tokens.of(tokenizer) turns words into ids"
         )
     elif family == "binary":
         remedy = (
@@ -169,14 +162,14 @@ def _default_kind(name: str, data_type: DataType) -> Kind:
             f"columns={{{name!r}: Image(height, width)}} for encoded images, or Binary('npy', shape=...)"
         )
     elif is_spark_image(data_type):
-        remedy = f"give its images a size, by columns={{{name!r}: Image(height, width)}} of write_shards"
+        remedy = f"give its images a size with columns={{{name!r}: Image(height, width)}} of write_shards"
     elif family == "struct":
         return Struct()
     elif family == "map":
-        remedy = "select its values as columns of their own first"
+        remedy = "select its values as separate columns first"
     else:
         remedy = "turn it into numbers first, or drop it with df.drop"
     raise ValueError(
-        f"column {name!r} has type {simple}, which cannot be trained on as it is "
+        f"column {name!r} has type {simple}, which cannot be trained on unchanged "
         f"(numbers, booleans, dates, structs of these, arrays and vectors can); {remedy}"
     )

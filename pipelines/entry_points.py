@@ -1,6 +1,6 @@
-"""Finds parts that other installed packages bring, such as a reader, by their entry points.
+"""Finds classes that other installed packages provide, such as a reader, through entry points.
 
-Looked up only for names that are not our own: the search reads a file of every installed package.
+Used only for names that are not built in, because the search reads a file of every installed package.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def names_in(group: str) -> list[str]:
-    """Returns the names that installed packages declare in a group, sorted."""
+    """Returns the sorted names that installed packages declare in a group."""
     return sorted({point.name for point in entry_points(group=group)})
 
 
@@ -20,19 +20,20 @@ def load_part(group: str, setting: str, name: str, known: Collection[str], neede
     """Returns the class that a package declares under a name.
 
     Args:
-        setting: The Param that holds the name.
-        known: Our own names, for messages.
-        needed: What the class must have.
+        setting: Param that holds the name.
+        known: Built-in names, for messages.
+        needed: Attributes that the class must have.
 
     Raises:
-        ValueError: No package declares it, several do, it cannot be imported, or it lacks something.
+        ValueError: No package or several packages declare it, it cannot be imported, or it lacks an
+            attribute.
     """
     found = {point.value: point for point in entry_points(group=group, name=name)}
     if not found:
         names = [*known, *names_in(group)]
         raise ValueError(
             f"{setting} must be one of {', '.join(sorted(names))}, got {name!r}; a package that declares "
-            f"others in {group!r} must be installed on the driver and where the executors run"
+            f"others in {group!r} must be installed on the driver and on the executors"
         )
     if len(found) > 1:
         raise ValueError(
@@ -45,13 +46,13 @@ def load_part(group: str, setting: str, name: str, known: Collection[str], neede
     except Exception as error:
         raise ValueError(
             f"{setting} {name!r} cannot be imported from {point.value}: {type(error).__name__}: {error}; "
-            "mend or uninstall its package"
+            "repair or uninstall its package"
         ) from error
     lacking = sorted(set(needed) - set(dir(part))) if isinstance(part, type) else ["a class"]
     lacking += sorted(getattr(part, "__abstractmethods__", ())) if inspect.isabstract(part) else []
     if lacking:
         raise ValueError(
-            f"{setting} {name!r} ({point.value}) lacks {', '.join(lacking)}; its class must have "
-            f"what docs/hooks.md lists"
+            f"{setting} {name!r} ({point.value}) lacks {', '.join(lacking)}; its class must have the "
+            "attributes that docs/hooks.md lists"
         )
     return part

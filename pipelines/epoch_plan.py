@@ -1,28 +1,25 @@
-"""Which rows every shard reads in every step of an epoch. Pure: no files, no clock.
+"""Plans which rows every shard reads in every step of an epoch. Pure: no files, no clock.
 
-The row groups are put in an order drawn from (seed, epoch), each group's rows
-in an order drawn from (seed, epoch, group), and the sequence this makes is
-dealt to batches by `lanes`. From that follows, by arithmetic alone:
+The row groups are shuffled by (seed, epoch), and each group's rows by (seed, epoch, group). The resulting
+sequence of rows is dealt to batches and shards by `shuffle`. This gives, by arithmetic alone:
 
-* every row is in exactly one batch of an epoch; every batch has `batch_size`
-  rows, but for the last, which is short, never dropped;
-* batch s is the same set of rows for any number of shards, so changing
-  `num_shards`, also in the middle of an epoch, does not change the training;
-* the number of steps is the same on every shard, and each shard knows how many
-  rows the others have in a step, without asking them;
-* a shard may have no row in a step.
+* Every row is in exactly one batch of an epoch. Every batch has `batch_size` rows, except the last, which may
+  be short but is never dropped.
+* Batch s has the same rows for any number of shards, so changing `num_shards`, even in the middle of an
+  epoch, does not change the training.
+* All shards have the same number of steps, and each shard knows how many rows the other shards have in a
+  step.
+* A shard may have no rows in a step.
 
-A shard reads one contiguous stretch of the sequence with one read a row group.
-From one step to the next it holds at most two row groups a lane: the one in use,
-and one read early because it begins in the lane before. All lanes together hold
-96, divided by the number of shards, plus the few shared with neighbours. Row
-groups that a step uses up within itself come on top.
+A shard reads one contiguous range of the sequence and reads each row group once. Between two steps it holds
+at most two row groups per stream: the current one, and one read early because it begins in the previous
+stream. All streams together hold 96 row groups divided by the number of shards, plus a few shared with
+neighbours. Row groups that one step uses up completely come on top.
 
-The order is kept in int64 arrays that the plans of all shards share; a shard
-searches its stretch alone. One of 1,024 shards plans a million row groups in
-0.1-0.2 s and 30 MiB, and one of 102,400 plans 100 million in 18 s and 3 GiB
-(2 busy cores), but data of that size would be slow to read: beyond 48 shards
-lanes are shared, and a row group is read, whole, by up to num_shards / 48 shards.
+The plans of all shards share the order in int64 arrays; a shard searches only its own range. One of 1,024
+shards plans a million row groups in 0.1-0.2 s and 30 MiB, one of 102,400 plans 100 million in 18 s and 3 GiB
+(2 busy cores). Data of that size would be slow to read: beyond 48 shards, streams are shared, and up to
+num_shards / 48 shards read the same whole row group.
 """
 
 from __future__ import annotations
@@ -35,52 +32,58 @@ from operator import index
 import numpy as np
 import numpy.typing as npt
 
-from ringspark.pipelines.lanes import Deal, Int64Array, OrderedDeal, ShuffledDeal
 from ringspark.pipelines.notebook_table import notebook_table
-from ringspark.pipelines.shuffle import MAX_LENGTH, permutation
+from ringspark.pipelines.shuffle import (
+    MAX_LENGTH,
+    Deal,
+    Int64Array,
+    OrderedDeal,
+    ShuffledDeal,
+    permutation,
+)
 
-# The first part of every key: without it a row group could draw the order of the row groups.
+# First part of every key, so that the orders of row groups and of rows never share a key.
 _GROUP_ORDER, _ROW_ORDER = 0, 1
 
 
 @dataclass(frozen=True)
-class LanePiece:
-    """Rows of one row group that go to one lane.
+class StreamSlice:
+    """Rows of one row group that go to one stream.
 
     Attributes:
-        lane: Index of the lane among the shard's lanes.
-        start: First local row in the lane (local rows count the shard's rows only).
-        stop: The local row after the last one.
+        stream: Index among the shard's streams.
+        start: First local row in the stream (local rows count only the shard's rows).
+        stop: Local row after the last one.
     """
 
-    lane: int
+    stream: int
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
 class RowGroupRead:
-    """One row group that a shard reads, once in the epoch.
+    """One row group that a shard reads, once per epoch.
 
     Attributes:
         row_group: Index into the plan's `row_groups`.
         sequence_start: Position of its first row in the epoch's sequence.
-        first_step: The step whose batch needs it first.
-        pieces: The rows it gives to the shard's lanes, in the order of the sequence.
+        first_step: First step whose batch needs it.
+        slices: Rows that it gives to the shard's streams, in the order of the sequence.
     """
 
     row_group: int
     sequence_start: int
     first_step: int
-    pieces: tuple[LanePiece, ...]
+    slices: tuple[StreamSlice, ...]
 
 
-# Plans are compared and hashed by identity: nobody should compare arrays of a million sizes by accident.
+# Plans are compared and hashed by identity, so nobody compares arrays of a million sizes by accident.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EpochPlan:
-    """The batches of one epoch; see the module's docstring. Made by `plan_epoch`.
+    """The batches of one epoch; see the module's docstring. Created by `plan_epoch`.
 
-    Its arrays are read-only and shared by the plans of all shards.
+    Its arrays are read-only, and the plans of all shards share them.
     """
 
     row_groups: Int64Array
@@ -96,7 +99,6 @@ class EpochPlan:
         return int(self.row_groups.sum())
 
     def _repr_html_(self) -> str:
-        """Returns what a notebook shows: the numbers of the epoch."""
         rows = [
             ("rows", f"{self.num_rows:,}"),
             ("row groups", f"{len(self.row_groups):,}"),
@@ -109,16 +111,16 @@ class EpochPlan:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps in the epoch, the same on every shard."""
+        """Number of steps in the epoch, equal on all shards."""
         return -(-self.num_rows // self.batch_size)
 
     def global_rows(self, step: int) -> int:
-        """Returns the rows of the batch of `step` over all shards."""
+        """Returns the rows of a step's batch over all shards."""
         start, stop = self._positions(step)
         return stop - start
 
     def shard_rows(self, step: int, shard: int) -> int:
-        """Returns the rows that `shard` has in the batch of `step`; 0 is possible."""
+        """Returns the rows that `shard` has in a step's batch; may be 0."""
         start, stop = self._positions(step)
         deal = self.shard(shard).deal
         return deal.rank(stop) - deal.rank(start)
@@ -133,7 +135,7 @@ class EpochPlan:
 
     @cached_property
     def group_order(self) -> Int64Array:
-        """The row groups in the order of the epoch's sequence."""
+        """Row groups in the order of the epoch's sequence."""
         if not self.shuffle:
             return _read_only(np.arange(len(self.row_groups), dtype=np.int64))
         return _read_only(permutation(len(self.row_groups), self.seed, self.epoch, _GROUP_ORDER))
@@ -163,12 +165,12 @@ class EpochPlan:
 
 
 class ShardPlan:
-    """The row groups that one shard reads, and the way its batches are put together from them.
+    """The row groups that one shard reads, and how its batches are built from them.
 
     Attributes:
-        plan: The plan of the whole epoch.
+        plan: Plan of the whole epoch.
         shard: Index of this shard.
-        deal: The positions that the shard owns.
+        deal: Positions that the shard owns.
     """
 
     def __init__(self, plan: EpochPlan, shard: int) -> None:
@@ -181,59 +183,59 @@ class ShardPlan:
         )
 
     def reads(self, start_step: int = 0) -> RowGroupReads:
-        """Returns the row groups to read from `start_step` on, in the order they are needed."""
+        """Returns the row groups to read from `start_step` on, in the order of first use."""
         start_position = min(start_step * self.plan.batch_size, self.plan.num_rows)
-        parts = [self._lane_pieces(lane, start_position) for lane in range(len(self.deal.lanes))]
-        slots, positions, starts, stops = (np.concatenate(part) for part in zip(*parts, strict=True))
-        lanes = np.repeat(np.arange(len(parts), dtype=np.int16), [len(part[0]) for part in parts])
-        return RowGroupReads(self.plan, slots, positions, lanes, starts, stops)
+        parts = [self._stream_slices(stream, start_position) for stream in range(len(self.deal.streams))]
+        slots, positions, starts, stops = map(np.concatenate, zip(*parts, strict=True))
+        streams = np.repeat(np.arange(len(parts), dtype=np.int16), [len(part[0]) for part in parts])
+        return RowGroupReads(self.plan, slots, positions, streams, starts, stops)
 
     def rows(self, read: RowGroupRead) -> list[Int64Array]:
-        """Returns, for every piece of `read`, its rows within the row group, in the lane's order."""
-        places = [self._places(read, piece) for piece in read.pieces]
+        """Returns, per slice of `read`, its rows within the row group, in the stream's order."""
+        places = [self._places(read, span) for span in read.slices]
         if not self.plan.shuffle:
             return [place if isinstance(place, np.ndarray) else np.r_[place] for place in places]
         order = self.plan.row_order(read.row_group)
         return [order[place] for place in places]
 
-    def _places(self, read: RowGroupRead, piece: LanePiece) -> slice | Int64Array:
-        """Returns which rows of a row group, counted in the sequence's order, a piece has."""
-        offset = self.deal.lanes[piece.lane].start - read.sequence_start
-        ends = self.deal.rows_at(piece.lane, np.asarray([piece.start, piece.stop - 1]))
+    def _places(self, read: RowGroupRead, span: StreamSlice) -> slice | Int64Array:
+        """Returns the rows of a slice, counted in the sequence's order of the row group."""
+        offset = self.deal.streams[span.stream].start - read.sequence_start
+        ends = self.deal.rows_at(span.stream, np.asarray([span.start, span.stop - 1]))
         first, last = (ends + offset).tolist()
-        if last - first == piece.stop - 1 - piece.start:
-            return slice(first, last + 1)  # a view costs nothing, and most shards own whole lanes
-        return self.deal.rows(piece.lane, piece.start, piece.stop) + offset
+        if last - first == span.stop - 1 - span.start:
+            return slice(first, last + 1)  # a view costs nothing, and most shards own whole streams
+        return self.deal.rows(span.stream, span.start, span.stop) + offset
 
-    def _lane_pieces(self, index: int, start_position: int) -> tuple[Int64Array, ...]:
-        """Returns (slot, first position, first local row, local row after the last) of a lane's pieces.
+    def _stream_slices(self, index: int, start_position: int) -> tuple[Int64Array, ...]:
+        """Returns (slot, first position, first local row, local row after the last) of a stream's slices.
 
         Slots count the row groups of `group_order`. Rows before `start_position` are left out.
         """
-        lane, group_starts = self.deal.lanes[index], self.plan.group_starts
-        low = max(0, int(np.searchsorted(group_starts, lane.start, side="right")) - 1)
-        high = int(np.searchsorted(group_starts, lane.start + lane.length, side="left"))
-        rows = np.clip(group_starts[low : high + 1] - lane.start, 0, lane.length)
+        stream, group_starts = self.deal.streams[index], self.plan.group_starts
+        low = max(0, int(np.searchsorted(group_starts, stream.start, side="right")) - 1)
+        high = int(np.searchsorted(group_starts, stream.start + stream.length, side="left"))
+        rows = np.clip(group_starts[low : high + 1] - stream.start, 0, stream.length)
         counts = self.deal.counts(index, rows)
-        # Local rows that the steps before start_position have used up.
-        rows_before = -(-(start_position - lane.position) // lane.step)
-        used = self.deal.count(index, min(max(rows_before, 0), lane.length))
+        # Local rows that earlier steps have used.
+        rows_before = -(-(start_position - stream.position) // stream.step)
+        used = self.deal.count(index, min(max(rows_before, 0), stream.length))
         starts, stops = np.maximum(counts[:-1], used), counts[1:]
         kept = np.flatnonzero(starts < stops)
         starts = starts[kept]
-        positions = lane.position + self.deal.rows_at(index, starts) * lane.step
+        positions = stream.position + self.deal.rows_at(index, starts) * stream.step
         return kept + low, positions, starts, stops[kept]
 
     def bounds(self, start_step: int, stop_step: int) -> list[int]:
-        """Returns the shard's row counts before each of the steps, and after the last."""
+        """Returns the shard's number of rows before each of the steps, and after the last."""
         size, total = self.plan.batch_size, self.plan.num_rows
         return [self.deal.rank(min(step * size, total)) for step in range(start_step, stop_step + 1)]
 
 
 class RowGroupReads:
-    """The reads of one shard in the order they are needed: arrays, made into objects one by one.
+    """One shard's reads in the order of first use: arrays, converted into objects one by one.
 
-    Making all objects at once would take ten times the memory and most of the planning time.
+    Creating all objects at once would take ten times the memory and most of the planning time.
     """
 
     def __init__(
@@ -241,23 +243,23 @@ class RowGroupReads:
         plan: EpochPlan,
         slots: Int64Array,
         positions: Int64Array,
-        lanes: npt.NDArray[np.int16],
+        streams: npt.NDArray[np.int16],
         starts: Int64Array,
         stops: Int64Array,
     ) -> None:
-        """Takes the pieces in the order of the sequence, so those of one row group are neighbours."""
+        """Takes the slices in the order of the sequence, so slices of one row group are neighbours."""
         is_first = np.ones(len(slots), dtype=np.bool_)
         np.not_equal(slots[1:], slots[:-1], out=is_first[1:])
         firsts = np.flatnonzero(is_first)
         needed_at = np.minimum.reduceat(positions, firsts) if len(firsts) else positions
-        # The stable sort is the one that exploits sorted runs, and every lane is sorted already.
+        # The stable sort exploits sorted runs, and every stream is already sorted.
         order = np.argsort(needed_at, kind="stable")
         self._plan = plan
         self._slots = slots[firsts][order]
-        self._first_steps = needed_at[order] // plan.batch_size
-        self._first_pieces = firsts[order]
-        self._num_pieces = np.diff(firsts, append=len(slots)).astype(np.int16)[order]
-        self._lanes, self._starts, self._stops = lanes, starts, stops
+        self.first_steps = needed_at[order] // plan.batch_size
+        self._first_slices = firsts[order]
+        self._num_slices = np.diff(firsts, append=len(slots)).astype(np.int16)[order]
+        self._streams, self._starts, self._stops = streams, starts, stops
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -266,30 +268,25 @@ class RowGroupReads:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, number: int) -> RowGroupRead:
-        slot, first = self._slots[number], int(self._first_pieces[number])
-        pieces = slice(first, first + int(self._num_pieces[number]))
+        slot, first = self._slots[number], int(self._first_slices[number])
+        spans = slice(first, first + int(self._num_slices[number]))
         return RowGroupRead(
             row_group=int(self._plan.group_order[slot]),
             sequence_start=int(self._plan.group_starts[slot]),
-            first_step=int(self._first_steps[number]),
-            pieces=tuple(
+            first_step=int(self.first_steps[number]),
+            slices=tuple(
                 map(
-                    LanePiece,
-                    self._lanes[pieces].tolist(),
-                    self._starts[pieces].tolist(),
-                    self._stops[pieces].tolist(),
+                    StreamSlice,
+                    self._streams[spans].tolist(),
+                    self._starts[spans].tolist(),
+                    self._stops[spans].tolist(),
                 )
             ),
         )
 
     @property
-    def first_steps(self) -> Int64Array:
-        """The step whose batch first needs each read."""
-        return self._first_steps
-
-    @property
     def row_groups(self) -> Int64Array:
-        """The row group of every read."""
+        """Row group of every read."""
         row_groups: Int64Array = self._plan.group_order[self._slots]
         return row_groups
 
@@ -305,8 +302,9 @@ def plan_epoch(
 ) -> EpochPlan:
     """Plans one epoch over row groups of the given sizes.
 
-    Two files of 4 and 3 row groups have 50 rows: three batches of 16 and a short one, of the same rows for
-    1 shard as for 3. Over several steps the shards have equally many; in one step a shard may have none.
+    Two files of 4 and 3 row groups have 50 rows: three batches of 16 and a short one, with the same rows
+    for 1 shard and for 3. Over several steps the shards have equally many rows; in one step a shard may have
+    none.
 
     >>> sizes = [8, 8, 8, 4, 8, 8, 6]
     >>> plan = plan_epoch(sizes, num_shards=3, batch_size=16, epoch=0, seed=7)
@@ -321,11 +319,11 @@ def plan_epoch(
     True
 
     Args:
-        row_groups: Rows of every row group; 0 is fine. A read-only int64 array is not copied.
-        num_shards: How many workers share the batches; there may be more than row groups or rows.
+        row_groups: Rows of every row group; may be 0. A read-only int64 array is not copied.
+        num_shards: Number of workers that share the batches; may exceed the row groups or rows.
         batch_size: Rows per step over all shards.
-        epoch: Which epoch, from 0.
-        seed: Any whole number. (seed, epoch) and `row_groups` fix the batches.
+        epoch: Number of the epoch, from 0.
+        seed: Any whole number. (seed, epoch) and `row_groups` determine the batches.
         shuffle: False keeps the order of the files; a shard then owns a slice of every batch.
 
     Raises:
@@ -344,7 +342,7 @@ def plan_epoch(
 def _row_counts(row_groups: Sequence[int] | Int64Array) -> Int64Array:
     counts = np.asarray(row_groups)
     if counts.ndim == 1 and not len(counts):
-        counts = np.zeros(0, dtype=np.int64)  # NumPy would make an empty list float64
+        counts = np.zeros(0, dtype=np.int64)  # NumPy makes an empty list float64
     if counts.ndim != 1 or counts.dtype.kind not in "iu":
         raise ValueError(
             "row_groups must be whole numbers in one dimension, "
@@ -354,17 +352,17 @@ def _row_counts(row_groups: Sequence[int] | Int64Array) -> Int64Array:
         raise ValueError(f"row_groups must not be negative, got {counts.min()}")
     if len(counts) and counts.max() >= MAX_LENGTH:
         raise ValueError(f"row_groups must have fewer than 2**40 rows each, got {counts.max()}")
-    # Floats do not wrap around; the limit, half of what int64 holds, leaves room for their error.
+    # Floats do not overflow; the limit, half of int64's range, leaves room for their error.
     if counts.sum(dtype=np.float64) >= 2.0**62:
         raise ValueError("row_groups must have fewer than 2**62 rows together")
     if counts.flags.writeable:
-        counts = counts.astype(np.int64)  # a copy: the caller may change the array later
+        counts = counts.astype(np.int64)  # copies, because the caller may change the array later
     return _read_only(counts.astype(np.int64, copy=False))
 
 
 def _whole_number(name: str, value: int, *, least: int | None = None) -> int:
     try:
-        number = index(value)  # turns NumPy's integers, which can overflow, into Python's
+        number = index(value)  # NumPy integers can overflow, Python's cannot
     except TypeError:
         raise ValueError(f"{name} must be a whole number, got {value!r}") from None
     if least is not None and number < least:

@@ -1,9 +1,8 @@
-"""The manifest: what a set of shards is, and the only thing a reader accepts.
+"""The manifest describes a set of shards, and readers accept nothing else.
 
-`manifest.json` is written last and atomically, so its presence is the commit.
-Files without a manifest are an unfinished write, and a reader ignores every file
-that the manifest does not name. Row counts are stored nowhere else, so they
-cannot outlive the data they count.
+`manifest.json` is written last and atomically, so its presence is the commit. Files without a manifest are an
+unfinished write, and readers ignore every file that the manifest does not name. Row counts are stored nowhere
+else, so they always fit the data.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ class ShardFile:
         path: Path relative to the manifest's folder.
         split: "train" or "validation".
         num_bytes: Size of the file in bytes.
-        sha256: SHA-256 digest of the file's bytes, in hexadecimal; empty for a table's file, see `state`.
+        sha256: SHA-256 of the file in hexadecimal; empty for a file of an external table, see `state`.
         row_groups: Number of rows of each row group, in order.
-        table: What else is known of a file that `write_shards` has not written.
+        table: More about a file of an external table; None for files of `write_shards`.
     """
 
     path: str
@@ -58,7 +57,7 @@ class ShardFile:
     def __post_init__(self) -> None:
         leaves = any(part in ("", ".", "..") for part in self.path.split("/"))
         if leaves or not self.path.isprintable() or any(mark in self.path for mark in ("://", "::", "\\")):
-            raise ValueError(f"a manifest may only name files in its own folder, got {self.path[:200]!r}")
+            raise ValueError(f"a manifest may only name files in its folder, got {self.path[:200]!r}")
         if self.num_bytes < 0 or any(rows < 0 for rows in self.row_groups):
             raise ValueError(f"file {self.path!r} has a negative size or number of rows")
         if self.table is not None and not 0 <= self.num_rows <= self.table.most_rows:
@@ -71,12 +70,12 @@ class ShardFile:
 
     @property
     def state(self) -> str:
-        """Time, version or checksum of a table's file; empty for shards, which have a digest."""
+        """Time, version or checksum of an external table's file; empty for shards, which have a digest."""
         return "" if self.table is None else self.table.state
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Number of rows of each group that is read at a time, which is a row group or a window of one."""
+        """Number of rows of each group that is read at once: a row group, or a window of one."""
         if self.table is None:
             return self.row_groups
         return tuple(stop - start for _, start, stop in self.table.windows(self.row_groups))
@@ -90,7 +89,7 @@ class ShardFile:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> ShardFile:
-        """Reads what `to_json` returned."""
+        """Reads the result of `to_json`."""
         return record(ShardFile, data)
 
 
@@ -98,15 +97,15 @@ class ShardFile:
 class ShardManifest:
     """Files, row groups, columns and statistics of one set of shards.
 
-    A manifest from `select` is a view with the files of one split only.
+    A manifest from `select` is a view with the files of one split.
 
     Attributes:
         uri: Absolute URI of the folder.
-        columns: The columns that a batch holds, in the order of the DataFrame.
-        files: The Parquet files in reading order.
+        columns: Columns of a batch, in the order of the DataFrame.
+        files: Parquet files in reading order.
         stats: Split -> column name -> statistics.
-        skipped_rows: Number of rows of the DataFrame that were left out because they held a null.
-        table: The table that holds the files, if `write_shards` has not written them.
+        skipped_rows: Number of rows that were left out because they held a null.
+        table: External table that holds the files; None for shards of `write_shards`.
         format_version: Version of the JSON layout.
     """
 
@@ -120,12 +119,12 @@ class ShardManifest:
 
     @property
     def files_uri(self) -> str:
-        """URI of the folder that the files' paths start from."""
+        """URI of the folder that the paths of the files are relative to."""
         return self.uri if self.table is None else self.table.uri
 
     @property
     def row_groups(self) -> tuple[int, ...]:
-        """Number of rows of every group, over the files in order; `plan_epoch` takes this."""
+        """Number of rows of every group, over the files in order; the input of `plan_epoch`."""
         return tuple(rows for file in self.files for rows in file.groups)
 
     @property
@@ -134,13 +133,12 @@ class ShardManifest:
         return sum(file.num_rows for file in self.files)
 
     def _repr_html_(self) -> str:
-        """Returns what a notebook shows: sizes and columns. Reads no file."""
         rows = []
         for column in self.columns:
             stats = self.stats.get("train", {}).get(column.name)
             numbers = ("", "", "") if stats is None else (stats.minimum, stats.maximum, stats.mean)
-            told = ("" if value is None else value for value in numbers)
-            rows.append((column.name, column.kind, column.source, *told))
+            shown = ("" if value is None else value for value in numbers)
+            rows.append((column.name, column.kind, column.source, *shown))
         sizes = [
             f"{split}: {view.num_rows:,} rows in {len(view.files):,} files."
             for split, view in ((split, self.select(split)) for split in SPLITS)
@@ -150,10 +148,10 @@ class ShardManifest:
         return notebook_table(f"Shards in {self.uri}", header, rows, " ".join(sizes))
 
     def column_of(self, name: str) -> Column:
-        """Returns the column that gives a batch the array `name`: as a rule the column of that name.
+        """Returns the column that adds the array `name` to a batch, usually the column of that name.
 
         Raises:
-            ValueError: No column gives it; the message names the known ones.
+            ValueError: No column adds it; the message lists the known names.
         """
         for column in self.columns:
             if name in column.kind.arrays(column.name):
@@ -164,7 +162,7 @@ class ShardManifest:
         """Describes the array `name` of a batch, which has one entry per row.
 
         Raises:
-            ValueError: No column gives such an array.
+            ValueError: No column adds such an array.
         """
         array = self.described(name)
         if not array.per_row:
@@ -172,7 +170,7 @@ class ShardManifest:
         return array
 
     def described(self, name: str) -> BatchArray:
-        """Describes the array `name` of a batch; raises ValueError if no column gives it."""
+        """Describes the array `name` of a batch. Raises ValueError if no column adds it."""
         column = self.column_of(name)
         array = column.kind.arrays(column.name).get(name)
         if array is None:
@@ -181,10 +179,10 @@ class ShardManifest:
 
     def _no_array(self, name: str) -> ValueError:
         column = self.column_of(name).name
-        return ValueError(f"column {column!r} of the shards at {self.uri} gives a batch no array {name!r}")
+        return ValueError(f"column {column!r} of the shards at {self.uri} adds no array {name!r} to a batch")
 
     def column(self, name: str) -> Column:
-        """Returns the column called `name`; raises ValueError, naming the known ones, if there is none."""
+        """Returns the column called `name`. Raises ValueError with the known names if there is none."""
         for column in self.columns:
             if column.name == name:
                 return column
@@ -192,7 +190,7 @@ class ShardManifest:
         raise ValueError(f"the shards in {self.uri!r} have no column {name!r}; known: {known}")
 
     def range_of(self, name: str) -> tuple[float, float] | None:
-        """Returns the smallest and largest number of a column over all splits; None if they are not known."""
+        """Returns the smallest and largest number of a column over all splits; None if unknown."""
         stats = self._stats_of(name)
         ranges = [(s.minimum, s.maximum) for s in stats if s.minimum is not None and s.maximum is not None]
         if not ranges or len(ranges) < sum(1 for s in stats if s.rows):
@@ -200,7 +198,7 @@ class ShardManifest:
         return min(low for low, _ in ranges), max(high for _, high in ranges)
 
     def mean_row_bytes(self, column: Column) -> float:
-        """Returns the bytes of a row in a batch; of rows of varying length, the mean of those written."""
+        """Returns the bytes of a row in a batch; the mean of the written rows if they vary in length."""
         stats = self._stats_of(column.name)
         rows = sum(found.rows for found in stats)
         if not column.kind.value_bytes or not rows:
@@ -211,7 +209,7 @@ class ShardManifest:
         return [columns[name] for columns in self.stats.values() if name in columns]
 
     def select(self, split: Split) -> ShardManifest:
-        """Returns a view with the files and statistics of one split; it may hold no rows."""
+        """Returns a view with the files and statistics of one split; it may have no rows."""
         if split not in SPLITS:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
         files = tuple(file for file in self.files if file.split == split)
@@ -223,11 +221,11 @@ class ShardManifest:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """URIs of the Parquet files. Other tools need them, because the folder also holds other files."""
+        """URIs of the Parquet files for other tools, because the folder also holds other files."""
         return tuple(storage.join(self.files_uri, file.path) for file in self.files)
 
     def describe(self) -> str:
-        """Returns a text table: a line for each column of each split, with its statistics."""
+        """Returns a text table with one line per split and column, and their statistics."""
         skipped = f", {self.skipped_rows:,} rows with nulls skipped" if self.skipped_rows else ""
         title = (
             f"{self.uri}: {self.num_rows:,} rows, {len(self.files)} files, "
@@ -240,17 +238,14 @@ class ShardManifest:
             for name, stats in columns.items():
                 lines.append((split, name, str(self.column(name).kind), *_cells(stats)))
         widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        table = [
-            "  ".join(
-                text.ljust(width) if index < 3 else text.rjust(width)
-                for index, (text, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
-        return "\n".join([title, *table])
+        for line in lines:
+            cells = [text.ljust(width) for text, width in zip(line[:3], widths[:3], strict=True)]
+            cells += [text.rjust(width) for text, width in zip(line[3:], widths[3:], strict=True)]
+            title += "\n" + "  ".join(cells).rstrip()
+        return title
 
     def verify_files(self) -> None:
-        """Checks every file's size and row groups against the manifest; reads footers only.
+        """Checks size and row groups of every file against the manifest; reads only footers.
 
         Raises:
             ValueError: A file is missing or differs; the message names the file and the remedy.
@@ -261,7 +256,7 @@ class ShardManifest:
         """Checks sizes, row groups and digests of all files; reads every byte.
 
         Raises:
-            ValueError: Files are missing or differ; the message names each of them, and the remedy.
+            ValueError: Files are missing or differ; the message names them and the remedy.
         """
         self._check_files(lambda file: self._footer_problem(file) or self._digest_problem(file))
 
@@ -277,12 +272,12 @@ class ShardManifest:
 
     @staticmethod
     def load(uri: str | os.PathLike[str]) -> ShardManifest:
-        """Reads the manifest of the folder `uri`. The folder may have moved since it was written.
+        """Reads the manifest of the folder `uri`, which may have moved since the write.
 
-        No Spark is asked: a path without a scheme is this machine's disk.
+        Uses no Spark session: a path without a scheme is on the local disk.
 
         Raises:
-            ValueError: The manifest is missing, damaged or of a newer format.
+            ValueError: The manifest is missing, damaged or of another format.
         """
         folder = storage.normalize(uri)
         try:
@@ -295,11 +290,11 @@ class ShardManifest:
         manifest = ShardManifest.from_json(data, folder)
         for file in manifest.files if manifest.table is None else ():
             storage.check_inside(folder, file.path)
-        # To Spark, the bare path may be another place.
+        # For Spark, the path without a scheme may be another place.
         return replace(manifest, uri=f"file://{folder}") if os.fspath(uri).startswith("file:") else manifest
 
     def to_json(self) -> str:
-        """Returns the manifest as JSON text. It leaves the URI out, so that the folder can be moved."""
+        """Returns the manifest as JSON text, without the URI, so that the folder can be moved."""
         table = {} if self.table is None else {"table": asdict(self.table)}
         return json.dumps(
             {
@@ -319,7 +314,7 @@ class ShardManifest:
 
     @staticmethod
     def from_json(text: str | bytes, uri: str) -> ShardManifest:
-        """Reads what `to_json` returned."""
+        """Reads the result of `to_json`."""
         try:
             manifest = record(ShardManifest, versioned(text, FORMAT_VERSION) | {"uri": uri})
             _check_consistent(manifest)
@@ -346,7 +341,7 @@ class ShardManifest:
                 return changed_problem([(uri, file.num_bytes, file.state)])
             num_bytes = storage.size(uri)
             if num_bytes != file.num_bytes:
-                return f"shard file {uri!r} has {num_bytes} bytes where the manifest says {file.num_bytes}"
+                return f"shard file {uri!r} has {num_bytes} bytes, but the manifest says {file.num_bytes}"
             with storage.store_errors(uri), storage.open_file(uri) as source:
                 metadata = pq.ParquetFile(source).metadata
         except FileNotFoundError:
@@ -358,7 +353,7 @@ class ShardManifest:
 
     def _digest_problem(self, file: ShardFile) -> str | None:
         if file.table is not None:
-            return None  # nobody took a digest; its state was compared
+            return None  # has no digest; its state was compared
         uri = storage.join(self.files_uri, file.path)
         digest = hashlib.sha256()
         try:
@@ -368,12 +363,12 @@ class ShardManifest:
         except OSError as error:
             return f"shard file {uri!r} cannot be read ({error})"
         if digest.hexdigest() != file.sha256:
-            return f"shard file {uri!r} holds other bytes than were written"
+            return f"shard file {uri!r} differs from the bytes that were written"
         return None
 
 
 def _check_consistent(manifest: ShardManifest) -> None:
-    """Refuses contradictions that no manifest written by `save` has."""
+    """Raises ValueError for contradictions that `save` never writes."""
     paths = [file.path for file in manifest.files]
     if not paths:
         raise ValueError("it names no files")
@@ -388,11 +383,11 @@ def _check_consistent(manifest: ShardManifest) -> None:
 
 
 def row_group_problem(file: ShardFile, metadata: Any) -> str | None:
-    """Says how a Parquet footer differs from the manifest's entry; None if it does not."""
+    """Returns how a Parquet footer differs from the manifest's entry; None if it does not."""
     row_groups = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
     if row_groups == file.row_groups:
         return None
-    return f"has row groups {_shorten(row_groups)} where the manifest says {_shorten(file.row_groups)}"
+    return f"has row groups {_shorten(row_groups)}, but the manifest says {_shorten(file.row_groups)}"
 
 
 def _shorten(row_groups: tuple[int, ...]) -> str:
@@ -401,12 +396,8 @@ def _shorten(row_groups: tuple[int, ...]) -> str:
 
 def _cells(stats: ColumnStats) -> tuple[str, ...]:
     numbers = (stats.minimum, stats.maximum, stats.mean, stats.std)
-    odd = [f"{count:,} {what}" for count, what in ((stats.nans, "NaN"), (stats.infs, "inf")) if count]
-    return (
-        f"{stats.rows:,}",
-        ", ".join([f"{stats.nulls:,}", *odd]),
-        *map(_number, numbers),
-    )
+    odd = [f"{count:,} {name}" for count, name in ((stats.nans, "NaN"), (stats.infs, "inf")) if count]
+    return f"{stats.rows:,}", ", ".join([f"{stats.nulls:,}", *odd]), *map(_number, numbers)
 
 
 def _number(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Makes the table that a notebook shows of an object: HTML of bounded length, every text of it escaped."""
+"""Builds the HTML table of an object for notebooks: bounded in length, with all text escaped."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ def notebook_table(
     body = "".join(_row(map(str, row), "td") for row in rows[:MOST_ROWS])
     more = len(rows) - MOST_ROWS
     notes = [note, f"{more:,} more are not shown." if more > 0 else ""]
-    told = escape(" ".join(filter(None, notes)))
-    return (
-        f"<div><b>{escape(title)}</b><table><thead>{_row(header, 'th')}</thead><tbody>{body}</tbody></table>"
-        + (f"<div>{told}</div>" if told else "")
-        + "</div>"
-    )
+    text = escape(" ".join(filter(None, notes)))
+    head = f"<b>{escape(title)}</b><table><thead>{_row(header, 'th')}</thead>"
+    return f"<div>{head}<tbody>{body}</tbody></table>{f'<div>{text}</div>' if text else ''}</div>"
 
 
 def _row(cells: Sequence[str] | map[str], tag: str) -> str:

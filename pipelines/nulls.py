@@ -1,7 +1,7 @@
-"""Finds and fills the nulls in Arrow data that Spark hands over.
+"""Finds and fills nulls in Arrow data from Spark.
 
-A row counts as null if its value is null or if any element inside its lists is.
-The parts of an ML vector's struct are null by design and do not count.
+A row counts as null if its value or any element of its lists is null. The parts of an ML vector's struct are
+null by design and do not count.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ringspark.pipelines.kinds.base import is_list
 
 
 def null_rows(values: Any) -> npt.NDArray[np.bool_] | None:
-    """Returns, for each row of an Arrow array, whether it is null or holds a null; None if none does."""
+    """Returns, per row of an Arrow array, whether it is null or holds a null; None if no row does."""
     found: npt.NDArray[np.bool_] | None = None
     if values.null_count:
         found = values.is_null().to_numpy(zero_copy_only=False)
     if not is_list(values.type):
         return found
-    # flatten() leaves the elements of null rows out; their lists count as empty.
+    # flatten() leaves out the elements of null rows; their lists count as empty.
     inside = null_rows(values.flatten())
     if inside is None:
         return found
@@ -35,7 +35,7 @@ def null_rows(values: Any) -> npt.NDArray[np.bool_] | None:
 
 
 def fill_nulls(values: Any) -> Any:
-    """Returns an Arrow array of the same type with zeros, empty strings or empty lists in place of nulls."""
+    """Returns an Arrow array of the same type with zeros, empty strings or empty lists instead of nulls."""
     if is_list(values.type):
         leaf = values.flatten()
         lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
@@ -44,8 +44,10 @@ def fill_nulls(values: Any) -> Any:
     if not values.null_count:
         return values
     if pa.types.is_struct(values.type):
-        # The only structs that get here are sparse vectors: an empty vector takes the place of a null.
-        return _fill_vectors(values)
+        # Only sparse vectors are structs here, and null becomes an empty vector. flatten() makes the parts of
+        # a null
+        # struct null, so they are filled too.
+        return pa.StructArray.from_arrays(map(fill_nulls, values.flatten()), fields=list(values.type))
     zero: Any = 0
     if pa.types.is_boolean(values.type):
         zero = False
@@ -59,9 +61,3 @@ def fill_nulls(values: Any) -> Any:
         number = pa.int32() if pa.types.is_date32(values.type) else pa.int64()
         return pc.fill_null(values.view(number), 0).view(values.type)
     return pc.fill_null(values, pa.scalar(zero, values.type))
-
-
-def _fill_vectors(values: Any) -> Any:
-    # flatten() makes the parts of a null struct null, so they are filled like any other null.
-    parts = [fill_nulls(part) for part in values.flatten()]
-    return pa.StructArray.from_arrays(parts, fields=list(values.type))

@@ -1,9 +1,8 @@
 """Rows of one column in memory, dense or of varying length: the form that readers shuffle.
 
-A shuffle takes, cuts and joins rows without knowing what they mean. Dense rows
-are a NumPy array with one entry per row. Rows of varying length (lists, sparse
-vectors, files) are values laid end to end with offsets; sparse vectors have two
-such arrays, indices and values, under the same offsets.
+The shuffle takes, slices and concatenates rows without knowing their meaning. Dense rows are a NumPy array
+with one entry per row. Rows of varying length (lists, sparse vectors, files) are concatenated values with
+offsets; sparse vectors have two such arrays, indices and values, with the same offsets.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ class RaggedRows:
     """Rows of varying length.
 
     Attributes:
-        offsets: (rows + 1,) int64, not decreasing; row i is `part[offsets[i]:offsets[i + 1]]`. They
-            need not start at 0, because a cut is a view.
-        parts: The arrays of values that share the offsets.
+        offsets: Non-decreasing int64, (rows + 1,); row i is `part[offsets[i]:offsets[i + 1]]`. They need not
+            start at 0, because a slice is a view.
+        parts: Arrays of values that share the offsets.
     """
 
     offsets: npt.NDArray[np.int64]
@@ -36,7 +35,7 @@ class RaggedRows:
         return RaggedRows(self.offsets[start : stop + 1], self.parts)
 
     def compact(self) -> RaggedRows:
-        """Returns the same rows with offsets from 0 and no value outside them."""
+        """Returns the same rows with offsets from 0 and no other values."""
         first, last = int(self.offsets[0]), int(self.offsets[-1])
         return RaggedRows(self.offsets - first, tuple(part[first:last] for part in self.parts))
 
@@ -45,7 +44,6 @@ Rows = NumpyArray | RaggedRows
 
 
 def num_rows(rows: Rows) -> int:
-    """Returns how many rows there are."""
     return len(rows.offsets) - 1 if isinstance(rows, RaggedRows) else len(rows)
 
 
@@ -58,20 +56,18 @@ def take(rows: Rows, indexes: npt.NDArray[np.int64]) -> Rows:
     lengths = rows.offsets[indexes + 1] - starts
     offsets = np.zeros(len(indexes) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
-    # Value j of the result comes from its row's old start plus j's distance from the row's new start.
+    # Value j comes from its row's old start plus j's distance from the row's new start.
     values = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
     return RaggedRows(offsets, tuple(part.take(values) for part in rows.parts))
 
 
 def cut(rows: Rows, start: int, stop: int) -> Rows:
     """Returns rows `start` to `stop` as a view."""
-    if isinstance(rows, RaggedRows):
-        return rows.cut(start, stop)
-    return rows[start:stop]
+    return rows.cut(start, stop) if isinstance(rows, RaggedRows) else rows[start:stop]
 
 
 def join(pieces: Sequence[Rows]) -> Rows:
-    """Joins the rows of all pieces, of which there must be at least one."""
+    """Concatenates the rows of one or more pieces."""
     if len(pieces) == 1:
         return pieces[0]
     if not isinstance(pieces[0], RaggedRows):
@@ -86,9 +82,7 @@ def join(pieces: Sequence[Rows]) -> Rows:
 
 
 def num_bytes(rows: Rows) -> int:
-    """Returns how many bytes the rows take."""
     if isinstance(rows, RaggedRows):
-        return int(rows.offsets.nbytes) + sum(
-            int(part.itemsize * (rows.offsets[-1] - rows.offsets[0])) for part in rows.parts
-        )
-    return int(rows.nbytes)
+        values = int(rows.offsets[-1] - rows.offsets[0])
+        return rows.offsets.nbytes + values * sum(part.itemsize for part in rows.parts)
+    return rows.nbytes

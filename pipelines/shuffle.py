@@ -1,30 +1,57 @@
-"""Permutations that are a pure function of (seed, epoch, ...) on every machine.
+"""Shuffles an epoch: permutations, and how its rows are dealt to batches and shards. Pure arithmetic.
 
-Only the raw bits of Philox are used (Salmon et al., "Parallel random numbers:
-as easy as 1, 2, 3", SC 2011). NumPy promises those bit for bit for ever, but
-not the streams of `Generator.permutation`, and a resumed training may well run
-on another version of NumPy than the one that wrote the checkpoint.
+Permutations are a pure function of (seed, epoch, ...) on every machine. They use only the raw bits of Philox
+(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). NumPy guarantees these bits forever,
+but not the results of `Generator.permutation`, and a resumed training may run on another NumPy than the one
+that wrote the checkpoint.
+
+The epoch's rows form one sequence of N rows. A shuffled epoch splits it into `NUM_STREAMS` contiguous shuffle
+streams and deals positions over them like cards: position i is row i // NUM_STREAMS of the stream of class i
+% NUM_STREAMS. Batch s is positions [s * B, (s + 1) * B), so it never depends on the number of shards.
+
+Shards are dealt from the same table. With R shards, a stream has R units, 48 * R units in total; shard r owns
+the 48 units from r * 48. Row k of a stream belongs to unit k * stride % R of that stream. So a shard owns
+whole streams and shares at most two, all neighbours: it reads one contiguous range of the sequence. The deal
+repeats after 48 * R positions, of which every shard owns exactly 48. Classes map to streams, and rows to
+units, by multiples of the golden ratio (Weyl, 1916), so any range of positions, and thus every batch, is
+spread over all shards evenly to within a few rows.
+
+An epoch in file order has one stream; a shard owns a slice of every batch.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
 
 MAX_LENGTH = 1 << 40
 """In a longer permutation, fewer than 24 of the 64 bits of a sort key would be random."""
 
-# Up to this length the upper halves of all sort keys are usually distinct.
-_RADIX_LENGTH = 1 << 16
+NUM_STREAMS = 48
+"""A constant of the data order: another value gives other batches.
+With 48 streams, 1, 2, 3, 4, 6, 8, 12, 16, 24 and 48 shards share no stream."""
 
 _MASK64 = (1 << 64) - 1
 
+# Up to this length the upper halves of all sort keys are usually distinct.
+_RADIX_LENGTH = 1 << 16
 
-def permutation(length: int, *key: int) -> npt.NDArray[np.int64]:
+_CLASS_STRIDE = 29  # next to 48 * 0.618, and coprime to 48
+_STREAM_TO_CLASS = np.argsort(np.arange(NUM_STREAMS) * _CLASS_STRIDE % NUM_STREAMS)
+
+
+def permutation(length: int, *key: int) -> Int64Array:
     """Returns a permutation of `range(length)` that depends only on `length` and `key`.
 
-    Every index gets a random 64-bit sort key whose low bits are the index
-    itself: all keys differ, so any sorting algorithm gives the same order.
+    Every index gets a random 64-bit sort key with the index in its low bits. So all keys differ, and every
+    sorting algorithm gives the same order.
 
     >>> permutation(8, 7, 0).tolist()  # seed 7, epoch 0: on every machine, by every version of NumPy
     [2, 3, 7, 5, 4, 1, 0, 6]
@@ -32,28 +59,28 @@ def permutation(length: int, *key: int) -> npt.NDArray[np.int64]:
     [1, 0, 3, 4, 5, 2, 6, 7]
 
     Args:
-        length: How many indexes to permute, fewer than `MAX_LENGTH`.
-        key: Whole numbers, e.g. seed, epoch and row group; negative ones are fine.
+        length: Number of indexes, less than `MAX_LENGTH`.
+        key: Whole numbers, e.g. seed, epoch and row group; may be negative.
     """
     assert 0 <= length < MAX_LENGTH, length
     if length == 0:
         return np.zeros(0, dtype=np.int64)
-    # The length of the key goes first: SeedSequence pads with zeros, so (1,) and (1, 0) would agree.
+    # The key's length comes first: SeedSequence pads with zeros, so (1,) and (1, 0) would give the same bits.
     entropy = [len(key), *(part & _MASK64 for part in key)]
     bits = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(length)
     if length <= _RADIX_LENGTH and (by_radix := _order_by_high_bits(bits)) is not None:
         return by_radix
     index_mask = np.uint64((1 << (length - 1).bit_length()) - 1)
-    # Done in place: at 100 million row groups each copy is 0.8 GB.
+    # In place: at 100 million row groups each copy takes 0.8 GB.
     bits &= ~index_mask
     bits |= np.arange(length, dtype=np.uint64)
     bits.sort()
     bits &= index_mask
-    order: npt.NDArray[np.int64] = bits.view(np.int64)
+    order: Int64Array = bits.view(np.int64)
     return order
 
 
-def _order_by_high_bits(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64] | None:
+def _order_by_high_bits(bits: npt.NDArray[np.uint64]) -> Int64Array | None:
     """Returns the order of 64-bit keys by their upper 32 bits; None if two of these are equal.
 
     NumPy sorts 16-bit numbers by radix, so two passes over the halves take half the time of a sort.
@@ -63,3 +90,179 @@ def _order_by_high_bits(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64] |
     order = order[np.argsort((high >> np.uint32(16)).astype(np.uint16)[order], kind="stable")]
     ordered = high[order]
     return None if (ordered[1:] == ordered[:-1]).any() else order
+
+
+@dataclass(frozen=True)
+class ShuffleStream:
+    """A contiguous range of the epoch's sequence.
+
+    Attributes:
+        start: First row in the sequence.
+        length: Number of rows.
+        position: Position of the stream's row 0; row k has position `position + k * step`.
+        step: Distance between neighbouring rows, in positions.
+    """
+
+    start: int
+    length: int
+    position: int
+    step: int
+
+
+@lru_cache(maxsize=4)  # all shards of a plan need the same streams
+def split_streams(num_rows: int) -> tuple[ShuffleStream, ...]:
+    """Splits a sequence of `num_rows` rows into `NUM_STREAMS` streams, in the order of the sequence."""
+    streams, start = [], 0
+    for position in _STREAM_TO_CLASS.tolist():
+        length = (num_rows + NUM_STREAMS - 1 - position) // NUM_STREAMS
+        streams.append(ShuffleStream(start, length, position, NUM_STREAMS))
+        start += length
+    assert start == num_rows
+    return tuple(streams)
+
+
+class Deal(ABC):
+    """Which positions one shard owns, and which row of which stream each position is.
+
+    The shard's rows of a stream are numbered from 0; these are its local rows.
+
+    Attributes:
+        streams: Streams that hold rows of this shard, in the order of the sequence.
+        stream_cycle: Owned position number i takes the next row of
+            `streams[stream_cycle[i % len(stream_cycle)]]`.
+    """
+
+    streams: tuple[ShuffleStream, ...]
+    stream_cycle: Int64Array
+
+    def stream_of(self, start: int, stop: int) -> Int64Array:
+        """Returns the index into `streams` for each of the owned positions number `start` to `stop`."""
+        streams: Int64Array = self.stream_cycle[np.arange(start, stop) % len(self.stream_cycle)]
+        return streams
+
+    @abstractmethod
+    def rank(self, position: int) -> int:
+        """Returns how many of the positions before `position` the shard owns."""
+
+    @abstractmethod
+    def counts(self, stream: int, rows: Int64Array) -> Int64Array:
+        """Returns, for each of `rows`, how many earlier rows of `streams[stream]` the shard owns."""
+
+    @abstractmethod
+    def rows_at(self, stream: int, local: Int64Array) -> Int64Array:
+        """Returns the rows within `streams[stream]` of the local rows `local`."""
+
+    def count(self, stream: int, row: int) -> int:
+        """Returns how many of the rows before `row` of `streams[stream]` the shard owns."""
+        return int(self.counts(stream, np.asarray([row], dtype=np.int64))[0])
+
+    def rows(self, stream: int, start: int, stop: int) -> Int64Array:
+        """Returns the rows within `streams[stream]` of its local rows `start` to `stop`."""
+        return self.rows_at(stream, np.arange(start, stop, dtype=np.int64))
+
+
+class ShuffledDeal(Deal):
+    """One shard's part of `NUM_STREAMS` streams."""
+
+    def __init__(self, num_rows: int, num_shards: int, shard: int) -> None:
+        first, last = shard * NUM_STREAMS // num_shards, ((shard + 1) * NUM_STREAMS - 1) // num_shards
+        self.streams = split_streams(num_rows)[first : last + 1]
+        self._num_shards = num_shards
+        self._period = NUM_STREAMS * num_shards
+        # Row k of a stream is in unit k * stride % num_shards. Solving this for k lets a shard look up its
+        # own 48
+        # units instead of searching all num_shards.
+        row_of_unit = pow(_golden_stride(num_shards), -1, num_shards)
+        units = np.arange(shard * NUM_STREAMS, (shard + 1) * NUM_STREAMS, dtype=np.int64)
+        # Per stream, the rows that the shard owns out of the num_shards rows of one period.
+        self._owned_rows = [
+            np.sort(units[units // num_shards == stream] % num_shards * row_of_unit % num_shards)
+            for stream in range(first, last + 1)
+        ]
+        owned = zip(self.streams, self._owned_rows, strict=True)
+        positions = np.concatenate([stream.position + rows * NUM_STREAMS for stream, rows in owned])
+        stream_index = np.repeat(np.arange(len(self.streams)), [len(rows) for rows in self._owned_rows])
+        order = np.argsort(positions)
+        self._positions = positions[order]
+        self.stream_cycle = _shortest_cycle(stream_index[order])
+        assert len(self._positions) == NUM_STREAMS
+
+    def rank(self, position: int) -> int:
+        periods, rest = divmod(position, self._period)
+        return periods * NUM_STREAMS + int(np.searchsorted(self._positions, rest))
+
+    def counts(self, stream: int, rows: Int64Array) -> Int64Array:
+        owned = self._owned_rows[stream]
+        if len(owned) == self._num_shards:
+            return rows
+        periods = rows // self._num_shards  # np.divmod takes six times as long
+        rest = rows - periods * self._num_shards
+        return periods * len(owned) + np.searchsorted(owned, rest)
+
+    def rows_at(self, stream: int, local: Int64Array) -> Int64Array:
+        owned = self._owned_rows[stream]
+        if len(owned) == self._num_shards:
+            return local
+        periods = local // len(owned)
+        rows: Int64Array = periods * self._num_shards + owned[local - periods * len(owned)]
+        return rows
+
+
+class OrderedDeal(Deal):
+    """One shard's slices of batches in file order.
+
+    Shard r of R owns rows [r * b // R, (r + 1) * b // R) of a batch of b rows.
+    """
+
+    def __init__(self, num_rows: int, num_shards: int, shard: int, batch_size: int) -> None:
+        self.streams = (ShuffleStream(0, num_rows, 0, 1),)
+        self.stream_cycle = np.zeros(1, dtype=np.int64)
+        self._batch_size = batch_size
+        self._full_batches, last = divmod(num_rows, batch_size)
+        self._start, self._stop = (part * batch_size // num_shards for part in (shard, shard + 1))
+        self._width = self._stop - self._start
+        self._last_start, self._last_stop = (part * last // num_shards for part in (shard, shard + 1))
+
+    def rank(self, position: int) -> int:
+        batch, rest = divmod(position, self._batch_size)
+        start, stop = (
+            (self._start, self._stop) if batch < self._full_batches else (self._last_start, self._last_stop)
+        )
+        return batch * self._width + min(max(rest - start, 0), stop - start)
+
+    def counts(self, stream: int, rows: Int64Array) -> Int64Array:
+        batch = rows // self._batch_size
+        rest = rows - batch * self._batch_size
+        in_batch: Int64Array = np.clip(rest - self._start, 0, self._width)
+        # Only the last batch may be short, and then its slices are narrower.
+        in_last = batch >= self._full_batches
+        in_batch[in_last] = np.clip(rest[in_last] - self._last_start, 0, self._last_stop - self._last_start)
+        return batch * self._width + in_batch
+
+    def rows_at(self, stream: int, local: Int64Array) -> Int64Array:
+        full = self._full_batches * self._width
+        in_last = self._full_batches * self._batch_size + self._last_start + local - full
+        if not self._width:
+            return in_last
+        in_full = local // self._width * self._batch_size + self._start + local % self._width
+        return np.where(local < full, in_full, in_last)
+
+
+def _shortest_cycle(cycle: Int64Array) -> Int64Array:
+    """Returns the shortest start of a cycle that gives the whole cycle when repeated."""
+    return next(
+        cycle[:length]
+        for length in range(1, len(cycle) + 1)
+        if len(cycle) % length == 0 and (cycle.reshape(-1, length) == cycle[:length]).all()
+    )
+
+
+def _golden_stride(length: int) -> int:
+    """Returns the number next to 0.618 * length that is coprime to `length`."""
+    target = round(length * (math.sqrt(5) - 1) / 2)
+    return next(
+        stride
+        for distance in range(length + 1)
+        for stride in (target + distance, target - distance)
+        if stride >= 1 and math.gcd(stride, length) == 1
+    )

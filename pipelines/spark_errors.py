@@ -1,4 +1,4 @@
-"""Turns Spark failures of a known cause into one sentence in place of a JVM trace."""
+"""Turns Spark failures with a known cause into one sentence instead of a JVM trace."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 MARK = "ringspark: "
-"""Stands in front of a task's error sentence, so that the driver finds it in Spark's report."""
+"""Prefix of a task's error message, so that the driver finds it in Spark's report."""
 
 _TASK_ERROR = re.compile(rf"RuntimeError: {MARK}(.*)")
 
-# What a plan of ours raises by `raise_error`, since Spark 4 and before.
+# Message of `raise_error` in our plans, in the formats of Spark 4 and of earlier versions.
 _RAISED = re.compile(
     rf"(?:\[USER_RAISED_EXCEPTION\]|RuntimeException:) {MARK}(.*?)(?: SQLSTATE: \w+)?$", re.MULTILINE
 )
@@ -23,9 +23,9 @@ def python_workers() -> Iterator[None]:
     """Wraps a Spark job that runs our code in Python workers, and explains its known failures.
 
     Raises:
-        RuntimeError: The workers run another Python than the driver, or lack the package; or a task
-            failed with an error that `named` raised.
-        ValueError: The plan met rows that it refuses.
+        RuntimeError: The workers run another Python than the driver or lack the package, or `named` raised an
+            error in a task.
+        ValueError: The plan found rows that it refuses.
     """
     try:
         yield
@@ -39,18 +39,18 @@ def python_workers() -> Iterator[None]:
         if missing is None:
             raise
         raise RuntimeError(
-            f"Spark's Python workers cannot import {missing[1]}; install ringspark where the executors run, "
-            "and set PYSPARK_PYTHON to that Python before Spark starts (on one machine: sys.executable)"
+            f"Spark's Python workers cannot import {missing[1]}; install ringspark on the executors, and "
+            "set PYSPARK_PYTHON to that Python before Spark starts (on one machine: sys.executable)"
         ) from None
 
 
 @contextmanager
 def named(sentence: str) -> Iterator[None]:
-    """Wraps a task's work on a store, so that its failure reaches the user on the driver as one sentence.
+    """Wraps a task's access to a store, so that its failure reaches the driver as one sentence.
 
     Raises:
-        RuntimeError: The work failed; the message has `sentence` and the cause. Spark retries the task
-            as often as it is configured to.
+        RuntimeError: The access failed; the message has `sentence` and the cause. Spark retries the task as
+            configured.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a manifest says of a table that another writer made and that is read where it lies."""
+"""Manifest entries about an external table, which is read in place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ringspark.pipelines.reuse.source_files import FileState, path_states
 
-TABLE_REMEDY = "a table must stay as it is while it is read: train anew, or on shards of write_shards"
+TABLE_REMEDY = "a table must not change while it is read: train again, or on shards of write_shards"
 
 Number = bool | int | float
 
@@ -23,10 +23,10 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TableSource:
-    """The table that a manifest describes.
+    """The external table that a manifest describes.
 
     Attributes:
-        uri: Folder that the files' paths start from.
+        uri: Folder that the paths of the files are relative to.
         format: "parquet" or "delta".
         version: Version of a Delta table.
     """
@@ -38,12 +38,12 @@ class TableSource:
 
 @dataclass(frozen=True, kw_only=True)
 class TableFile:
-    """What is known of a table's file beside its rows.
+    """Properties of an external table's file besides its rows.
 
     Attributes:
-        state: Time, version or checksum of the file, as its file system or store tells it.
-        window_rows: Rows of a window; 0 reads every row group whole.
-        values: Column name -> the number that all rows have, of columns that are folders' names.
+        state: Time, version or checksum of the file, as reported by its file system or store.
+        window_rows: Rows per window; 0 reads every row group whole.
+        values: Column name -> number of all rows, for columns that are folder names.
     """
 
     state: str
@@ -56,11 +56,11 @@ class TableFile:
 
     @property
     def most_rows(self) -> int:
-        """Rows of the largest file that readers take: each window takes memory in their plans."""
+        """Rows of the largest file that readers accept: each window takes memory in their plans."""
         return (self.window_rows << 27) or (1 << 62)
 
     def windows(self, row_groups: Sequence[int]) -> tuple[Window, ...]:
-        """Cuts row groups of these sizes, if they have twice the rows of a window or more."""
+        """Splits row groups of these sizes into windows, if they have at least twice the rows of a window."""
         size = self.window_rows
         return tuple(
             Window(group, start, min(start + step, rows))
@@ -71,15 +71,15 @@ class TableFile:
 
 
 def changed_problem(files: Sequence[FileState]) -> str | None:
-    """Says which of a table's files is not the one that its manifest describes; None if all are.
+    """Returns which file of an external table differs from its manifest; None if no file does.
 
     Args:
-        files: (URI, bytes, state) of files, as the manifest has them.
+        files: (URI, bytes, state) of files, as in the manifest.
 
     Raises:
-        OSError: The file is missing or cannot be reached.
+        OSError: A file is missing or cannot be reached.
     """
     for (uri, *known), (_, *now) in zip(files, path_states([uri for uri, _, _ in files]), strict=True):
         if known != now:
-            return f"{uri!r} has changed since the training looked at its table"
+            return f"{uri!r} has changed since the training listed its table"
     return None

@@ -1,4 +1,4 @@
-"""`train_tokenizer`: a tokenizer of one's own texts, learnt on the driver from a bounded sample of them."""
+"""`train_tokenizer`: trains a tokenizer on the driver from a bounded sample of texts."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from ringspark.pipelines.kinds.tokens import Tokens, tokenizers_package
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-# Of each text that reaches the driver: with the rows' bound, at most 80 million characters.
+# Limit per text on the driver: with the default `rows`, at most 80 million characters.
 SAMPLED_CHARACTERS = 4_000
 
 
 def train_tokenizer(df: DataFrame, column: str, vocab_size: int = 8_000, rows: int = 20_000) -> Any:
-    """Returns a byte-pair encoding over bytes, in lower case, learnt from texts. Runs on the driver.
+    """Returns a lower-case byte-pair encoding over bytes, trained on texts. Runs on the driver.
 
-    No text is unknown to it, as every byte has an id; "[PAD]" is 0, and a space goes before a text. Equal
-    rows give an equal tokenizer, in whatever order and partitions they come.
+    No text is unknown to it, because every byte has an id; "[PAD]" is 0, and a space is put before each text.
+    Equal rows give an equal tokenizer, in any order and partitioning.
 
     Args:
-        df: The texts to learn from: training rows alone.
+        df: Texts to train on: only training rows.
         column: Name of the column of texts.
-        vocab_size: Most ids; at least the 257 of the bytes and "[PAD]".
-        rows: Most texts to take, those with the smallest hashes, and of each the first 4,000 characters. No
-            others leave the executors.
+        vocab_size: Largest number of ids; at least 257, for the bytes and "[PAD]".
+        rows: Largest number of texts, chosen by their hashes; only the first 4,000 characters of each are
+            used. No other texts leave the executors.
 
     Returns:
         A `tokenizers.Tokenizer`, for `Tokens.of`.
 
     Raises:
-        ValueError: The column holds no strings, or no text; or `tokenizers` is not installed.
+        ValueError: The column holds no strings or no text, or `tokenizers` is not installed.
     """
     from pyspark.sql import functions as F
 
     package = tokenizers_package()
     check_frame(df, "train_tokenizer")
     if vocab_size < 257:
-        raise ValueError(f"vocab_size must be at least 257, one id for each byte, got {vocab_size}")
+        raise ValueError(f"vocab_size must be at least 257, one id per byte, got {vocab_size}")
     source = F.col(quote(column))
     check_string(Tokens, column, df.select(source).schema.fields[0].dataType)
     texts = df.select(F.substring(source.cast("string"), 1, SAMPLED_CHARACTERS).alias("text"))
-    # A text that occurs often is learnt from once: equal texts have one hash, and would fill the sample.
+    # Each distinct text counts once: equal texts have one hash and could fill the sample.
     chosen = texts.where("text <> ''").distinct().orderBy(F.xxhash64("text"), "text").limit(rows)
     sample = [row["text"] for row in chosen.collect()]
     if not any(sample):
         raise ValueError(
-            f"column {column!r} holds no text to learn a tokenizer from; check the filter before it"
+            f"column {column!r} holds no text to train a tokenizer on; check the filter before it"
         )
     tokenizer = package.Tokenizer(package.models.BPE())
     tokenizer.normalizer = package.normalizers.Sequence(

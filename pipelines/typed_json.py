@@ -1,6 +1,6 @@
 """Reads untrusted JSON into a dataclass whose fields have the declared types, or raises ValueError.
 
-A dataclass inside another one is read by its `from_values` if it has one, and otherwise like the outer one.
+A nested dataclass is read by its `from_values` if it has one, otherwise like the outer dataclass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def added(default: T) -> T:
-    """Declares a dataclass field that came when files of the same format had been written without it."""
+    """Declares a dataclass field that older files of the same format lack."""
     return field(default=default, metadata={"added": True})
 
 
@@ -25,10 +25,10 @@ def parse(text: str | bytes, *, allow_nan: bool = False) -> Any:
     """Returns the JSON value.
 
     Args:
-        allow_nan: Whether NaN and the infinities are accepted, although JSON has no such numbers.
+        allow_nan: Whether NaN and the infinities are accepted, which JSON does not have.
 
     Raises:
-        ValueError: The text is not JSON, or is nested too deeply to be read.
+        ValueError: The text is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(text, parse_constant=None if allow_nan else _refuse_constant)
@@ -37,7 +37,7 @@ def parse(text: str | bytes, *, allow_nan: bool = False) -> Any:
 
 
 def parse_object(text: str | bytes, *, allow_nan: bool = False) -> dict[str, Any]:
-    """Like `parse`, but accepts a JSON object only."""
+    """Like `parse`, but accepts only a JSON object."""
     value = parse(text, allow_nan=allow_nan)
     if not isinstance(value, dict):
         raise ValueError(f"an object is expected, got {_kind(value)}")
@@ -45,15 +45,15 @@ def parse_object(text: str | bytes, *, allow_nan: bool = False) -> dict[str, Any
 
 
 class OtherFormatError(ValueError):
-    """Another version of ringspark wrote the file; the message says what to do."""
+    """Another version of ringspark wrote the file; the message names the remedy."""
 
 
 def versioned(text: str | bytes, known: int, *, allow_nan: bool = False) -> dict[str, Any]:
     """Like `parse_object`, but accepts only an object whose `format_version` is `known`.
 
     Raises:
-        OtherFormatError: The version is another one.
-        ValueError: The text is no such object.
+        OtherFormatError: The version differs.
+        ValueError: The text is not such an object.
     """
     values = parse_object(text, allow_nan=allow_nan)
     if "format_version" not in values:
@@ -65,14 +65,15 @@ def versioned(text: str | bytes, known: int, *, allow_nan: bool = False) -> dict
         raise OtherFormatError(f"its format is {version}, this ringspark reads {known}; upgrade ringspark")
     if version < known:
         raise OtherFormatError(
-            f"its format is {version}, of before the first release, this ringspark reads {known}; write it "
-            "anew, or read it with the ringspark that wrote it"
+            f"its format is {version}, from before the first release, this ringspark reads {known}; write it "
+            "again, or read it with the ringspark that wrote it"
         )
     return values
 
 
 def record(cls: type[T], values: object) -> T:
-    """Makes an instance of the dataclass `cls` from a JSON object; lists become tuples where it has tuples.
+    """Creates an instance of the dataclass `cls` from a JSON object; lists become tuples if the field is a
+    tuple.
 
     Raises:
         ValueError: A field is missing, unknown or of another type than declared; the message names it.
@@ -85,7 +86,7 @@ def record(cls: type[T], values: object) -> T:
     unknown = sorted(str(name) for name in values.keys() - set(known))
     if unknown:
         raise ValueError(f"unknown entry {unknown[0][:40]!r}")
-    # Also one that has a default: what wrote the file wrote every field of its time.
+    # Even a field with a default must be there: the writer wrote every field that existed.
     for name in known:
         if name not in values and not declared[name].metadata.get("added"):
             raise ValueError(f"{name!r} is missing")
@@ -93,7 +94,7 @@ def record(cls: type[T], values: object) -> T:
 
 
 def fit(hint: Any, value: Any, name: str) -> Any:
-    """Returns the value called `name` in the type that `hint` asks for.
+    """Returns the value called `name` in the type that `hint` declares.
 
     Raises:
         ValueError: The value has another type.
@@ -141,7 +142,7 @@ def _fit_items(hint: Any, value: list[Any], name: str) -> Any:
 def _is(hint: type, value: Any) -> bool:
     if hint in (int, float) and isinstance(value, bool):
         return False
-    # JSON from another language may have 1 where Python writes 1.0.
+    # Other languages may write 1 for 1.0.
     return isinstance(value, int | float) if hint is float else isinstance(value, hint)
 
 

@@ -60,7 +60,7 @@ from ringspark.pipelines.kinds import (
 )
 from ringspark.pipelines.kinds.base import BatchArray
 from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
-from ringspark.pipelines.kinds.structs import Path, dotted
+from ringspark.pipelines.kinds.structs import Path, join_path
 from ringspark.pipelines.typed_json import added
 
 _NUMBERS: dict[str, type[DataType]] = {
@@ -279,7 +279,9 @@ def _fields(column: ShardColumn, kind: Struct) -> list[ShardColumn]:
     """Returns the fields of a struct as columns of their own."""
     return [
         ShardColumn(
-            name=dotted((column.name, *path)), kind=Scalar(SPARK_DTYPES.get(source, "float64")), source=source
+            name=join_path((column.name, *path)),
+            kind=Scalar(SPARK_DTYPES.get(source, "float64")),
+            source=source,
         )
         for path, source in zip(kind.fields, kind.types, strict=True)
     ]

@@ -20,14 +20,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.column_stats import ColumnStats
+from ringspark.pipelines.column_stats import ColumnStats, StatsCollector
 from ringspark.pipelines.columns import Column, columns_from_spark
 from ringspark.pipelines.external.conversion import as_spark_gives, check_kind, decode_column
 from ringspark.pipelines.external.footers import Footer, read_footers
 from ringspark.pipelines.external.listing import Listing
 from ringspark.pipelines.kinds import Kind, Scalar, Vocabulary
 from ringspark.pipelines.kinds.base import number_type
-from ringspark.pipelines.kinds.strings import learned
+from ringspark.pipelines.kinds.strings import fill_vocabulary
 from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest, Split
 from ringspark.pipelines.spark_errors import named, python_workers
 from ringspark.pipelines.table_files import TableFile
@@ -35,7 +35,6 @@ from ringspark.pipelines.writing.joined_reports import join_reports
 from ringspark.pipelines.writing.shard_file import ROW_GROUP_BYTES
 from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, HandleInvalid, WritePlan, write_partition
 from ringspark.pipelines.writing.shards import learn
-from ringspark.pipelines.writing.stats import StatsCollector
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -46,7 +45,7 @@ WINDOW_ROWS = 20_000
 MAX_UNCUT_BYTES = 2 << 30
 """What all readers together may hold of row groups that cannot be cut, of the largest in use at a time."""
 
-# The lanes of an epoch, with two row groups each: see `epoch_plan`.
+# The streams of an epoch, with two row groups each: see `epoch_plan`.
 _GROUPS_IN_USE = 96
 _MEASURED_ROWS = 16_384
 # Days and microseconds since 1970 from which on a number means the same in both calendars of Spark's
@@ -299,7 +298,7 @@ class _FolderColumn:
             counts: Counter[str] = Counter()
             for word, number, split in zip(given.to_pylist(), rows, splits, strict=True):
                 counts[word] += number if split == "train" else 0
-            column = replace(column, kind=learned(column.kind, [c for c in counts.items() if c[1]]))
+            column = replace(column, kind=fill_vocabulary(column.kind, [c for c in counts.items() if c[1]]))
         if isinstance(column.kind, Scalar) and (
             pa.types.is_integer(given.type) or pa.types.is_floating(given.type)
         ):
@@ -310,7 +309,7 @@ class _FolderColumn:
         for index, number in enumerate(rows):
             collector = StatsCollector(is_scalar=isinstance(column.kind, Scalar))
             collector.add(1, numbers[index : index + 1])
-            one = collector.result()
+            one = collector.result
             if one.nans or one.infs:
                 raise ValueError(f"a folder of column {column.name!r} names no finite number; rename it")
             if number:

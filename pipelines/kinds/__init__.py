@@ -1,6 +1,6 @@
-"""Column kinds: one file a family, one registry, one contract.
+"""Column types: one file per family, one registry, one contract.
 
-To add a kind: subclass `Kind`, list it in `KINDS`, give tests/pipelines/test_kinds.py an example.
+To add a column type: subclass `Kind`, list it in `KINDS`, and give tests/pipelines/test_kinds.py an example.
 """
 
 from __future__ import annotations
@@ -23,18 +23,8 @@ from ringspark.pipelines.typed_json import record
 KINDS: dict[str, type[Kind]] = {
     kind.tag: kind
     for kind in (
-        Scalar,
-        Array,
-        Ragged,
-        Padded,
-        Vector,
-        Struct,
-        Sparse,
-        Vocabulary,
-        HashBuckets,
-        Tokens,
-        Binary,
-        Image,
+        *(Scalar, Array, Ragged, Padded, Vector, Struct),
+        *(Sparse, Vocabulary, HashBuckets, Tokens, Binary, Image),
     )
 }
 """Tag in the manifest -> class."""
@@ -62,9 +52,11 @@ __all__ = [
 
 
 def kind_from_json(data: dict[str, Any]) -> Kind:
-    """Reads what `Kind.to_json` returned; ValueError for a kind that this version does not know."""
+    """Reads the result of `Kind.to_json`. Raises ValueError for a column type that this version does not
+    know.
+    """
     fields = dict(data)
     tag = fields.pop("kind", None)
     if not isinstance(tag, str) or tag not in KINDS:
-        raise ValueError(f"a column has kind {tag!r}; known: {', '.join(KINDS)}; upgrade ringspark")
+        raise ValueError(f"a column has type {tag!r}; known: {', '.join(KINDS)}; upgrade ringspark")
     return record(KINDS[tag], fields)

@@ -1,9 +1,9 @@
-"""Kind "array": every row is an array of the same shape, of any number of dimensions.
+"""Column type "array": every row is an array of the same shape, of any number of dimensions.
 
-Each row is stored as the bytes of its elements in row-major order, and the shape in
-the manifest: pyarrow reads such a column ten times as fast as lists, whose lengths it
-must decode as well. A column that keeps nulls is stored as flat lists, because a null
-row has no size there; so were all columns once, and the file says which form it has.
+Rows are stored as the bytes of their elements in row-major order, and the manifest holds the shape: pyarrow
+reads such a column ten times as fast as lists, whose lengths it must decode too. A column that keeps nulls is
+stored as flat lists, because a null row has no size. Old files hold lists as well; the Parquet type tells
+both forms apart.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ringspark.pipelines.kinds.base import (
     list_type,
     make_fixed,
     make_lists,
-    matching_dtype,
+    match_dtype,
     numbers,
 )
 from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
@@ -45,7 +45,7 @@ class Array(Kind):
 
     Attributes:
         dtype: NumPy dtype name of the elements; if empty, the Spark type decides.
-        shape: Shape of one row; if None, the write finds it.
+        shape: Shape of one row; None until the write finds it.
         nullable: Whether null rows were kept: they are stored empty and read as zeros.
     """
 
@@ -60,7 +60,7 @@ class Array(Kind):
             object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
 
     def adopt(self, name: str, data_type: DataType) -> Self:
-        return replace(self, dtype=matching_dtype(name, self.dtype, element_dtype(name, data_type)))
+        return replace(self, dtype=match_dtype(name, self.dtype, element_dtype(name, data_type)))
 
     def stored(self, name: str) -> dict[str, Any]:
         return {name: list_type(self.dtype)}
@@ -69,14 +69,14 @@ class Array(Kind):
         lists, lengths = flatten(values, self.dtype)
         if valid is not None:
             lengths[0] = lengths[0][valid]
-        if not all(len(level) for level in lengths[:1]):
+        if not len(lengths[0]):
             return Encoded([lists])
-        ranges = [(int(level.min()), int(level.max())) if len(level) else (0, 0) for level in lengths]
-        low, high = (tuple(bounds) for bounds in zip(*ranges, strict=True))
-        return Encoded([self.packed(lists, (low, high), valid)], (low, high))
+        low = tuple(int(level.min()) if len(level) else 0 for level in lengths)
+        high = tuple(int(level.max(initial=0)) for level in lengths)
+        return Encoded([self.pack(lists, (low, high), valid)], (low, high))
 
-    def packed(self, lists: Any, shapes: tuple[Shape, Shape] | None, valid: Any) -> Any:
-        """Returns lists of one size as bytes, and others, which `settle` refuses, unchanged."""
+    def pack(self, lists: Any, shapes: tuple[Shape, Shape] | None, valid: Any) -> Any:
+        """Returns lists of one size as bytes. Returns other lists unchanged; `settle` refuses them."""
         if valid is not None or shapes is None or shapes[0] != shapes[1] or not prod(shapes[0]):
             return lists
         return make_fixed(lists, self.dtype)
@@ -92,22 +92,17 @@ class Array(Kind):
         low, high = shapes or ((0,), (0,))
         if low != high:
             dimension = next(i for i, (a, b) in enumerate(zip(low, high, strict=True)) if a != b)
-            where = "" if len(low) == 1 else f" in dimension {dimension}"
-            remedy = (
-                f"pad or cut them first, or pass columns={{{name!r}: Padded()}} or Ragged() to write_shards"
-                if len(low) == 1
-                else "pad or cut them first"
-            )
+            where, remedy = f" in dimension {dimension}", ""
+            if len(low) == 1:
+                where, remedy = "", f", or pass columns={{{name!r}: Padded()}} or Ragged() to write_shards"
             raise ValueError(
                 f"column {name!r} has arrays of {low[dimension]} to {high[dimension]} elements{where}; "
-                f"every row needs the same number, {remedy}"
+                f"every row needs the same number, pad or cut them first{remedy}"
             )
         if prod(low) == 0:
             raise ValueError(f"column {name!r} holds only empty arrays; drop it with df.drop")
         if self.shape is not None and self.shape != low:
-            raise ValueError(
-                f"column {name!r} has arrays of shape {low} where shape={self.shape} was asked for"
-            )
+            raise ValueError(f"column {name!r} has arrays of shape {low}, but shape={self.shape} is set")
         return replace(self, shape=low, nullable=nullable)
 
     def decode(self, columns: Sequence[Any]) -> Rows:
@@ -136,14 +131,14 @@ class Array(Kind):
 
     @property
     def row_bytes(self) -> int:
-        return int(np.dtype(self.dtype).itemsize) * prod(self.row_shape)
+        return np.dtype(self.dtype).itemsize * prod(self.row_shape)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape or ()))}]"
 
 
 def element_dtype(name: str, data_type: DataType, depth: int | None = None) -> str:
-    """Returns the dtype of the numbers in Spark's (nested) array type.
+    """Returns the dtype of the numbers in a (nested) Spark array type.
 
     Raises:
         ValueError: The type is not an array of numbers or booleans, or is not `depth` levels deep.
@@ -154,8 +149,8 @@ def element_dtype(name: str, data_type: DataType, depth: int | None = None) -> s
     simple = element.simpleString()
     if not found or simple not in SPARK_DTYPES or simple in ("date", "timestamp", "timestamp_ntz"):
         raise ValueError(
-            f"column {name!r} has type {data_type.simpleString()}, which is no array of numbers or booleans; "
-            "make it an array of numbers first, e.g. with F.flatten or F.transform"
+            f"column {name!r} has type {data_type.simpleString()}, not an array of numbers or booleans; "
+            "make it one first, e.g. with F.flatten or F.transform"
         )
     if depth is not None and found != depth:
         raise ValueError(
@@ -166,10 +161,8 @@ def element_dtype(name: str, data_type: DataType, depth: int | None = None) -> s
 
 
 def flatten(values: Any, dtype: str) -> tuple[Any, list[NumpyArray]]:
-    """Flattens the nested lists of each row into one list per row.
-
-    Returns:
-        The lists, and the lengths found at each level of nesting.
+    """Flattens the nested lists of each row into one list. Returns the lists and the lengths per nesting
+    level.
     """
     offsets = list_offsets(values)
     lengths = [np.diff(offsets)]

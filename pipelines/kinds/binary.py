@@ -1,7 +1,6 @@
-"""Kind "binary": bytes with a decoder, e.g. images. They are stored unchanged and decoded in the reader.
+"""Column type "binary": bytes with a decoder, e.g. images, stored unchanged and decoded in the reader.
 
-Files, shuffle and memory hold the compressed bytes; the arrays are made only
-when a batch is put together.
+Files, shuffle and memory hold the compressed bytes. Arrays are made only when a batch is built.
 """
 
 from __future__ import annotations
@@ -26,12 +25,15 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+_SUBJECT = "decoder 'image'"
+
+
 class Decoder(ABC):
-    """Turns the bytes of a row into an array of one shape and dtype."""
+    """Converts the bytes of a row into an array of one shape and dtype."""
 
     @abstractmethod
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
-        """Returns shape and dtype of the array in `data`; reads only the header if it contains them."""
+        """Returns shape and dtype of the array in `data`; reads only the header if the format has one."""
 
     @abstractmethod
     def decode(self, data: bytes, shape: Shape, dtype: str) -> NumpyArray:
@@ -39,7 +41,7 @@ class Decoder(ABC):
 
 
 class RawDecoder(Decoder):
-    """Decodes the bare numbers: little-endian, in row-major order."""
+    """Decodes bare numbers: little-endian, in row-major order."""
 
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
         size = np.dtype(dtype).itemsize * prod(shape)
@@ -50,7 +52,7 @@ class RawDecoder(Decoder):
 
 
 class NpyDecoder(Decoder):
-    """Decodes the format that `numpy.save` writes; pickles are refused."""
+    """Decodes the format of `numpy.save`; refuses pickles."""
 
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
         array = self.decode(data, shape, dtype)
@@ -65,11 +67,11 @@ class NpyDecoder(Decoder):
 class ImageDecoder(Decoder):
     """Decodes every format that Pillow reads, to (height, width, channels), or (height, width) for grey.
 
-    Rotates images by their EXIF orientation and puts transparent ones on white, as `Image` does.
+    Rotates images by their EXIF orientation and puts transparent images on white, as `Image` does.
     """
 
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
-        with _pillow().open(io.BytesIO(data)) as image:
+        with pillow(_SUBJECT).open(io.BytesIO(data)) as image:
             if image.mode not in EIGHT_BITS:
                 raise ValueError(f"its mode {image.mode!r} has more than 8 bits a channel; store it as npy")
             size = (image.width, image.height) if is_turned(image) else (image.height, image.width)
@@ -110,7 +112,7 @@ class Binary(Kind):
         if self.decoder not in DECODERS:
             raise ValueError(
                 f"decoder of Binary must be one of {', '.join(DECODERS)}, got {self.decoder!r}; "
-                "other bytes have to become one of these first"
+                "convert other bytes first"
             )
         if self.decoder == "image":
             channels = self.shape[2] if len(self.shape) == 3 else 1
@@ -122,9 +124,9 @@ class Binary(Kind):
 
     def adopt(self, name: str, data_type: DataType) -> Self:
         if data_type.simpleString() != "binary":
-            raise ValueError(f"column {name!r} has type {data_type.simpleString()}, which is not binary")
+            raise ValueError(f"column {name!r} has type {data_type.simpleString()}, not binary")
         if self.decoder == "image":
-            _pillow()
+            pillow(_SUBJECT)
         return self
 
     def stored(self, name: str) -> dict[str, Any]:
@@ -141,19 +143,16 @@ class Binary(Kind):
             except Exception as error:  # a decoder may raise anything
                 raise ValueError(self._unreadable(data, error)) from None
             if (shape, dtype) != (self.shape, self.dtype):
-                remedy = ""
-                if self.decoder == "image":
-                    remedy = f"; kind Image{(*self.shape, 1)[:3]} takes images of any size"
+                size = f"; Image{(*self.shape, 1)[:3]} takes images of any size"
                 raise ValueError(
-                    f"holds {dtype} of shape {shape} where {self.dtype} of shape {self.shape} was asked for"
-                    f"{remedy}"
+                    f"holds {dtype} of shape {shape}, but Binary has {self.dtype} of shape {self.shape}"
+                    f"{size if self.decoder == 'image' else ''}"
                 )
         return Encoded([values.cast(pa.binary())])
 
     def measured(self, arrays: Sequence[Any]) -> NumpyArray:
-        # For bytes, statistics of the sizes say more than those of the values.
-        offsets = _offsets(arrays[0])
-        return np.diff(offsets)
+        # Statistics of the sizes tell more than statistics of the bytes.
+        return np.diff(_offsets(arrays[0]))
 
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
         return replace(self, nullable=nullable)
@@ -181,7 +180,7 @@ class Binary(Kind):
                 raise RuntimeError(f"column {name!r} {problem}; repair or drop such rows") from error
             if array.shape != self.shape or array.dtype != decoded.dtype:
                 raise ValueError(
-                    f"column {name!r} holds {array.dtype} of shape {array.shape} where the manifest says "
+                    f"column {name!r} holds {array.dtype} of shape {array.shape}, but the manifest says "
                     f"{self.dtype} of shape {self.shape}; write the shards again"
                 )
             decoded[row] = array
@@ -199,20 +198,16 @@ class Binary(Kind):
 
     @property
     def row_bytes(self) -> int:
-        return int(np.dtype(self.dtype).itemsize) * prod(self.shape)
+        return np.dtype(self.dtype).itemsize * prod(self.shape)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}] from {self.decoder}"
 
 
 def _offsets(values: Any) -> NumpyArray:
-    """Returns the (rows + 1,) offsets of a binary array into its buffer."""
+    """Returns the offsets of a binary array into its buffer.  # (rows + 1,)"""
     buffer = values.buffers()[1]
     if buffer is None:
         return np.zeros(1, dtype=np.int64)
     offsets = np.frombuffer(buffer, np.int32, count=values.offset + len(values) + 1)
     return offsets[values.offset :].astype(np.int64)
-
-
-def _pillow() -> Any:
-    return pillow("decoder 'image'")

@@ -1,8 +1,8 @@
-"""Kind "image": images of any size and format, stored as pixels of one size.
+"""Column type "image": images of any size and format, stored as pixels of one size.
 
-They are decoded once, by the tasks that write, and stored as uint8 of (channels, height, width). So a
-broken file is found before the training, an epoch decodes nothing, and row groups, shuffle and cache hold
-a quarter of the bytes of the float32 that a batch gets.
+The writing tasks decode them once and store uint8 of (channels, height, width). So the write finds broken
+files, an epoch decodes nothing, and row groups, shuffle and cache hold a quarter of the bytes of a batch's
+float32.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, Shape, dec
 from ringspark.pipelines.kinds.image_decoding import (
     MODES,
     SPARK_FIELDS,
-    bombs_refused,
     decode,
+    describe_problem,
     pillow,
-    reason,
+    refuse_bombs,
     spark_image,
 )
 from ringspark.pipelines.rows import NumpyArray, Rows
@@ -35,26 +35,25 @@ if TYPE_CHECKING:
 Resize = Literal["crop", "stretch"]
 
 MAX_SIDE = 1 << 14
-"""With 4 channels an image has a gigabyte then, and Arrow holds no value of more than two."""
+"""An image of this size with 4 channels has 1 GiB, and Arrow values end at 2 GiB."""
 
 
 @dataclass(frozen=True)
 class Image(Kind):
     """Images; a batch holds (rows, channels, height, width) float32 from 0 to 1, as torch's layers take them.
 
-    The column holds encoded images (PNG, JPEG and all others that Pillow reads, as `binaryFile` gives them
-    in `content`) or Spark's image struct. EXIF's orientation is followed, what is transparent is laid on
-    white unless there are 4 channels, of several frames the first counts, colour profiles do not.
+    The column holds encoded images (PNG, JPEG and every other format that Pillow reads, as in `content` of
+    `binaryFile`) or Spark's image struct. EXIF orientation is applied, transparent images are put on white
+    unless there are 4 channels, only the first frame counts, and colour profiles are ignored.
 
     Attributes:
         height: Pixels from top to bottom in a batch.
         width: Pixels from left to right in a batch.
         channels: 1 for grey, 3 for red, green and blue, 4 with transparency.
-        resize: "crop" scales an image until it covers height and width, and cuts off what stands over on
-            both sides alike; "stretch" scales height and width apart. Both are bilinear and antialiased.
-        mean: What is subtracted, one number or one for each channel.
-        std: What the rest is divided by, likewise; ImageNet's are (0.485, 0.456, 0.406) and
-            (0.229, 0.224, 0.225).
+        resize: "crop" scales an image until it covers height and width, and cuts the rest off equally on both
+            sides; "stretch" scales height and width separately. Both are bilinear and antialiased.
+        mean: Number to subtract, one for all channels or one per channel.
+        std: Divisor, likewise; ImageNet's mean and std are (0.485, 0.456, 0.406) and (0.229, 0.224, 0.225).
     """
 
     tag: ClassVar[str] = "image"
@@ -88,15 +87,13 @@ class Image(Kind):
         if np.min(self.std) <= 0:
             raise ValueError(f"std of Image must be above 0, got {self.std}")
 
-    # ------------------------------------------------------------------------------------- to write
-
     def adopt(self, name: str, data_type: DataType) -> Self:
         if data_type.simpleString() != "binary" and not is_spark_image(data_type):
             raise ValueError(
                 f"column {name!r} has type {data_type.simpleString()}: Image is for bytes of encoded images, "
-                "as spark.read.format('binaryFile') has them in 'content', and for Spark's image struct"
+                "as in 'content' of spark.read.format('binaryFile'), and for Spark's image struct"
             )
-        pillow("kind Image")
+        pillow("column type Image")
         return self
 
     def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
@@ -107,18 +104,18 @@ class Image(Kind):
 
     def read(self, values: Any) -> tuple[Any, dict[int, str]]:
         pixels = np.zeros((len(values), *self.shape), np.uint8)
-        there = np.ones(len(values), bool)
+        is_valid = np.ones(len(values), bool)
         problems = {}
-        with bombs_refused():
+        with refuse_bombs():
             for row, value in enumerate(values):
                 if (data := value.as_py()) is None:
-                    there[row] = False
+                    is_valid[row] = False
                     continue
                 try:
                     pixels[row] = decode(data, self.height, self.width, self.channels, self.resize)
-                except Exception as error:  # Pillow raises all sorts of them
-                    there[row], problems[row] = False, reason(data, error)
-        valid = None if there.all() else pa.py_buffer(np.packbits(there, bitorder="little"))
+                except Exception as error:  # Pillow raises exceptions of many classes
+                    is_valid[row], problems[row] = False, describe_problem(data, error)
+        valid = None if is_valid.all() else pa.py_buffer(np.packbits(is_valid, bitorder="little"))
         buffers = [valid, pa.py_buffer(pixels)]
         return pa.Array.from_buffers(self._stored_type, len(values), buffers), problems
 
@@ -130,8 +127,6 @@ class Image(Kind):
 
     def measured(self, arrays: Sequence[Any]) -> NumpyArray:
         return decode_fixed(arrays[0], "uint8", self.shape).reshape(-1)
-
-    # -------------------------------------------------------------------------------------- to read
 
     def decode(self, columns: Sequence[Any]) -> Rows:
         (column,) = columns
@@ -179,6 +174,6 @@ def _per_channel(numbers: float | tuple[float, ...]) -> NumpyArray:
 
 
 def is_spark_image(data_type: DataType) -> bool:
-    """Whether a Spark type is the struct that `spark.read.format("image")` gives."""
+    """Returns whether a Spark type is the struct of `spark.read.format("image")`."""
     fields = {field.name: field.dataType.simpleString() for field in getattr(data_type, "fields", ())}
     return tuple(fields) == SPARK_FIELDS and fields["data"] == "binary"

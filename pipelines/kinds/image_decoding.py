@@ -1,7 +1,7 @@
-"""Decodes one image into pixels of a given size: files by Pillow, and Spark's own image struct.
+"""Decodes one image into pixels of a given size: files by Pillow, and Spark's image struct.
 
-An image is decoded whole or refused: a file that ends too early, is grey of more than 8 bits or is larger
-than Pillow's limit for decompression bombs raises an error. Of colours of 16 bits Pillow keeps the upper 8.
+An image is decoded completely or refused: a truncated file, grey with more than 8 bits, or more pixels than
+Pillow's limit for decompression bombs raises an error. Pillow keeps the upper 8 of 16-bit colours.
 """
 
 from __future__ import annotations
@@ -31,17 +31,13 @@ _CHANNELS = {0: 1, 16: 3, 24: 4}
 
 _ORIENTATION = 0x0112  # the EXIF tag
 
-# A JPEG is decoded at a half, a quarter or an eighth of its size if at least this many times the pixels
-# that are wanted are left in each direction. Pillow's own `thumbnail` has the same factor.
+# A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if that leaves this many times the wanted pixels per side.
+# Pillow's `thumbnail` uses the same factor.
 _SPARE = 2
 
 
 def pillow(subject: str) -> Any:
-    """Returns `PIL.Image`; `subject` begins the error where it is missing.
-
-    Raises:
-        ValueError: Pillow is not installed.
-    """
+    """Returns `PIL.Image`. Raises ValueError that begins with `subject` if Pillow is not installed."""
     try:
         from PIL import Image
     except ImportError:
@@ -50,7 +46,7 @@ def pillow(subject: str) -> Any:
 
 
 @contextmanager
-def bombs_refused() -> Iterator[None]:
+def refuse_bombs() -> Iterator[None]:
     """Makes an error of Pillow's warning of images that are suspiciously large."""
     from PIL import Image
 
@@ -60,37 +56,35 @@ def bombs_refused() -> Iterator[None]:
 
 
 def decode(data: bytes, height: int, width: int, channels: int, resize: str) -> NumpyArray:
-    """Returns an image as (channels, height, width) uint8.
+    """Returns an image as uint8.  # (channels, height, width)
 
     Args:
-        data: An encoded image, or a header of JSON and BGR pixels, as `spark_image` makes them.
-        resize: `"crop"` or `"stretch"`; see `kinds.Image`.
+        data: An encoded image, or a JSON header and BGR pixels as `spark_image` makes them.
+        resize: "crop" or "stretch"; see `kinds.Image`.
 
     Raises:
-        Exception: Whatever Pillow raises for bytes that are not a whole image.
+        Exception: Any exception of Pillow if the bytes are not a complete image.
     """
     image = _from_spark(data) if data.startswith(b"{") else read_file(data, _SPARE * max(height, width))
-    image = convert(image, channels)
-    if image.size != (width, height):
-        image = _resized(image, width, height, resize)
+    image = _resize(convert(image, channels), width, height, resize)
     return np.asarray(image).reshape(height, width, channels).transpose(2, 0, 1)
 
 
 def spark_image(source: Any) -> Any:
-    """Returns Spark's image struct as bytes: its small fields in a line of JSON, then its pixels."""
+    """Returns Spark's image struct as bytes: its small fields as one line of JSON, then its pixels."""
     from pyspark.sql import functions as F
 
     header = F.to_json(F.struct(*(source.getField(name).alias(name) for name in SPARK_FIELDS[:-1])))
     return F.concat(F.encode(F.concat(header, F.lit("\n")), "UTF-8"), source.getField("data"))
 
 
-def reason(data: bytes, error: Exception) -> str:
+def describe_problem(data: bytes, error: Exception) -> str:
     """Returns why bytes are not an image, as the rest of a sentence that begins with the column."""
     from PIL import UnidentifiedImageError
 
     if data.startswith(b"{"):
         return f"holds an image that cannot be read ({error})"
-    # Pillow's own text names an object in memory.
+    # Pillow's message names an object in memory.
     why = "no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else str(error)
     return f"holds {len(data)} bytes that cannot be read as an image ({why})"
 
@@ -101,7 +95,7 @@ def is_turned(image: Any) -> bool:
 
 
 def read_file(data: bytes, enough: int | None = None) -> Any:
-    """Decodes an image file; rotates the image upright.
+    """Decodes an image file and rotates it upright.
 
     Args:
         enough: Pixels that the larger side needs; a larger JPEG is decoded at a reduced size.
@@ -143,7 +137,7 @@ def _from_spark(data: bytes) -> Any:
 
 
 def convert(image: Any, channels: int) -> Any:
-    """Returns the image in the mode of so many channels; what is transparent is laid on white before."""
+    """Returns the image with this many channels; transparent images are put on white first."""
     from PIL import Image
 
     mode = MODES[channels]
@@ -157,10 +151,12 @@ def convert(image: Any, channels: int) -> Any:
     return image if image.mode == mode else image.convert(mode)
 
 
-def _resized(image: Any, width: int, height: int, resize: str) -> Any:
+def _resize(image: Any, width: int, height: int, resize: str) -> Any:
     from PIL import Image, ImageOps
 
-    # Pillow weighs all pixels below a target pixel: no aliasing, as torchvision's antialias=True.
+    if image.size == (width, height):
+        return image
+    # Pillow averages all source pixels of a target pixel, like torchvision's antialias=True.
     if resize == "stretch":
         return image.resize((width, height), Image.Resampling.BILINEAR)
     return ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)

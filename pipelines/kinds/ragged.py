@@ -1,8 +1,7 @@
-"""Kinds "ragged" and "padded": arrays whose length varies from row to row.
+"""Column types "ragged" and "padded": arrays whose length varies from row to row.
 
-Both are stored unpadded. They differ in the batch: "ragged" gives all values
-end to end with offsets, as `torch.nn.EmbeddingBag` takes them; "padded" gives a
-rectangular array and the lengths.
+Both are stored unpadded. In a batch, "ragged" gives all values end to end with offsets, as
+`torch.nn.EmbeddingBag` takes them; "padded" gives a rectangular array and the lengths.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ringspark.pipelines.kinds.base import (
     Shape,
     decode_lists,
     list_type,
-    matching_dtype,
+    match_dtype,
     range_of,
 )
 from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows
@@ -35,17 +34,18 @@ if TYPE_CHECKING:
 class Ragged(Kind):
     """Arrays of any length; a batch holds `name.values` and `name.offsets`.
 
-    Row i is `values[offsets[i]:offsets[i + 1]]`; offsets are int64, (rows + 1,), from 0.
+    Row i is `values[offsets[i]:offsets[i + 1]]`; offsets are int64, (rows + 1,), and start at 0.
 
     Attributes:
-        dtype: NumPy dtype name of the elements; given by the Spark type when empty.
+        dtype: NumPy dtype name of the elements; if empty, the Spark type decides.
     """
 
     tag: ClassVar[str] = "ragged"
+    suffixes: ClassVar[tuple[str, ...]] = (".values", ".offsets")
     dtype: str = ""
 
     def adopt(self, name: str, data_type: DataType) -> Self:
-        return replace(self, dtype=matching_dtype(name, self.dtype, element_dtype(name, data_type, depth=1)))
+        return replace(self, dtype=match_dtype(name, self.dtype, element_dtype(name, data_type, depth=1)))
 
     def stored(self, name: str) -> dict[str, Any]:
         return {name: list_type(self.dtype)}
@@ -62,9 +62,6 @@ class Ragged(Kind):
         compact = rows.compact()
         return {f"{name}.values": compact.parts[0], f"{name}.offsets": compact.offsets}
 
-    def batch_names(self, name: str) -> tuple[str, ...]:
-        return f"{name}.values", f"{name}.offsets"
-
     def arguments(self, name: str) -> tuple[str, ...]:
         return self.batch_names(name)
 
@@ -73,37 +70,37 @@ class Ragged(Kind):
         return list_type(self.dtype)
 
     def arrays(self, name: str) -> dict[str, BatchArray]:
+        offsets = f"{name}.offsets"
         return {
-            f"{name}.values": BatchArray(self.dtype, offsets=f"{name}.offsets"),
-            f"{name}.offsets": BatchArray("int64", offsets=f"{name}.offsets"),
+            f"{name}.values": BatchArray(self.dtype, offsets=offsets),
+            offsets: BatchArray("int64", offsets=offsets),
         }
 
     @property
     def row_bytes(self) -> int:
-        # A guess of 32 elements, for where there are no statistics.
+        # A guess of 32 elements, used if there are no statistics.
         return 32 * self.value_bytes
 
     @property
     def value_bytes(self) -> int:
-        return int(np.dtype(self.dtype).itemsize)
+        return np.dtype(self.dtype).itemsize
 
     def __str__(self) -> str:
         return f"{self.dtype}[ragged]"
 
 
 @dataclass(frozen=True)
-class Padded(Kind):
+class Padded(Ragged):
     """Arrays of any length; a batch holds `name` (rows, length) and `name.length` (rows,) int64.
 
     Attributes:
-        dtype: NumPy dtype name of the elements; given by the Spark type when empty.
-        length: Number of elements per row in the batch; None takes the length of the longest row. A
-            longer row is refused.
-        value: The number that fills the end of shorter rows.
+        dtype: NumPy dtype name of the elements; if empty, the Spark type decides.
+        length: Elements per row in the batch; None takes the longest row. A longer row raises an error.
+        value: Fill value at the end of shorter rows.
     """
 
     tag: ClassVar[str] = "padded"
-    dtype: str = ""
+    suffixes: ClassVar[tuple[str, ...]] = ("", ".length")
     length: int | None = None
     value: float = 0
 
@@ -112,36 +109,25 @@ class Padded(Kind):
             raise ValueError(
                 f"length of Padded for column {name!r} must be at least 1 and whole, got {self.length!r}"
             )
-        dtype = matching_dtype(name, self.dtype, element_dtype(name, data_type, depth=1))
+        dtype = super().adopt(name, data_type).dtype
         is_number = isinstance(self.value, (int, float))
-        # A float column takes any number, rounded; an integer or boolean one must hold it exactly.
+        # A float column takes any number, rounded; an integer or boolean column must hold it exactly.
         if is_number and np.dtype(dtype).kind != "f":
             is_number = self.value % 1 == 0 and bool(np.asarray(self.value).astype(dtype) == self.value)
         if not is_number:
             raise ValueError(f"value of Padded for column {name!r} must be a {dtype}, got {self.value!r}")
         return replace(self, dtype=dtype)
 
-    def stored(self, name: str) -> dict[str, Any]:
-        return {name: list_type(self.dtype)}
-
-    def encode(self, values: Any, valid: Any = None) -> Encoded:
-        lists, (lengths,) = flatten(values, self.dtype)
-        return Encoded([lists], range_of(lengths))
-
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
         longest = 0 if shapes is None else shapes[1][0]
         if self.length is not None and longest > self.length:
             raise ValueError(
-                f"column {name!r} has arrays of up to {longest} elements where length={self.length} was "
-                "asked for; cut them first with F.slice, or raise length"
+                f"column {name!r} has arrays of up to {longest} elements, but length={self.length} is set; "
+                "cut them first with F.slice, or raise length"
             )
         if self.length is None and longest == 0:
             raise ValueError(f"column {name!r} holds only empty arrays; drop it with df.drop")
         return replace(self, length=self.length or longest)
-
-    def decode(self, columns: Sequence[Any]) -> Rows:
-        (column,) = columns
-        return decode_lists(column, self.dtype)
 
     def finish(self, name: str, rows: RaggedRows) -> dict[str, NumpyArray]:
         assert self.length is not None
@@ -151,12 +137,8 @@ class Padded(Kind):
         padded[np.arange(self.length) < lengths[:, None]] = compact.parts[0]
         return {name: padded, f"{name}.length": lengths}
 
-    def batch_names(self, name: str) -> tuple[str, ...]:
-        return name, f"{name}.length"
-
-    @property
-    def selected(self) -> Any:
-        return list_type(self.dtype)
+    def arguments(self, name: str) -> tuple[str, ...]:
+        return (name,)
 
     def arrays(self, name: str) -> dict[str, BatchArray]:
         assert self.length is not None
@@ -164,7 +146,11 @@ class Padded(Kind):
 
     @property
     def row_bytes(self) -> int:
-        return int(np.dtype(self.dtype).itemsize) * (self.length or 1)
+        return np.dtype(self.dtype).itemsize * (self.length or 1)
+
+    @property
+    def value_bytes(self) -> int:
+        return 0
 
     def __str__(self) -> str:
         return f"{self.dtype}[{self.length} padded]"

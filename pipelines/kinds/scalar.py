@@ -1,8 +1,8 @@
-"""Kind "scalar": one number or boolean per row, of exactly the width that it has in Spark.
+"""Column type "scalar": one number or boolean per row, of exactly the width that it has in Spark.
 
-Dates are stored as int32 days and timestamps as int64 microseconds since
-1970-01-01 UTC (a timestamp without a zone: since 1970-01-01 in its own clock).
-Decimals of up to 15 digits become float64, which tells all of them apart.
+Dates are stored as int32 days, timestamps as int64 microseconds since 1970-01-01 UTC (a timestamp without a
+zone: since 1970-01-01 of its own clock). Decimals of up to 15 digits become float64, which keeps all of them
+distinct.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, matching_dtype, number_type
+from ringspark.pipelines.kinds.base import HOLDS_NULLS, BatchArray, Encoded, Kind, match_dtype, number_type
 from ringspark.pipelines.rows import Rows
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ SPARK_DTYPES = {
     "timestamp": "int64",
     "timestamp_ntz": "int64",
 }
-"""Spark's simple type names and the NumPy dtypes of the same width."""
+"""Spark simple type name -> NumPy dtype of the same width."""
 
 EXACT_DECIMAL_DIGITS = 15
 
@@ -60,12 +60,10 @@ class Scalar(Kind):
                     f"column {name!r} has type {simple}; float64 holds {EXACT_DECIMAL_DIGITS} digits; "
                     "cast it to double first if rounding is fine, or to decimal(15, ...)"
                 )
-            return replace(self, dtype=matching_dtype(name, self.dtype, "float64"))
+            return replace(self, dtype=match_dtype(name, self.dtype, "float64"))
         if simple not in SPARK_DTYPES:
-            raise ValueError(
-                f"column {name!r} has type {simple}, which is no number, boolean, date or timestamp"
-            )
-        return replace(self, dtype=matching_dtype(name, self.dtype, SPARK_DTYPES[simple]))
+            raise ValueError(f"column {name!r} has type {simple}, not a number, boolean, date or timestamp")
+        return replace(self, dtype=match_dtype(name, self.dtype, SPARK_DTYPES[simple]))
 
     def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
         return source.cast("double") if data_type.simpleString().startswith("decimal") else source
@@ -75,7 +73,7 @@ class Scalar(Kind):
 
     def encode(self, values: Any, valid: Any = None) -> Encoded:
         if pa.types.is_timestamp(values.type):
-            # Microseconds are Spark's own unit; the cast raises on anything finer, so no digit is lost.
+            # Spark's unit is microseconds. The cast raises on finer values, so no digit is lost.
             values = values.cast(pa.timestamp("us", values.type.tz)).view(pa.int64())
         elif pa.types.is_date32(values.type):
             values = values.view(pa.int32())
@@ -84,7 +82,7 @@ class Scalar(Kind):
     def decode(self, columns: Sequence[Any]) -> Rows:
         (column,) = columns
         if column.null_count:
-            raise ValueError("holds nulls; write the shards again without them")
+            raise ValueError(HOLDS_NULLS)
         if column.type != number_type(self.dtype):
             raise ValueError(f"should hold {self.dtype}, but the data is {column.type}")
         rows: Rows = column.to_numpy(zero_copy_only=False)
@@ -95,18 +93,14 @@ class Scalar(Kind):
 
     @property
     def row_bytes(self) -> int:
-        return int(np.dtype(self.dtype).itemsize)
+        return np.dtype(self.dtype).itemsize
 
     def __str__(self) -> str:
         return self.dtype
 
 
 def number_of(source: SparkColumn, type_name: str) -> SparkColumn:
-    """Returns a Spark expression for the number that `Scalar` stores of a column.
-
-    Args:
-        type_name: Spark's simple type name of the column.
-    """
+    """Returns the Spark expression of the number that `Scalar` stores for a column of this simple type."""
     from pyspark.sql import functions as F
 
     if type_name.startswith("decimal"):
@@ -116,7 +110,7 @@ def number_of(source: SparkColumn, type_name: str) -> SparkColumn:
     if type_name == "timestamp":
         return F.unix_micros(source)
     if type_name == "timestamp_ntz":
-        # Computed field by field, because every shorter way goes through the session's time zone.
+        # Computed per field, because every shorter way depends on the session's time zone.
         micros = (F.date_part(F.lit("SECOND"), source) * F.lit(1_000_000)).cast("bigint")
         minutes = (
             F.unix_date(F.to_date(source)).cast("bigint") * 1_440 + F.hour(source) * 60 + F.minute(source)

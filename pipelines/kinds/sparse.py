@@ -1,4 +1,4 @@
-"""Kind "sparse": Spark ML vectors that stay sparse up to the batch, as compressed sparse rows (CSR)."""
+"""Column type "sparse": Spark ML vectors that stay sparse in the batch, as compressed sparse rows (CSR)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from ringspark.pipelines.kinds.base import (
     list_type,
     make_lists,
     number_type,
-    range_of,
 )
-from ringspark.pipelines.kinds.vector import Vectors, check_vector, vector_struct
+from ringspark.pipelines.kinds.vector import Vectors, check_vector, common_size, vector_struct
 from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows
 
 if TYPE_CHECKING:
@@ -34,15 +33,16 @@ class Sparse(Kind):
     """One sparse vector per row; a batch holds `name.indptr`, `name.indices` and `name.data`.
 
     `scipy.sparse.csr_matrix((data, indices, indptr), shape=(rows, size))` and
-    `torch.sparse_csr_tensor(indptr, indices, data, (rows, size))` take the three as they are: indptr
-    int64 (rows + 1,), indices int32, data of `dtype`. A dense row among them keeps all its values.
+    `torch.sparse_csr_tensor(indptr, indices, data, (rows, size))` take the three arrays unchanged: indptr
+    int64 (rows + 1,), indices int32, data of `dtype`. A dense row keeps all its values.
 
     Attributes:
         dtype: "float32", or "float64" to keep Spark's values bit for bit.
-        size: Number of elements per vector, zeros included; if None, the write finds it.
+        size: Elements per vector including zeros; None until the write finds it.
     """
 
     tag: ClassVar[str] = "sparse"
+    suffixes: ClassVar[tuple[str, ...]] = (".indptr", ".indices", ".data")
     dtype: str = "float32"
     size: int | None = None
 
@@ -58,26 +58,15 @@ class Sparse(Kind):
 
     def encode(self, values: Any, valid: Any = None) -> Encoded:
         vectors = Vectors(values)
-        places = vectors.places().astype(np.int32)
-        return Encoded(
-            [
-                make_lists(vectors.offsets, places, "int32"),
-                make_lists(vectors.offsets, vectors.numbers, self.dtype),
-            ],
-            range_of(vectors.sizes if valid is None else vectors.sizes[valid]),
-        )
+        indices = make_lists(vectors.offsets, vectors.indices().astype(np.int32), "int32")
+        data = make_lists(vectors.offsets, vectors.numbers, self.dtype)
+        return Encoded([indices, data], vectors.size_range(valid))
 
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
-        (low,), (high,) = shapes or ((0,), (0,))
-        if low != high:
-            raise ValueError(
-                f"column {name!r} has vectors of size {low} to {high}; every row needs the same size"
-            )
-        if self.size is not None and self.size != low:
-            raise ValueError(
-                f"column {name!r} has vectors of size {low} where size={self.size} was asked for"
-            )
-        return replace(self, size=low)
+        size = common_size(name, shapes)
+        if self.size is not None and self.size != size:
+            raise ValueError(f"column {name!r} has vectors of size {size}, but size={self.size} is set")
+        return replace(self, size=size)
 
     def decode(self, columns: Sequence[Any]) -> Rows:
         indices, data = (
@@ -92,9 +81,6 @@ class Sparse(Kind):
         indices, data = compact.parts
         return {f"{name}.indptr": compact.offsets, f"{name}.indices": indices, f"{name}.data": data}
 
-    def batch_names(self, name: str) -> tuple[str, ...]:
-        return f"{name}.indptr", f"{name}.indices", f"{name}.data"
-
     def arguments(self, name: str) -> tuple[str, ...]:
         return f"{name}.indices", f"{name}.indptr", f"{name}.data"
 
@@ -108,10 +94,10 @@ class Sparse(Kind):
         return self.size
 
     def arrays(self, name: str) -> dict[str, BatchArray]:
+        dtypes = ("int64", "int32", self.dtype)
         return {
-            f"{name}.indptr": BatchArray("int64", offsets=f"{name}.indptr"),
-            f"{name}.indices": BatchArray("int32", offsets=f"{name}.indptr"),
-            f"{name}.data": BatchArray(self.dtype, offsets=f"{name}.indptr"),
+            array: BatchArray(dtype, offsets=f"{name}.indptr")
+            for array, dtype in zip(self.batch_names(name), dtypes, strict=True)
         }
 
     @property
@@ -120,7 +106,7 @@ class Sparse(Kind):
 
     @property
     def value_bytes(self) -> int:
-        return 4 + int(np.dtype(self.dtype).itemsize)
+        return 4 + np.dtype(self.dtype).itemsize
 
     def __str__(self) -> str:
         return f"{self.dtype}[{self.size} sparse]"

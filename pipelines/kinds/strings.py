@@ -1,11 +1,12 @@
-"""Kinds "vocabulary" and "hash": strings become int64 ids while they are written.
+"""Column types "vocabulary" and "hash": the write turns strings into int64 ids.
 
-The user chooses: a vocabulary gives every known string its own id; a hash needs
-neither a pass over the data nor a table, but different strings may share an id.
+A vocabulary gives every known string its own id. A hash needs neither a pass over the data nor a table, but
+different strings may share an id.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -27,11 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Ids(Kind):
-    """Strings as int64 ids; a batch holds (rows,)."""
-
     @property
     def dtype(self) -> str:
-        """The dtype of ids."""
+        """NumPy dtype of the ids."""
         return "int64"
 
     def adopt(self, name: str, data_type: DataType) -> Self:
@@ -54,15 +53,15 @@ class _Ids(Kind):
 
 @dataclass(frozen=True)
 class Vocabulary(_Ids):
-    """The id of a string is its place in `words`; any other string, and a null, is `len(words)`.
+    """The id of a string is its index in `words`; any other string, and null, has the id `len(words)`.
 
     Attributes:
-        words: The known strings. None lets `write_shards` count them first, in a separate job; the
-            most frequent gets 0, and ties are sorted alphabetically (as in Spark's StringIndexer).
-        max_size: How many of the most frequent strings to keep; None keeps all.
-        min_count: How often a string must occur to be kept.
-        order: Which of the kept strings gets 0: the most "frequent", or the first by the "alphabet", which
-            depends on no count.
+        words: Known strings. If None, `write_shards` counts them first, in a separate job; the most frequent
+            gets id 0, and ties are sorted alphabetically (as in Spark's StringIndexer).
+        max_size: Number of most frequent strings to keep; None keeps all.
+        min_count: Least count of a kept string.
+        order: Which kept string gets id 0: the most "frequent", or the first in the "alphabet", which does
+            not depend on counts.
     """
 
     tag: ClassVar[str] = "vocabulary"
@@ -116,7 +115,7 @@ class Vocabulary(_Ids):
 
 @dataclass(frozen=True)
 class HashBuckets(_Ids):
-    """The id of a string is its xxHash64 (as Spark SQL has it), seeded, modulo the number of buckets.
+    """The id of a string is its seeded xxHash64 (as in Spark SQL) modulo the number of buckets.
 
     In Spark SQL: `pmod(xxhash64(seed, column), num_buckets)` with `seed` a bigint.
 
@@ -139,7 +138,7 @@ class HashBuckets(_Ids):
 
         # The cast drops the collation, so strings are equal if their bytes are, as in a vocabulary.
         hashed = F.xxhash64(F.lit(self.seed).cast("bigint"), source.cast("string"))
-        # xxhash64 gives a number for a null too, but a null must stay a null.
+        # xxhash64 returns a number for null too, but null must stay null.
         return F.when(source.isNotNull(), F.pmod(hashed, F.lit(self.num_buckets).cast("bigint")))
 
     def encode(self, values: Any, valid: Any = None) -> Encoded:
@@ -153,15 +152,15 @@ class HashBuckets(_Ids):
         return f"int64 of {self.num_buckets} buckets"
 
 
-def learned(kind: Vocabulary, counts: Sequence[tuple[str, int]]) -> Vocabulary:
-    """Returns the vocabulary with the words of (string, count) pairs in any order."""
+def fill_vocabulary(kind: Vocabulary, counts: Sequence[tuple[str, int]]) -> Vocabulary:
+    """Returns the vocabulary with the words of (string, count) pairs, which may have any order."""
     kept = sorted((-count, word) for word, count in counts if count >= kind.min_count)
     words = [word for _, word in kept[: kind.max_size]]
     return replace(kind, words=tuple(sorted(words) if kind.order == "alphabet" else words))
 
 
 def check_string(kind: type[Kind], name: str, data_type: DataType) -> None:
-    """Refuses a Spark type that holds no strings."""
+    """Raises ValueError if a Spark type holds no strings."""
     if data_type.typeName().split("(")[0] not in ("string", "varchar", "char"):
         raise ValueError(
             f"column {name!r} has type {data_type.simpleString()}: {kind.__name__} is for strings; "
@@ -170,15 +169,13 @@ def check_string(kind: type[Kind], name: str, data_type: DataType) -> None:
 
 
 def check_seed(name: str, seed: int) -> None:
-    """Refuses a seed that is not a 64-bit whole number."""
+    """Raises ValueError for a seed that is not a 64-bit whole number."""
     if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
         raise ValueError(f"{name} must be a whole number of 64 bits, got {seed!r}")
 
 
 def hash_words(words: tuple[str, ...]) -> str:
     """Returns a short digest of a list of words."""
-    import hashlib
-
     return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
 
 

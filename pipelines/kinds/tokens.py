@@ -1,9 +1,9 @@
-"""Kind "tokens": texts become the ids of a tokenizer while they are written, and are padded in the batch.
+"""Column type "tokens": the write turns texts into token ids, and the reader pads them in the batch.
 
-The tokenizer travels as the JSON text of the `tokenizers` package, in the kind itself: shards and saved
-models are whole without a file beside them, and nothing is unpickled. That text is as long as the
-vocabulary, 0.5 MB for BERT. A text is tokenized once, at the write, and stored as unpadded int32 ids; a
-reader needs no tokenizer. In `transform` the Python worker runs the same code.
+The column type holds the tokenizer as the JSON text of the `tokenizers` package, so shards and saved models
+need no other file, and nothing is unpickled. That text is as long as the vocabulary, 0.5 MB for BERT. The
+write tokenizes each text once and stores unpadded int32 ids, so a reader needs no tokenizer. `transform` runs
+the same code in the Python worker.
 """
 
 from __future__ import annotations
@@ -42,28 +42,29 @@ if TYPE_CHECKING:
 Padding = Literal["longest", "max_length"]
 TooLong = Literal["cut", "refuse"]
 
-# transformers writes 10^30 for a tokenizer without a bound.
+# transformers writes 10^30 for a tokenizer without a limit.
 _NO_BOUND = 1 << 31
 
 
 @dataclass(frozen=True, repr=False)
 class Tokens(Kind):
-    """Texts as token ids; a batch holds `name.ids` and `name.mask`, int64 and bool, both (rows, length).
+    """Texts as token ids; a batch holds `name.ids` (int64) and `name.mask` (bool), both (rows, length).
 
-    The mask is true for tokens and false for padding, which is at the end of a row. `Tokens.of` makes this
-    column type from any form of tokenizer.
+    The mask is true for tokens and false for the padding at the end of a row. `Tokens.of` accepts any form of
+    tokenizer.
 
     Attributes:
         tokenizer: JSON text of a `tokenizers.Tokenizer`.
-        max_length: Most tokens of a text, the special ones included.
-        pad_id: Id that fills up shorter rows.
-        padding: "longest" makes a batch as long as its longest text, so the length differs from batch to
-            batch; "max_length" makes all of them that long.
-        too_long: What is done with a longer text: "cut" cuts it, as the tokenizer does (its end, unless the
-            tokenizer says otherwise; special tokens stay), "refuse" refuses the write or the transform.
+        max_length: Most tokens per text, including special tokens.
+        pad_id: Id of the padding.
+        padding: "longest" pads a batch to its longest text, so lengths differ between batches; "max_length"
+            pads every batch to `max_length`.
+        too_long: "cut" truncates a longer text as the tokenizer does (at the end by default; special tokens
+            stay); "refuse" raises an error in the write or in transform.
     """
 
     tag: ClassVar[str] = "tokens"
+    suffixes: ClassVar[tuple[str, ...]] = (".ids", ".mask")
     tokenizer: str
     max_length: int
     pad_id: int = 0
@@ -73,7 +74,7 @@ class Tokens(Kind):
     def __post_init__(self) -> None:
         if not isinstance(self.tokenizer, str) or not self.tokenizer.lstrip().startswith("{"):
             raise ValueError(
-                "tokenizer of Tokens must be the JSON text of a tokenizer; give files and objects to "
+                "tokenizer of Tokens must be the JSON text of a tokenizer; pass files and objects to "
                 "Tokens.of(tokenizer, max_length)"
             )
         if isinstance(self.max_length, bool) or not isinstance(self.max_length, int) or self.max_length < 1:
@@ -96,27 +97,27 @@ class Tokens(Kind):
         padding: Padding = "longest",
         too_long: TooLong = "cut",
     ) -> Self:
-        """Returns the kind for a tokenizer in any of its forms. Runs on the driver.
+        """Returns the column type for a tokenizer in any form. Runs on the driver.
 
         Args:
             tokenizer: A `tokenizers.Tokenizer`, a fast tokenizer of transformers, the path or URI of a
-                tokenizer.json or of a folder that holds one, or its JSON text.
-            max_length: See the class; None takes the tokenizer's own bound.
-            pad_id: See the class; None takes the tokenizer's own, and 0 if it has none.
+                tokenizer.json or of its folder, or its JSON text.
+            max_length: See the class; None takes the tokenizer's limit.
+            pad_id: See the class; None takes the tokenizer's padding id, or 0.
             padding: See the class.
             too_long: See the class.
 
         Raises:
-            ValueError: This is no tokenizer, it has no bound of its own, or `tokenizers` is not installed.
+            ValueError: The value is not a tokenizer, no limit is known, or `tokenizers` is not installed.
         """
         text, settings = _read(tokenizer)
-        made = _loaded(text)
-        # In this order: a fast tokenizer leaves the bound of its last call in what it wraps.
+        made = _load(text)
+        # In this order: a fast tokenizer leaves the limit of its last call in the wrapped tokenizer.
         own = settings.get("model_max_length"), (made.truncation or {}).get("max_length")
         bounds = [bound for bound in own if bound is not None and bound < _NO_BOUND]
         if max_length is None and not bounds:
             raise ValueError(
-                "this tokenizer sets no bound to a text; give one, e.g. Tokens.of(tokenizer, max_length=128)"
+                "this tokenizer has no maximum length; set one, e.g. Tokens.of(tokenizer, max_length=128)"
             )
         length = bounds[0] if max_length is None else max_length
         if pad_id is None:
@@ -125,8 +126,8 @@ class Tokens(Kind):
             pad_id = next((number for number in known if number is not None), 0)
         if (settings.get("padding_side") or (made.padding or {}).get("direction")) == "left":
             warnings.warn(
-                "this tokenizer pads texts at their start, but Tokens pads them at their end, so that a "
-                "token's position does not depend on other texts; use the mask to find a text's last token",
+                "this tokenizer pads texts at the start, but Tokens pads them at the end, so that a token's "
+                "position does not depend on other texts; use the mask to find a text's last token",
                 stacklevel=2,
             )
         kind = cls(text, length, pad_id, padding, too_long)
@@ -146,12 +147,12 @@ class Tokens(Kind):
         special = tokenizer.num_special_tokens_to_add(False)
         if self.max_length <= special:
             raise ValueError(
-                f"max_length of Tokens for column {name!r} is {self.max_length}, and the tokenizer adds "
-                f"{special} tokens to every text; take at least {special + 1}"
+                f"max_length of Tokens for column {name!r} is {self.max_length}, but the tokenizer adds "
+                f"{special} tokens to every text; set at least {special + 1}"
             )
         if tokenizer.id_to_token(self.pad_id) is None:
             raise ValueError(
-                f"pad_id of Tokens for column {name!r} is {self.pad_id}, which is no id of the tokenizer; "
+                f"pad_id of Tokens for column {name!r} is {self.pad_id}, not an id of the tokenizer; "
                 f"its ids go up to {self.num_ids - 1}"
             )
         return self
@@ -167,7 +168,7 @@ class Tokens(Kind):
         ids, offsets = array("i"), np.zeros(len(values) + 1, dtype=np.int64)
         for row, text in enumerate(values):
             if valid is None or valid[row]:
-                # One by one: a batch would start a thread on every core, and hold the words of all its texts.
+                # One text at a time: a batch would start a thread per core and hold the words of all texts.
                 try:
                     found = tokenizer.encode(text.as_py()).ids
                 except Exception as error:  # the package raises bare ones
@@ -177,21 +178,21 @@ class Tokens(Kind):
         lengths = np.diff(offsets)
         if self.too_long == "refuse" and (lengths > self.max_length).any():
             raise ValueError(
-                f"holds a text of {lengths.max()} tokens where max_length={self.max_length} was asked for; "
-                "raise max_length, or have longer texts cut by too_long='cut'"
+                f"holds a text of {lengths.max()} tokens, but max_length={self.max_length} is set; "
+                "raise max_length, or cut longer texts with too_long='cut'"
             )
         return Encoded([make_lists(offsets, np.frombuffer(ids, np.int32), "int32")], range_of(lengths))
 
     def measured(self, arrays: Sequence[Any]) -> NumpyArray:
-        # For texts, statistics of the lengths say more than those of the ids.
+        # Statistics of the lengths tell more than statistics of the ids.
         lengths: NumpyArray = np.diff(decode_lists(arrays[0], "int32").offsets)
         return lengths
 
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
         if shapes is not None and shapes[1] == (0,):
             raise ValueError(
-                f"column {name!r} holds no text of which the tokenizer makes a token; drop it with df.drop, "
-                "or take the tokenizer of these texts"
+                f"column {name!r} holds no text that the tokenizer turns into tokens; drop it with df.drop, "
+                "or use a tokenizer that was trained for these texts"
             )
         return self
 
@@ -204,15 +205,12 @@ class Tokens(Kind):
         lengths = np.diff(compact.offsets)
         longest = self.max_length
         if self.padding == "longest":
-            # At least one: a network cannot take rows without any place.
+            # At least one, because networks fail on rows of length 0.
             longest = max(1, int(lengths.max(initial=0)))
         mask = np.arange(longest) < lengths[:, None]
         ids = np.full((len(lengths), longest), self.pad_id, dtype=np.int64)
         ids[mask] = compact.parts[0]
         return {f"{name}.ids": ids, f"{name}.mask": mask}
-
-    def batch_names(self, name: str) -> tuple[str, ...]:
-        return f"{name}.ids", f"{name}.mask"
 
     def arguments(self, name: str) -> tuple[str, ...]:
         return self.batch_names(name)
@@ -222,10 +220,10 @@ class Tokens(Kind):
         return pa.string()
 
     def arrays(self, name: str) -> dict[str, BatchArray]:
-        varies = self.padding == "longest"
+        shape, varies = (self.max_length,), self.padding == "longest"
         return {
-            f"{name}.ids": BatchArray("int64", (self.max_length,), varies=varies),
-            f"{name}.mask": BatchArray("bool", (self.max_length,), varies=varies),
+            f"{name}.ids": BatchArray("int64", shape, varies=varies),
+            f"{name}.mask": BatchArray("bool", shape, varies=varies),
         }
 
     @property
@@ -242,7 +240,7 @@ class Tokens(Kind):
 
 
 def _read(given: Any) -> tuple[str, Mapping[str, Any]]:
-    """Returns a tokenizer's JSON text, and what transformers has set beside it."""
+    """Returns a tokenizer's JSON text, and the settings that transformers keeps next to it."""
     backend = getattr(given, "backend_tokenizer", None)
     if backend is not None:
         names = ("pad_token", "model_max_length", "truncation_side", "padding_side")
@@ -251,8 +249,8 @@ def _read(given: Any) -> tuple[str, Mapping[str, Any]]:
         return str(given.to_str()), {}
     if not isinstance(given, str | os.PathLike):
         raise ValueError(
-            "Tokens.of takes a tokenizer of the package tokenizers, a fast one of transformers, or where "
-            f"tokenizer.json lies, got {type(given).__name__}"
+            "Tokens.of takes a tokenizer of the package tokenizers, a fast tokenizer of transformers, or the "
+            f"path of tokenizer.json, got {type(given).__name__}"
         )
     if isinstance(given, str) and given.lstrip().startswith("{"):
         return given, {}
@@ -261,18 +259,18 @@ def _read(given: Any) -> tuple[str, Mapping[str, Any]]:
     file = storage.join(uri, "tokenizer.json") if folder else uri
     if not storage.exists(file):
         raise ValueError(
-            f"there is no {file}; give the folder of a saved fast tokenizer, or download one first: "
+            f"there is no {file}; pass the folder of a saved fast tokenizer, or download one first: "
             "AutoTokenizer.from_pretrained(name).save_pretrained(folder)"
         )
-    beside = storage.join(uri, "tokenizer_config.json")
-    settings = json.loads(storage.read_bytes(beside)) if folder and storage.exists(beside) else {}
+    config = storage.join(uri, "tokenizer_config.json")
+    settings = json.loads(storage.read_bytes(config)) if folder and storage.exists(config) else {}
     if isinstance(settings.get("pad_token"), dict):  # older versions write a token with its properties
         settings["pad_token"] = settings["pad_token"].get("content")
     return storage.read_bytes(file).decode(), settings
 
 
 def tokenizers_package() -> Any:
-    """Returns the package `tokenizers`."""
+    """Returns the package `tokenizers`. Raises ValueError if it is not installed."""
     try:
         import tokenizers
     except ImportError:
@@ -280,8 +278,7 @@ def tokenizers_package() -> Any:
     return tokenizers
 
 
-def _loaded(text: str) -> Any:
-    """Returns a new tokenizer made of its JSON text."""
+def _load(text: str) -> Any:
     package = tokenizers_package()
     try:
         return package.Tokenizer.from_str(text)
@@ -291,8 +288,8 @@ def _loaded(text: str) -> Any:
 
 @lru_cache(maxsize=4)
 def _encoder(text: str, max_length: int | None) -> Any:
-    """Returns the tokenizer that cuts texts to `max_length` tokens and pads none, once a process."""
-    tokenizer = _loaded(text)
+    """Returns the tokenizer, set to truncate to `max_length` tokens and not to pad; cached per process."""
+    tokenizer = _load(text)
     side = (tokenizer.truncation or {}).get("direction", "right")
     tokenizer.no_padding()
     tokenizer.no_truncation()

@@ -1,9 +1,8 @@
-"""Kind "vector": Spark ML vectors as dense arrays, without a pass through Python rows.
+"""Column type "vector": Spark ML vectors as dense arrays, without Python code per row.
 
-A column may mix dense and sparse rows (`VectorAssembler` picks the smaller form
-for each row). Both forms cross to Python unchanged, and Python makes whole
-batches dense at once. No array inside the struct that crosses is ever null:
-null arrays cost Spark several times as long.
+A column may mix dense and sparse rows (`VectorAssembler` picks the smaller form per row). Both forms cross to
+Python unchanged, and Python makes whole batches dense at once. No array in the crossing struct is ever null,
+because null arrays cost Spark several times as long.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 SPARK_FLOATS = {"float32": "float", "float64": "double"}
 
-# The longest vector whose zeros are written out; hardly anyone wants to store more of them.
+# Longest vector whose zeros are stored.
 MAX_DENSE_SIZE = 1 << 16
 
 
@@ -48,38 +47,34 @@ class Vector(Array):
 
     def encode(self, values: Any, valid: Any = None) -> Encoded:
         vectors = Vectors(values)
-        shapes = range_of(vectors.sizes if valid is None else vectors.sizes[valid])
+        shapes = vectors.size_range(valid)
         offsets, leaf = vectors.offsets, vectors.numbers
         if not vectors.is_dense.all():
             if vectors.sizes.max() > MAX_DENSE_SIZE:
                 raise ValueError(
-                    f"holds sparse vectors of size {vectors.sizes.max()}, too many zeros to store; for a "
-                    "training keep them sparse by columns={its name: Sparse()}, for a network that begins "
-                    "with nn.EmbeddingBag, or make fewer features, e.g. by HashingTF(numFeatures=4096)"
+                    f"holds sparse vectors of size {vectors.sizes.max()}, too many zeros to store; keep them "
+                    "sparse with columns={its name: Sparse()} and a network that begins with "
+                    "nn.EmbeddingBag, or make fewer features, e.g. by HashingTF(numFeatures=4096)"
                 )
             offsets = np.concatenate([[0], np.cumsum(vectors.sizes, dtype=np.int64)])
             dense = np.zeros(int(offsets[-1]), dtype=self.dtype)
-            dense[np.repeat(offsets[:-1], np.diff(vectors.offsets)) + vectors.places()] = leaf
+            dense[np.repeat(offsets[:-1], np.diff(vectors.offsets)) + vectors.indices()] = leaf
             leaf = dense
-        return Encoded([self.packed(make_lists(offsets, leaf, self.dtype), shapes, valid)], shapes)
+        return Encoded([self.pack(make_lists(offsets, leaf, self.dtype), shapes, valid)], shapes)
 
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
-        (low,), (high,) = shapes or ((0,), (0,))
-        if low != high:
-            raise ValueError(
-                f"column {name!r} has vectors of size {low} to {high}; every row needs the same size"
-            )
+        common_size(name, shapes)
         return super().settle(name, shapes, nullable)
 
 
 class Vectors:
-    """The parts of a batch of vectors in the form that `vector_struct` gives.
+    """A batch of vectors in the form of `vector_struct`.
 
     Attributes:
-        sizes: (rows,) number of elements of each vector, zeros included.
-        offsets: (rows + 1,) index in `numbers` at which each row starts.
-        numbers: The stored numbers of all rows, end to end.
-        is_dense: (rows,) whether a row stores all its elements.
+        sizes: Elements per vector including zeros.  # (rows,)
+        offsets: Start of each row in `numbers`.  # (rows + 1,)
+        numbers: Stored numbers of all rows, end to end.
+        is_dense: Whether a row stores all its elements.  # (rows,)
     """
 
     def __init__(self, values: Any) -> None:
@@ -87,37 +82,51 @@ class Vectors:
         self.sizes: NumpyArray = sizes.to_numpy(zero_copy_only=False)
         self.offsets = list_offsets(numbers)
         self.numbers: NumpyArray = numbers.flatten().to_numpy()
-        # A sparse row has an index for each number, a dense row has none.
+        # A sparse row has an index per number, a dense row has none.
         self.is_dense: NumpyArray = (np.diff(list_offsets(self._indices)) == 0) & (
             np.diff(self.offsets) == self.sizes
         )
 
-    def places(self) -> NumpyArray:
-        """Returns, for each number, its index within its vector, as int64."""
+    def size_range(self, valid: Any) -> tuple[Shape, Shape] | None:
+        """Returns the smallest and the largest size of the valid rows."""
+        return range_of(self.sizes if valid is None else self.sizes[valid])
+
+    def indices(self) -> NumpyArray:
+        """Returns the index of each number within its vector, as int64."""
         counts = np.diff(self.offsets)
         if not self.is_dense.any():
             return np.asarray(self._indices.flatten().to_numpy(), dtype=np.int64)
-        places: NumpyArray = np.arange(len(self.numbers)) - np.repeat(self.offsets[:-1], counts)
-        places[np.repeat(~self.is_dense, counts)] = self._indices.flatten().to_numpy()
-        return places
+        indices: NumpyArray = np.arange(len(self.numbers)) - np.repeat(self.offsets[:-1], counts)
+        indices[np.repeat(~self.is_dense, counts)] = self._indices.flatten().to_numpy()
+        return indices
+
+
+def common_size(name: str, shapes: tuple[Shape, Shape] | None) -> int:
+    """Returns the common size of a column's vectors, 0 without rows. Raises ValueError if sizes differ."""
+    (low,), (high,) = shapes or ((0,), (0,))
+    if low != high:
+        raise ValueError(
+            f"column {name!r} has vectors of size {low} to {high}; every row needs the same size"
+        )
+    return low
 
 
 def check_vector(tag: str, dtype: str, name: str, data_type: DataType) -> None:
-    """Refuses a Spark type that is not a vector, and a dtype other than float32 and float64."""
+    """Raises ValueError for a Spark type other than vector, or a dtype other than float32 and float64."""
     if dtype not in SPARK_FLOATS:
         raise ValueError(f"dtype of {tag} column {name!r} must be float32 or float64, got {dtype!r}")
     if not is_vector(data_type):
-        raise ValueError(f"column {name!r} has type {data_type.simpleString()}, which is no vector")
+        raise ValueError(f"column {name!r} has type {data_type.simpleString()}, not a vector")
 
 
 def is_vector(data_type: DataType) -> bool:
-    """Whether a Spark type is the type of ML vectors."""
-    # Compared by name, so that pyspark.ml need not be imported; Spark Connect rebuilds the same class.
+    """Returns whether a Spark type is the type of ML vectors."""
+    # Compared by name, so pyspark.ml need not be imported. Spark Connect creates the same class.
     return type(data_type).__name__ == "VectorUDT"
 
 
 def vector_struct(source: SparkColumn, dtype: str) -> SparkColumn:
-    """Returns a struct of size, indices (none for a dense vector) and values; null for a null vector."""
+    """Returns a struct of size, indices (empty for a dense vector) and values; null for a null vector."""
     from pyspark.sql import functions as F
 
     inside = F.unwrap_udt(source)

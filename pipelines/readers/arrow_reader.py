@@ -18,7 +18,7 @@ from ringspark.pipelines.readers.prefetch import closed_check
 from ringspark.pipelines.readers.range_file import RangeFile, Tails
 from ringspark.pipelines.table_files import changed_problem
 
-# The lanes of a shuffled epoch take turns over many files; opening one costs about a millisecond.
+# The streams of a shuffled epoch take turns over many files; opening one costs about a millisecond.
 _OPEN_FILES = 64
 
 

@@ -3,7 +3,7 @@
 An engine only has to yield row groups, as Arrow tables, in the order it is
 told. `plan_epoch` decides which row belongs to which batch, and this module
 follows it for all engines, so every engine gives the same bytes. Row groups are
-permuted and cut into lanes when they arrive; batches are put together for many
+permuted and cut into streams when they arrive; batches are put together for many
 steps at a time (a block), because one large gather is several times faster than
 a small one per step. Reading, permuting and putting together each run ahead in
 a separate thread; they spend nearly all their time outside Python's lock.
@@ -27,10 +27,10 @@ import pyarrow as pa
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column
-from ringspark.pipelines.epoch_plan import EpochPlan, LanePiece, RowGroupReads, ShardPlan, plan_epoch
+from ringspark.pipelines.epoch_plan import EpochPlan, RowGroupReads, ShardPlan, StreamSlice, plan_epoch
 from ringspark.pipelines.external.conversion import decode_column
 from ringspark.pipelines.manifest import ShardManifest
-from ringspark.pipelines.readers.blocks import Buffers, LaneBuffer, Piece, RowGroup, assemble, order
+from ringspark.pipelines.readers.blocks import Buffers, Piece, RowGroup, StreamBuffer, assemble, order
 from ringspark.pipelines.readers.cache import RowGroupCache
 from ringspark.pipelines.readers.prefetch import prefetch, prefetch_bundles
 from ringspark.pipelines.readers.retry import Retries
@@ -244,13 +244,13 @@ class ShardReader(ABC):
             return  # the engine that reads tables compares more, and more often
         num_bytes = storage.size(storage.join(self.manifest.files_uri, file.path))
         if num_bytes != file.num_bytes:
-            raise ValueError(f"it has {num_bytes} bytes where the manifest says {file.num_bytes}")
+            raise ValueError(f"it has {num_bytes} bytes, but the manifest says {file.num_bytes}")
         self._checked_files.add(file.path)
 
     def _check_table(self, index: int, table: Any) -> None:
         expected = self._row_groups[index]
         if table.num_rows != expected:
-            raise ValueError(f"it has {table.num_rows} rows where the manifest says {expected}")
+            raise ValueError(f"it has {table.num_rows} rows, but the manifest says {expected}")
 
     def _decode(self, index: int, table: Any) -> RowGroup:
         row_group = {}
@@ -285,7 +285,7 @@ class ShardReader(ABC):
     def _blocks(self, plan: ShardPlan, start_step: int) -> Iterator[list[Batch]]:
         """Yields lists that each hold the batches of several steps."""
         reads = plan.reads(start_step)
-        lanes, cycle = [LaneBuffer() for _ in plan.deal.lanes], plan.deal.lane_cycle
+        streams, cycle = [StreamBuffer() for _ in plan.deal.streams], plan.deal.stream_cycle
         waiting = deque(reads.first_steps.tolist())
         num_steps = plan.plan.num_steps
         steps = self._block_steps(plan.plan.batch_size)
@@ -302,9 +302,9 @@ class ShardReader(ABC):
                 while waiting and waiting[0] < last:
                     waiting.popleft()
                     for place, piece in next(row_groups):
-                        lanes[place.lane].add(place.start, piece)
+                        streams[place.stream].add(place.start, piece)
                 bounds = plan.bounds(first, last)
-                block = assemble(lanes, cycle, bounds[0], bounds[-1], empty, self._buffers)
+                block = assemble(streams, cycle, bounds[0], bounds[-1], empty, self._buffers)
                 yield [
                     self._finish(block, start - bounds[0], stop - bounds[0])
                     for start, stop in pairwise(bounds)
@@ -312,13 +312,13 @@ class ShardReader(ABC):
 
     def _pieces(
         self, plan: ShardPlan, reads: RowGroupReads
-    ) -> Generator[list[tuple[LanePiece, Piece]], None, None]:
-        """Yields the pieces that each row group gives to the lanes, in the lanes' order."""
+    ) -> Generator[list[tuple[StreamSlice, Piece]], None, None]:
+        """Yields the pieces that each row group gives to the streams, in the streams' order."""
         with closing(self.read_row_groups(reads.row_groups.tolist())) as row_groups:  # type: ignore[type-var]
             for read, row_group in zip(reads, row_groups, strict=True):
                 yield [
                     (place, order(row_group, rows, self._buffers))
-                    for place, rows in zip(read.pieces, plan.rows(read), strict=True)
+                    for place, rows in zip(read.slices, plan.rows(read), strict=True)
                 ]
 
     def _finish(self, block: RowGroup, start: int, stop: int) -> Batch:

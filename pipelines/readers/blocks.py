@@ -1,9 +1,9 @@
-"""Makes batches from lanes: puts the rows of many steps into the order of positions at once.
+"""Makes batches from streams: puts the rows of many steps into the order of positions at once.
 
-Positions take their rows from the lanes in a short repeating cycle (see `lanes`), so place p of the cycle
+Positions take their rows from the streams in a short repeating cycle (see `streams`), so place p of the cycle
 gives every n-th row of the block. Wide rows are gathered, from where they were decoded, into a line for each
 place, and the block is the transpose of the lines. Narrow ones would spend more time in NumPy's calls than
-in copies: they are put into the lane's order a whole row group at a time, and copied to their places.
+in copies: they are put into the stream's order a whole row group at a time, and copied to their places.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ WIDE_BYTES = 64
 
 _SLACK_BYTES = 1 << 20  # The blocks of an epoch differ by a few rows.
 _KEPT_BYTES = 128 << 20
-_KEPT_ARRAYS = 256  # A lane may hold two pieces, and a block takes some from every lane.
+_KEPT_ARRAYS = 256  # A stream may hold two pieces, and a block takes some from every stream.
 
 
 class Piece(NamedTuple):
-    """Rows of a row group for one lane.
+    """Rows of a row group for one stream.
 
     Attributes:
         columns: The columns; narrow ones hold the rows of this piece alone, in their order.
@@ -101,8 +101,8 @@ def order(row_group: RowGroup, rows: npt.NDArray[np.int64], buffers: Buffers) ->
     return Piece(columns, rows)
 
 
-class LaneBuffer:
-    """The rows of one lane that are in memory and not yet used, in order."""
+class StreamBuffer:
+    """The rows of one stream that are in memory and not yet used, in order."""
 
     def __init__(self) -> None:
         self._pieces: deque[tuple[int, Piece]] = deque()  # first local row, the rows from there on
@@ -121,7 +121,7 @@ class LaneBuffer:
             start, piece = self._pieces[0]
             self._next = start if self._next is None else self._next
             first = self._next - start
-            assert 0 <= first < len(piece.rows), "a lane was read out of order"
+            assert 0 <= first < len(piece.rows), "a stream was read out of order"
             last = min(len(piece.rows), first + num_rows)
             taken.append((piece, slice(first, last, 1)))
             num_rows -= last - first
@@ -132,30 +132,30 @@ class LaneBuffer:
 
 
 def assemble(
-    lanes: Sequence[LaneBuffer],
-    lane_cycle: npt.NDArray[np.int64],
+    streams: Sequence[StreamBuffer],
+    stream_cycle: npt.NDArray[np.int64],
     start: int,
     stop: int,
     empty: RowGroup,
     buffers: Buffers,
 ) -> RowGroup:
-    """Takes the rows of the shard's positions `start` to `stop` from the lanes, in their order.
+    """Takes the rows of the shard's positions `start` to `stop` from the streams, in their order.
 
     Args:
-        lanes: The shard's lanes, which hold the rows.
-        lane_cycle: Position i takes the next row of lane `lane_cycle[i % len(lane_cycle)]`.
+        streams: The shard's streams, which hold the rows.
+        stream_cycle: Position i takes the next row of stream `stream_cycle[i % len(stream_cycle)]`.
         start: First position; only the shard's positions are counted.
         stop: The position after the last one.
         empty: Every column with no rows.
         buffers: Where the block's arrays come from.
     """
-    num_rows, step = stop - start, len(lane_cycle)
+    num_rows, step = stop - start, len(stream_cycle)
     if not num_rows:
         return empty
     lines: list[list[_Part]] = [[] for _ in range(step)]
-    for index, lane in enumerate(lanes):
-        places = _places(lane_cycle, index, start, num_rows)
-        _deal(lane.take(sum(len(range(place, num_rows, step)) for place in places)), places, lines)
+    for index, stream in enumerate(streams):
+        places = _places(stream_cycle, index, start, num_rows)
+        _deal(stream.take(sum(len(range(place, num_rows, step)) for place in places)), places, lines)
     block: RowGroup = {}
     for name, like in empty.items():
         if isinstance(like, RaggedRows):
@@ -176,14 +176,14 @@ def _take(values: NumpyArray, rows: npt.NDArray[np.int64], out: NumpyArray) -> N
     return np.take(values, rows, axis=0, out=out, mode="clip")
 
 
-def _places(lane_cycle: npt.NDArray[np.int64], lane: int, start: int, num_rows: int) -> list[int]:
-    """Returns the lane's first places in the block, one for each time the lane occurs in the cycle."""
-    turns = (np.flatnonzero(lane_cycle == lane) - start) % len(lane_cycle)
+def _places(stream_cycle: npt.NDArray[np.int64], stream: int, start: int, num_rows: int) -> list[int]:
+    """Returns the stream's first places in the block, one for each time the stream occurs in the cycle."""
+    turns = (np.flatnonzero(stream_cycle == stream) - start) % len(stream_cycle)
     return [place for place in sorted(turns.tolist()) if place < num_rows]
 
 
 def _deal(parts: Sequence[_Part], places: Sequence[int], lines: list[list[_Part]]) -> None:
-    """Deals the rows of a lane to the lines of its places, in turns."""
+    """Deals the rows of a stream to the lines of its places, in turns."""
     done, turns = 0, len(places)
     for piece, rows in parts:
         for turn, place in enumerate(places):

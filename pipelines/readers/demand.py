@@ -31,7 +31,7 @@ class RowsInFlight:
     """The bytes that a reader holds at one moment.
 
     Attributes:
-        row_groups: Bytes of the rows that wait in the lanes for their batch. Of wide columns, a row
+        row_groups: Bytes of the rows that wait in the streams for their batch. Of wide columns, a row
             group is held whole until its last row is in a block.
         blocks: Bytes of the rows that are put together to batches.
     """
@@ -64,20 +64,20 @@ def rows_in_flight(
     if not row_bytes or not plan.num_rows:
         return RowsInFlight(row_groups=0, blocks=0)
     deal, own_rows = plan.shard(0).deal, plan.num_rows // num_shards
-    # Pairs of a lane and a row group whose rows wait in it.
+    # Pairs of a stream and a row group whose rows wait in it.
     waits: set[tuple[int, int]] = set()
-    for index, lane in enumerate(deal.lanes):
-        if not lane.length:
+    for index, stream in enumerate(deal.streams):
+        if not stream.length:
             continue
-        # All lanes are used up at the same pace: half way through the epoch, each has used half its rows.
-        waits.add((index, _slot(plan, lane.start + lane.length // 2)))
-        # A row group that reaches into the next lane is read for that one's first rows.
-        if index + 1 < len(deal.lanes):
-            waits.add((index, _slot(plan, lane.start + lane.length)))
+        # All streams are used up at the same pace: half way through the epoch, each has used half its rows.
+        waits.add((index, _slot(plan, stream.start + stream.length // 2)))
+        # A row group that reaches into the next stream is read for that one's first rows.
+        if index + 1 < len(deal.streams):
+            waits.add((index, _slot(plan, stream.start + stream.length)))
     own, slots = 0, set()
     for index, slot in waits:
-        lane = deal.lanes[index]
-        start, stop = np.clip(plan.group_starts[slot : slot + 2] - lane.start, 0, lane.length).tolist()
+        stream = deal.streams[index]
+        start, stop = np.clip(plan.group_starts[slot : slot + 2] - stream.start, 0, stream.length).tolist()
         if start < stop:
             own += deal.count(index, stop) - deal.count(index, start)
             slots.add(slot)

@@ -122,7 +122,7 @@ class _OrderedReader(Reader):  # type: ignore[misc]
         counts = Counter(piece.path for piece in row_groups)
         for path, expected in self._row_groups.items():
             if counts[path] != expected:
-                raise ValueError(f"{path!r} has {counts[path]} row groups where the manifest says {expected}")
+                raise ValueError(f"{path!r} has {counts[path]} row groups, but the manifest says {expected}")
         index_of = {(piece.path, piece.row_group): index for index, piece in enumerate(row_groups)}
         return [index_of[place] for place in self._wanted], None
 

@@ -22,13 +22,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ringspark.pipelines.column_stats import StatsCollector
 from ringspark.pipelines.columns import MASK, Column
 from ringspark.pipelines.kinds import Array, Image, Scalar
 from ringspark.pipelines.kinds.base import Shape, numbers
 from ringspark.pipelines.manifest import SPLITS, Split
 from ringspark.pipelines.nulls import fill_nulls, null_rows
 from ringspark.pipelines.writing.shard_file import ShardFileWriter
-from ringspark.pipelines.writing.stats import StatsCollector
 
 HandleInvalid = Literal["error", "skip", "keep"]
 
@@ -194,10 +194,10 @@ class PartitionWriter:
         return {
             "files": [file.to_json() for file in files],
             "stats": {
-                split: [collector.result().to_json() for collector in collectors]
+                split: [collector.result.to_json() for collector in collectors]
                 for split, collectors in self._stats.items()
             },
-            "indicator": self._indicator.result().to_json(),
+            "indicator": self._indicator.result.to_json(),
             "indicator_nulls": self._indicator_nulls,
             "rows": self._rows,
             "skipped": self._skipped,

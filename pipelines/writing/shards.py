@@ -34,7 +34,7 @@ from ringspark.pipelines.columns import (
     quote,
 )
 from ringspark.pipelines.kinds import Kind, Vocabulary
-from ringspark.pipelines.kinds.strings import learned
+from ringspark.pipelines.kinds.strings import fill_vocabulary
 from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest
 from ringspark.pipelines.spark_errors import python_workers
 from ringspark.pipelines.spark_paths import resolve
@@ -123,7 +123,7 @@ def write_shards(
         raise ValueError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}")
     _check_frame(df)
     if columns is not None and not isinstance(columns, Mapping):
-        raise ValueError(f"columns must map names to kinds, e.g. {{'x': Padded()}}, got {columns!r}")
+        raise ValueError(f"columns must map names to column types, e.g. {{'x': Padded()}}, got {columns!r}")
     chosen = split_expression(df, columns, validation_col, validation_fraction, seed)
     stored = [field for field in df.schema.fields if field.name != validation_col]
     if not stored:
@@ -239,7 +239,7 @@ def learn(df: DataFrame, column: Column) -> Column:
             f"column {column.name!r} has more than {MAX_WORDS:,} different strings; keep the commonest by "
             "Vocabulary(max_size=100_000), or take HashBuckets(100_000)"
         )
-    return replace(column, kind=learned(column.kind, counts))
+    return replace(column, kind=fill_vocabulary(column.kind, counts))
 
 
 def _run(df: DataFrame, plan: WritePlan, chosen: SparkColumn | None) -> list[Report]:

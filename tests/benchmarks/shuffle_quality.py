@@ -6,7 +6,7 @@ The rows lie sorted in the files, which is the hardest case: what is left of the
 * neighbours: share of the rows adjacent in the files that are adjacent in the epoch, either way round;
 * same batch: share of the rows adjacent in the files that are in one batch;
 * spread: standard deviation of the batches' mean value, the value being the place in the files, over
-  what independent draws would have. A batch is drawn from one row group a lane, so with many row groups
+  what independent draws would have. A batch is drawn from one row group per stream, so with many row groups
   it is sqrt(batch / 48) times that of a full permutation for sorted data, and the same for data whose
   row groups are alike.
 
@@ -42,15 +42,15 @@ def order_of(plan: EpochPlan) -> Order:
     for shard in range(plan.num_shards):
         part = plan.shard(shard)
         for read in part.reads():
-            for piece, rows in zip(read.pieces, part.rows(read), strict=True):
-                lane = part.deal.lanes[piece.lane]
-                positions = lane.position + part.deal.rows(piece.lane, piece.start, piece.stop) * lane.step
+            for span, rows in zip(read.slices, part.rows(read), strict=True):
+                stream = part.deal.streams[span.stream]
+                positions = stream.position + part.deal.rows(span.stream, span.start, span.stop) * stream.step
                 order[positions] = first_rows[read.row_group] + rows
     return order
 
 
 def group_order_only(plan: EpochPlan) -> Order:
-    """Whole row groups in the epoch's order, rows in the files' order: no lanes."""
+    """Whole row groups in the epoch's order, rows in the files' order: no streams."""
     stops = np.cumsum(plan.row_groups)
     groups = plan.group_order.tolist()
     return np.concatenate([np.arange(stops[g] - plan.row_groups[g], stops[g]) for g in groups])

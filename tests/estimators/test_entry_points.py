@@ -117,9 +117,9 @@ def test_a_gang_reads_and_talks_by_parts_of_another_package(spark: Any, tmp_path
 BAD = {
     "cannot be imported": (
         "outside_broken:Part",
-        "No module named 'not_there'; mend or uninstall its package",
+        "No module named 'not_there'; repair or uninstall its package",
     ),
-    "is not there": ("outside_some:Nothing", "has no attribute 'Nothing'; mend or uninstall its package"),
+    "is not there": ("outside_some:Nothing", "has no attribute 'Nothing'; repair or uninstall its package"),
     "is no class": ("outside_some:function", r"\(outside_some:function\) lacks a class"),
 }
 READERS_ONLY = {

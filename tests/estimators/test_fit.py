@@ -457,7 +457,7 @@ def test_vectors_that_no_training_takes_are_shown_a_road_that_is_open(
 ) -> None:
     rows = [(Vectors.sparse(1 << 17, [row], [1.0]), float(row)) for row in range(4)]
     frame = spark.createDataFrame(rows, ["features", "label"])
-    with pytest.raises(ValueError, match=r"sparse vectors of size 131072, .* keep them sparse by columns="):
+    with pytest.raises(ValueError, match=r"sparse vectors of size 131072, .* keep them sparse with columns="):
         TorchRegressor(**common).fit(frame)
     uri = str(tmp_path / "shards")
     write_shards(frame, uri, columns={"features": Sparse()})

@@ -172,7 +172,7 @@ def test_a_table_that_changed_is_never_trained_on_in_silence(table: str, tmp_pat
             pq.write_table(pq.read_table(self._path), self._path)
 
     rewriting = _linear(tmp_path, callbacks=[Rewrites(file)], cache="none")
-    with pytest.raises(WorkerError, match=r"has changed since the training looked at its table"):
+    with pytest.raises(WorkerError, match=r"has changed since the training listed its table"):
         rewriting.fitOnParquet(str(root))
     run = {"runUri": str(tmp_path / "run"), "storageUri": None}
     _linear(tmp_path, **run).fitOnParquet(str(root))

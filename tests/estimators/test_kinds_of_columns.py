@@ -148,9 +148,9 @@ def test_what_cannot_be_a_kind_is_refused_before_anything_is_written(table: Any,
         _classifier(tmp_path, featuresCol="odd", weightCol="odd.isnull", columns=None).fit(masked)
     with pytest.raises(ValueError, match="columns names 'city' twice"):
         _classifier(tmp_path, columns={"City": Vocabulary(), "city": Vocabulary()}).fit(table)
-    with pytest.raises(TypeError, match=r"columns\['city'\] must be a kind .*, got 'hash'"):
+    with pytest.raises(TypeError, match=r"columns\['city'\] must be a column type .*, got 'hash'"):
         _classifier(tmp_path, columns={"city": "hash"})
-    with pytest.raises(TypeError, match="columns must map names to kinds"):
+    with pytest.raises(TypeError, match="columns must map names to column types"):
         _classifier(tmp_path, columns=["city"])
     assert list(tmp_path.iterdir()) == []
 

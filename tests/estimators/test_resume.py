@@ -217,7 +217,7 @@ def test_shards_that_changed_under_a_run_train_nothing(table: Any, tmp_path: Pat
     (tmp_path / "flag").touch()
     estimator = _estimator(tmp_path, callbacks=[Damage(tmp_path / "flag", shard)])
     # Between two starts of the workers, and again by the next driver.
-    told = r"shard file '.*\.parquet' holds other bytes than were written; write the shards again"
+    told = r"shard file '.*\.parquet' differs from the bytes that were written; write the shards again"
     with pytest.raises(ValueError, match=told):
         estimator.fitOnShards(manifest.uri)
     again = estimator.copy({estimator.resume: True})

@@ -78,7 +78,7 @@ def test_a_struct_has_the_dtype_that_holds_all_its_fields(types: list[T.DataType
     [
         (
             _struct(("city", T.StringType())),
-            r"column 'x' has a field 'x\.city' of type string, .*select it as a column of its own",
+            r"column 'x' has a field 'x\.city' of type string, .*select it as a separate column",
         ),
         (
             _struct(("in", _struct(("m", T.MapType(T.LongType(), T.LongType()))))),

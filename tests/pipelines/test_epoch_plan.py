@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringspark.pipelines.epoch_plan import EpochPlan, plan_epoch
-from ringspark.pipelines.lanes import shuffled_lanes
+from ringspark.pipelines.shuffle import split_streams
 
 Rows = list[tuple[int, int]]
 
@@ -22,26 +22,26 @@ shard_counts = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 50, 100])
 def shard_rows(plan: EpochPlan, shard: int, start_step: int = 0) -> list[Rows]:
     """Follows a shard's reads literally; returns (row group, row) of every row of every step."""
     part = plan.shard(shard)
-    lanes: list[list[tuple[int, Rows]]] = [[] for _ in part.deal.lanes]
+    streams: list[list[tuple[int, Rows]]] = [[] for _ in part.deal.streams]
     for read in part.reads(start_step):
-        for piece, rows in zip(read.pieces, part.rows(read), strict=True):
-            assert len(rows) == piece.stop - piece.start > 0
-            lanes[piece.lane].append((piece.start, [(read.row_group, row) for row in rows.tolist()]))
-    queues = [iter([row for _, rows in sorted(lane) for row in rows]) for lane in lanes]
+        for span, rows in zip(read.slices, part.rows(read), strict=True):
+            assert len(rows) == span.stop - span.start > 0
+            streams[span.stream].append((span.start, [(read.row_group, row) for row in rows.tolist()]))
+    queues = [iter([row for _, rows in sorted(stream) for row in rows]) for stream in streams]
     bounds = part.bounds(start_step, plan.num_steps)
-    order = part.deal.lane_of(bounds[0], bounds[-1]).tolist()
-    sequence = [next(queues[lane]) for lane in order]
+    order = part.deal.stream_of(bounds[0], bounds[-1]).tolist()
+    sequence = [next(queues[stream]) for stream in order]
     assert all(next(queue, None) is None for queue in queues), "rows were read that no step uses"
     return [sequence[start - bounds[0] : stop - bounds[0]] for start, stop in itertools.pairwise(bounds)]
 
 
 def epoch_order(plan: EpochPlan) -> Rows:
-    """What the module's docstring says: the sequence of all rows, dealt to positions by the lanes."""
+    """What the module's docstring says: the sequence of all rows, dealt to positions by the streams."""
     sequence = [(group, row) for group in plan.group_order.tolist() for row in plan.row_order(group).tolist()]
     if not plan.shuffle:
         return sequence
-    lanes = shuffled_lanes(len(sequence))
-    position_of = [lane.position + row * lane.step for lane in lanes for row in range(lane.length)]
+    streams = split_streams(len(sequence))
+    position_of = [stream.position + row * stream.step for stream in streams for row in range(stream.length)]
     return [row for _, row in sorted(zip(position_of, sequence, strict=True))]
 
 
@@ -261,7 +261,7 @@ def test_batches_mix_row_groups() -> None:
 def test_a_shard_reads_little_more_than_its_part(num_shards: int) -> None:
     plan = plan_epoch([64] * 480, num_shards=num_shards, batch_size=512, epoch=0, seed=0)
     for shard in range(num_shards):
-        # A lane is ten row groups long; at both ends a neighbour's lane and row group may be shared.
+        # A stream is ten row groups long; at both ends a neighbour's stream and row group may be shared.
         assert len(plan.shard(shard).reads()) <= 480 / num_shards + 2 * (10 + 1)
 
 
@@ -269,19 +269,19 @@ def test_a_shard_reads_little_more_than_its_part(num_shards: int) -> None:
 @pytest.mark.parametrize(
     "row_groups",
     [[32] * 960, [32] * 970, [20] * 3000, [9, 70, 0, 41] * 240, [3000] * 10, [30_000]],
-    ids=["20 a lane", "not even", "many small", "mixed", "few large", "one"],
+    ids=["20 per stream", "not even", "many small", "mixed", "few large", "one"],
 )
-def test_two_row_groups_a_lane_are_held_from_step_to_step(row_groups: list[int], num_shards: int) -> None:
+def test_two_row_groups_per_stream_are_held_from_step_to_step(row_groups: list[int], num_shards: int) -> None:
     plan = plan_epoch(row_groups, num_shards=num_shards, batch_size=64, epoch=0, seed=0)
     part = plan.shard(num_shards // 2)
-    held = np.zeros((len(part.deal.lanes), plan.num_steps + 1), dtype=np.int64)
+    held = np.zeros((len(part.deal.streams), plan.num_steps + 1), dtype=np.int64)
     for read in part.reads():
-        for piece in read.pieces:
-            lane = part.deal.lanes[piece.lane]
-            last_row = int(part.deal.rows(piece.lane, piece.stop - 1, piece.stop)[0])
-            last_step = (lane.position + last_row * lane.step) // plan.batch_size
+        for span in read.slices:
+            stream = part.deal.streams[span.stream]
+            last_row = int(part.deal.rows(span.stream, span.stop - 1, span.stop)[0])
+            last_step = (stream.position + last_row * stream.step) // plan.batch_size
             # Held when a step begins, and not read in it.
-            held[piece.lane, read.first_step + 1 : last_step + 1] += 1
+            held[span.stream, read.first_step + 1 : last_step + 1] += 1
     assert held.max(initial=0) <= 2
     assert held.sum(axis=0).max(initial=0) <= 96 / num_shards + 4
 
@@ -397,7 +397,7 @@ def test_row_counts_beyond_32_bits_are_exact() -> None:
             for shard in range(num_shards):
                 for read in plan.shard(shard).reads(start):
                     assert start <= read.first_step <= last
-                    found[read.row_group] += sum(piece.stop - piece.start for piece in read.pieces)
+                    found[read.row_group] += sum(span.stop - span.start for span in read.slices)
             assert sum(found) == sum(sizes) - start * (2**20 + 3)
             assert found == sizes if start == 0 else all(map(int.__le__, found, sizes))
 
@@ -438,7 +438,7 @@ def _digest(plan: EpochPlan, start_step: int) -> str:
     for shard in range(plan.num_shards):
         for read in plan.shard(shard).reads(start_step):
             digest.update(f"{read.row_group} {read.first_step}".encode())
-            digest.update("".join(f" {p.lane} {p.start} {p.stop}" for p in read.pieces).encode())
+            digest.update("".join(f" {p.stream} {p.start} {p.stop}" for p in read.slices).encode())
         digest.update(str(shard_rows(plan, shard, start_step)).encode())
     return digest.hexdigest()[:16]
 

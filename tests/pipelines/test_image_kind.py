@@ -195,7 +195,7 @@ def test_without_pillow_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     from pyspark.sql.types import BinaryType
 
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ValueError, match=r"kind Image needs Pillow; pip install 'ringspark\[images\]'"):
+    with pytest.raises(ValueError, match=r"type Image needs Pillow; pip install 'ringspark\[images\]'"):
         Image(4, 4).adopt("x", BinaryType())
 
 

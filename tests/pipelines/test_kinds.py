@@ -366,7 +366,7 @@ def test_the_manifest_says_what_a_batch_holds(shards: ShardManifest, examples: d
 def test_kinds_survive_json(shards: ShardManifest) -> None:
     for column in shards.columns:
         assert Column.from_values(json.loads(json.dumps(column.to_json()))) == column
-    with pytest.raises(ValueError, match=r"has kind 'graph'; known: scalar, .*; upgrade ringspark"):
+    with pytest.raises(ValueError, match=r"has type 'graph'; known: scalar, .*; upgrade ringspark"):
         Column.from_values({"name": "x", "source": "", "kind": "graph"})
 
 
@@ -456,18 +456,18 @@ def test_vocabularies_are_limited_and_kept_in_the_manifest(
     [
         ("string", None, r"column 'x' has type string.*StringIndexer.*Vocabulary\(\).*HashBuckets"),
         ("binary", None, r"column 'x' has type binary.*Image\(height, width\)"),
-        ("array<string>", None, "array<string>, which is no array of numbers"),
-        ("struct<a:string>", None, r"field 'x\.a' of type string.*select it as a column of its own"),
-        ("int", Struct(), "column 'x' has type int, which is no struct"),
+        ("array<string>", None, "array<string>, not an array of numbers"),
+        ("struct<a:string>", None, r"field 'x\.a' of type string.*select it as a separate column"),
+        ("int", Struct(), "column 'x' has type int, not a struct"),
         (
             "struct<a:int>",
             Struct(fields=(("a",), ("b",))),
-            "column 'x' lacks the field 'b' in struct<a:int>; give",
+            "column 'x' lacks the field 'b' in struct<a:int>; build",
         ),
         ("map<int,int>", None, "select its values"),
         ("decimal(38,2)", None, r"decimal\(38,2\); float64 holds 15 digits; cast it to double"),
         ("int", Vocabulary(), "Vocabulary is for strings"),
-        ("string", Sparse(), "which is no vector"),
+        ("string", Sparse(), "not a vector"),
         ("array<array<int>>", Ragged(), "flatten it first"),
         (
             "array<int>",
@@ -476,9 +476,9 @@ def test_vocabularies_are_limited_and_kept_in_the_manifest(
         ),
         ("array<int>", Padded(value=float("nan")), "value of Padded for column 'x' must be a int32, got nan"),
         ("array<int>", Padded(value=0.5), "value of Padded for column 'x' must be a int32, got 0.5"),
-        ("array<int>", Ragged("float32"), "holds int32 where float32 was asked for; cast it in Spark first"),
+        ("array<int>", Ragged("float32"), "holds int32, but dtype='float32' is set; cast it in Spark first"),
         ("int", Binary("raw", shape=(1,)), "which is not binary"),
-        ("int", "padded", r"columns\['x'\] must be a kind such as Vocabulary\(\)"),
+        ("int", "padded", r"columns\['x'\] must be a column type such as Vocabulary\(\)"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name_with_the_remedy(
@@ -508,14 +508,14 @@ def test_a_typo_in_columns_names_the_near_one(spark: Any, tmp_path: Any) -> None
             None,
             "arrays of 1 to 2 elements in dimension 1",
         ),
-        ([[1, 2, 3]], "array<int>", Padded(length=2), "up to 3 elements where length=2 was asked for"),
+        ([[1, 2, 3]], "array<int>", Padded(length=2), "up to 3 elements, but length=2 is set"),
         ([[]], "array<int>", None, "holds only empty arrays"),
         (
             [(0.5, 2**53), (0.5, -(2**53) - 1), (0.5, None)],
             "struct<a:double,id:bigint>",
             None,
             "the field 'id' of struct<a:double,id:bigint> holds -9007199254740993, and float64.* up to "
-            "9007199254740992; select that field as a column of its own",
+            "9007199254740992; select that field as a separate column",
         ),
         ([b"1234"], "binary", Binary("raw", shape=(3,)), "column 'x' holds uint8 of shape"),
         ([b"1234"], "binary", Binary("image", shape=(3, 3)), "4 bytes that decoder 'image' cannot read"),

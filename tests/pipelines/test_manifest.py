@@ -87,7 +87,7 @@ def test_a_full_check_names_every_damaged_file(shards: ShardManifest) -> None:
     path.write_bytes(data)
     shards.verify_files()
     with pytest.raises(
-        ValueError, match=f"{shards.files[1].path}' holds other bytes than were written; write"
+        ValueError, match=f"{shards.files[1].path}' differs from the bytes that were written; write"
     ):
         shards.verify()
     (Path(shards.uri) / shards.files[0].path).unlink()
@@ -99,10 +99,10 @@ def test_a_full_check_names_every_damaged_file(shards: ShardManifest) -> None:
     "path", ["../other.parquet", "/etc/passwd", "a/../../b", "s3://bucket/x", "..", "", "a\\b", "memory::x"]
 )
 def test_paths_out_of_the_folder_are_refused(shards: ShardManifest, path: str) -> None:
-    with pytest.raises(ValueError, match="may only name files in its own folder"):
+    with pytest.raises(ValueError, match="may only name files in its folder"):
         ShardFile(path=path, split="train", num_bytes=1, sha256="", row_groups=(1,))
     _edit(shards, lambda data: data["files"][0].update(path=path))
-    with pytest.raises(ValueError, match="cannot be used: a manifest may only name files in its own folder"):
+    with pytest.raises(ValueError, match="cannot be used: a manifest may only name files in its folder"):
         ShardManifest.load(shards.uri)
 
 
@@ -133,7 +133,7 @@ def test_a_missing_file_is_named(shards: ShardManifest) -> None:
 def test_a_file_of_another_size_is_named(shards: ShardManifest) -> None:
     path = Path(shards.uri) / shards.files[0].path
     path.write_bytes(path.read_bytes() + b"x")
-    with pytest.raises(ValueError, match=rf"{path.name}' has \d+ bytes where the manifest says \d+; write"):
+    with pytest.raises(ValueError, match=rf"{path.name}' has \d+ bytes, but the manifest says \d+; write"):
         shards.verify_files()
 
 
@@ -146,5 +146,5 @@ def test_a_damaged_footer_is_named(shards: ShardManifest) -> None:
 
 def test_other_row_groups_are_refused(shards: ShardManifest) -> None:
     _edit(shards, lambda data: data["files"][0].update(row_groups=[5, 8]))
-    with pytest.raises(ValueError, match=r"has row groups \(10, 3\) where the manifest says \(5, 8\)"):
+    with pytest.raises(ValueError, match=r"has row groups \(10, 3\), but the manifest says \(5, 8\)"):
         ShardManifest.load(shards.uri).verify_files()

@@ -288,7 +288,7 @@ def test_other_bytes_are_found(remote: ShardManifest) -> None:
     data = bytearray(storage.read_bytes(uri))
     data[100] ^= 1
     storage.write_atomic(uri, bytes(data))
-    with pytest.raises(ValueError, match=r"part-00001.parquet' holds other bytes than were written"):
+    with pytest.raises(ValueError, match=r"part-00001.parquet' differs from the bytes that were written"):
         remote.verify()
 
 

@@ -236,7 +236,7 @@ def test_a_file_of_another_dtype_is_refused(shards: ShardManifest, engine: str, 
     other = ordered_shards({"id": COLUMNS["int"]}, num_files=3, row_group_rows=16, name="other")
     for mine, theirs in zip(shards.files, other.files, strict=True):
         (Path(shards.uri) / mine.path).write_bytes((Path(other.uri) / theirs.path).read_bytes())
-    with pytest.raises(RuntimeError, match=r"it has \d+ bytes where the manifest says \d+"):
+    with pytest.raises(RuntimeError, match=r"it has \d+ bytes, but the manifest says \d+"):
         list(open_reader(shards, ["id"], engine=engine).batches(0))
     # Even where sizes agree by chance.
     files = tuple(

@@ -376,7 +376,7 @@ def test_other_values_of_the_same_size_are_found_by_the_digest(tmp_path: Path) -
     pq.write_table(_table(id=np.arange(40, 60)), path, row_group_size=10)
     assert path.stat().st_size == manifest.files[1].num_bytes
     manifest.verify_files()  # reads footers only, and those are alike
-    with pytest.raises(ValueError, match=f"{path.name}' holds other bytes than were written"):
+    with pytest.raises(ValueError, match=f"{path.name}' differs from the bytes that were written"):
         manifest.verify()
 
 

@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 
 from ringspark.pipelines import plan_epoch
-from ringspark.pipelines.lanes import NUM_LANES
-from ringspark.pipelines.shuffle import permutation
+from ringspark.pipelines.shuffle import NUM_STREAMS, permutation
 
 BATCH_SIZE = 512
 NUM_EPOCHS = 3
 SHAPES = {
     "few large groups": [12_000] * 8,
-    "a group a lane": [2_000] * NUM_LANES,
+    "a group per stream": [2_000] * NUM_STREAMS,
     "many groups": [200] * 480,
     "many small groups": [20] * 4_800,
 }
@@ -53,9 +52,9 @@ def full_rank_correlation(length: int) -> float:
 def test_the_order_has_no_rank_correlation_with_the_files(
     orders: list[dict[str, np.ndarray]], row_groups: list[int], quality: ModuleType
 ) -> None:
-    # Up to a group a lane each spreads over whole lanes, and so over the whole epoch. More are
+    # Up to a group per stream each spreads over whole streams, and so over the whole epoch. More are
     # permuted as wholes, and a permutation of them is what the correlation is bound to be like.
-    length = len(row_groups) if len(row_groups) > NUM_LANES else sum(row_groups)
+    length = len(row_groups) if len(row_groups) > NUM_STREAMS else sum(row_groups)
     for order in orders:
         assert abs(quality.rank_correlation(order["ringspark"])) < full_rank_correlation(length)
         assert abs(quality.rank_correlation(order["full permutation"])) < full_rank_correlation(
@@ -77,9 +76,9 @@ def test_a_batch_holds_few_neighbours_of_the_files(
     orders: list[dict[str, np.ndarray]], row_groups: list[int], quality: ModuleType
 ) -> None:
     rows_per_group, num_rows = row_groups[0], sum(row_groups)
-    # Neighbours lie anywhere within the part of the epoch that their row group spans: NUM_LANES
+    # Neighbours lie anywhere within the part of the epoch that their row group spans: NUM_STREAMS
     # positions a row, or the whole epoch. One batch is so much of it.
-    expected = BATCH_SIZE / min(NUM_LANES * rows_per_group, num_rows)
+    expected = BATCH_SIZE / min(NUM_STREAMS * rows_per_group, num_rows)
     limit = expected + 5 * np.sqrt(expected / num_rows)
     full = BATCH_SIZE / num_rows
     for order in orders:
@@ -88,15 +87,15 @@ def test_a_batch_holds_few_neighbours_of_the_files(
         assert quality.same_batch(order["row-group order only"], BATCH_SIZE) > limit
 
 
-def test_batches_of_sorted_data_spread_as_if_drawn_from_a_row_group_a_lane(
+def test_batches_of_sorted_data_spread_as_if_drawn_from_a_row_group_per_stream(
     orders: list[dict[str, np.ndarray]], row_groups: list[int], quality: ModuleType
 ) -> None:
     num_batches = sum(row_groups) // BATCH_SIZE
-    # With more row groups than lanes, all rows that a lane gives to a batch are alike in sorted data: a
-    # batch has the variance of NUM_LANES draws, and batches only differ when lanes change the row group.
-    many = len(row_groups) > NUM_LANES
-    draws = NUM_LANES if many else BATCH_SIZE
-    independent = min(num_batches, len(row_groups) // NUM_LANES) if many else num_batches
+    # With more row groups than streams, all rows that a stream gives to a batch are alike in sorted data: a
+    # batch has the variance of NUM_STREAMS draws, and batches only differ when streams change the row group.
+    many = len(row_groups) > NUM_STREAMS
+    draws = NUM_STREAMS if many else BATCH_SIZE
+    independent = min(num_batches, len(row_groups) // NUM_STREAMS) if many else num_batches
     for order in orders:
         # A standard deviation estimated from n values has itself one of 1 / sqrt(2 n).
         limit = np.sqrt(BATCH_SIZE / draws) * (1 + 5 / np.sqrt(2 * independent))
@@ -115,12 +114,12 @@ def test_the_quality_does_not_depend_on_the_number_of_shards(quality: ModuleType
 
 
 def test_epochs_are_as_unlike_each_other_as_permutations(quality: ModuleType) -> None:
-    row_groups = [2_000] * NUM_LANES
+    row_groups = [2_000] * NUM_STREAMS
     first, second = (quality.orders(row_groups, epoch)["ringspark"] for epoch in (0, 1))
     position = np.empty(len(first), dtype=np.int64)
     position[first] = np.arange(len(first))
     # Position of the second epoch's rows in the first.
-    assert abs(quality.rank_correlation(position[second])) < full_rank_correlation(NUM_LANES)
+    assert abs(quality.rank_correlation(position[second])) < full_rank_correlation(NUM_STREAMS)
 
 
 def test_the_measures_know_a_sequence_from_a_permutation(quality: ModuleType) -> None:

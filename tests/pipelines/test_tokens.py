@@ -89,7 +89,7 @@ def test_a_tokenizers_own_bound_side_and_padding_are_kept() -> None:
         with pytest.warns(UserWarning, match="at their start, but Tokens pads .*; use the mask"):
             kind = Tokens.of(left, 4)
         assert batch(kind, "b c", "a")["x.ids"].tolist() == [[1, 4, 5, 2], [1, 3, 2, 5]]
-    with pytest.raises(ValueError, match=r"sets no bound to a text; give one, e\.g\."):
+    with pytest.raises(ValueError, match=r"has no maximum length; set one, e\.g\."):
         Tokens.of(words())
 
 

@@ -51,7 +51,7 @@ NAMES = [
 def test_a_name_that_leads_elsewhere_is_refused(name: str) -> None:
     values = manifest()
     values["files"][1]["path"] = name
-    with pytest.raises(ValueError, match="a manifest may only name files in its own folder, got"):
+    with pytest.raises(ValueError, match="a manifest may only name files in its folder, got"):
         ShardManifest.from_json(json.dumps(values), "/shards")
 
 
@@ -65,7 +65,7 @@ BROKEN: list[tuple[str, Any, str]] = [
     ("files", [manifest()["files"][0] | {"num_bytes": -1}], "negative size"),
     ("files", [manifest()["files"][0] | {"more": 1}], "unknown entry 'more'"),
     ("columns", [manifest()["columns"][0]] * 2, "two columns are named 'x'"),
-    ("columns", [manifest()["columns"][0] | {"kind": ["scalar"]}], "has kind"),
+    ("columns", [manifest()["columns"][0] | {"kind": ["scalar"]}], "has type"),
     ("stats", {"train": {"y": STATS}}, "have no column 'y'"),
     ("stats", {"train": {"x": STATS | {"rows": "5"}}}, "'rows' must be int, got '5'"),
     ("stats", {"test": {}}, "unknown split 'test'"),
@@ -94,7 +94,7 @@ def test_a_manifest_that_lacks_an_entry_is_refused(place: tuple[str | int, ...])
     for name in entry(manifest()):
         values = manifest()
         del entry(values)[name]
-        with pytest.raises(ValueError, match=rf"'{name}' is missing|a column has kind None"):
+        with pytest.raises(ValueError, match=rf"'{name}' is missing|a column has type None"):
             ShardManifest.from_json(json.dumps(values), "/shards")
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringspark.pipelines import Vocabulary
-from ringspark.pipelines.kinds.strings import learned
+from ringspark.pipelines.kinds.strings import fill_vocabulary
 
 COUNTS = [("b", 2), ("d", 1), ("a", 2), ("c", 3), ("e", 2)]
 
@@ -24,4 +24,4 @@ def test_the_order_of_the_counts_changes_nothing(
     kind: Vocabulary, words: str, counts: list[tuple[str, int]]
 ) -> None:
     """Spark returns the counts in any order; without sorting, the next run would get other ids."""
-    assert learned(kind, counts).words == tuple(words)
+    assert fill_vocabulary(kind, counts).words == tuple(words)

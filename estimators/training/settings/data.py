@@ -25,18 +25,19 @@ _DISTINCT = ValueRange(
 
 
 def _kinds(value: Any) -> dict[str, Any]:
-    """Returns kinds by column in their JSON form, which also travels in a saved stage."""
+    """Returns column types by column in their JSON form, which also travels in a saved stage."""
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"columns must map names to kinds, e.g. {{'city': Vocabulary(max_size=1000)}}, got {value!r}"
+            "columns must map names to column types, e.g. {'city': Vocabulary(max_size=1000)}, "
+            f"got {value!r}"
         )
     kinds = {}
     for name, given in value.items():
         kind = kind_from_json(dict(given)) if isinstance(given, Mapping) else given
         if not isinstance(kind, Kind):
             raise TypeError(
-                f"columns[{name!r}] must be a kind of ringspark.pipelines such as Vocabulary(max_size=1000), "
-                f"HashBuckets(1024) or Padded(), got {given!r}"
+                f"columns[{name!r}] must be a column type of ringspark.pipelines such as "
+                f"Vocabulary(max_size=1000), HashBuckets(1024) or Padded(), got {given!r}"
             )
         kinds[name] = kind.to_json()
     return kinds

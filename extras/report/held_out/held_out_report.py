@@ -31,7 +31,7 @@ from ringspark.extras.report.held_out.permutation import permutation_importance
 from ringspark.extras.report.held_out.scores import class_findings, log_loss, number_findings
 from ringspark.extras.report.page import check_packages
 from ringspark.pipelines.kinds import Struct
-from ringspark.pipelines.kinds.structs import dotted
+from ringspark.pipelines.kinds.structs import join_path
 
 Attributions = Literal["permutation", "captum", "none"]
 
@@ -245,7 +245,7 @@ def _told_of_sample(count: int, is_part: bool, asked: int, rows: int, seed: int)
 def _entry_names(item: ModelInput, field: StructField) -> list[str]:
     """Returns the names of the numbers of a row: those of a struct's fields, or a VectorAssembler's."""
     if item.column is not None and isinstance(item.column.kind, Struct):
-        return [dotted((field.name, *path)) for path in item.column.kind.fields]
+        return [join_path((field.name, *path)) for path in item.column.kind.fields]
     groups: Any = (field.metadata or {}).get("ml_attr", {}).get("attrs", {})
     known = sorted((entry["idx"], str(entry.get("name", ""))) for group in groups.values() for entry in group)
     return [name for _, name in known] if all(name for _, name in known) else []

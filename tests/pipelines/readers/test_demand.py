@@ -19,18 +19,18 @@ IMAGES = Column(name="z", kind=Image(4, 8))
 
 
 def _held(row_groups: list[int], num_shards: int, batch_size: int) -> tuple[int, int]:
-    """The most rows that wait in the lanes at once: the shard's own, and with their whole row groups."""
+    """The most rows that wait in the streams at once: the shard's own, and with their whole row groups."""
     plan = plan_epoch(row_groups, num_shards=num_shards, batch_size=batch_size, epoch=0, seed=0)
     part = plan.shard(0)
     own, whole = np.zeros(plan.num_steps + 2, np.int64), np.zeros(plan.num_steps + 2, np.int64)
     for read in part.reads():
         ends = []
-        for piece in read.pieces:
-            lane = part.deal.lanes[piece.lane]
-            row = int(part.deal.rows_at(piece.lane, np.asarray([piece.stop - 1]))[0])
-            ends.append((lane.position + row * lane.step) // batch_size)
-            own[read.first_step] += piece.stop - piece.start
-            own[ends[-1] + 1] -= piece.stop - piece.start
+        for span in read.slices:
+            stream = part.deal.streams[span.stream]
+            row = int(part.deal.rows_at(span.stream, np.asarray([span.stop - 1]))[0])
+            ends.append((stream.position + row * stream.step) // batch_size)
+            own[read.first_step] += span.stop - span.start
+            own[ends[-1] + 1] -= span.stop - span.start
         whole[read.first_step] += row_groups[read.row_group]
         whole[max(ends) + 1] -= row_groups[read.row_group]
     return int(own.cumsum().max()), int(whole.cumsum().max())

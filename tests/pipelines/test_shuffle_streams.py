@@ -7,34 +7,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspark.pipelines.lanes import NUM_LANES, Deal, OrderedDeal, ShuffledDeal, shuffled_lanes
+from ringspark.pipelines.shuffle import NUM_STREAMS, Deal, OrderedDeal, ShuffledDeal, split_streams
 
 
 @given(num_rows=st.integers(0, 5000))
-def test_lanes_cover_the_sequence_and_all_positions(num_rows: int) -> None:
-    lanes = shuffled_lanes(num_rows)
-    assert sum(lane.length for lane in lanes) == num_rows
-    assert all(left.start + left.length == right.start for left, right in pairwise(lanes))
-    positions = [lane.position + row * lane.step for lane in lanes for row in range(lane.length)]
+def test_streams_cover_the_sequence_and_all_positions(num_rows: int) -> None:
+    streams = split_streams(num_rows)
+    assert sum(stream.length for stream in streams) == num_rows
+    assert all(left.start + left.length == right.start for left, right in pairwise(streams))
+    positions = [stream.position + row * stream.step for stream in streams for row in range(stream.length)]
     assert sorted(positions) == list(range(num_rows))
 
 
 def _check(deal: Deal, num_rows: int) -> list[int]:
     """Checks that a deal's four views agree; returns the positions that it owns."""
     owned = []
-    for index, lane in enumerate(deal.lanes):
-        count = deal.count(index, lane.length)
+    for index, stream in enumerate(deal.streams):
+        count = deal.count(index, stream.length)
         rows = deal.rows(index, 0, count)
         assert (np.diff(rows) > 0).all()
-        assert all(0 <= row < lane.length for row in rows.tolist())
+        assert all(0 <= row < stream.length for row in rows.tolist())
         assert deal.rows_at(index, np.arange(count)[::3]).tolist() == rows[::3].tolist()
-        edges = np.arange(lane.length + 1)
+        edges = np.arange(stream.length + 1)
         assert deal.counts(index, edges).tolist() == np.searchsorted(rows, edges).tolist()
-        assert deal.count(index, lane.length // 3) == int((rows < lane.length // 3).sum())
-        owned += [(lane.position + row * lane.step, index) for row in rows.tolist()]
+        assert deal.count(index, stream.length // 3) == int((rows < stream.length // 3).sum())
+        owned += [(stream.position + row * stream.step, index) for row in rows.tolist()]
     owned.sort()
     assert deal.rank(num_rows) == len(owned)
-    assert deal.lane_of(0, len(owned)).tolist() == [index for _, index in owned]
+    assert deal.stream_of(0, len(owned)).tolist() == [index for _, index in owned]
     positions = [position for position, _ in owned]
     for position in {0, num_rows // 2, num_rows}:
         assert deal.rank(position) == int(np.searchsorted(positions, position))
@@ -57,7 +57,7 @@ def test_ordered_positions_are_dealt_once(num_rows: int, num_shards: int, batch_
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 5, 7, 8, 13, 32, 40, 47, 48, 50, 64, 100, 1000])
 def test_any_run_of_positions_is_balanced_over_shards(num_shards: int) -> None:
-    num_rows = NUM_LANES * num_shards * 3
+    num_rows = NUM_STREAMS * num_shards * 3
     deals = [ShuffledDeal(num_rows, num_shards, shard) for shard in range(num_shards)]
     owners = np.empty(num_rows, dtype=np.int64)
     for shard, deal in enumerate(deals):
@@ -70,9 +70,11 @@ def test_any_run_of_positions_is_balanced_over_shards(num_shards: int) -> None:
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 6, 8, 12, 16, 24, 48])
-def test_divisors_of_the_number_of_lanes_share_no_lane(num_shards: int) -> None:
-    lanes = [lane for shard in range(num_shards) for lane in ShuffledDeal(4800, num_shards, shard).lanes]
-    assert len(lanes) == len(set(lanes)) == NUM_LANES
+def test_divisors_of_the_number_of_streams_share_no_stream(num_shards: int) -> None:
+    streams = [
+        stream for shard in range(num_shards) for stream in ShuffledDeal(4800, num_shards, shard).streams
+    ]
+    assert len(streams) == len(set(streams)) == NUM_STREAMS
 
 
 @pytest.mark.parametrize("num_rows", [2**31 + 5, 2**41 + 11, 2**61 + 3])
@@ -82,16 +84,16 @@ def test_a_deal_of_rows_beyond_32_bits_is_exact(num_rows: int, num_shards: int) 
     deals.append(OrderedDeal(num_rows, num_shards, num_shards - 1, 2**20 + 7))
     for deal in deals:
         total = 0
-        for index, lane in enumerate(deal.lanes):
-            count = deal.count(index, lane.length)
+        for index, stream in enumerate(deal.streams):
+            count = deal.count(index, stream.length)
             total += count
             local = np.asarray([0, count // 3, count // 2, count - 1])
             rows = deal.rows_at(index, local)
             # The row of a local row is owned, so exactly the rows up to it count one more.
             assert deal.counts(index, rows).tolist() == local.tolist()
             assert deal.counts(index, rows + 1).tolist() == (local + 1).tolist()
-            assert 0 <= rows[0] <= rows[-1] < lane.length
-            position = lane.position + int(rows[-1]) * lane.step
+            assert 0 <= rows[0] <= rows[-1] < stream.length
+            position = stream.position + int(rows[-1]) * stream.step
             assert position < num_rows
             assert deal.rank(position + 1) == deal.rank(position) + 1
         assert total == deal.rank(num_rows)
@@ -101,4 +103,4 @@ def test_a_deal_of_rows_beyond_32_bits_is_exact(num_rows: int, num_shards: int) 
 def test_a_deal_takes_the_room_of_its_own_units(num_shards: int) -> None:
     deal = ShuffledDeal(10**9, num_shards, num_shards // 2)
     # All shards' units in every shard would be the square of their number.
-    assert sum(len(rows) for rows in deal._owned_rows) == NUM_LANES
+    assert sum(len(rows) for rows in deal._owned_rows) == NUM_STREAMS

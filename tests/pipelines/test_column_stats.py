@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspark.pipelines.column_stats import ColumnStats
-from ringspark.pipelines.writing.stats import StatsCollector
+from ringspark.pipelines.column_stats import ColumnStats, StatsCollector
 
 lists = st.lists(st.floats(width=32), max_size=30)
 
@@ -19,7 +18,7 @@ def _stats(*parts: Any, scalar: bool = True) -> ColumnStats:
     collector = StatsCollector(is_scalar=scalar)
     for part in parts:
         collector.add(len(part), np.asarray(part))
-    return collector.result()
+    return collector.result
 
 
 @given(parts=st.lists(lists, max_size=4))
@@ -74,7 +73,7 @@ def test_no_rows_have_no_range() -> None:
 def test_rows_of_arrays_are_counted_apart_from_their_elements() -> None:
     collector = StatsCollector(is_scalar=False)
     collector.add(2, np.arange(6))
-    stats = collector.result()
+    stats = collector.result
     assert (stats.rows, stats.values, stats.mean) == (2, 6, 2.5)
 
 
