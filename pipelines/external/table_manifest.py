@@ -31,10 +31,10 @@ from ringspark.pipelines.kinds.strings import fill_vocabulary
 from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest, Split
 from ringspark.pipelines.spark_errors import named, python_workers
 from ringspark.pipelines.table_files import TableFile
-from ringspark.pipelines.writing.joined_reports import join_reports
 from ringspark.pipelines.writing.shard_file import ROW_GROUP_BYTES
 from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, HandleInvalid, WritePlan, write_partition
 from ringspark.pipelines.writing.shards import learn
+from ringspark.pipelines.writing.task_reports import join_reports
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

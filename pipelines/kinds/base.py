@@ -213,6 +213,13 @@ def numbers(values: Any) -> NumpyArray:
     return array
 
 
+def one_chunk(column: Any) -> Any:
+    """Returns a table's column as one Arrow array."""
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+
+
 def is_list(data_type: Any) -> bool:
     """Whether an Arrow type is a list of either width."""
     return bool(pa.types.is_list(data_type) or pa.types.is_large_list(data_type))

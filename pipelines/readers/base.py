@@ -29,6 +29,7 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.epoch_plan import EpochPlan, RowGroupReads, ShardPlan, StreamSlice, plan_epoch
 from ringspark.pipelines.external.conversion import decode_column
+from ringspark.pipelines.kinds.base import one_chunk
 from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.readers.blocks import Buffers, Piece, RowGroup, StreamBuffer, assemble, order
 from ringspark.pipelines.readers.cache import RowGroupCache
@@ -259,9 +260,9 @@ class ShardReader(ABC):
                 if name in self._folder_values:
                     row_group[name] = self._constant(index, name)
                 elif self.manifest.table is not None:
-                    row_group[name] = decode_column(_one_chunk(table.column(name)), kind)
+                    row_group[name] = decode_column(one_chunk(table.column(name)), kind)
                 else:
-                    stored = [_one_chunk(table.column(part)) for part in kind.stored(name)]
+                    stored = [one_chunk(table.column(part)) for part in kind.stored(name)]
                     row_group[name] = kind.decode(stored)
             except (ValueError, KeyError, pa.ArrowException) as error:
                 raise self.read_error(index, ValueError(f"column {name!r} {error}")) from error
@@ -353,10 +354,3 @@ def block_steps(widths: Sequence[int], num_shards: int, batch_size: int) -> int:
     """
     rows = min(_BLOCK_ROWS, _BLOCK_COLUMN_BYTES // max(widths), num_shards * _BLOCK_BYTES // sum(widths))
     return max(1, rows // batch_size)
-
-
-def _one_chunk(column: Any) -> Any:
-    """Returns a table's column as one Arrow array."""
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)

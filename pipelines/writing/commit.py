@@ -1,7 +1,7 @@
-"""The commit of `write_shards`: before it no reader sees the files of a write, after it they are the data.
+"""The commit of `write_shards`: readers see no file of a write before it, and all files after it.
 
-A write that fails removes its files. A write that is killed cannot; it leaves
-its files in a separate folder, which a later write removes when it is a day old.
+A failed write removes its files. A killed write leaves them in its own folder, which a later write removes
+when it is a day old.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.manifest import MANIFEST_NAME, ShardManifest
 
 FOLDER_PREFIX = "_shards-"
-# Temporary files that `storage.write_atomic` and `storage.check_writable` leave when their process is killed.
+# Temporary files of `storage.write_atomic` and `storage.check_writable` whose process was killed.
 _TEMPORARY_PREFIXES = (f".{MANIFEST_NAME}.", ".ringspark-probe-", "..ringspark-probe-")
-# A writer that has not touched its folder for this long is taken for dead.
+# A writer that has not changed its folder for this long counts as dead.
 _ABANDONED_SECONDS = 24 * 3600
 
 _logger = logging.getLogger(__name__)
 
 
 def previous_folders(uri: str, overwrite: bool) -> list[str]:
-    """Returns the folders that hold the files of the shards that are in `uri` now."""
+    """Returns the folders that hold the files of the current shards in `uri`."""
     if not storage.exists(storage.join(uri, MANIFEST_NAME)):
         return []
     if not overwrite:
         raise ValueError(f"{uri!r} holds shards already; choose another folder or pass overwrite=True")
     try:
         folders = {file.path.split("/")[0] for file in ShardManifest.load(uri).files}
-        # A manifest may name any folder, and only what a write of ours made is ours to remove.
+        # A manifest may name any folder; only folders that write_shards created may be removed.
         return sorted(folder for folder in folders if folder.startswith(FOLDER_PREFIX))
     except ValueError as error:
-        _logger.warning("the shards in %r are replaced, their files are left there: %s", uri, error)
+        _logger.warning("replacing the shards in %r, but keeping their files: %s", uri, error)
         return []
 
 
 def commit(manifest: ShardManifest, overwrite: bool) -> None:
-    """Makes the shards visible, if the driver sees every file of them.
+    """Makes the shards visible, if the driver sees all their files.
 
     Raises:
-        ValueError: The driver does not see a file, or another writer was first.
+        ValueError: The driver does not see a file, or another writer committed first.
         RuntimeError: The store failed.
     """
     seen: dict[str, set[str]] = {}
@@ -51,17 +51,17 @@ def commit(manifest: ShardManifest, overwrite: bool) -> None:
             seen[folder] = set(storage.list_names(storage.join(manifest.uri, folder)))
         if name not in seen[folder]:
             raise ValueError(
-                f"the driver does not see {file.path!r} that an executor wrote to {manifest.uri!r}; "
+                f"the driver does not see {file.path!r}, which an executor wrote to {manifest.uri!r}; "
                 "use storage that driver and executors share"
             )
     try:
         manifest.save(overwrite=overwrite)
     except FileExistsError:
         raise ValueError(
-            f"another writer has put shards into {manifest.uri!r} meanwhile; choose another folder"
+            f"another writer has written shards to {manifest.uri!r} meanwhile; choose another folder"
         ) from None
     except storage.BrokenOffError:
-        raise  # the new manifest is there, under another name
+        raise  # the new manifest exists under another name
     except OSError as error:
         raise RuntimeError(
             f"writing the manifest of {manifest.uri!r} failed ({type(error).__name__}: {error}); "
@@ -70,9 +70,9 @@ def commit(manifest: ShardManifest, overwrite: bool) -> None:
 
 
 def clean(manifest: ShardManifest, folder: str, previous: Sequence[str]) -> None:
-    """Removes files that nobody needs after the commit: of losing attempts, old shards and dead writers.
+    """Removes unneeded files after the commit: of losing task attempts, old shards and dead writers.
 
-    Best effort: the commit stands, so a failure of the store is no error now.
+    Best effort: a failing store is no error now, because the commit stands.
     """
     uri, keep = manifest.uri, {file.path for file in manifest.files}
     try:
@@ -88,14 +88,14 @@ def clean(manifest: ShardManifest, folder: str, previous: Sequence[str]) -> None
 
 
 def discard(uri: str, folder: str, is_new: bool) -> None:
-    """Removes the files of a failed write, unless its commit may have reached the store nevertheless."""
+    """Removes the files of a failed write, unless its commit may have reached the store."""
     try:
         if folder.encode() in storage.read_bytes(storage.join(uri, MANIFEST_NAME)):
             return
     except FileNotFoundError:
         pass
     except OSError as error:
-        _logger.warning("left the files in %r, as the store does not tell what was committed: %s", uri, error)
+        _logger.warning("kept the files in %r, because the store cannot read the manifest: %s", uri, error)
         return
     _remove(uri, [folder])
     if is_new:
@@ -103,7 +103,7 @@ def discard(uri: str, folder: str, is_new: bool) -> None:
 
 
 def _is_abandoned(uri: str, name: str) -> bool:
-    """Whether another write's file, or every file in its folder, is so old that its writer must be dead."""
+    """Returns whether a file or folder of another write is so old that its writer must be dead."""
     try:
         newest = storage.newest_change(storage.join(uri, name))
     except OSError:
@@ -112,8 +112,7 @@ def _is_abandoned(uri: str, name: str) -> bool:
 
 
 def _remove(uri: str, names: Sequence[str]) -> None:
-    """Removes files and folders. Best effort: an error here must not hide the first one."""
-    for name in names:
+    for name in names:  # best effort: an error here must not hide the first one
         try:
             storage.remove(storage.join(uri, name), recursive=True)
         except OSError as error:

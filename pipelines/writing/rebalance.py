@@ -1,36 +1,34 @@
-"""Makes even files from uneven ones after the write, without running the DataFrame's plan again.
+"""Copies the rows of uneven files into even files after the write, without running the DataFrame's plan
+again.
 
-Each task writes what its partition holds, without a shuffle. That keeps
-`write_shards` near the speed of Spark's own writer, and files follow the input's
-partitions. If these are skewed, or many and tiny, or the user asked for a number
-of files, the rows are copied once more from the shards, in their order. So the
-plan computes no row twice.
+Each task writes its partition without a shuffle, so `write_shards` is nearly as fast as Spark's own writer,
+and files follow the input's partitions. If these are skewed, or many and tiny, or the user set a number of
+files, the rows are copied once more from the shards, in their order. So the plan computes no row twice.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
+from ringspark.pipelines.kinds.base import one_chunk
 from ringspark.pipelines.manifest import ShardFile, Split
 from ringspark.pipelines.writing.shard_writer import WritePlan
 
 # The largest file may hold this many times the rows of the average file.
 MAX_SKEW = 1.5
-# Files are worth merging if there are more of them per core, and they are smaller, than this.
+# Files are merged if there are more per core, and they are smaller, than this.
 FILES_PER_CORE = 4
 SMALL_FILE_BYTES = 32 << 20
 
 
-@dataclass(frozen=True)
-class Slice:
+class RowRange(NamedTuple):
     """Rows `start` to `stop` of a file."""
 
     path: str
@@ -38,21 +36,16 @@ class Slice:
     stop: int
 
 
-@dataclass(frozen=True)
-class NewFile:
-    """One file to make from these slices, in this order."""
-
-    split: Split
-    slices: tuple[Slice, ...]
-
-
-def even_files(files: Sequence[ShardFile], num_files: int | None, cores: Callable[[], int]) -> list[NewFile]:
-    """Returns the files to make from the files of one split; none if they are even already.
+def plan_even_files(
+    files: Sequence[ShardFile], num_files: int | None, cores: Callable[[], int]
+) -> list[list[RowRange]]:
+    """Returns the content of the new files of one split, in order; empty if its files are already even.
 
     Args:
-        files: The files of one split, in reading order.
-        num_files: How many files are wanted; None lets their sizes decide.
-        cores: Gives the number of cores; called only if files are many and small, as it takes a Spark job.
+        files: Files of the split, in reading order.
+        num_files: Number of files; None chooses it by their sizes.
+        cores: Returns the number of cores; called only if files are many and small, because it runs a Spark
+            job.
     """
     rows = sum(file.num_rows for file in files)
     if not files:
@@ -66,38 +59,44 @@ def even_files(files: Sequence[ShardFile], num_files: int | None, cores: Callabl
     if wanted == len(files) and largest <= max(MAX_SKEW * rows / len(files), 1):
         return []
     bounds = [rows * number // wanted for number in range(wanted + 1)]
-    return [NewFile(files[0].split, tuple(_slices(files, start, stop))) for start, stop in pairwise(bounds)]
+    sizes = [file.num_rows for file in files]
+    return [
+        [RowRange(files[index].path, low, high) for index, low, high in _split(sizes, start, stop)]
+        for start, stop in pairwise(bounds)
+    ]
 
 
-def copy_files(plan: WritePlan, files: Sequence[NewFile], batches: Iterator[Any]) -> Iterator[Any]:
-    """Makes the files whose numbers are in the batches, and yields their entries. Runs in a Spark task."""
+def copy_files(
+    plan: WritePlan, split: Split, files: Sequence[Sequence[RowRange]], batches: Iterator[Any]
+) -> Iterator[Any]:
+    """Writes the files whose numbers are in the batches, and yields their entries. Runs in a Spark task."""
     for batch in batches:
         for number in batch.column(0).to_pylist():
-            entry = _copy(plan, number, files[number])
+            entry = _copy(plan, split, number, files[number])
             yield pa.RecordBatch.from_pydict({"report": [json.dumps({"number": number, **entry.to_json()})]})
 
 
-def _slices(files: Sequence[ShardFile], start: int, stop: int) -> Iterator[Slice]:
-    """Cuts rows `start` to `stop`, counted over all files, into slices of single files."""
+def _split(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yields (index, first row, row after the last) of each part that holds some of rows `start` to `stop`."""
     first = 0
-    for file in files:
-        low, high = max(start, first), min(stop, first + file.num_rows)
+    for index, size in enumerate(sizes):
+        low, high = max(start, first), min(stop, first + size)
         if low < high:
-            yield Slice(file.path, low - first, high - first)
-        first += file.num_rows
+            yield index, low - first, high - first
+        first += size
 
 
-def _copy(plan: WritePlan, number: int, file: NewFile) -> ShardFile:
-    writer = plan.new_file(number, file.split)
-    stored = {
-        name: kind for column in plan.stored_columns for name, kind in column.kind.stored(column.name).items()
-    }
+def _copy(plan: WritePlan, split: Split, number: int, ranges: Sequence[RowRange]) -> ShardFile:
+    writer = plan.new_file(number, split)
     try:
-        for part in file.slices:
-            for table in _read(storage.join(plan.uri, part.path), part):
-                arrays = [_same(table.column(name), kind) for name, kind in stored.items()]
-                writer.add(arrays)
-        entry = writer.finish(file.split)
+        for path, start, stop in ranges:
+            with storage.open_file(storage.join(plan.uri, path)) as source:
+                file = pq.ParquetFile(source)
+                sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+                for group, low, high in _split(sizes, start, stop):
+                    table = file.read_row_group(group, use_threads=False).slice(low, high - low)
+                    writer.add([_restore(table.column(name), t) for name, t in plan.stored_types.items()])
+        entry = writer.finish(split)
     except BaseException:
         writer.discard()
         raise
@@ -105,23 +104,8 @@ def _copy(plan: WritePlan, number: int, file: NewFile) -> ShardFile:
     return entry
 
 
-def _read(uri: str, part: Slice) -> Iterator[Any]:
-    """Yields the rows of a slice, one row group at a time."""
-    with storage.open_file(uri) as source:
-        parquet = pq.ParquetFile(source)
-        first = 0
-        for group in range(parquet.num_row_groups):
-            rows = parquet.metadata.row_group(group).num_rows
-            low, high = max(part.start, first), min(part.stop, first + rows)
-            if low < high:
-                yield parquet.read_row_group(group, use_threads=False).slice(low - first, high - low)
-            first += rows
-
-
-def _same(column: Any, kind: Any) -> Any:
+def _restore(column: Any, stored_type: Any) -> Any:
     """Returns a column as one array of its written type: Parquet renames the elements of lists."""
-    array = column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):
-        array = pa.concat_arrays(array.chunks)
-    same = array.type == kind or pa.types.is_fixed_size_binary(array.type)
-    return array if same else array.cast(kind)
+    array = one_chunk(column)
+    is_same = array.type == stored_type or pa.types.is_fixed_size_binary(array.type)
+    return array if is_same else array.cast(stored_type)

@@ -1,8 +1,9 @@
-"""Writes one Parquet file of shards: cuts row groups to size and takes the digest on the way."""
+"""Writes one Parquet file of shards: splits rows into row groups and computes the digest."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
@@ -12,48 +13,48 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.columns import Column
-from ringspark.pipelines.kinds.base import is_list, numbers
+from ringspark.pipelines.kinds.base import is_list, numbers, one_chunk
 from ringspark.pipelines.manifest import ShardFile, Split
 from ringspark.pipelines.spark_errors import named
 
 ROW_GROUP_BYTES = 4 << 20
-"""Target size of a row group; a reader holds about 100 decoded ones at most (see epoch_plan)."""
+"""Target size of a row group; a reader holds at most about 100 decoded row groups (see epoch_plan)."""
 
 MAX_ROW_GROUP_ROWS = 1 << 15
-"""Limit for narrow rows: larger row groups read no faster, and leave many shards less to share."""
+"""Limit for narrow rows: larger row groups read no faster, and many shards could share them less evenly."""
 
-# Random mantissas of floats shrink by a tenth under zstd, and every reading then takes eight times as long.
+# zstd shrinks random mantissas of floats by a tenth, and every read then takes eight times as long.
 _LEAST_SAVED = 0.15
 _SAMPLE_BYTES = 1 << 18
 
 
 class ShardFileWriter:
-    """Buffers record batches of stored columns and writes them as row groups. No rows make no file."""
+    """Buffers record batches of stored columns and writes them as row groups.
+
+    The first row group opens the file, so there is no file without rows.
+    """
 
     def __init__(
         self,
         uri: str,
         path: str,
-        columns: Sequence[Column],
+        stored_types: Mapping[str, Any],
         *,
         row_group_rows: int | None,
         compression: str,
     ) -> None:
-        """Makes a writer; the first row group opens the file.
+        """Creates a writer.
 
         Args:
             uri: Folder of the manifest.
             path: Path of the file, relative to that folder.
-            columns: The columns that batches hold, with one Arrow array for each stored column.
+            stored_types: Name and Arrow type of each stored column.
             row_group_rows: Rows per row group; None fills `ROW_GROUP_BYTES`.
             compression: Name of the Parquet codec.
         """
         self._path = path
         self._uri = storage.join(uri, path)
-        self._stored = {
-            name: kind for column in columns for name, kind in column.kind.stored(column.name).items()
-        }
+        self._stored_types = stored_types
         self._schema: Any = None
         self._row_group_rows = row_group_rows
         self._compression = compression
@@ -65,21 +66,21 @@ class ShardFileWriter:
         self._parquet: Any = None
 
     def add(self, arrays: Sequence[Any]) -> None:
-        """Takes rows, one Arrow array for each stored column; writes the row groups they fill."""
+        """Takes rows, one Arrow array per stored column, and writes the row groups that they fill."""
         if self._schema is None:
-            self._schema = _schema(self._stored, arrays)
+            self._schema = _schema(self._stored_types, arrays)
         batch = pa.RecordBatch.from_arrays(list(arrays), schema=self._schema)
         if not batch.num_rows:
             return
         self._buffer.append(batch)
         self._buffered_rows += batch.num_rows
-        self._buffered_bytes += sum(map(_bytes, arrays))
+        self._buffered_bytes += sum(map(_num_bytes, arrays))
         if self._buffered_rows >= self._group_rows():
             with self._named():
                 self._flush(keep_remainder=True)
 
     def finish(self, split: Split) -> ShardFile | None:
-        """Closes the file and returns its entry for the manifest; None if no row came."""
+        """Closes the file and returns its entry for the manifest; None without rows."""
         with self._named():
             if self._buffered_rows:
                 self._flush(keep_remainder=False)
@@ -97,7 +98,7 @@ class ShardFileWriter:
         )
 
     def discard(self) -> None:
-        """Closes and removes what was written so far."""
+        """Closes and removes the file."""
         self._buffer, self._buffered_rows, self._buffered_bytes = [], 0, 0
         if self._parquet is not None:
             assert self._file is not None
@@ -129,7 +130,7 @@ class ShardFileWriter:
             start += group.num_rows
         rest = table.num_rows - start
         self._buffered_bytes = self._buffered_bytes * rest // table.num_rows
-        # These views keep at most the last batch alive.
+        # These views keep at most the last batch in memory.
         self._buffer, self._buffered_rows = table.slice(start).to_batches() if rest else [], rest
 
     def _open(self, first_group: Any) -> None:
@@ -149,60 +150,42 @@ class ShardFileWriter:
         )
 
 
-class _DigestFile:
+class _DigestFile(io.RawIOBase):
     """A write-only file that counts and digests its bytes, so that the checksum needs no second read."""
 
     def __init__(self, file: IO[Any]) -> None:
         self._file = file
         self.digest = hashlib.sha256()
         self.num_bytes = 0
-        self.closed = False
 
     def write(self, data: Any) -> int:
-        """Appends bytes."""
         self.digest.update(data)
         self.num_bytes += len(data)
         self._file.write(data)
         return len(data)
 
-    def flush(self) -> None:
-        """Passes a flush on."""
-        self._file.flush()
-
     def close(self) -> None:
-        """Closes the file; an object store shows it only now."""
         if not self.closed:
-            self.closed = True
-            self._file.close()
+            super().close()
+            self._file.close()  # an object store shows the file only now
 
     def tell(self) -> int:
-        """Returns the number of bytes written."""
         return self.num_bytes
 
-    def readable(self) -> bool:
-        """Returns False: the file is written from front to end."""
-        return False
-
     def writable(self) -> bool:
-        """Returns True."""
         return True
 
-    def seekable(self) -> bool:
-        """Returns False."""
-        return False
+
+def _schema(stored_types: Mapping[str, Any], arrays: Sequence[Any]) -> Any:
+    """Returns the schema of a file; the data decides the width of rows of one size."""
+    return pa.schema(
+        pa.field(name, array.type if pa.types.is_fixed_size_binary(array.type) else stored, nullable=False)
+        for (name, stored), array in zip(stored_types.items(), arrays, strict=True)
+    )
 
 
-def _schema(stored: Mapping[str, Any], arrays: Sequence[Any]) -> Any:
-    """Returns the schema of a file: the kinds' types, and the width of rows of one size."""
-    types = [
-        array.type if pa.types.is_fixed_size_binary(array.type) else kind
-        for kind, array in zip(stored.values(), arrays, strict=True)
-    ]
-    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in zip(stored, types, strict=True)])
-
-
-def _bytes(values: Any) -> int:
-    """Returns the size of an Arrow array's values in bytes; equal rows count alike, however they were cut."""
+def _num_bytes(values: Any) -> int:
+    """Returns the bytes of an Arrow array's values; equal rows have equal sizes, whatever the buffers."""
     if pa.types.is_fixed_size_binary(values.type):
         return len(values) * int(values.type.byte_width)
     if pa.types.is_binary(values.type):
@@ -211,24 +194,24 @@ def _bytes(values: Any) -> int:
     return len(leaf) * max(1, int(leaf.type.bit_width) // 8)
 
 
-def _codec(column: Any, asked: str) -> str:
-    """Returns the codec for a column: none where it would save less than `_LEAST_SAVED`."""
-    if asked == "none":
-        return asked
+def _codec(column: Any, codec: str) -> str:
+    """Returns the codec for a column: "none" if `codec` would save less than `_LEAST_SAVED`."""
+    if codec == "none":
+        return codec
     array = column.chunk(0)
     buffer = array.buffers()[-1]
     first = array.offset * array.type.bit_width // 8 if pa.types.is_primitive(array.type) else 0
     sample = None if buffer is None else buffer.slice(first, min(_SAMPLE_BYTES, buffer.size - first))
     if not sample:
-        return asked
-    # Parquet's "lz4" is what Arrow calls "lz4_raw".
-    packed = pa.compress(sample, "lz4_raw" if asked == "lz4" else asked)
-    return "none" if packed.size > (1 - _LEAST_SAVED) * sample.size else asked
+        return codec
+    # Parquet's "lz4" is Arrow's "lz4_raw".
+    packed = pa.compress(sample, "lz4_raw" if codec == "lz4" else codec)
+    return "none" if packed.size > (1 - _LEAST_SAVED) * sample.size else codec
 
 
 def _repeats(column: Any) -> bool:
-    """Whether whole numbers repeat so often in a row group that a dictionary pays."""
+    """Returns whether whole numbers repeat so often in a row group that a dictionary pays."""
     if not pa.types.is_integer(column.type):
         return False
-    values = numbers(column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column)
+    values = numbers(one_chunk(column))
     return len(np.unique(values)) * 8 <= len(values)

@@ -1,10 +1,9 @@
-"""The part of `write_shards` that runs inside a Spark task: Arrow batches to Parquet.
+"""The part of `write_shards` that runs in a Spark task: Arrow batches to Parquet, without Spark code.
 
-This code knows nothing of Spark. One call writes at most one file per split and
-returns one JSON report: the files it finished, the statistics of every column,
-and any problem. Each attempt of a task writes under a unique name, so a retried
-or speculative attempt never touches another attempt's file; the driver keeps the
-files of the attempt whose report it received.
+One call writes at most one file per split and returns one JSON report: the finished files, the statistics of
+every column, and any problem. Each attempt of a task writes under a unique name, so a retried or speculative
+attempt never touches another attempt's file; the driver keeps the files of the attempt whose report it
+received.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ from ringspark.pipelines.writing.shard_file import ShardFileWriter
 HandleInvalid = Literal["error", "skip", "keep"]
 
 PIECE_BYTES = 16 << 20
-"""Rows that are encoded at a time: several copies of them are made, and Spark's batch may have gigabytes."""
+"""Bytes of rows encoded at once: encoding makes several copies, and Spark's batch may have gigabytes."""
 
 REPORT_SCHEMA = "report string"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WritePlan:
-    """The settings that every task needs; they travel from the driver with the function.
+    """Settings that every task needs; Spark sends them from the driver with the function.
 
     Attributes:
         uri: Folder of the manifest.
         folder: Folder of this write's files, below `uri`.
-        columns: The columns in the order of the batches, whose own column names do not matter.
-        handle_invalid: Treatment of nulls, one entry for each column.
-        splits: Whether batches end with one more column, which is true for validation rows.
+        columns: Columns in the order of the batches, whose own column names do not matter.
+        handle_invalid: Treatment of nulls, one entry per column.
+        splits: Whether batches end with an additional column that is true for validation rows.
         row_group_rows: Rows per row group; None sizes row groups by bytes.
         compression: Name of the Parquet codec.
-        only_measures: Whether tasks look at the rows and write nothing.
-        imports: Modules that a task imports beside its work, because Spark reuses its process for a stage
-            that needs them.
+        only_measures: Whether tasks only measure rows and write nothing.
+        imports: Modules that a task also imports, because Spark reuses its process for a stage that needs
+            them.
     """
 
     uri: str
@@ -67,7 +66,7 @@ class WritePlan:
 
     @property
     def stored_columns(self) -> tuple[Column, ...]:
-        """The columns of the shards; a column whose nulls are kept is followed by the mask of its nulls."""
+        """Columns of the shards; a column that keeps nulls is followed by its null mask."""
         stored = []
         for column, handling in zip(self.columns, self.handle_invalid, strict=True):
             stored.append(column)
@@ -75,27 +74,35 @@ class WritePlan:
                 stored.append(Column(name=column.name + MASK, kind=Scalar("bool"), source="boolean"))
         return tuple(stored)
 
+    @property
+    def stored_types(self) -> dict[str, Any]:
+        """Name and Arrow type of each stored Parquet column."""
+        stored: dict[str, Any] = {}
+        for column in self.stored_columns:
+            stored |= column.kind.stored(column.name)
+        return stored
+
     def new_file(self, task: int, split: Split) -> ShardFileWriter:
-        """Returns a writer for a file whose name no other attempt uses."""
+        """Returns a writer for a file with a name that no other attempt uses."""
         path = f"{self.folder}/part-{task:05d}-{uuid.uuid4().hex[:12]}-{split}.parquet"
         return ShardFileWriter(
             self.uri,
             path,
-            self.stored_columns,
+            self.stored_types,
             row_group_rows=self.row_group_rows,
             compression=self.compression,
         )
 
 
 def write_partition(plan: WritePlan, batches: Iterator[Any]) -> Iterator[Any]:
-    """Writes one partition and yields one record batch with its JSON report. Runs in a Spark writer."""
+    """Writes one partition and yields one record batch with its JSON report. Runs in a Spark task."""
     writer = PartitionWriter(plan)
     importing = Thread(target=_import, args=(plan.imports,), daemon=True)
     try:
         for number, batch in enumerate(batches):
             for piece in _pieces(batch, plan.columns):
                 writer.add(piece)
-            # Not before: two threads that import modules of one package may see half of it.
+            # Not earlier: two threads that import modules of one package may see half of it.
             if number == 0:
                 importing.start()
         report = writer.finish()
@@ -109,14 +116,14 @@ def write_partition(plan: WritePlan, batches: Iterator[Any]) -> Iterator[Any]:
 
 def _import(names: Sequence[str]) -> None:
     for name in names:
-        # A broken library raises what it likes; the stage that needs it will see the error.
+        # A broken library may raise anything; the stage that needs it will see the error.
         with suppress(Exception):
             import_module(name)
 
 
 def _pieces(batch: Any, columns: Sequence[Column]) -> Iterator[Any]:
     """Yields the rows of a batch from Spark in pieces of `PIECE_BYTES`; one row may be larger."""
-    # A few bytes of a compressed image become many.
+    # Decoded images are much larger than compressed ones.
     images = sum(column.kind.held_bytes for column in columns if isinstance(column.kind, Image))
     row_bytes = images + batch.nbytes // max(1, batch.num_rows)
     rows = max(1, PIECE_BYTES // max(1, row_bytes))
@@ -125,7 +132,7 @@ def _pieces(batch: Any, columns: Sequence[Column]) -> Iterator[Any]:
 
 
 class PartitionWriter:
-    """Writes the rows of one task, and remembers what it has seen of them."""
+    """Writes the rows of one task and collects their report."""
 
     def __init__(self, plan: WritePlan) -> None:
         self._plan = plan
@@ -149,11 +156,11 @@ class PartitionWriter:
         self._rows = 0
         self._skipped = 0
         self._nulls = [0] * len(plan.columns)
-        # Of each column: how many rows were left out as they cannot be read, and what the first of them is.
+        # Per column: number of rows that cannot be read, and the reason and place of the first.
         self._unread: list[tuple[int, str]] = [(0, "")] * len(plan.columns)
         self._shapes: list[tuple[Shape, Shape] | None] = [None] * len(plan.columns)
         self._problem: str | None = None
-        # Set when the driver will refuse the data: the task stops writing but counts on for the message.
+        # Set when the driver will refuse the data: the task stops writing but counts for the message.
         self._refused = plan.only_measures
 
     def add(self, batch: Any) -> None:
@@ -166,7 +173,7 @@ class PartitionWriter:
             keeps = self._plan.handle_invalid[index] == "keep"
             values, null, valid = columns[index], nulls[index], None
             if keeps:
-                # A null row has no shape; a row that only holds a null has one.
+                # A null row has no shape; a row that holds a null has one.
                 valid = values.is_valid().to_numpy(zero_copy_only=False)
                 values = fill_nulls(values)
             try:
@@ -208,15 +215,15 @@ class PartitionWriter:
         }
 
     def discard(self) -> None:
-        """Removes what was written so far."""
+        """Removes the files."""
         for writer in self._writers.values():
             writer.discard()
 
     def _without_nulls(self, batch: Any) -> tuple[list[Any], list[Any], Any]:
-        """Drops the rows whose nulls are not kept, and those that cannot be read.
+        """Drops rows that cannot be read, and rows whose nulls are not kept.
 
         Returns:
-            The columns, a mask of the nulls left in each column or None, and the validation mask.
+            The columns, per column a mask of its kept nulls or None, and the validation mask.
         """
         self._rows += batch.num_rows
         columns = list(batch.columns)
@@ -244,7 +251,7 @@ class PartitionWriter:
         return columns, nulls, chosen
 
     def _read(self, columns: list[Any]) -> Any:
-        """Has the kinds read the columns in place; returns a mask of the rows to leave out, or None."""
+        """Lets the column types read the columns in place; returns a mask of the rows to drop, or None."""
         dropped = None
         if self._problem is not None:
             return dropped
@@ -256,9 +263,9 @@ class PartitionWriter:
             row, why = next(iter(problems.items()))
             place = f"row {self._rows - rows + row} (from 0) of partition {self._number}"
             if self._plan.handle_invalid[index] != "skip":
-                # A null may mean something, so "keep" keeps it; bytes that nobody can read never do.
+                # A null may have a meaning, so "keep" keeps it; unreadable bytes have none.
                 self._refuse(
-                    f"column {column.name!r} {why}, in {place}; repair or drop it, or leave such rows out: "
+                    f"column {column.name!r} {why}, in {place}; repair or drop it, or skip such rows: "
                     "handle_invalid='skip' of write_shards, handleInvalid='skip' of an estimator"
                 )
                 return None
@@ -269,7 +276,7 @@ class PartitionWriter:
         return dropped
 
     def _chosen(self, values: Any) -> Any:
-        # The driver reports null indicators as an error; until then their rows count as training rows.
+        # The driver raises an error for null indicators; until then their rows count as training rows.
         self._indicator_nulls += values.null_count
         present = numbers(values.drop_null())
         self._indicator.add(len(values), present)
@@ -299,13 +306,13 @@ class PartitionWriter:
     def _widen(self, index: int, shapes: tuple[Shape, Shape] | None) -> None:
         self._shapes[index] = merged = merge_shapes(self._shapes[index], shapes)
         if isinstance(self._plan.columns[index].kind, Array) and merged is not None and len(set(merged)) > 1:
-            self._refuse(None)  # `settle` will say why, with the sizes that all tasks saw
+            self._refuse(None)  # `settle` reports the sizes of all tasks
 
 
 def merge_shapes(
     left: tuple[Shape, Shape] | None, right: tuple[Shape, Shape] | None
 ) -> tuple[Shape, Shape] | None:
-    """Returns the smallest and the largest shape of both pairs, dimension by dimension."""
+    """Returns the smallest and the largest shape of both pairs, per dimension."""
     if left is None or right is None:
         return left or right
     return (

@@ -1,15 +1,12 @@
-"""`write_shards`: a DataFrame becomes Parquet shards, in one pass, committed last.
+"""`write_shards`: writes a DataFrame as Parquet shards in one pass, committed last.
 
-One pass matters for two reasons. A plan that is not deterministic (`rand`,
-sampling, an unstable order) gives other rows each time it runs, so a split made
-by two writes can put a row on both sides or on neither; here each row is seen
-once and goes to exactly one file. And statistics and row counts come from the
-very rows that were written. Only the DataFrame API is used, so Spark Connect
-works too.
+One pass matters for two reasons. A non-deterministic plan (`rand`, sampling, an unstable order) gives other
+rows each time it runs, so a split made by two writes can put a row on both sides or on neither; here each row
+is seen once and goes to exactly one file. And statistics and row counts come from exactly the rows that were
+written. Only the DataFrame API is used, so Spark Connect works too.
 
-Each write has its own folder, whose name starts with an underscore so that tools
-that read whole folders skip it. No reader sees the files until the manifest
-names them; a later write removes the files of a killed one.
+Each write has its own folder, whose name starts with an underscore so that tools that read whole folders skip
+it. No reader sees the files until the manifest names them; a later write removes the files of a killed one.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.column_stats import ColumnStats
@@ -35,12 +32,11 @@ from ringspark.pipelines.columns import (
 )
 from ringspark.pipelines.kinds import Kind, Vocabulary
 from ringspark.pipelines.kinds.strings import fill_vocabulary
-from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest
+from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest, Split
 from ringspark.pipelines.spark_errors import python_workers
 from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.writing.commit import FOLDER_PREFIX, clean, commit, discard, previous_folders
-from ringspark.pipelines.writing.joined_reports import Report, join_reports
-from ringspark.pipelines.writing.rebalance import NewFile, copy_files, even_files
+from ringspark.pipelines.writing.rebalance import RowRange, copy_files, plan_even_files
 from ringspark.pipelines.writing.shard_writer import (
     REPORT_SCHEMA,
     HandleInvalid,
@@ -48,6 +44,7 @@ from ringspark.pipelines.writing.shard_writer import (
     write_partition,
 )
 from ringspark.pipelines.writing.split import check_indicator, split_expression
+from ringspark.pipelines.writing.task_reports import Report, join_reports
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -58,7 +55,7 @@ COMPRESSIONS = ("zstd", "snappy", "lz4", "gzip", "none")
 _logger = logging.getLogger(__name__)
 
 MAX_WORDS = 1_000_000
-"""Words of a vocabulary without a bound of the user's own."""
+"""Most words of a vocabulary without `max_size`."""
 
 
 def write_shards(
@@ -79,39 +76,38 @@ def write_shards(
     """Writes every column of `df` as shards and commits their manifest. Runs on the driver.
 
     Args:
-        df: The rows. Its columns may be numbers, booleans, dates, timestamps, structs of these, arrays and ML
+        df: The rows. Columns may be numbers, booleans, dates, timestamps, structs of these, arrays and ML
             vectors; strings and bytes need a choice in `columns`.
-        uri: Folder that driver and executors share, on any store that fsspec reaches. A path without a
-            scheme is what it is to Spark; the manifest has the whole URI.
-        num_files: Files per split, of even size. By default they follow the partitions of `df`, and are
-            evened out if those are skewed, or many and tiny.
+        uri: Folder that driver and executors share, on any store that fsspec reaches. Spark resolves a path
+            without a scheme; the manifest has the complete URI.
+        num_files: Files per split, of even size. By default they follow the partitions of `df`, evened out if
+            those are skewed, or many and tiny.
         row_group_rows: Rows per row group. By default as many as fill 4 MiB, at most 32,768.
         compression: One of `COMPRESSIONS`.
-        columns: Column name -> kind, for what the Spark type does not decide: `Vocabulary()` or
+        columns: Column name -> column type, if the Spark type does not decide: `Vocabulary()` or
             `HashBuckets(n)` for strings, `Tokens.of(tokenizer)` for texts, `Padded()` or `Ragged()` for
-            arrays of varying length, `Sparse()` to keep vectors sparse, `Vector("float64")`,
-            `Image(height, width)` for images, `Binary("npy", shape=...)`.
-        handle_invalid: Treatment of nulls, for all columns or by name: "error" refuses the write,
-            "skip" leaves out the row and counts it, "keep" stores zero (or nothing, for lists) and
-            adds a boolean column `<name>.isnull`. "skip" also leaves out images that cannot be decoded,
-            which the others refuse.
-        validation_col: Boolean or 0/1 column; rows where it is true go to the "validation"
-            split. The column itself is not stored.
-        validation_fraction: Share of the rows that go to the "validation" split instead, chosen by a
-            hash of (seed, names, row): equal rows stay together, and a row keeps its split as data
-            grows. To split a part once more, take another seed.
+            arrays of varying length, `Sparse()` to keep vectors sparse, `Vector("float64")`, `Image(height,
+            width)` for images, `Binary("npy", shape=...)`.
+        handle_invalid: Treatment of nulls, for all columns or by name: "error" refuses the write, "skip"
+            drops the row and counts it, "keep" stores zero (or nothing, for lists) and adds a boolean column
+            `<name>.isnull`. "skip" also drops images that cannot be decoded, which the others refuse.
+        validation_col: Boolean or 0/1 column; rows where it is true go to the "validation" split. It is not
+            stored.
+        validation_fraction: Share of the rows that go to the "validation" split instead, chosen by a hash of
+            (seed, names, row): equal rows stay together, and a row keeps its split as data grows. To split a
+            part again, use another seed.
         seed: Seed of the hash of `validation_fraction`.
-        overwrite: Whether to replace shards in `uri`. Readers see the old ones until the new are complete.
-        imports: Modules that the Python workers import meanwhile, for a later stage; those that they lack
-            are left out.
+        overwrite: Whether to replace shards in `uri`. Readers see the old shards until the new ones are
+            complete.
+        imports: Modules that the Python workers import meanwhile, for a later stage; missing modules are
+            skipped.
 
     Returns:
         The committed manifest.
 
     Raises:
-        ValueError: A column cannot be trained on, holds nulls or arrays of several lengths, there
-            are no training rows, or `uri` cannot be written or holds shards already. Nothing is
-            left behind.
+        ValueError: A column cannot be trained on, holds nulls or arrays of several lengths, there are no
+            training rows, or `uri` cannot be written or holds shards already. Nothing is left behind.
     """
     from pyspark.sql import functions as F
     from pyspark.sql.types import StructType
@@ -121,7 +117,11 @@ def write_shards(
             raise ValueError(f"{name} must be at least 1, got {value}")
     if compression not in COMPRESSIONS:
         raise ValueError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}")
-    _check_frame(df)
+    check_frame(df, "write_shards")
+    if df.isStreaming:
+        raise ValueError("write_shards takes a batch DataFrame, got a streaming one; call it in foreachBatch")
+    exact = is_case_sensitive(df.sparkSession)
+    check_names(name if exact else name.lower() for name in df.columns)
     if columns is not None and not isinstance(columns, Mapping):
         raise ValueError(f"columns must map names to column types, e.g. {{'x': Padded()}}, got {columns!r}")
     chosen = split_expression(df, columns, validation_col, validation_fraction, seed)
@@ -146,24 +146,16 @@ def write_shards(
     storage.check_writable(plan.uri)
     seen = df if chosen is None else df.where(~F.coalesce(chosen.cast("boolean"), F.lit(False)))
     plan = replace(plan, columns=tuple(learn(seen, column) for column in plan.columns))
-    manifest = _written(df, plan, chosen, validation_col, num_files, overwrite)
+    manifest = _write(df, plan, chosen, validation_col, num_files, overwrite)
     clean(manifest, plan.folder, previous)
     if plan.splits and not manifest.select("validation").num_rows:
         _logger.warning(
-            "no row of %r is for validation; a part that was split off before needs another seed", plan.uri
+            "no row of %r is for validation; to split a part of an earlier split, use another seed", plan.uri
         )
     return replace(manifest, uri=resolved)
 
 
-def _check_frame(df: Any) -> None:
-    check_frame(df, "write_shards")
-    if df.isStreaming:
-        raise ValueError("write_shards takes a batch DataFrame, got a streaming one; call it in foreachBatch")
-    exact = is_case_sensitive(df.sparkSession)
-    check_names(name if exact else name.lower() for name in df.columns)
-
-
-def _written(
+def _write(
     df: DataFrame,
     plan: WritePlan,
     chosen: SparkColumn | None,
@@ -171,7 +163,6 @@ def _written(
     num_files: int | None,
     overwrite: bool,
 ) -> ShardManifest:
-    """Writes the files and commits their manifest; a failure leaves nothing of them."""
     is_new = not storage.exists(plan.uri)
     storage.make_dirs(storage.join(plan.uri, plan.folder))
     try:
@@ -195,9 +186,7 @@ def _handling(
     if not isinstance(asked, str):
         unknown = set(asked) - {column.name for column in columns}
         if unknown:
-            raise ValueError(
-                f"handle_invalid names {sorted(unknown)[0]!r}, which is not among the columns to write"
-            )
+            raise ValueError(f"handle_invalid names {sorted(unknown)[0]!r}, which is not a column to write")
     given = {
         column.name: asked if isinstance(asked, str) else asked.get(column.name, "error")
         for column in columns
@@ -212,13 +201,13 @@ def _handling(
 
 
 def _check_batch_names(plan: WritePlan) -> None:
-    """Refuses columns whose arrays in a batch, or whose stored columns, would share a name."""
+    """Raises ValueError if stored columns, or arrays of a batch, would share a name."""
     check_names([name for column in plan.stored_columns for name in column.kind.stored(column.name)])
     check_names([name for column in plan.stored_columns for name in column.kind.batch_names(column.name)])
 
 
 def learn(df: DataFrame, column: Column) -> Column:
-    """Counts the strings of training rows if the user gave a vocabulary without words. Runs a Spark job."""
+    """Counts the strings of training rows if the user chose a vocabulary without words. Runs a Spark job."""
     from pyspark.sql import functions as F
 
     if not isinstance(column.kind, Vocabulary) or column.kind.words is not None:
@@ -229,15 +218,15 @@ def learn(df: DataFrame, column: Column) -> Column:
     if column.kind.min_count > 1:
         counted = counted.where(F.col("rows") >= column.kind.min_count)
     if column.kind.max_size is None:
-        # The words lie on the driver and in the manifest.
+        # The driver and the manifest hold all words.
         counted = counted.limit(MAX_WORDS + 1)
     else:
         counted = counted.orderBy(F.desc("rows"), "word").limit(column.kind.max_size)
     counts = [(row["word"], row["rows"]) for row in counted.collect()]
     if column.kind.max_size is None and len(counts) > MAX_WORDS:
         raise ValueError(
-            f"column {column.name!r} has more than {MAX_WORDS:,} different strings; keep the commonest by "
-            "Vocabulary(max_size=100_000), or take HashBuckets(100_000)"
+            f"column {column.name!r} has more than {MAX_WORDS:,} different strings; keep the most frequent "
+            "with Vocabulary(max_size=100_000), or use HashBuckets(100_000)"
         )
     return replace(column, kind=fill_vocabulary(column.kind, counts))
 
@@ -250,22 +239,22 @@ def _run(df: DataFrame, plan: WritePlan, chosen: SparkColumn | None) -> list[Rep
     expressions = [c.kind.select(F.col(quote(c.name)), types[c.name]) for c in plan.columns]
     if chosen is not None:
         expressions.append(chosen)
-    # The columns get numbered names: Spark Connect takes a dot in mapInArrow's input for a struct field.
+    # Numbered names, because Spark Connect reads a dot in mapInArrow's input as a struct field.
     selected = df.select([part.alias(f"c{index}") for index, part in enumerate(expressions)])
     rows = selected.mapInArrow(partial(write_partition, plan), REPORT_SCHEMA).collect()
     return [json.loads(row["report"]) for row in rows]
 
 
 def _check_reports(plan: WritePlan, reports: Sequence[Report], validation_col: str | None) -> None:
-    """Raises ValueError if what the tasks saw cannot be stored."""
+    """Raises ValueError if the tasks found data that cannot be stored."""
     rows = sum(report["rows"] for report in reports)
     for index, (column, handling) in enumerate(zip(plan.columns, plan.handle_invalid, strict=True)):
         nulls = sum(report["nulls"][index] for report in reports)
         if nulls and handling == "error":
             raise ValueError(
                 f"column {column.name!r} has nulls in {nulls} of {rows} rows; fill or drop them first, e.g. "
-                "with pyspark.ml.feature.Imputer or df.na.drop, or leave the rows out: handle_invalid='skip' "
-                "of write_shards, handleInvalid='skip' of an estimator"
+                "with pyspark.ml.feature.Imputer or df.na.drop, or skip the rows: handle_invalid='skip' of "
+                "write_shards, handleInvalid='skip' of an estimator"
             )
     for report in reports:
         if report["problem"] is not None:
@@ -280,28 +269,29 @@ def _check_reports(plan: WritePlan, reports: Sequence[Report], validation_col: s
 def _even(
     spark: SparkSession, plan: WritePlan, reports: Sequence[Report], num_files: int | None
 ) -> list[ShardFile]:
-    """Returns the files to commit, in reading order; evens them out first if necessary."""
+    """Returns the files to commit, in reading order, evened out if necessary."""
     files = [ShardFile.from_json(file) for report in reports for file in report["files"]]
     files.sort(key=lambda file: file.path)
     kept: list[ShardFile] = []
     for split in SPLITS:
         written = [file for file in files if file.split == split]
-        new = even_files(written, num_files, partial(_default_parallelism, spark))
-        kept += _copy(spark, plan, new) if new else written
+        new = plan_even_files(written, num_files, partial(_default_parallelism, spark))
+        kept += _copy(spark, plan, split, new) if new else written
     return kept
 
 
-def _copy(spark: SparkSession, plan: WritePlan, files: list[NewFile]) -> list[ShardFile]:
+def _copy(
+    spark: SparkSession, plan: WritePlan, split: Split, files: Sequence[Sequence[RowRange]]
+) -> list[ShardFile]:
     numbers = spark.range(0, len(files), 1, len(files))
-    rows = numbers.mapInArrow(partial(copy_files, plan, files), REPORT_SCHEMA).collect()
-    entries = sorted((json.loads(row["report"]) for row in rows), key=lambda entry: int(entry["number"]))
-    assert [entry["number"] for entry in entries] == list(range(len(files)))
-    return [ShardFile.from_json({k: v for k, v in entry.items() if k != "number"}) for entry in entries]
+    rows = numbers.mapInArrow(partial(copy_files, plan, split, files), REPORT_SCHEMA).collect()
+    entries = {entry.pop("number"): entry for entry in (json.loads(row["report"]) for row in rows)}
+    assert len(entries) == len(rows) == len(files)
+    return [ShardFile.from_json(entries[number]) for number in range(len(files))]
 
 
 def _default_parallelism(spark: SparkSession) -> int:
-    """Returns the number of the cluster's cores, also through Spark Connect, which has no SparkContext."""
     from pyspark.sql import functions as F
 
-    # spark.range uses the default parallelism, so a job of milliseconds can count its partitions.
+    # Spark Connect has no SparkContext. spark.range uses the default parallelism, and a short job counts it.
     return max(1, spark.range(1 << 14).select(F.spark_partition_id()).distinct().count())

@@ -1,4 +1,4 @@
-"""Chooses the validation rows, by an indicator column or by a hash of the row."""
+"""Selects the validation rows, by an indicator column or by a hash of the row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
     from pyspark.sql import DataFrame
 
-# The hash is reduced to this many steps, of which a share is for validation.
+# The hash is reduced to this many steps; a share of them is for validation.
 _FRACTION_STEPS = 1 << 30
 
 
@@ -37,7 +37,7 @@ def split_expression(
                 f"validation_col {validation_col!r} is not a column; known: {', '.join(df.columns)}"
             )
         if columns is not None and validation_col in columns:
-            raise ValueError(f"validation_col {validation_col!r} is not stored; take it out of columns")
+            raise ValueError(f"validation_col {validation_col!r} is not stored; remove it from columns")
         simple = df.schema[validation_col].dataType.simpleString()
         if simple not in ("boolean", "tinyint", "smallint", "int", "bigint", "float", "double"):
             raise ValueError(
@@ -49,7 +49,7 @@ def split_expression(
     if not isinstance(fraction, (int, float)) or not 0 < fraction < 1:
         raise ValueError(f"validation_fraction must be a number between 0 and 1, got {fraction!r}")
     check_seed("seed", seed)
-    # Sorted, so that a row keeps its split when a select names the columns in another order.
+    # Sorted, so that a row keeps its split when a select changes the order of the columns.
     values = [
         canonical_vector(F.col(quote(name))) if is_vector(df.schema[name].dataType) else F.col(quote(name))
         for name in sorted(df.columns)

@@ -38,8 +38,8 @@ from ringspark.pipelines import (
     write_shards,
 )
 from ringspark.pipelines.manifest import ShardFile
-from ringspark.pipelines.writing.joined_reports import join_reports
 from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
+from ringspark.pipelines.writing.task_reports import join_reports
 
 pytestmark = pytest.mark.spark
 

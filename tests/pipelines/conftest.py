@@ -17,8 +17,8 @@ import pytest
 from ringspark.pipelines import READERS, Column, ShardFile, ShardManifest, check_engine, readers
 from ringspark.pipelines.entry_points import names_in
 from ringspark.pipelines.kinds import Array, Scalar
-from ringspark.pipelines.writing.joined_reports import join_reports
 from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
+from ringspark.pipelines.writing.task_reports import join_reports
 
 MakeShards = Callable[..., ShardManifest]
 

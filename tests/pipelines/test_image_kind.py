@@ -268,7 +268,7 @@ def test_broken_and_missing_images_are_refused_left_out_or_kept(
     with caplog.at_level(logging.WARNING):
         left = write_shards(df, str(tmp_path / "s"), columns=columns, handle_invalid="skip")
     assert left.skipped_rows == 3
-    assert "2 rows were left out because column 'content' cannot be read in them" in caplog.text
+    assert "2 rows were left out because their column 'content' cannot be read" in caplog.text
     assert one_batch(left)["id"].tolist() == [0, 3]
     kept = write_shards(
         df.where("id < 2"), str(tmp_path / "k"), columns=columns, handle_invalid={"content": "keep"}

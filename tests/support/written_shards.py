@@ -13,8 +13,8 @@ from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Array, Scalar
 from ringspark.pipelines.manifest import SPLITS, ShardFile
-from ringspark.pipelines.writing.joined_reports import join_reports
 from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
+from ringspark.pipelines.writing.task_reports import join_reports
 
 
 def nested(values: np.ndarray) -> Any:

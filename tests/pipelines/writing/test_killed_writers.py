@@ -37,7 +37,7 @@ _FORKER = """
     from ringspark.pipelines import Column, ShardFile
     from ringspark.pipelines.kinds import Scalar
     from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
-    from ringspark.pipelines.writing.joined_reports import join_reports
+    from ringspark.pipelines.writing.task_reports import join_reports
 
     def write(uri, folder, version, rows, overwrite):
         os.makedirs(os.path.join(uri, folder), exist_ok=True)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringspark.pipelines import ShardFile
-from ringspark.pipelines.writing.rebalance import FILES_PER_CORE, MAX_SKEW, even_files
+from ringspark.pipelines.writing.rebalance import FILES_PER_CORE, MAX_SKEW, plan_even_files
 
 
 def _files(rows: list[int], num_bytes: int = 1 << 30) -> list[ShardFile]:
@@ -25,24 +25,24 @@ def _never() -> int:
     num_files=st.one_of(st.none(), st.integers(1, 30)),
 )
 def test_new_files_hold_every_row_once_in_order_and_evenly(rows: list[int], num_files: int | None) -> None:
-    new = even_files(_files(rows), num_files, _never)
+    new = plan_even_files(_files(rows), num_files, _never)
     if not new:
         # More files than rows are as many as there are rows.
         assert num_files is None or min(num_files, sum(rows)) == len(rows)
         assert not rows or max(rows) <= max(1, MAX_SKEW * sum(rows) / len(rows))
         return
-    taken = [(part.path, row) for file in new for part in file.slices for row in range(part.start, part.stop)]
+    taken = [(part.path, row) for file in new for part in file for row in range(part.start, part.stop)]
     assert taken == [(f"f{index}", row) for index, count in enumerate(rows) for row in range(count)]
-    sizes = [sum(part.stop - part.start for part in file.slices) for file in new]
+    sizes = [sum(part.stop - part.start for part in file) for file in new]
     assert max(sizes) - min(sizes) <= 1
     assert len(new) == min(num_files or len(rows), sum(rows))
 
 
 def test_many_tiny_files_are_merged() -> None:
-    new = even_files(_files([10] * 200, num_bytes=1000), None, lambda: 2)
+    new = plan_even_files(_files([10] * 200, num_bytes=1000), None, lambda: 2)
     assert len(new) == 2 * FILES_PER_CORE
 
 
 def test_even_files_are_left_alone(no_thread_left: Any) -> None:
-    assert even_files(_files([10, 11, 9]), None, _never) == []
-    assert even_files([], 3, _never) == []
+    assert plan_even_files(_files([10, 11, 9]), None, _never) == []
+    assert plan_even_files([], 3, _never) == []

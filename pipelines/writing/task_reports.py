@@ -1,4 +1,4 @@
-"""Joins the reports of the tasks of a write into one manifest, and warns of what they saw."""
+"""Merges the reports of the tasks of a write into one manifest, and logs their warnings."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ringspark.pipelines.kinds.base import Shape
 from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest
 from ringspark.pipelines.writing.shard_writer import WritePlan, merge_shapes
 
-# From 2^24 on, float32 no longer holds every whole number.
+# Beyond 2^24, float32 does not hold every whole number.
 _FLOAT32_WHOLE = 1 << 24
 
 _logger = logging.getLogger(__name__)
 
 Report = dict[str, Any]
-"""What a task says of its rows, as `write_partition` gives it."""
+"""A task's report about its rows, made by `write_partition`."""
 
 
 def join_reports(plan: WritePlan, reports: Sequence[Report], files: Sequence[ShardFile]) -> ShardManifest:
-    """Joins the reports of all tasks; raises ValueError if the data cannot be trained on."""
+    """Merges the reports of all tasks. Raises ValueError if the data cannot be trained on."""
     names = [column.name for column in plan.stored_columns]
     nulls = {
         column.name: sum(report["nulls"][index] for report in reports)
@@ -45,12 +45,8 @@ def join_reports(plan: WritePlan, reports: Sequence[Report], files: Sequence[Sha
     if not stats["train"][names[0]].rows:
         seen = sum(report["rows"] for report in reports)
         skipped = sum(report["skipped"] for report in reports)
-        where = (
-            ""
-            if not seen
-            else f" (of {seen}, {seen - skipped} are for validation, {skipped} hold nulls or cannot be read)"
-        )
-        raise ValueError(f"the DataFrame has no training rows{where}; nothing was written")
+        counts = f" (of {seen}, {seen - skipped} are for validation, {skipped} hold nulls or cannot be read)"
+        raise ValueError(f"the DataFrame has no training rows{counts if seen else ''}; nothing was written")
     settled: dict[str, Kind] = {}
     for index, column in enumerate(plan.columns):
         shapes: tuple[Shape, Shape] | None = None
@@ -71,12 +67,11 @@ def join_reports(plan: WritePlan, reports: Sequence[Report], files: Sequence[Sha
 
 
 def _warn_of_unread(plan: WritePlan, reports: Sequence[Report]) -> None:
-    """Says how many rows were left out because nobody could read a value of theirs."""
     for index, column in enumerate(plan.columns):
         found = [report["unread"][index] for report in reports if report["unread"][index][0]]
         if found:
             _logger.warning(
-                "%d rows were left out because column %r cannot be read in them; the first %s",
+                "%d rows were left out because their column %r cannot be read; the first %s",
                 sum(count for count, _ in found),
                 column.name,
                 found[0][1],
@@ -84,7 +79,6 @@ def _warn_of_unread(plan: WritePlan, reports: Sequence[Report]) -> None:
 
 
 def _warn_of_rounding(plan: WritePlan, stats: Mapping[str, Mapping[str, ColumnStats]]) -> None:
-    """Warns if float32 may have merged whole numbers: ids do not belong into a float32 vector."""
     for column in plan.columns:
         if not isinstance(column.kind, Vector) or column.kind.dtype != "float32":
             continue
@@ -94,21 +88,15 @@ def _warn_of_rounding(plan: WritePlan, stats: Mapping[str, Mapping[str, ColumnSt
             for value in (part[column.name].minimum, part[column.name].maximum)
             if value is not None
         ]
-        overflown = sum(part[column.name].infs for part in stats.values())
-        if overflown:
+        remedy = f"pass columns={{{column.name!r}: Vector('float64')}} to write_shards, or scale them first"
+        if infs := sum(part[column.name].infs for part in stats.values()):
             _logger.warning(
-                "column %r holds %d infinite values as float32, which ends at 3.4e38; pass columns={%r: "
-                "Vector('float64')} to write_shards, or scale them first",
-                column.name,
-                overflown,
-                column.name,
-            )
+                "column %r holds %d infinite values as float32, which ends at 3.4e38; %s",
+                column.name, infs, remedy,
+            )  # fmt: skip
+        # Ids do not belong into a float32 vector.
         if bounds and max(bounds) >= _FLOAT32_WHOLE:
             _logger.warning(
-                "column %r holds values up to %g as float32, which tells whole numbers apart only up to %d; "
-                "pass columns={%r: Vector('float64')} to write_shards, or scale them first",
-                column.name,
-                max(bounds),
-                _FLOAT32_WHOLE,
-                column.name,
-            )
+                "column %r holds values up to %g as float32, exact for whole numbers only up to %d; %s",
+                column.name, max(bounds), _FLOAT32_WHOLE, remedy,
+            )  # fmt: skip
