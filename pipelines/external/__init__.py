@@ -1,1 +1,1 @@
-"""Parquet tables of other writers, read where they lie: from a folder or a Delta table to a manifest."""
+"""External tables: Parquet and Delta tables of other writers, read in place through a manifest."""

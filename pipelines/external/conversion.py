@@ -1,8 +1,8 @@
-"""From the columns of another writer's Parquet file to the rows that `write_shards` would have stored.
+"""Converts the columns of an external Parquet file to the rows that `write_shards` would have stored.
 
-A file's Arrow array becomes what Spark hands to the writer for the same column, and goes through the same
-`Kind.encode`, so the numbers are the same bit for bit: decimals as the nearest float64, vectors as float32,
-timestamps as microseconds, strings as ids.
+A file's Arrow array becomes the array that Spark passes to the writer for the same column, and goes through
+the same `Kind.encode`, so the numbers are equal bit for bit: decimals as the nearest float64, vectors as
+float32, timestamps as microseconds, strings as ids.
 """
 
 from __future__ import annotations
@@ -20,40 +20,36 @@ from ringspark.pipelines.kinds.base import is_list, number_type
 from ringspark.pipelines.nulls import fill_nulls
 from ringspark.pipelines.rows import Rows
 
-# Kinds that ask Spark for other values than the column's own; `as_spark_gives` does the same without Spark.
+# Column types that let Spark convert values; `convert_like_spark` does the same without Spark.
 _CONVERTED = (Scalar, Vector, Sparse, Vocabulary, HashBuckets, Tokens)
 
 
 def check_kind(name: str, kind: Kind) -> None:
-    """Refuses a kind whose values are made on the way to the shards.
-
-    Raises:
-        ValueError: It is one.
-    """
+    """Raises ValueError for a column type whose values are computed by the write."""
     if type(kind).select is not Kind.select and not isinstance(kind, _CONVERTED):
         raise ValueError(
-            f"column {name!r} has kind {kind.tag}, which is made when rows are written, and a table is read "
-            "as it is; use fit(df), or write_shards"
+            f"column {name!r} has type {kind.tag}, which is computed when rows are written, but an external "
+            "table is read in place; use fit(df), or write_shards"
         )
 
 
 def decode_column(values: Any, kind: Kind) -> Rows:
-    """Returns the rows of a file's column (one Arrow array without nulls) as a reader of shards has them.
+    """Returns the rows of a file's column (one Arrow array without nulls) as a reader of shards returns them.
 
     Raises:
-        ValueError: The column holds something else than the kind says.
+        ValueError: The column does not fit its column type.
     """
-    given = as_spark_gives(values, kind)
-    # The bytes of images were looked at when the table was measured, one by one.
-    stored = [given.cast(pa.binary())] if isinstance(kind, Binary) else kind.encode(given).arrays
+    values = convert_like_spark(values, kind)
+    # The bytes of images were checked one by one when the table was measured.
+    stored = [values.cast(pa.binary())] if isinstance(kind, Binary) else kind.encode(values).arrays
     return kind.decode(stored)
 
 
-def as_spark_gives(values: Any, kind: Kind) -> Any:
-    """Returns a file's Arrow array, which may hold nulls, as `Kind.encode` takes it.
+def convert_like_spark(values: Any, kind: Kind) -> Any:
+    """Returns a file's Arrow array, which may hold nulls, as Spark would pass it to `Kind.encode`.
 
     Raises:
-        ValueError: The values are not of the kind (pa.ArrowInvalid is one as well).
+        ValueError: The values do not fit the column type (pa.ArrowInvalid is a ValueError).
     """
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
@@ -76,7 +72,7 @@ def as_spark_gives(values: Any, kind: Kind) -> Any:
 
 def hash_buckets(strings: Any, num_buckets: int, seed: int) -> npt.NDArray[np.int64]:
     """Returns Spark SQL's `pmod(xxhash64(seed, string), num_buckets)` of an Arrow array without nulls."""
-    # Not at the top: a cluster may lack the package until a table has such a column.
+    # Imported here, because a cluster may lack the package until a table has such a column.
     from xxhash import xxh64_intdigest
 
     encoded = strings.dictionary_encode()
@@ -84,7 +80,7 @@ def hash_buckets(strings: Any, num_buckets: int, seed: int) -> npt.NDArray[np.in
     _, offsets, data = words.buffers()
     ends = np.frombuffer(offsets, np.int64)[words.offset :][: len(words) + 1].tolist() if len(words) else []
     view = memoryview(data or b"")
-    # Spark hashes the columns one after the other: a hash is the seed of the next, the first seed is 42.
+    # Spark hashes one column after the other: each hash is the seed of the next, and the first seed is 42.
     start = xxh64_intdigest(seed.to_bytes(8, "little", signed=True), 42)
     digests = [xxh64_intdigest(view[begin:end], start) for begin, end in pairwise(ends)]
     hashes = np.array(digests, dtype=np.uint64).view(np.int64)
@@ -97,39 +93,36 @@ def _is_any_list(data_type: Any) -> bool:
 
 
 def _with_leaf(data_type: Any, dtype: str) -> Any:
-    """Returns the list type as deep as the given one, of the numbers that Spark reads."""
+    """Returns the list type of the same depth with numbers of `dtype`."""
     if _is_any_list(data_type):
         return pa.list_(_with_leaf(data_type.value_type, dtype))
     return number_type(dtype)
 
 
 def _doubles(decimals: Any) -> Any:
-    """Returns decimals of up to 15 digits as the float64 next to them, which Arrow's own cast may miss."""
+    """Returns decimals of up to 15 digits as the nearest float64, which Arrow's cast may miss."""
     if not pa.types.is_decimal128(decimals.type):
         decimals = decimals.cast(pa.decimal128(decimals.type.precision, decimals.type.scale))
     words = np.frombuffer(decimals.buffers()[1], "<i8").reshape(-1, 2)
-    # 15 digits fit into the lower word, and both numbers are exact: so the quotient is rounded once.
+    # 15 digits fit into the lower word, and both numbers are exact, so the quotient is rounded only once.
     unscaled = words[decimals.offset : decimals.offset + len(decimals), 0]
     numbers = unscaled.astype(np.float64) / 10.0**decimals.type.scale
     return pa.array(numbers, mask=decimals.is_null().to_numpy(zero_copy_only=False))
 
 
 def _vectors(values: Any, dtype: str) -> Any:
-    """Returns Spark ML vectors, as Spark stores them, in the form that `vector_struct` gives."""
-    if not pa.types.is_struct(values.type):
+    """Returns Spark ML vectors, as Spark stores them, in the form of `vector_struct`."""
+    names = [field.name for field in values.type] if pa.types.is_struct(values.type) else []
+    if not {"size", "indices", "values"} <= set(names):
         raise ValueError(f"should hold vectors, but the data is {values.type}")
-    parts = dict(zip((field.name for field in values.type), values.flatten(), strict=True))
-    if not {"size", "indices", "values"} <= parts.keys():
-        raise ValueError(f"should hold vectors, but the data is {values.type}")
+    parts = dict(zip(names, values.flatten(), strict=True))
     data = parts["values"]
     if dtype != "float64":
-        # Arrow refuses nothing here, and rounds like Spark: a double beyond the range becomes infinite.
+        # Arrow raises no error here, and rounds like Spark: a double beyond the range becomes infinite.
         data = data.cast(pa.list_(number_type(dtype)), safe=False)
     size = pc.coalesce(parts["size"], pc.list_value_length(data)).cast(pa.int32())
-    indices = fill_nulls(parts["indices"])
-    missing = values.is_null()
     return pa.StructArray.from_arrays(
-        [pc.fill_null(size, 0), indices, fill_nulls(data)],
+        [pc.fill_null(size, 0), fill_nulls(parts["indices"]), fill_nulls(data)],
         names=["size", "indices", "values"],
-        mask=missing,
+        mask=values.is_null(),
     )

@@ -1,4 +1,4 @@
-"""The files of one version of a Delta table, by the package `deltalake`."""
+"""Lists the files of one version of a Delta table, with the package `deltalake`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ def list_delta(spark: SparkSession, uri: str, version: int | None = None) -> Lis
     """Lists the files of a version of a Delta table, by default the newest.
 
     Raises:
-        ValueError: There is no such table or version, a file of it was removed, or it has deletion vectors
-            or column mapping; or `deltalake` is not installed.
+        ValueError: The table or version does not exist, one of its files was removed, it has deletion vectors
+            or column mapping, or `deltalake` is not installed.
     """
     from pyspark.sql.types import StructType
 
     root = storage.normalize(resolve(spark, uri))
-    table = _table(root, version)
+    table = _open_table(root, version)
     _check_features(root, table)
-    actions = pa.table(table.get_add_actions(flatten=True))
-    actions = actions.sort_by("path")
+    actions = pa.table(table.get_add_actions(flatten=True)).sort_by("path")
     names = [unquote(name) for name in actions.column("path").to_pylist()]
     if outside := [name for name in names if "://" in name or name.startswith("/")]:
         raise ValueError(
@@ -47,9 +46,10 @@ def list_delta(spark: SparkSession, uri: str, version: int | None = None) -> Lis
         ) from None
     if not names:
         raise ValueError(f"Delta table {root!r} has no rows in version {table.version()}")
+    schema = table.schema().to_json()
     return Listing(
         source=TableSource(uri=root, format="delta", version=table.version()),
-        schema=StructType.fromJson(json.loads(_text(table.schema().to_json()))),
+        schema=StructType.fromJson(json.loads(schema) if isinstance(schema, str) else schema),
         files=tuple((name, size, marks) for name, (_, size, marks) in zip(names, states, strict=True)),
         folder_columns={
             name: actions.column(f"partition.{name}").combine_chunks()
@@ -58,44 +58,40 @@ def list_delta(spark: SparkSession, uri: str, version: int | None = None) -> Lis
     )
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _table(root: str, version: int | None) -> Any:
+def _open_table(root: str, version: int | None) -> Any:
     try:
         from deltalake import DeltaTable
     except ImportError:
         raise ValueError("Delta tables need the package deltalake; pip install 'ringspark[delta]'") from None
     if storage.is_local(root) and not storage.exists(root):
-        raise ValueError(f"there is no folder {root!r}; give one that holds a Delta table")
+        raise ValueError(f"there is no folder {root!r}; pass a folder that holds a Delta table")
     try:
         return DeltaTable(root, version=version)
-    except Exception as error:  # deltalake's own, of many classes
+    except Exception as error:  # deltalake raises many classes
         which = "" if version is None else f" of version {version}"
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
-            f"{root!r} cannot be read as a Delta table{which} ({reason}); give the folder that holds "
-            "_delta_log, and a version that its history has"
+            f"{root!r} cannot be read as a Delta table{which} ({reason}); pass the folder that holds "
+            "_delta_log, and a version of its history"
         ) from error
 
 
 def _check_features(root: str, table: Any) -> None:
-    """Refuses tables whose rows are not exactly those of their files."""
+    """Raises ValueError for tables whose rows are not exactly the rows of their files."""
     mapping = table.metadata().configuration.get("delta.columnMapping.mode", "none")
     if mapping != "none":
         raise ValueError(
-            f"Delta table {root!r} uses column mapping (mode {mapping!r}), so its files name their columns "
-            "otherwise; write it with write_shards"
+            f"Delta table {root!r} uses column mapping (mode {mapping!r}), so its files have other column "
+            "names; write it with write_shards"
         )
     if "deletionVectors" not in (table.protocol().reader_features or ()):
         return
     try:
         holds_deleted = pa.table(table.deletion_vectors()).num_rows > 0
-    except Exception:  # deltalake's own: it cannot read one that is there
+    except Exception:  # deltalake cannot read an existing deletion vector
         holds_deleted = True
     if holds_deleted:
         raise ValueError(
-            f"Delta table {root!r} has deletion vectors, so its files hold rows that were deleted; rewrite "
-            "them (REORG TABLE ... APPLY (PURGE)), or write the table with write_shards"
+            f"Delta table {root!r} has deletion vectors, so its files hold deleted rows; rewrite them "
+            "(REORG TABLE ... APPLY (PURGE)), or write the table with write_shards"
         )

@@ -1,4 +1,4 @@
-"""Reads the footers of a table's files: which rows and columns they hold, whether in one form."""
+"""Reads the footers of an external table's files and checks that they hold the columns in one form."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.external.row_pages import can_cut, leaves_of
+from ringspark.pipelines.external.row_pages import find_leaves, has_page_rows
+from ringspark.pipelines.kinds.base import is_list
 from ringspark.pipelines.spark_errors import python_workers
 from ringspark.pipelines.typed_json import parse_object, record
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# So many footers the driver reads by itself, in threads; more are read by a job.
+# The driver reads this many footers itself, in threads; a Spark job reads more.
 _ON_DRIVER = 256
 _THREADS = 16
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
@@ -29,16 +30,16 @@ _SHORT_BYTES = {"INT_8": 1, "UINT_8": 2, "INT_16": 2}  # as Spark reads them
 
 @dataclass(frozen=True, kw_only=True)
 class Footer:
-    """What a file's footer says of some columns.
+    """A file's footer about some columns.
 
     Attributes:
         row_groups: Number of rows of each row group.
         types: Arrow type of each column, as text; "" if the file lacks it.
-        num_bytes: Bytes of these columns in each row group, as they are decoded; of strings what is known.
-        list_bytes: Those of lists among them.
+        num_bytes: Decoded bytes of these columns per row group; for strings, a lower bound.
+        list_bytes: Decoded bytes of the lists among them.
         cuts: Whether the pages of each row group tell which rows they hold.
         rebase: Calendar of each column's dates and timestamps: "LEGACY" for the Julian calendar of Spark 2
-            and Hive, else "CORRECTED". If the file does not say, the name of Spark's setting that decides.
+            and Hive, else "CORRECTED". If the file does not tell, the name of the Spark setting that decides.
         problem: Why the file cannot be read, or "".
     """
 
@@ -52,10 +53,10 @@ class Footer:
 
 
 def read_footers(spark: SparkSession, uris: Sequence[str], names: Sequence[str]) -> list[Footer]:
-    """Reads the footers of all files and checks that they hold the columns in one form.
+    """Reads the footers of all files and compares them.
 
     Raises:
-        ValueError: A file cannot be read, or lacks a column or holds it as another type than the first file.
+        ValueError: A file cannot be read, lacks a column, or holds it as another type than the first file.
     """
     if len(uris) <= _ON_DRIVER:
         with ThreadPoolExecutor(min(_THREADS, len(uris)), thread_name_prefix="ringspark-footer") as pool:
@@ -70,16 +71,16 @@ def read_footers(spark: SparkSession, uris: Sequence[str], names: Sequence[str])
     for uri, footer in zip(uris, footers, strict=True):
         if footer.problem:
             raise ValueError(f"{uri!r} {footer.problem}")
-        for name, kind, first in zip(names, footer.types, footers[0].types, strict=True):
-            if not kind:
+        for name, type_, first in zip(names, footer.types, footers[0].types, strict=True):
+            if not type_:
                 raise ValueError(
                     f"{uri!r} has no column {name!r}, which other files of the table have; write the table "
                     "with write_shards"
                 )
-            if kind != first:
+            if type_ != first:
                 raise ValueError(
-                    f"{uri!r} holds column {name!r} as {kind} where {uris[0]!r} has {first}; cast it and "
-                    "write the table anew, by Spark or with write_shards"
+                    f"{uri!r} holds column {name!r} as {type_}, but {uris[0]!r} as {first}; cast it and "
+                    "write the table again, with Spark or write_shards"
                 )
     return footers
 
@@ -95,7 +96,7 @@ def read_footer(uri: str, names: Sequence[str]) -> Footer:
             problem=f"cannot be read as Parquet ({error}); remove it, or name it with a leading '_'"
         )
     groups = range(metadata.num_row_groups)
-    leaves_by_name = leaves_of(metadata)
+    leaves_by_name = find_leaves(metadata)
     leaves = [leaf for name in names for leaf in leaves_by_name.get(name, [])]
     lists = [leaf for leaf in leaves if metadata.schema.column(leaf).max_repetition_level]
     return Footer(
@@ -105,7 +106,7 @@ def read_footer(uri: str, names: Sequence[str]) -> Footer:
         ),
         num_bytes=tuple(sum(_decoded_bytes(metadata, group, leaf) for leaf in leaves) for group in groups),
         list_bytes=tuple(sum(_decoded_bytes(metadata, group, leaf) for leaf in lists) for group in groups),
-        cuts=tuple(can_cut(metadata, group, leaves) for group in groups),
+        cuts=tuple(has_page_rows(metadata, group, leaves) for group in groups),
         rebase=tuple(_rebase(metadata, leaves_by_name.get(name, [])) for name in names),
     )
 
@@ -135,14 +136,13 @@ def _in_task(uris: Sequence[str], names: Sequence[str], batches: Iterator[Any]) 
 
 
 def _plain(data_type: Any) -> str:
-    """Returns a type without what only Arrow itself keeps beside the file's own types."""
+    """Returns a type without Arrow's own variants of the file's types."""
     if pa.types.is_dictionary(data_type):
         return _plain(data_type.value_type)
     if pa.types.is_large_string(data_type):
         return "string"
     if pa.types.is_large_binary(data_type):
         return "binary"
-    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    if any(check(data_type) for check in lists):
+    if is_list(data_type) or pa.types.is_fixed_size_list(data_type):
         return f"list<{_plain(data_type.value_type)}>"
     return str(data_type)

@@ -1,8 +1,9 @@
-"""Which files a table has now, and what their folders' names say: a folder of Parquet files as Spark sees it.
+"""Lists the files of a folder of Parquet files as Spark sees it, and the values in the names of their
+folders.
 
-Spark decides: which files count (none that begins with ".", or with "_" and holds no "="), which folders
-are partition columns, and of which type. So a model's `transform` over `spark.read.parquet` meets the
-very columns that it was trained on.
+Spark decides which files count (none that begins with ".", or with "_" without "="), which folders are
+partition columns, and of which type. So a model's `transform` over `spark.read.parquet` gets the columns that
+it was trained on.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
 
 _OTHER_FORMATS = {
-    "_delta_log": "a Delta table, whose folder also holds files of its past; use fitOnDelta",
+    "_delta_log": "a Delta table, whose folder also holds files of old versions; use fitOnDelta",
     ".hoodie": "a Hudi table, whose folder also holds old versions of its rows; write it with write_shards",
 }
 
@@ -39,10 +40,10 @@ class Listing:
     """A table at one moment.
 
     Attributes:
-        source: Its place and version.
-        schema: Its columns, those of the folders' names too.
-        files: (path relative to the table, bytes, state) of every file that has bytes, sorted by path.
-        folder_columns: Column name -> Arrow array with the value of each file, for partition columns.
+        source: URI, format and version.
+        schema: All columns, including partition columns.
+        files: (path relative to the table, bytes, state) of every non-empty file, sorted by path.
+        folder_columns: Partition column name -> Arrow array with the value of each file.
     """
 
     source: TableSource
@@ -51,8 +52,8 @@ class Listing:
     folder_columns: Mapping[str, Any]
 
     def frame(self, spark: SparkSession, columns: Sequence[str]) -> DataFrame:
-        """Returns these files as a DataFrame of columns that the files themselves hold."""
-        paths = [_literal(alike(spark, storage.join(self.source.uri, path))) for path, _, _ in self.files]
+        """Returns these files as a DataFrame of columns that the files hold."""
+        paths = [_escape_glob(alike(spark, storage.join(self.source.uri, path))) for path, _, _ in self.files]
         return spark.read.parquet(*paths).select(*map(quote, columns))
 
 
@@ -65,20 +66,18 @@ def list_parquet(spark: SparkSession, uri: str) -> Listing:
     resolved = resolve(spark, uri)
     root = storage.normalize(resolved)
     if not storage.exists(root):
-        raise ValueError(f"there is no folder {root!r}; give one that holds Parquet files")
+        raise ValueError(f"there is no folder {root!r}; pass a folder that holds Parquet files")
     for name in storage.list_names(root):
         if name in _OTHER_FORMATS:
             raise ValueError(f"{root!r} is {_OTHER_FORMATS[name]}")
-    no_files = (
-        f"{root!r} holds no Parquet files; give a folder that does, itself or in folders named 'key=value'"
-    )
+    no_files = f"{root!r} holds no Parquet files; pass a folder with files, or with folders named 'key=value'"
     try:
-        frame = spark.read.parquet(_literal(alike(spark, root)))
+        frame = spark.read.parquet(_escape_glob(alike(spark, root)))
         schema, names = frame.schema, frame.inputFiles()
-    except Exception as error:  # Spark's, of many classes
+    except Exception as error:  # Spark raises many classes
         if "UNABLE_TO_INFER_SCHEMA" in str(error) or "Unable to infer schema" in str(error):
             raise ValueError(no_files) from None
-        # A line of py4j may come first, which names one of its variables.
+        # The first line may be py4j's, about one of its variables.
         lines = [line.strip(": ") for line in str(error).splitlines() if not line.startswith("An error")]
         reason = next(filter(None, lines), type(error).__name__)
         raise ValueError(f"Spark cannot read {root!r} as Parquet: {reason}") from error
@@ -89,8 +88,8 @@ def list_parquet(spark: SparkSession, uri: str) -> Listing:
         root = root.rpartition("/")[0] or "/"
     prefix = root.rstrip("/") + "/"
     if outside := [path for path in paths if not path.startswith(prefix)]:
-        raise ValueError(f"Spark finds {outside[0]!r} outside of {root!r}; give the folder that it is in")
-    states = [state for state in path_states(paths) if state[1]]  # Spark passes over files without bytes
+        raise ValueError(f"Spark finds {outside[0]!r} outside of {root!r}; pass the folder that holds it")
+    states = [state for state in path_states(paths) if state[1]]  # Spark skips empty files
     if not states:
         raise ValueError(no_files)
     files = tuple((path.removeprefix(prefix), size, marks) for path, size, marks in states)
@@ -103,58 +102,62 @@ def list_parquet(spark: SparkSession, uri: str) -> Listing:
 
 
 def _is_hidden(name: str) -> bool:
-    """Whether Spark passes over a file of this name: "_metadata" and ".a=b", not "_a=b.parquet"."""
+    """Returns whether Spark skips a file of this name: "_metadata" and ".a=b", not "_a=b.parquet"."""
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
-def _literal(path: str) -> str:
-    """Returns a path that Spark takes for this one alone, whatever brackets and stars it holds."""
+def _escape_glob(path: str) -> str:
+    """Escapes a path so that Spark reads no glob patterns in it."""
     return re.sub(r"([{}\[\]*?\\])", r"\\\1", path)
 
 
-def _unescaped(name: str) -> str:
-    """Returns a part of a folder's name as Spark reads it: each escape is a character, no byte of UTF-8."""
+def _unescape(name: str) -> str:
+    """Returns a part of a folder's name as Spark reads it: escapes are characters, not bytes of UTF-8."""
     return re.sub("%([0-9A-Fa-f]{2})", lambda found: chr(int(found[1], 16)), name)
 
 
 def _folder_columns(spark: SparkSession, schema: StructType, paths: Sequence[str]) -> dict[str, Any]:
-    """Returns the values of the columns that folders name, in Spark's types."""
+    """Returns the partition columns in Spark's types."""
     folders = [
         {
-            _unescaped(part.partition("=")[0]): _unescaped(part.partition("=")[2])
+            _unescape(part.partition("=")[0]): _unescape(part.partition("=")[2])
             for part in path.split("/")[:-1]
         }
         for path in paths
     ]
     fields = [field for field in schema.fields if all(field.name in folder for folder in folders)]
     texts = {field.name: [folder[field.name] for folder in folders] for field in fields}
-    return _typed(spark, fields, texts) if fields else {}
+    return _cast_folder_names(spark, fields, texts) if fields else {}
 
 
-def _typed(
+def _cast_folder_names(
     spark: SparkSession, fields: Sequence[StructField], texts: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """Returns folder names as Arrow arrays of Spark types; Spark itself casts them, in one job."""
+    """Returns folder names as Arrow arrays of Spark types. Spark itself casts them, in one job."""
     from pyspark.sql import functions as F
 
     distinct = {name: sorted(set(values) - {NULL_FOLDER}) for name, values in texts.items()}
-    numbers = {"date": F.unix_date, "timestamp": F.unix_micros, "timestamp_ntz": F.unix_micros}
+    # Spark type -> the function that gives its number, and the Arrow type of the number.
+    numbers = {
+        "date": (F.unix_date, pa.int32()),
+        "timestamp": (F.unix_micros, pa.int64()),
+        "timestamp_ntz": (F.unix_micros, pa.int64()),
+    }
     columns = []
     for index, field in enumerate(fields):
-        # All names as one literal: a table may have thousands.
+        # One literal for all names, because a table may have thousands.
         names = F.from_json(F.lit(json.dumps(distinct[field.name])), "array<string>")
         simple = field.dataType.simpleString()
         cast_to = "timestamp" if simple == "timestamp_ntz" else simple
         values = names.cast(f"array<{cast_to}>")
         if simple in numbers:
-            values = F.transform(values, numbers[simple])
+            values = F.transform(values, numbers[simple][0])
         columns.append(values.alias(f"c{index}"))
     row = spark.range(1).select(*columns).first()
     assert row is not None
     found = {}
     for index, field in enumerate(fields):
         known: dict[str, Any] = dict(zip(distinct[field.name], row[index], strict=True))
-        whole = {"date": pa.int32(), "timestamp": pa.int64(), "timestamp_ntz": pa.int64()}
-        given = [known.get(text) for text in texts[field.name]]
-        found[field.name] = pa.array(given, whole.get(field.dataType.simpleString()))
+        _, arrow_type = numbers.get(field.dataType.simpleString(), (None, None))
+        found[field.name] = pa.array([known.get(text) for text in texts[field.name]], arrow_type)
     return found

@@ -1,12 +1,12 @@
-"""Reads some rows of a large row group: only the pages that hold them.
+"""Reads some rows of a large row group, by decoding only the pages that hold them.
 
-Arrow reads a row group from its start. But a column's pages can be decoded one by one, and Parquet tells
-where they are: in the page index (Spark writes it since 3.2), or in the headers in front of them. So the
-pages that hold the wanted rows are put, byte by byte as they are, behind the column's dictionary into a
-Parquet file in memory, with a footer that names only them, and Arrow reads that.
+Arrow reads a row group from its start. But a column's pages can be decoded separately, and Parquet tells
+where they are: in the page index (Spark writes it since 3.2), or in the page headers. The pages that hold the
+wanted rows are copied unchanged, after the column's dictionary, into a Parquet file in memory, with a footer
+that names only them, and Arrow reads that file.
 
-By default a page holds about 1 MiB and 20,000 rows at most, whether Spark or a recent Arrow wrote it; an
-older Arrow knows the first limit only.
+By default a page holds about 1 MiB and at most 20,000 rows, whether Spark or a recent Arrow wrote it; an
+older Arrow has only the first limit.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from ringspark.pipelines.external.thrift_compact import (
 _MAGIC = b"PAR1"
 _DATA_PAGE, _DATA_PAGE_V2 = 0, 3
 _BY_DICTIONARY = (2, 8)
-"""Encodings of pages that need the dictionary; Arrow would decode it for the others as well."""
+"""Encodings of pages that need the dictionary; Arrow would also decode it for other pages."""
 # Most headers take less than 100 bytes, but they may hold the smallest and the largest string.
 _HEADER_BYTES = 256
 _LARGEST_HEADER = 1 << 20
 _KEPT_DICTIONARIES = 32 << 20
 
 
-def can_cut(metadata: Any, row_group: int, leaves: Sequence[int]) -> bool:
-    """Whether the pages of these leaf columns of a row group tell which rows they hold."""
+def has_page_rows(metadata: Any, row_group: int, leaves: Sequence[int]) -> bool:
+    """Returns whether the pages of these leaf columns of a row group tell which rows they hold."""
     group = metadata.row_group(row_group)
     return all(
         metadata.schema.column(leaf).max_repetition_level == 0 or group.column(leaf).has_offset_index
@@ -50,13 +50,12 @@ def can_cut(metadata: Any, row_group: int, leaves: Sequence[int]) -> bool:
     )
 
 
-def leaves_of(metadata: Any) -> dict[str, list[int]]:
+def find_leaves(metadata: Any) -> dict[str, list[int]]:
     """Returns the numbers of the leaf columns of each top-level column."""
     schema = metadata.schema
     names = set(schema.to_arrow_schema().names)
 
     def owner(path: str) -> str:
-        """The column that a path begins with: a name may hold dots."""
         while path and path not in names:
             path = path.rpartition(".")[0]
         return path
@@ -72,8 +71,8 @@ class _Pages:
     """The data pages of one column chunk.
 
     Attributes:
-        first_rows: (pages + 1,) first row of each page, and the number of rows.
-        starts: (pages + 1,) place of each page in the file, and the end of the last one.
+        first_rows: First row of each page, and the number of rows; (pages + 1,).
+        starts: Offset of each page in the file, and the end of the last page; (pages + 1,).
         dictionary: (start, stop) of the dictionary page; empty if there is none.
     """
 
@@ -86,9 +85,9 @@ _Chunk = tuple[str, int, int]  # the file, the row group and the leaf
 
 
 class KeptPages:
-    """What was found in files and may be needed when they are opened again: pages' places, dictionaries.
+    """Page positions and dictionaries of files that may be opened again.
 
-    It holds as long as the files do not change: the one who opens them makes sure of that.
+    They are valid while the files do not change, which the caller must check.
     """
 
     def __init__(self) -> None:
@@ -97,12 +96,12 @@ class KeptPages:
         self._dictionaries: dict[_Chunk, bytes] = {}
 
     def dictionary(self, chunk: _Chunk, read: Callable[[], bytes]) -> bytes:
-        """Returns a chunk's dictionary page, which `read` gives if it is not kept."""
+        """Returns a chunk's dictionary page; `read` returns it if it is not kept."""
         data = self._dictionaries.pop(chunk, None)
         if data is None:
             data = read()
             self.dictionary_bytes += len(data)
-        self._dictionaries[chunk] = data  # the last: those used longest ago come first
+        self._dictionaries[chunk] = data  # at the end, because the least recently used comes first
         while self.dictionary_bytes > _KEPT_DICTIONARIES:
             self.dictionary_bytes -= len(self._dictionaries.pop(next(iter(self._dictionaries))))
         return data
@@ -112,12 +111,12 @@ class PageReader:
     """Reads rows of the row groups of one open file."""
 
     def __init__(self, source: Any, metadata: Any, kept: KeptPages | None = None, path: str = "") -> None:
-        """Takes an open file; nothing is read yet.
+        """Takes an open file; reads nothing yet.
 
         Args:
-            source: Binary file that can seek.
-            metadata: Its footer, as Arrow has read it.
-            kept: What is known of this file and others.
+            source: Seekable binary file.
+            metadata: Its footer, read by Arrow.
+            kept: Known pages of this file and others.
             path: Name of the file in `kept`.
         """
         self._source = source
@@ -140,8 +139,8 @@ class PageReader:
             raise ValueError("its footer or its index of pages is damaged") from error
 
     def _read(self, row_group: int, names: Sequence[str], start: int, stop: int) -> Any:
-        # Columns whose pages hold the same rows are read together. Leaves of one struct never are.
-        self._leaves = self._leaves or leaves_of(self._metadata)
+        # Columns whose pages hold the same rows are read together, except leaves of one struct.
+        self._leaves = self._leaves or find_leaves(self._metadata)
         spans: dict[tuple[int, int, int], list[tuple[str, int]]] = {}
         for name in names:
             for number, leaf in enumerate(self._leaves[name]):
@@ -151,13 +150,13 @@ class PageReader:
         for (_, first, last), columns in sorted(spans.items()):
             table = self._table(row_group, [leaf for _, leaf in columns], first, last)
             if table.num_rows != last - first:
-                raise ValueError(f"its pages hold {table.num_rows} rows where {last - first} were expected")
+                raise ValueError(f"its pages hold {table.num_rows} rows, expected {last - first}")
             for name, _ in columns:
                 parts[name].append(table.column(name).slice(start - first, stop - start))
-        return pa.table({name: _joined(columns) for name, columns in parts.items()})
+        return pa.table({name: _join_leaves(columns) for name, columns in parts.items()})
 
     def _span(self, row_group: int, leaf: int, start: int, stop: int) -> tuple[int, int]:
-        """Returns the rows, first and after the last, of the pages that hold the wanted ones."""
+        """Returns the first row and the row after the last of the pages that hold the wanted rows."""
         first_rows = self._pages_of(row_group, leaf).first_rows
         first = int(np.searchsorted(first_rows, start, side="right")) - 1
         last = int(np.searchsorted(first_rows, stop, side="left"))
@@ -188,9 +187,9 @@ class PageReader:
             4: (LIST, (STRUCT, [{1: (LIST, (STRUCT, chunks)), 2: (I64, size), 3: (I64, last - first)}])),
         }
         if 6 in footer:
-            metadata[6] = footer[6]  # Arrow treats the writers of known faults differently
+            metadata[6] = footer[6]  # Arrow works around known bugs of writers
         written = write_struct(metadata)
-        # Arrow's pool keeps its memory; pages fresh from the kernel take longer than Arrow takes to decode.
+        # Arrow's pool reuses memory; fresh pages from the kernel take longer than decoding.
         data = pa.allocate_buffer(size + len(written) + 8)
         with pa.FixedSizeBufferWriter(data) as sink:
             for part in (*parts, written, len(written).to_bytes(4, "little"), _MAGIC):
@@ -204,7 +203,7 @@ class PageReader:
         known: Struct = self._chunk_of(row_group, leaf)[3][1]
         size = dictionary_bytes + page_bytes
         metadata = known | {
-            5: (I64, num_values),  # Arrow makes room for all of them
+            5: (I64, num_values),  # Arrow allocates memory for all values
             6: (I64, size),
             7: (I64, size),
             9: (I64, begin + dictionary_bytes),
@@ -214,7 +213,7 @@ class PageReader:
         return {2: (I64, begin), 3: (STRUCT, metadata)}
 
     def _schema(self, leaves: Sequence[int]) -> list[Struct]:
-        """Returns the schema's elements for these leaf columns alone, each with what is around it."""
+        """Returns the schema elements of these leaf columns, each with its ancestors."""
         elements: list[Struct] = self._whole_footer()[2][1][1]
         chains: list[list[Struct]] = []
 
@@ -240,7 +239,7 @@ class PageReader:
             rows = self._metadata.row_group(row_group).num_rows
             column = self._metadata.row_group(row_group).column(leaf)
             begin = column.data_page_offset
-            # Some writers give 0 where there is none.
+            # Some writers set 0 if there is none.
             if column.has_dictionary_page and 0 < (column.dictionary_page_offset or 0) < begin:
                 begin = column.dictionary_page_offset
             end = begin + column.total_compressed_size
@@ -264,11 +263,11 @@ class PageReader:
             size = self._num_bytes()
             length = int.from_bytes(self._bytes(size - 8, size - 4), "little")
             footer, _ = read_struct(self._bytes(size - 8 - length, size - 8))
-            self._footer = _without_texts(footer)
+            self._footer = _strip_footer(footer)
         return self._footer
 
     def _bytes(self, start: int, stop: int) -> bytes:
-        # Asked first: Arrow's file would make room for whatever a damaged footer asks for.
+        # Checked first, because Arrow's file would allocate any size from a damaged footer.
         if not 0 <= start <= stop <= self._num_bytes():
             raise ValueError(f"it has no bytes {start} to {stop}, which its footer names")
         self._source.seek(start)
@@ -284,7 +283,7 @@ class PageReader:
         return self._size
 
     def _header(self, start: int, end: int) -> tuple[Struct, int]:
-        """Returns the page header at a place, and the place after it."""
+        """Returns the page header at an offset, and the offset after it."""
         size = _HEADER_BYTES
         while True:
             data = self._bytes(start, min(start + size, end))
@@ -297,8 +296,10 @@ class PageReader:
                 size *= 8
 
 
-def _without_texts(footer: Struct) -> Struct:
-    """Returns of a footer what pages are read by: statistics and the writers' notes may be far larger."""
+def _strip_footer(footer: Struct) -> Struct:
+    """Returns the parts of a footer that page reads need: statistics and key-value metadata may be far
+    larger.
+    """
     groups: list[Struct] = []
     for group in footer[4][1][1]:
         chunks: list[Struct] = []
@@ -322,11 +323,11 @@ def _from_index(reader: PageReader, chunk: Struct, begin: int, end: int, rows: i
         starts=np.asarray([*starts, last[1][1] + last[2][1]], dtype=np.int64),
         dictionary=(begin, starts[0]),
     )
-    return _checked(pages, begin, end)
+    return _check_pages(pages, begin, end)
 
 
 def _from_headers(reader: PageReader, chunk: Struct, begin: int, end: int, rows: int) -> _Pages:
-    """Finds the pages of a column chunk by the headers in front of them, one read for each."""
+    """Finds the pages of a column chunk by their headers, with one read per page."""
     num_values = chunk[3][1][5][1]
     first_rows, starts, at, row = [], [], begin, 0
     stop = begin
@@ -346,7 +347,7 @@ def _from_headers(reader: PageReader, chunk: Struct, begin: int, end: int, rows:
         starts=np.asarray([*starts, stop], dtype=np.int64),
         dictionary=(begin, starts[0]),
     )
-    return _checked(pages, begin, end)
+    return _check_pages(pages, begin, end)
 
 
 def _values_of(header: Struct) -> tuple[int, int]:
@@ -356,16 +357,16 @@ def _values_of(header: Struct) -> tuple[int, int]:
     return header[8][1][1][1], header[8][1][4][1]
 
 
-def _checked(pages: _Pages, begin: int, end: int) -> _Pages:
-    """Refuses places that no writer gives: they decide what is read, and how much."""
+def _check_pages(pages: _Pages, begin: int, end: int) -> _Pages:
+    """Raises ValueError for impossible positions, because they decide what is read, and how much."""
     places = np.concatenate([[begin], pages.starts, [end]])
     if pages.first_rows[0] != 0 or (np.diff(pages.first_rows) < 0).any() or (np.diff(places) < 0).any():
         raise ValueError("its index of pages is damaged")
     return pages
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    """Returns a column from those of its leaves: structs of one field each become one struct."""
+def _join_leaves(parts: Sequence[Any]) -> Any:
+    """Returns a column from its leaves' columns: structs of one field each become one struct."""
     arrays = [part.combine_chunks() for part in parts]
     arrays = [pa.concat_arrays(a.chunks) if isinstance(a, pa.ChunkedArray) else a for a in arrays]
     if len(arrays) == 1:

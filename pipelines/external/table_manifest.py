@@ -1,8 +1,8 @@
-"""From a table of another writer to a manifest over its own files: nothing is copied.
+"""Creates the manifest of an external table over its own files: nothing is copied.
 
-One pass over the rows, in Spark tasks, reads the columns as the training will and takes the statistics that
-`fit` checks. A row group of twice a window's rows or more is cut into windows; readers and
-`plan_epoch` treat a window like a row group of our shards. So every promise of the plan holds, and readers
+One pass over the rows, in Spark tasks, reads the columns as the training will, and collects the statistics
+that `fit` checks. A row group with at least twice the rows of a window is split into windows; readers and
+`plan_epoch` treat a window like a row group of our shards. So every guarantee of the plan holds, and readers
 hold no more of a table with huge row groups than of shards.
 """
 
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from ringspark.pipelines import storage
 from ringspark.pipelines.column_stats import ColumnStats, StatsCollector
 from ringspark.pipelines.columns import Column, columns_from_spark
-from ringspark.pipelines.external.conversion import as_spark_gives, check_kind, decode_column
+from ringspark.pipelines.external.conversion import check_kind, convert_like_spark, decode_column
 from ringspark.pipelines.external.footers import Footer, read_footers
 from ringspark.pipelines.external.listing import Listing
 from ringspark.pipelines.kinds import Kind, Scalar, Vocabulary
@@ -40,16 +40,17 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 WINDOW_ROWS = 20_000
-"""Rows that parquet-mr and Arrow put into a page at most: windows of that size meet whole pages."""
+"""Most rows of a page of parquet-mr and Arrow, so windows of this size match whole pages."""
 
-MAX_UNCUT_BYTES = 2 << 30
-"""What all readers together may hold of row groups that cannot be cut, of the largest in use at a time."""
+MAX_UNSPLIT_BYTES = 2 << 30
+"""Most bytes that all readers together may hold of row groups that cannot be split."""
 
-# The streams of an epoch, with two row groups each: see `epoch_plan`.
+# The streams of an epoch, with two row groups each (see `epoch_plan`).
 _GROUPS_IN_USE = 96
 _MEASURED_ROWS = 16_384
-# Days and microseconds since 1970 from which on a number means the same in both calendars of Spark's
-# `RebaseDateTime`, Julian and Gregorian, in every time zone.
+# First days and microseconds since 1970 that are equal in both calendars of Spark's `RebaseDateTime`, Julian
+# and
+# Gregorian, in every time zone.
 _FIRST_EQUAL = {"date": -141_427, "timestamp": -2_208_988_800_000_000}
 
 
@@ -60,13 +61,13 @@ def table_manifest(
     kinds: Mapping[str, Kind] | None = None,
     validation_col: str | None = None,
 ) -> ShardManifest:
-    """Returns the manifest of a table, not yet saved. Runs on the driver, with a job over all rows.
+    """Returns the manifest of an external table, not yet saved. Runs on the driver, with a job over all rows.
 
     Args:
-        listing: The table, as `list_parquet` or `list_delta` gives it.
+        listing: The table, from `list_parquet` or `list_delta`.
         columns: Names of the columns; all by default.
-        kinds: Column name -> kind, as `write_shards` takes them.
-        validation_col: Column of the folders' names, 0 or 1; files where it is 1 are the "validation" split.
+        kinds: Column name -> column type, as in `write_shards`.
+        validation_col: Partition column with values 0 and 1; files with 1 are the "validation" split.
 
     Raises:
         ValueError: A column cannot be trained on or holds nulls, files differ in their columns, or row groups
@@ -76,7 +77,7 @@ def table_manifest(
     in_files = [column for column in found if column.name not in listing.folder_columns]
     if not in_files:
         names = [column.name for column in found]
-        raise ValueError(f"columns {names} are all names of folders; take one that the files hold")
+        raise ValueError(f"columns {names} are all partition columns; add one that the files hold")
     footers = _footers(spark, listing, in_files)
     rows = [sum(footer.row_groups) for footer in footers]
     splits = _splits(listing, validation_col)
@@ -85,15 +86,15 @@ def table_manifest(
         frame = replace(listing, files=tuple(seen or listing.files)).frame(spark, [c.name for c in in_files])
         in_files = [learn(frame, column) for column in in_files]
     folders = {
-        column.name: _FolderColumn.of(column, listing.folder_columns[column.name], rows, splits)
+        column.name: _FolderColumn.create(column, listing.folder_columns[column.name], rows, splits)
         for column in found
         if column.name in listing.folder_columns
     }
-    measured = _measured(spark, listing, footers, in_files, splits)
+    measured = _measure_table(spark, listing, footers, in_files, splits)
     _check_calendar(spark, listing, footers, measured)
-    manifest = _joined(measured, folders, found)
+    manifest = _add_folder_columns(measured, folders, found)
     window = _window_rows(manifest)
-    _check_uncut(listing, footers, window)
+    _check_unsplit(listing, footers, window)
     files = [
         ShardFile(
             path=path,
@@ -103,7 +104,7 @@ def table_manifest(
             row_groups=footer.row_groups,
             table=TableFile(
                 state=state,
-                window_rows=window if _can_be_cut(footer, window) else 0,
+                window_rows=window if _can_split(footer, window) else 0,
                 values={name: folder.values[number] for name, folder in folders.items()},
             ),
         )
@@ -119,7 +120,7 @@ def _columns(
     kinds: Mapping[str, Kind],
     validation_col: str | None,
 ) -> tuple[Column, ...]:
-    """Returns the columns of the manifest, in its order, as far as the table's schema tells them."""
+    """Returns the columns of the manifest, in its order, as far as the table's schema determines them."""
     from pyspark.sql.types import StructType
 
     names = list(dict.fromkeys(columns or [n for n in listing.schema.names if n != validation_col]))
@@ -150,7 +151,7 @@ def _check_zone(spark: SparkSession, listing: Listing, column: Column) -> None:
 
 
 def _footers(spark: SparkSession, listing: Listing, columns: Sequence[Column]) -> list[Footer]:
-    """Reads the footers of all files; refuses files without rows, or of other types than Spark's."""
+    """Reads the footers of all files and checks rows and types."""
     uris = [storage.join(listing.source.uri, path) for path, _, _ in listing.files]
     footers = read_footers(spark, uris, [column.name for column in columns])
     _check_types(columns, footers[0], uris[0])
@@ -159,10 +160,10 @@ def _footers(spark: SparkSession, listing: Listing, columns: Sequence[Column]) -
     return footers
 
 
-def _joined(
+def _add_folder_columns(
     manifest: ShardManifest, folders: Mapping[str, _FolderColumn], found: Sequence[Column]
 ) -> ShardManifest:
-    """Returns the manifest of the files' columns with those of the folders, in the order of `found`."""
+    """Returns the manifest with the partition columns, in the order of `found`."""
     names = [column.name for column in found]
     settled = {column.name: column for column in manifest.columns}
     settled |= {name: folder.column for name, folder in folders.items()}
@@ -175,17 +176,17 @@ def _joined(
 
 
 def _check_types(columns: Sequence[Column], footer: Footer, uri: str) -> None:
-    """Refuses columns of times that Spark was told to read as numbers, since Arrow counts other units."""
+    """Refuses time columns that Spark reads as numbers, because Arrow counts in other units."""
     times = ("date", "time", "duration")
     for column, stored in zip(columns, footer.types, strict=True):
         if stored.startswith(times) and not column.source.startswith(times):
             raise ValueError(
-                f"{uri!r} holds column {column.name!r} as {stored} where Spark has {column.source}; cast it "
-                "and write the table anew, or let fit(df) take it"
+                f"{uri!r} holds column {column.name!r} as {stored}, but Spark as {column.source}; cast it "
+                "and write the table again, or use fit(df)"
             )
 
 
-def _measured(
+def _measure_table(
     spark: SparkSession,
     listing: Listing,
     footers: Sequence[Footer],
@@ -193,12 +194,12 @@ def _measured(
     splits: Sequence[Split],
 ) -> ShardManifest:
     """Reads all rows once, in tasks; returns the columns with their shapes and statistics."""
-    handling: HandleInvalid = "error"
+    error: HandleInvalid = "error"
     plan = WritePlan(
         uri=listing.source.uri,
         folder="",
         columns=tuple(columns),
-        handle_invalid=(handling,) * len(columns),
+        handle_invalid=(error,) * len(columns),
         splits=True,
         only_measures=True,
     )
@@ -213,19 +214,19 @@ def _measured(
     rows = sum(report["rows"] for report in reports)
     for index, column in enumerate(columns):
         if nulls := sum(report["nulls"][index] for report in reports):
-            raise ValueError(_null_sentence(column.name, nulls, rows))
+            raise ValueError(_describe_nulls(column.name, nulls, rows))
     for report in reports:
         if report["problem"] is not None:
             raise ValueError(f"{report['problem']} (table {listing.source.uri!r})")
     if rows != sum(sum(footer.row_groups) for footer in footers):
-        raise ValueError(f"the table {listing.source.uri!r} changed while it was looked at; try again")
+        raise ValueError(f"the table {listing.source.uri!r} changed while it was read; try again")
     return join_reports(plan, reports, [])
 
 
 def _check_calendar(
     spark: SparkSession, listing: Listing, footers: Sequence[Footer], measured: ShardManifest
 ) -> None:
-    """Refuses dates and timestamps of the Julian calendar, because Spark and Arrow read other numbers."""
+    """Refuses dates and timestamps of the Julian calendar, because Spark and Arrow read different numbers."""
     for index, column in enumerate(measured.columns):
         lowest = measured.range_of(column.name)
         if column.source not in _FIRST_EQUAL or lowest is None or lowest[0] >= _FIRST_EQUAL[column.source]:
@@ -237,8 +238,8 @@ def _check_calendar(
                 since = "dates before 1582-10-15" if column.source == "date" else "timestamps before 1900"
                 raise ValueError(
                     f"column {column.name!r} holds {since}, and {uri!r} was written in the Julian calendar "
-                    f"of Spark 2 or Hive ({mode}), so they would be read as other days; train on the table "
-                    "by fit(df), or write it with write_shards"
+                    f"of Spark 2 or Hive ({mode}), so they would be read as other days; train with fit(df), "
+                    "or write the table with write_shards"
                 )
 
 
@@ -254,7 +255,7 @@ def _measure(plan: WritePlan, work: Sequence[tuple[str, int, bool]], batches: It
 
 
 def _row_group(plan: WritePlan, path: str, group: int, is_held_out: bool) -> Iterator[Any]:
-    """Yields the rows of a row group, some at a time, as Spark would hand them to a writer."""
+    """Yields the rows of a row group in batches, as Spark would pass them to a writer."""
     uri = storage.join(plan.uri, path)
     names = [column.name for column in plan.columns]
     with named(f"reading {uri!r} failed"), storage.store_errors(uri), storage.open_file(uri) as source:
@@ -267,33 +268,35 @@ def _row_group(plan: WritePlan, path: str, group: int, is_held_out: bool) -> Ite
 
 def _given(values: Any, column: Column) -> Any:
     try:
-        return as_spark_gives(values, column.kind)
+        return convert_like_spark(values, column.kind)
     except (ValueError, pa.ArrowException) as error:
-        # As an OSError it reaches the driver in one sentence.
+        # An OSError reaches the driver as one sentence.
         raise OSError(f"column {column.name!r} {error}") from error
 
 
-def _null_sentence(name: str, nulls: int, rows: int) -> str:
+def _describe_nulls(name: str, nulls: int, rows: int) -> str:
     return (
-        f"column {name!r} has nulls in {nulls} of {rows} rows, and a table is read as it is; fill or drop "
-        "them and write it anew, or let fit(df) leave the rows out by handleInvalid='skip'"
+        f"column {name!r} has nulls in {nulls} of {rows} rows, but an external table is read in place; fill "
+        "or drop them and write the table again, or skip the rows with handleInvalid='skip' of fit(df)"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _FolderColumn:
-    """A column that folders name: its number in each file, and its statistics by split."""
+    """A partition column: its number in each file, and its statistics per split."""
 
     column: Column
     values: list[bool | int | float]
     stats: dict[Split, ColumnStats]
 
     @classmethod
-    def of(cls, column: Column, given: Any, rows: Sequence[int], splits: Sequence[Split]) -> _FolderColumn:
-        """Makes it from the Arrow array of each file's value and the files' numbers of rows."""
+    def create(
+        cls, column: Column, given: Any, rows: Sequence[int], splits: Sequence[Split]
+    ) -> _FolderColumn:
+        """Creates it from each file's value (an Arrow array) and number of rows."""
         if given.null_count:
             nulls = sum(n for n, value in zip(rows, given, strict=True) if not value.is_valid)
-            raise ValueError(_null_sentence(column.name, nulls, sum(rows)))
+            raise ValueError(_describe_nulls(column.name, nulls, sum(rows)))
         if isinstance(column.kind, Vocabulary) and column.kind.words is None:
             counts: Counter[str] = Counter()
             for word, number, split in zip(given.to_pylist(), rows, splits, strict=True):
@@ -311,7 +314,7 @@ class _FolderColumn:
             collector.add(1, numbers[index : index + 1])
             one = collector.result
             if one.nans or one.infs:
-                raise ValueError(f"a folder of column {column.name!r} names no finite number; rename it")
+                raise ValueError(f"a folder of column {column.name!r} has no finite number; rename it")
             if number:
                 fractional = one.fractional * number
                 one = replace(one, rows=number, values=number, fractional=fractional)
@@ -326,8 +329,8 @@ def _splits(listing: Listing, validation_col: str | None) -> list[Split]:
     given = listing.folder_columns.get(validation_col)
     if given is None:
         raise ValueError(
-            f"validationIndicatorCol {validation_col!r} is a column of the files' rows, and a table that is "
-            "read as it is holds out whole files; name a column of its folders, or write it with write_shards"
+            f"validationIndicatorCol {validation_col!r} is a column of the files, but an external table "
+            "holds out whole files; name a partition column, or write the table with write_shards"
         )
     values = given.to_pylist()
     if other := sorted({str(value) for value in values if value not in (0, 1)}):
@@ -338,23 +341,23 @@ def _splits(listing: Listing, validation_col: str | None) -> list[Split]:
 
 
 def _window_rows(manifest: ShardManifest) -> int:
-    """Returns the rows of a window: as many as fill a row group of our own shards, or a page."""
+    """Returns the rows of a window: as many as fill a row group of our shards, or a page."""
     row_bytes = sum(map(manifest.mean_row_bytes, manifest.columns))
     return max(1, min(WINDOW_ROWS, int(ROW_GROUP_BYTES / max(1, row_bytes))))
 
 
-def _can_be_cut(footer: Footer, window: int) -> bool:
-    """Whether every row group that is worth it can be cut into windows."""
+def _can_split(footer: Footer, window: int) -> bool:
+    """Returns whether every row group that is large enough can be split into windows."""
     return all(cuts for rows, cuts in zip(footer.row_groups, footer.cuts, strict=True) if rows >= 2 * window)
 
 
-def _check_uncut(listing: Listing, footers: Sequence[Footer], window: int) -> None:
-    """Refuses row groups that are read whole, and of which readers would hold too much."""
+def _check_unsplit(listing: Listing, footers: Sequence[Footer], window: int) -> None:
+    """Raises ValueError if readers would hold too much of row groups that are read whole."""
     uncut = [
         (num_bytes, rows, path)
         for (path, _, _), footer in zip(listing.files, footers, strict=True)
-        for can_be_cut in (_can_be_cut(footer, window),)
-        # Where windows are cut, lists alone may be longer than the mean that the windows were made for.
+        for can_be_cut in (_can_split(footer, window),)
+        # With windows, only lists may be longer than the mean that determined the windows.
         for rows, num_bytes in zip(
             footer.row_groups, footer.list_bytes if can_be_cut else footer.num_bytes, strict=True
         )
@@ -362,11 +365,11 @@ def _check_uncut(listing: Listing, footers: Sequence[Footer], window: int) -> No
     ]
     held = sorted(uncut, reverse=True)[:_GROUPS_IN_USE]
     total = sum(num_bytes for num_bytes, _, _ in held)
-    if total > MAX_UNCUT_BYTES:
+    if total > MAX_UNSPLIT_BYTES:
         _, rows, path = held[0]
         raise ValueError(
             f"{storage.join(listing.source.uri, path)!r} has a row group of {rows} rows that can only be "
-            "read whole, since its arrays have no page index or its rows differ much in length: readers "
-            f"would hold {total >> 20} MiB; write it by Spark, by pyarrow with write_page_index=True, in "
+            "read whole, because its arrays have no page index or its rows differ much in length: readers "
+            f"would hold {total >> 20} MiB; write it with Spark, with pyarrow and write_page_index=True, in "
             "smaller row groups, or with write_shards"
         )

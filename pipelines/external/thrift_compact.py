@@ -1,7 +1,7 @@
-"""Thrift's compact protocol, in which Parquet keeps its footers, page headers and page indexes.
+"""Thrift's compact protocol, the format of Parquet footers, page headers and page indexes.
 
 Structs are read as dicts of field number -> (wire type, value), without a schema, so that a footer can be
-read, cut and written again with entries that this package knows nothing of.
+read, cut and written again with unknown entries.
 (https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md)
 """
 
@@ -18,14 +18,14 @@ _MAX_DEPTH = 32
 
 
 class ThriftError(ValueError):
-    """The bytes are no struct of the compact protocol, or end before it does."""
+    """The bytes are not a struct of the compact protocol, or end too early."""
 
 
 def read_struct(data: bytes, start: int = 0) -> tuple[Struct, int]:
-    """Returns the struct that begins at `start`, and the place after it.
+    """Returns the struct that begins at `start`, and the offset after it.
 
     Raises:
-        ThriftError: There is none.
+        ThriftError: There is no struct.
     """
     try:
         return _read_struct(data, start, 0)
@@ -34,7 +34,6 @@ def read_struct(data: bytes, start: int = 0) -> tuple[Struct, int]:
 
 
 def write_struct(fields: Struct) -> bytes:
-    """Returns the bytes of a struct."""
     out = bytearray()
     _write_struct(out, fields)
     return bytes(out)

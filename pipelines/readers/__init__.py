@@ -1,8 +1,8 @@
-"""Readers: one file an engine, one registry, one contract.
+"""Readers: one file per engine, one registry, one contract.
 
-To add an engine: subclass `ShardReader` in a file of its own, list it in
-`READERS`, and tests/pipelines/test_readers.py tests it. A package of its own declares
-the class as an entry point in `ENTRY_POINTS`, and is found by that name.
+To add an engine: subclass `ShardReader` in its own file and list it in `READERS`;
+tests/pipelines/test_readers.py then tests it. Another package declares its class as an entry point in
+`ENTRY_POINTS`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ READERS: dict[str, str] = {
     "petastorm": "ringspark.pipelines.readers.petastorm_reader:PetastormReader",
     "arrow": "ringspark.pipelines.readers.arrow_reader:ArrowReader",
 }
-"""Engine name -> "module:class". Strings, so that Petastorm is imported only where it is used."""
+"""Engine name -> "module:class", so that Petastorm is imported only when it is used."""
 
 ENTRY_POINTS = "ringspark.readers"
 
@@ -49,23 +49,22 @@ def open_reader(
     """Opens one shard's reader over all files of `manifest`.
 
     Args:
-        manifest: The shards to read; `manifest.select("train")` gives one split.
+        manifest: Shards to read; `manifest.select("train")` gives one split.
         columns: Names of the columns to read; all by default.
         shard: Index of this shard among `num_shards`.
-        num_shards: How many readers share every batch.
-        batch_size: Rows per step over all shards, or a function that gives them for an epoch.
-        seed: Any whole number; the same on all shards.
-        engine: A key of `READERS`; by default "petastorm" where it is installed, otherwise "arrow". All
-            engines give the same bytes.
+        num_shards: Number of readers that share every batch.
+        batch_size: Rows per step over all shards, or a function that returns them for an epoch.
+        seed: Any whole number; equal on all shards.
+        engine: A key of `READERS`; by default "petastorm" if installed, otherwise "arrow". All engines return
+            the same bytes.
         shuffle: False keeps the order of the files.
-        cache: "memory" or "disk" keeps decoded row groups for the epochs that follow; None reads the
-            files in every epoch.
-        cache_bytes: The most bytes that the cache may hold; what does not fit is read again.
-        cached_row_groups: The row groups that the cache may hold, such as `read_again` gives; None for all.
+        cache: "memory" or "disk" keeps decoded row groups for later epochs; None reads the files in every
+            epoch.
+        cache_bytes: Most bytes in the cache; row groups that do not fit are read again.
+        cached_row_groups: Row groups that the cache may hold, as from `read_again`; None for all.
 
     Raises:
-        ValueError: The engine is unknown or not installed, a column is unknown, or a number is out
-            of range.
+        ValueError: The engine is unknown or not installed, a column is unknown, or a number is out of range.
     """
     if not isinstance(manifest, ShardManifest):
         raise ValueError(f"open_reader takes a manifest, got {manifest!r}; pass ShardManifest.load(uri)")
@@ -89,7 +88,6 @@ def open_reader(
 
 
 def _reader_class(engine: str) -> type[ShardReader]:
-    """Imports the class of an engine, of ours or of another package."""
     if engine in READERS:
         module, _, name = READERS[engine].partition(":")
         return cast("type[ShardReader]", getattr(import_module(module), name))
@@ -102,14 +100,15 @@ def _reader_class(engine: str) -> type[ShardReader]:
 
 
 def check_engine(engine: str) -> None:
-    """Raises ValueError if the engine is unknown or not installed. Imports only another package's."""
+    """Raises ValueError if the engine is unknown or not installed. Imports only classes of other packages."""
     if engine not in READERS:
         _reader_class(engine)
     if engine == "petastorm" and find_spec("petastorm") is None:
         raise ValueError(
             "reader 'petastorm' is not installed; pip install 'ringspark[petastorm]' or set reader='arrow'"
         )
-    # Our wheel asks for it; a Petastorm that was put in by hand may be older, or a stray folder.
+    # Our package requires this version, but Petastorm may have been installed without it, or be a stray
+    # folder.
     if engine == "petastorm" and (found := _version_of("petastorm")) < (0, 12, 1):
         raise ValueError(
             f"reader 'petastorm' needs Petastorm 0.12.1 or newer, got {'.'.join(map(str, found)) or 'none'}; "
@@ -118,16 +117,16 @@ def check_engine(engine: str) -> None:
 
 
 def check_table_reader(engine: str, table: TableSource) -> None:
-    """Raises ValueError if the engine reads shards alone: only "arrow" reads the files of another writer."""
+    """Raises ValueError unless the engine is "arrow", the only one that reads external tables."""
     if engine != "arrow":
         raise ValueError(
-            f"reader {engine!r} reads shards of write_shards alone, and {table.uri!r} is a table of another "
-            "writer; set reader='arrow'"
+            f"reader {engine!r} reads only shards of write_shards, but {table.uri!r} is an external table; "
+            "set reader='arrow'"
         )
 
 
 def _version_of(package: str) -> tuple[int, ...]:
-    """Returns the numbers of the installed version, () where a package manager knows none."""
+    """Returns the numbers of the installed version, or () if no package manager knows it."""
     try:
         text = version(package)
     except PackageNotFoundError:
@@ -136,7 +135,7 @@ def _version_of(package: str) -> tuple[int, ...]:
 
 
 def default_engine() -> str:
-    """Returns "petastorm" where it is installed, otherwise "arrow"."""
+    """Returns "petastorm" if it is installed, otherwise "arrow"."""
     try:
         check_engine("petastorm")
     except ValueError:

@@ -1,4 +1,4 @@
-"""Reads row groups with pyarrow (any version from 14 on) and no other dependency."""
+"""Reads row groups with pyarrow (14 or newer) and no other dependency."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringspark.pipelines.readers.prefetch import closed_check
 from ringspark.pipelines.readers.range_file import RangeFile, Tails
 from ringspark.pipelines.table_files import changed_problem
 
-# The streams of a shuffled epoch take turns over many files; opening one costs about a millisecond.
+# The streams of a shuffled epoch alternate between many files, and opening a file takes about a millisecond.
 _OPEN_FILES = 64
 
 
@@ -37,7 +37,7 @@ class ArrowReader(ShardReader):
         }
 
     def read_tables(self, indexes: Sequence[int]) -> Iterator[Any]:
-        """Yields the row groups in order, from files kept open while they are in use."""
+        """Yields the row groups in order, from files that stay open while they are in use."""
         names, kept = self.stored_names, KeptPages()
         files: OrderedDict[str, tuple[Any, PageReader, ExitStack]] = OrderedDict()
         try:
@@ -53,42 +53,39 @@ class ArrowReader(ShardReader):
                     files[uri] = self._open(index, kept)
                 file, pages, _ = files[uri]
                 window = self.window(index)
-                if window is None or window.stop - window.start == self._rows_of(index):
+                file_rows = self._located[index][0].row_groups
+                if window is None or window.stop - window.start == file_rows[row_group]:
                     table = file.read_row_group(row_group, columns=names, use_threads=False)
                 else:
                     table = pages.read(row_group, names, window.start, window.stop)
                 if number == len(indexes) - 1:
-                    self._check_unchanged(files)  # before the last one: nobody asks for more behind it
+                    self._check_unchanged(files)  # before the last table, because no call follows it
                 yield table
         finally:
             for _, _, stack in files.values():
                 stack.close()
 
-    def _rows_of(self, index: int) -> int:
-        """Returns the rows of the whole row group that an index lies in."""
-        return self._located[index][0].row_groups[self.locate(index)[1]]
-
     def _check_unchanged(self, uris: Iterable[str]) -> None:
-        """Refuses a table's files that changed: others may write there, as nobody does among shards."""
+        """Raises ValueError if files of an external table changed, because others may write there."""
         known = [(uri, *self._table_states[uri]) for uri in uris if uri in self._table_states]
         if (problem := changed_problem(known)) is not None:
             raise ValueError(problem)
 
     def _open(self, index: int, kept: KeptPages) -> tuple[Any, PageReader, ExitStack]:
-        """Returns the Parquet file of a row group, the reader of its pages, and the stack to close."""
-        uri, _ = self.locate(index)
+        """Returns a row group's Parquet file, the reader of its pages, and the stack that closes them."""
+        (uri, _), (shard_file, _) = self.locate(index), self._located[index]
         self._check_unchanged([uri])
         is_local = storage.is_local(uri)
         with ExitStack() as stack:
-            source: Any = pa.OSFile(uri) if is_local else self._range_file(index)
-            # In a store, one request fetches all columns of a row group that lie side by side.
+            source: Any = (
+                pa.OSFile(uri)
+                if is_local
+                else RangeFile(uri, shard_file.num_bytes, self._tails, closed_check())
+            )
+            # In a store, one request fetches all adjacent columns of a row group.
             stack.enter_context(source)
             file = pq.ParquetFile(source, pre_buffer=not is_local, coerce_int96_timestamp_unit="us")
-            problem = row_group_problem(self._located[index][0], file.metadata)
+            problem = row_group_problem(shard_file, file.metadata)
             if problem is not None:
                 raise ValueError(f"it {problem}")
             return file, PageReader(source, file.metadata, kept, uri), stack.pop_all()
-
-    def _range_file(self, index: int) -> RangeFile:
-        file, _ = self._located[index]
-        return RangeFile(self.locate(index)[0], file.num_bytes, self._tails, closed_check())

@@ -1,12 +1,10 @@
-"""From row groups to batches: everything that all readers share.
+"""Turns row groups into batches: the part that all readers share.
 
-An engine only has to yield row groups, as Arrow tables, in the order it is
-told. `plan_epoch` decides which row belongs to which batch, and this module
-follows it for all engines, so every engine gives the same bytes. Row groups are
-permuted and cut into streams when they arrive; batches are put together for many
-steps at a time (a block), because one large gather is several times faster than
-a small one per step. Reading, permuting and putting together each run ahead in
-a separate thread; they spend nearly all their time outside Python's lock.
+An engine only yields row groups as Arrow tables in the requested order. `plan_epoch` decides which row
+belongs to which batch, and this module follows it for all engines, so every engine returns the same bytes.
+Row groups are permuted and split into streams when they arrive. Batches are built for many steps at once (a
+block), because one large gather is several times faster than a small one per step. Reading, permuting and
+building each run ahead in a separate thread; they spend nearly all their time outside Python's lock.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from ringspark.pipelines.epoch_plan import EpochPlan, RowGroupReads, ShardPlan, 
 from ringspark.pipelines.external.conversion import decode_column
 from ringspark.pipelines.kinds.base import one_chunk
 from ringspark.pipelines.manifest import ShardManifest
-from ringspark.pipelines.readers.blocks import Buffers, Piece, RowGroup, StreamBuffer, assemble, order
+from ringspark.pipelines.readers.blocks import Buffers, RowGroup, StreamBuffer, StreamRows, assemble, order
 from ringspark.pipelines.readers.cache import RowGroupCache
 from ringspark.pipelines.readers.prefetch import prefetch, prefetch_bundles
 from ringspark.pipelines.readers.retry import Retries
@@ -40,29 +38,30 @@ from ringspark.pipelines.table_files import TABLE_REMEDY, Window
 
 Batch = dict[str, npt.NDArray[Any]]
 
-# A block is put together at once, column by column. It is large enough that the cost of NumPy calls does
-# not count (half the rows take a tenth more time), and takes little memory beside the row groups.
+# A block is built at once, column by column. It is so large that the cost of NumPy calls does not count (half
+# the
+# rows take a tenth more time), and small next to the row groups.
 _BLOCK_ROWS = 98_304
 _BLOCK_COLUMN_BYTES = 3 << 20
 _BLOCK_BYTES = 8 << 20
 _PREFETCHED_BLOCKS = 2
 _PREFETCHED_ROW_GROUPS = 2
-# Tables of other writers may have row groups of few rows. They pass from thread to thread together.
+# External tables may have tiny row groups, which pass from thread to thread in bundles.
 _BUNDLE_BYTES = 256 << 10
 
 
 class ShardReader(ABC):
-    """Reads one shard's batches of any epoch. `open_reader` makes it; each engine is a subclass.
+    """Reads one shard's batches of any epoch. Created by `open_reader`; each engine is a subclass.
 
     Attributes:
-        manifest: The shards; the reader reads every file of them, so `select` a split first.
-        columns: The columns of a batch, in order.
+        manifest: The shards; the reader reads all their files, so `select` a split first.
+        columns: Columns of a batch, in order.
         shard: Index of this shard.
         num_shards: Number of shards.
-        batch_size: Rows per step over all shards; a function of the epoch where epochs differ.
+        batch_size: Rows per step over all shards, or a function of the epoch.
         seed: Seed of the order of the rows.
         shuffle: False keeps the order of the files.
-        cache: Row groups that were read before; None if every epoch reads them again.
+        cache: Row groups that were read before; None reads them again in every epoch.
     """
 
     engine: ClassVar[str]
@@ -101,7 +100,7 @@ class ShardReader(ABC):
         self._windows: dict[str, tuple[Window, ...]] = {}
         tables = [file.table for file in manifest.files if file.table is not None]
         self._folder_values = set(tables[0].values) if tables else set()
-        self.plan(0).shard(shard)  # refuses numbers out of range now instead of in the first epoch
+        self.plan(0).shard(shard)  # refuses numbers out of range before the first epoch
 
     @property
     def num_steps(self) -> int:
@@ -120,21 +119,21 @@ class ShardReader(ABC):
         )
 
     def close(self) -> None:
-        """Frees what the reader keeps between epochs. Nothing is read after it."""
+        """Releases the memory that the reader keeps between epochs. Nothing can be read afterwards."""
         if self.cache is not None:
             self.cache.close()
         self.cache, self._buffers = None, Buffers()
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """Yields the shard's batches of an epoch, one for every step from `start_step`.
+        """Yields the shard's batches of an epoch, one per step from `start_step`.
 
-        A thread reads ahead. It ends when the iterator is closed or reaches its end.
+        A thread reads ahead. It ends when the iterator is closed or exhausted.
 
         Yields:
-            Name -> array of shape (rows, ...), in the order of the epoch's positions; writable, and
-            shared with no other batch. Ragged and sparse columns give several arrays, see their
-            kinds. A shard without rows in a step gets arrays of 0 rows. A shard's number of rows
-            differs by a few between steps; the sum over shards does not.
+            Name -> array of shape (rows, ...), in the order of the epoch's positions; writable, and shared
+            with no other batch. Ragged and sparse columns add several arrays, see their column types. A shard
+            without rows in a step gets arrays of 0 rows. A shard's number of rows differs by a few between
+            steps; the sum over shards does not.
 
         Raises:
             RuntimeError: A row group cannot be read; the message names the file and the row group.
@@ -148,14 +147,14 @@ class ShardReader(ABC):
     def read_tables(self, indexes: Sequence[int]) -> Iterator[Any]:
         """Yields the row groups with these indexes as Arrow tables, in exactly this order.
 
-        Indexes count over the files of the manifest in order. They may repeat. A table holds at least
-        the columns `stored_names`. The engine raises its error unchanged, in place of the first row group
-        that it cannot read. Closing the iterator frees files and threads.
+        Indexes count over the files of the manifest in order, and may repeat. A table holds at least the
+        columns `stored_names`. The engine raises its error unchanged, in place of the first row group that it
+        cannot read. Closing the iterator releases files and threads.
         """
 
     @property
     def stored_names(self) -> list[str]:
-        """Returns the names of the Parquet columns to read."""
+        """Names of the Parquet columns to read."""
         if self.manifest.table is not None:
             return [column.name for column in self.columns if column.name not in self._folder_values]
         return [name for column in self.columns for name in column.kind.stored(column.name)]
@@ -186,13 +185,13 @@ class ShardReader(ABC):
                 yield row_group
 
     def locate(self, index: int) -> tuple[str, int]:
-        """Returns, for an index, the URI of the file and the number of the row group within it."""
+        """Returns the URI of an index's file and the number of the row group within it."""
         file, group = self._located[index]
         window = self.window(index)
         return storage.join(self.manifest.files_uri, file.path), group if window is None else window.row_group
 
     def window(self, index: int) -> Window | None:
-        """Returns the rows of a table's row group that an index means; None for shards of `write_shards`."""
+        """Returns the rows that an index means in an external table; None for shards of `write_shards`."""
         file, group = self._located[index]
         if file.table is None:
             return None
@@ -201,7 +200,7 @@ class ShardReader(ABC):
         return self._windows[file.path][group]
 
     def read_error(self, index: int, error: BaseException, attempts: int = 1) -> RuntimeError:
-        """Returns the error to raise when a row group cannot be read."""
+        """Returns the error to raise if a row group cannot be read."""
         uri, row_group = self.locate(index)
         tried = f" after {attempts} attempts" if attempts > 1 else ""
         if attempts > 1:
@@ -220,14 +219,15 @@ class ShardReader(ABC):
         )
 
     def _tables(self, indexes: Sequence[int]) -> Generator[Any, None, None]:
-        """Yields the row groups as tables; after a passing failure of the store, begins again there."""
+        """Yields the row groups as tables; resumes there after a temporary failure of the store."""
         done, retries = 0, Retries()
         while done < len(indexes):
             try:
                 self._check_file(indexes[done])
                 with closing(self.read_tables(indexes[done:])) as tables:  # type: ignore[type-var]
                     for table in tables:
-                        self._check_table(indexes[done], table)
+                        if table.num_rows != (rows := self._row_groups[indexes[done]]):
+                            raise ValueError(f"it has {table.num_rows} rows, but the manifest says {rows}")
                         yield table
                         done += 1
                         retries.reset()
@@ -239,19 +239,14 @@ class ShardReader(ABC):
                     raise self.read_error(indexes[done], error, retries.attempts) from error
 
     def _check_file(self, index: int) -> None:
-        """Compares the size of a file of shards with the manifest's, the first time it is used."""
+        """Compares the size of a shard file with the manifest when it is first used."""
         file, _ = self._located[index]
         if file.table is not None or file.path in self._checked_files:
-            return  # the engine that reads tables compares more, and more often
+            return  # ArrowReader compares more of an external table, and more often
         num_bytes = storage.size(storage.join(self.manifest.files_uri, file.path))
         if num_bytes != file.num_bytes:
             raise ValueError(f"it has {num_bytes} bytes, but the manifest says {file.num_bytes}")
         self._checked_files.add(file.path)
-
-    def _check_table(self, index: int, table: Any) -> None:
-        expected = self._row_groups[index]
-        if table.num_rows != expected:
-            raise ValueError(f"it has {table.num_rows} rows, but the manifest says {expected}")
 
     def _decode(self, index: int, table: Any) -> RowGroup:
         row_group = {}
@@ -269,7 +264,6 @@ class ShardReader(ABC):
         return row_group
 
     def _constant(self, index: int, name: str) -> Rows:
-        """Returns the rows of a column whose value the file's folder tells."""
         table = self._located[index][0].table
         assert table is not None
         dtype = self._kinds[name].arrays(name)[name].dtype
@@ -284,17 +278,17 @@ class ShardReader(ABC):
             self._buffers.trim()
 
     def _blocks(self, plan: ShardPlan, start_step: int) -> Iterator[list[Batch]]:
-        """Yields lists that each hold the batches of several steps."""
+        """Yields lists with the batches of several steps."""
         reads = plan.reads(start_step)
         streams, cycle = [StreamBuffer() for _ in plan.deal.streams], plan.deal.stream_cycle
         waiting = deque(reads.first_steps.tolist())
         num_steps = plan.plan.num_steps
-        steps = self._block_steps(plan.plan.batch_size)
+        steps = block_steps(self._widths(), self.num_shards, plan.plan.batch_size)
         empty = self._empty()
         pieces = prefetch_bundles(
             self._pieces(plan, reads),
             _PREFETCHED_ROW_GROUPS,
-            lambda row_group: sum(len(piece.rows) for _, piece in row_group),
+            lambda parts: sum(len(part.rows) for _, part in parts),
             self._bundle_rows(),
         )
         with closing(pieces) as row_groups:
@@ -302,8 +296,8 @@ class ShardReader(ABC):
                 last = min(first + steps, num_steps)
                 while waiting and waiting[0] < last:
                     waiting.popleft()
-                    for place, piece in next(row_groups):
-                        streams[place.stream].add(place.start, piece)
+                    for place, rows in next(row_groups):
+                        streams[place.stream].add(place.start, rows)
                 bounds = plan.bounds(first, last)
                 block = assemble(streams, cycle, bounds[0], bounds[-1], empty, self._buffers)
                 yield [
@@ -313,8 +307,8 @@ class ShardReader(ABC):
 
     def _pieces(
         self, plan: ShardPlan, reads: RowGroupReads
-    ) -> Generator[list[tuple[StreamSlice, Piece]], None, None]:
-        """Yields the pieces that each row group gives to the streams, in the streams' order."""
+    ) -> Generator[list[tuple[StreamSlice, StreamRows]], None, None]:
+        """Yields the rows that each row group gives to the streams, in the streams' order."""
         with closing(self.read_row_groups(reads.row_groups.tolist())) as row_groups:  # type: ignore[type-var]
             for read, row_group in zip(reads, row_groups, strict=True):
                 yield [
@@ -323,21 +317,16 @@ class ShardReader(ABC):
                 ]
 
     def _finish(self, block: RowGroup, start: int, stop: int) -> Batch:
-        """Returns the batch of one step from its rows in a block."""
         batch: Batch = {}
         for name, kind in self._kinds.items():
             batch.update(kind.finish(name, cut(block[name], start, stop)))
         return batch
 
     def _empty(self) -> RowGroup:
-        """Returns every column with no rows."""
         return {
             name: kind.decode([pa.array([], data_type) for data_type in kind.stored(name).values()])
             for name, kind in self._kinds.items()
         }
-
-    def _block_steps(self, batch_size: int) -> int:
-        return block_steps(self._widths(), self.num_shards, batch_size)
 
     def _bundle_rows(self) -> int:
         return _BUNDLE_BYTES // sum(self._widths())
@@ -347,10 +336,6 @@ class ShardReader(ABC):
 
 
 def block_steps(widths: Sequence[int], num_shards: int, batch_size: int) -> int:
-    """Returns the number of steps in a block.
-
-    Args:
-        widths: Bytes per row of every column.
-    """
+    """Returns the number of steps in a block, given the bytes per row of every column."""
     rows = min(_BLOCK_ROWS, _BLOCK_COLUMN_BYTES // max(widths), num_shards * _BLOCK_BYTES // sum(widths))
     return max(1, rows // batch_size)

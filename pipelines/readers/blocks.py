@@ -1,9 +1,9 @@
-"""Makes batches from streams: puts the rows of many steps into the order of positions at once.
+"""Builds batches from shuffle streams: puts the rows of many steps into the order of positions at once.
 
-Positions take their rows from the streams in a short repeating cycle (see `streams`), so place p of the cycle
-gives every n-th row of the block. Wide rows are gathered, from where they were decoded, into a line for each
-place, and the block is the transpose of the lines. Narrow ones would spend more time in NumPy's calls than
-in copies: they are put into the stream's order a whole row group at a time, and copied to their places.
+Positions take their rows from the streams in a short repeating cycle (see `shuffle`), so place p of the cycle
+gives every n-th row of the block. Wide rows are gathered from their decoded arrays into one line per place,
+and the block is the transpose of the lines. Narrow rows would spend more time in NumPy calls than in copies:
+a whole row group is first put into the stream's order, and its rows are then copied to their places.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows, join, take
 RowGroup = dict[str, Rows]
 
 WIDE_BYTES = 64
-"""Rows of a column from this size on stay in the row group's array until they go into a batch."""
+"""Rows of this size or larger stay in the row group's array until they go into a batch."""
 
-_SLACK_BYTES = 1 << 20  # The blocks of an epoch differ by a few rows.
+_SLACK_BYTES = 1 << 20  # the blocks of an epoch differ by a few rows
 _KEPT_BYTES = 128 << 20
-_KEPT_ARRAYS = 256  # A stream may hold two pieces, and a block takes some from every stream.
+_KEPT_ARRAYS = 256  # a stream may hold two row groups, and a block uses every stream
 
 
-class Piece(NamedTuple):
+class StreamRows(NamedTuple):
     """Rows of a row group for one stream.
 
     Attributes:
-        columns: The columns; narrow ones hold the rows of this piece alone, in their order.
+        columns: The columns; narrow ones hold only these rows, in their order.
         rows: Indexes of the rows in the other columns, in their order.
     """
 
@@ -42,14 +42,14 @@ class Piece(NamedTuple):
     rows: npt.NDArray[np.int64]
 
 
-# Some rows of a piece.
-_Part = tuple[Piece, slice]
+# Some of these rows.
+_Part = tuple[StreamRows, slice]
 
 
 class Buffers:
-    """Memory that is used again once nobody refers to the array in it, or to a view of that array.
+    """Memory that is reused once nothing refers to its array or to a view of that array.
 
-    The kernel takes longer to hand out a fresh page than the rows on it take to be copied there.
+    The kernel takes longer to provide a fresh page than to copy rows into it.
     """
 
     def __init__(self) -> None:
@@ -62,60 +62,61 @@ class Buffers:
         return sum(memory.nbytes for kept in self._kept.values() for memory, _ in kept)
 
     def empty(self, use: str, rows: int, like: NumpyArray) -> NumpyArray:
-        """Returns an array of `rows` rows of any content, whose shape and dtype are those of `like`.
+        """Returns an uninitialized array of `rows` rows with the row shape and dtype of `like`.
 
         Args:
-            use: Arrays for one use take the place of one another.
+            use: Arrays with the same use share memory.
         """
         shape = (rows, *like.shape[1:])
         size = prod(shape) * like.dtype.itemsize
         if not size:
             return np.empty(shape, like.dtype)
-        with self._lock:  # two epochs may be read at a time
+        with self._lock:  # two epochs may be read at once
             kept = self._kept.setdefault(use, [])
             unused = next((number for number, (_, array) in enumerate(kept) if array() is None), None)
             memory = None if unused is None else kept.pop(unused)[0]
             if memory is None or memory.nbytes < size:
                 memory = np.empty(size + min(size // 8, _SLACK_BYTES), np.uint8).data
             array = np.frombuffer(memory, like.dtype, prod(shape))
-            # A view of a view refers to the first array that lies in memory of something else than an array.
-            # That is this one, so it lives as long as any view of it, also as a tensor or a buffer.
+            # A view of a view refers to the first array whose memory does not belong to an array. That is
+            # this
+            # array, so it lives as long as any view of it, including tensors and buffers.
             assert not isinstance(array.base, np.ndarray)
             kept.append((memory, weakref.ref(array)))
             del kept[:-_KEPT_ARRAYS]
         return array.reshape(shape)
 
     def trim(self) -> None:
-        """Frees all memory if it is so large that making it once an epoch costs little."""
+        """Releases all memory if it is so large that allocating it once per epoch costs little."""
         with self._lock:
             if self.num_bytes > _KEPT_BYTES:
                 self._kept.clear()
 
 
-def order(row_group: RowGroup, rows: npt.NDArray[np.int64], buffers: Buffers) -> Piece:
-    """Returns the piece of a row group that has these rows, in this order."""
+def order(row_group: RowGroup, rows: npt.NDArray[np.int64], buffers: Buffers) -> StreamRows:
+    """Returns the given rows of a row group, in this order."""
     columns = dict(row_group)
     for name, values in row_group.items():
         if not isinstance(values, RaggedRows) and not _is_wide(values):
             columns[name] = _take(values, rows, buffers.empty(f"piece of {name}", len(rows), values))
-    return Piece(columns, rows)
+    return StreamRows(columns, rows)
 
 
 class StreamBuffer:
     """The rows of one stream that are in memory and not yet used, in order."""
 
     def __init__(self) -> None:
-        self._pieces: deque[tuple[int, Piece]] = deque()  # first local row, the rows from there on
+        self._pieces: deque[tuple[int, StreamRows]] = deque()  # first local row, the rows from there on
         self._next: int | None = None
 
-    def add(self, start: int, piece: Piece) -> None:
-        """Takes a piece as local rows from `start`. It may arrive before those in front of it."""
+    def add(self, start: int, piece: StreamRows) -> None:
+        """Adds local rows from `start` on. They may arrive before earlier rows."""
         self._pieces.append((start, piece))
         if len(self._pieces) > 1 and self._pieces[-2][0] > start:
             self._pieces = deque(sorted(self._pieces, key=lambda item: item[0]))
 
     def take(self, num_rows: int) -> list[_Part]:
-        """Removes the next rows; returns the pieces that hold them, each with its range of rows."""
+        """Removes the next rows; returns the parts that hold them."""
         taken = []
         while num_rows:
             start, piece = self._pieces[0]
@@ -145,9 +146,9 @@ def assemble(
         streams: The shard's streams, which hold the rows.
         stream_cycle: Position i takes the next row of stream `stream_cycle[i % len(stream_cycle)]`.
         start: First position; only the shard's positions are counted.
-        stop: The position after the last one.
-        empty: Every column with no rows.
-        buffers: Where the block's arrays come from.
+        stop: Position after the last one.
+        empty: Every column without rows.
+        buffers: Source of the block's arrays.
     """
     num_rows, step = stop - start, len(stream_cycle)
     if not num_rows:
@@ -172,18 +173,18 @@ def _is_wide(rows: NumpyArray) -> bool:
 
 
 def _take(values: NumpyArray, rows: npt.NDArray[np.int64], out: NumpyArray) -> NumpyArray:
-    # Without a mode, NumPy would take the rows elsewhere first, to be able to leave `out` as it was.
+    # With the default mode, NumPy buffers the rows first, so that an error leaves `out` unchanged.
     return np.take(values, rows, axis=0, out=out, mode="clip")
 
 
 def _places(stream_cycle: npt.NDArray[np.int64], stream: int, start: int, num_rows: int) -> list[int]:
-    """Returns the stream's first places in the block, one for each time the stream occurs in the cycle."""
+    """Returns the stream's first places in the block, one per occurrence of the stream in the cycle."""
     turns = (np.flatnonzero(stream_cycle == stream) - start) % len(stream_cycle)
     return [place for place in sorted(turns.tolist()) if place < num_rows]
 
 
 def _deal(parts: Sequence[_Part], places: Sequence[int], lines: list[list[_Part]]) -> None:
-    """Deals the rows of a stream to the lines of its places, in turns."""
+    """Deals the rows of a stream to the lines of its places, one after the other."""
     done, turns = 0, len(places)
     for piece, rows in parts:
         for turn, place in enumerate(places):
@@ -192,7 +193,7 @@ def _deal(parts: Sequence[_Part], places: Sequence[int], lines: list[list[_Part]
 
 
 def _gather(name: str, lines: Sequence[Sequence[_Part]], block: NumpyArray, buffers: Buffers) -> None:
-    """Fills a block with wide rows, by way of the lines; with one line, the block is that line."""
+    """Fills a block with wide rows through the lines; a single line is the block itself."""
     step, height = len(lines), len(block) // len(lines)
     table = block if step == 1 else buffers.empty(f"lines of {name}", len(block), block)
     for place, parts in enumerate(lines):
@@ -206,7 +207,6 @@ def _gather(name: str, lines: Sequence[Sequence[_Part]], block: NumpyArray, buff
 
 
 def _copy(name: str, lines: Sequence[Sequence[_Part]], block: NumpyArray, buffers: Buffers) -> None:
-    """Fills a block with narrow rows, which are in order."""
     for place, parts in enumerate(lines):
         line, done = block[place :: len(lines)], 0
         for piece, span in parts:
@@ -216,9 +216,9 @@ def _copy(name: str, lines: Sequence[Sequence[_Part]], block: NumpyArray, buffer
 
 
 def _gather_ragged(name: str, lines: Sequence[Sequence[_Part]], num_rows: int) -> Rows:
-    """Joins the ragged rows of all lines and takes them in the order of their positions."""
-    joined = join([take(piece.columns[name], piece.rows[span]) for parts in lines for piece, span in parts])
+    """Concatenates the ragged rows of all lines and takes them in the order of their positions."""
+    rows = join([take(piece.columns[name], piece.rows[span]) for parts in lines for piece, span in parts])
     source = np.empty(num_rows, dtype=np.int64)
     places = [np.arange(place, num_rows, len(lines)) for place in range(min(len(lines), num_rows))]
     source[np.concatenate(places)] = np.arange(num_rows)
-    return take(joined, source)
+    return take(rows, source)

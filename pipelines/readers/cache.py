@@ -1,8 +1,7 @@
 """Keeps decoded row groups after the first epoch, in memory or in a memory-mapped local file.
 
-Every epoch reads every row group once, so nothing is evicted: what fits stays,
-and the rest is read again. Nobody writes to a row group from the cache, because
-the shuffle takes copies.
+Every epoch reads every row group once, so nothing is evicted: row groups that fit stay, and the others are
+read again. Nobody writes to a cached row group, because the shuffle copies rows.
 """
 
 from __future__ import annotations
@@ -25,35 +24,34 @@ from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows, num_bytes
 RowGroup = dict[str, Rows]
 
 _ALIGNMENT = 64
-# Python keeps a descriptor for each mapping, and a process has about a thousand. A block needs many row
-# groups at a time if they are small; reading them costs no more than mapping them.
+# Python keeps a descriptor per mapping, and a process has about a thousand. A block needs many row groups at
+# once
+# if they are small, and reading them costs no more than mapping them.
 _MAPPED_BYTES = 256 << 10
 
 _logger = logging.getLogger(__name__)
 
 
-class _Array(NamedTuple):
-    """Place of an array in the file, as an offset from its row group's, with its dtype and shape."""
+class _StoredArray(NamedTuple):
+    """An array in the file: its offset from the row group's, dtype and shape."""
 
     offset: int
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
 
 
-class _Place(NamedTuple):
-    """Place of a row group in the file."""
-
+class _StoredRowGroup(NamedTuple):
     offset: int
     num_bytes: int
-    columns: dict[str, list[_Array]]
+    columns: dict[str, list[_StoredArray]]
 
 
 class RowGroupCache(ABC):
-    """Row groups by index, up to a given number of bytes.
+    """Row groups by index, up to a number of bytes.
 
     Attributes:
-        max_bytes: The most bytes to hold.
-        keep: The row groups worth keeping; None for all.
+        max_bytes: Most bytes to hold.
+        keep: Row groups worth keeping; None for all.
         num_bytes: Bytes held.
     """
 
@@ -82,7 +80,7 @@ class RowGroupCache(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Frees what it holds; it is not used any more."""
+        """Releases the row groups; the cache is not used afterwards."""
 
     @abstractmethod
     def _keep(self, index: int, row_group: RowGroup) -> bool:
@@ -113,12 +111,12 @@ class MemoryCache(RowGroupCache):
 class DiskCache(RowGroupCache):
     """Cache "disk": one uncompressed temporary file; a row group is mapped on use, or read if it is small.
 
-    The file has no name, so the kernel removes it with the process that made it, however that ends. Threads
-    may share the cache. A forked child may read what was kept before the fork; it keeps nothing, because
-    its parent would write to the same places.
+    The file has no name, so the kernel removes it when its process ends in any way. Threads may share the
+    cache. A forked child may read row groups that were kept before the fork, but keeps none, because its
+    parent would write to the same places.
 
     Attributes:
-        fd: Descriptor of the file; -1 once the cache is closed.
+        fd: Descriptor of the file; -1 after `close`.
     """
 
     def __init__(self, max_bytes: int, keep: Collection[int] | None = None) -> None:
@@ -128,7 +126,7 @@ class DiskCache(RowGroupCache):
         self._close = weakref.finalize(self, os.close, self.fd)
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._end = 0
-        self._row_groups: dict[int, _Place] = {}
+        self._row_groups: dict[int, _StoredRowGroup] = {}
 
     def __contains__(self, index: int) -> bool:
         return index in self._row_groups
@@ -150,18 +148,18 @@ class DiskCache(RowGroupCache):
 
     def close(self) -> None:
         with self._alone():
-            # The kernel gives the number to the next file that is opened, so nobody may use it from here on.
+            # The kernel reuses the descriptor for the next open file, so nobody may use it from here on.
             self.fd, self.keep = -1, ()
             self._row_groups.clear()
             self._close()
 
     def _alone(self) -> AbstractContextManager[Any]:
-        """Holds off other threads. In a forked child a thread that was not forked may hold the lock."""
+        """Locks out other threads. In a forked child, a thread that no longer exists may hold the lock."""
         return self._lock if os.getpid() == self._pid else nullcontext()
 
     def _keep(self, index: int, row_group: RowGroup) -> bool:
         offset = end = self._end
-        columns: dict[str, list[_Array]] = {}
+        columns: dict[str, list[_StoredArray]] = {}
         try:
             for name, rows in row_group.items():
                 ragged = rows.compact() if isinstance(rows, RaggedRows) else None
@@ -169,17 +167,16 @@ class DiskCache(RowGroupCache):
                 columns[name] = []
                 for array in arrays:
                     end += -end % _ALIGNMENT if array.nbytes else 0
-                    columns[name].append(_Array(end - offset, array.dtype, array.shape))
+                    columns[name].append(_StoredArray(end - offset, array.dtype, array.shape))
                     end = self._write(np.ascontiguousarray(array), end)
         except OSError as error:
             self.keep = ()
             _logger.warning(
-                "cache 'disk' keeps no more than %d row groups, the shards are read again for the others: %s",
-                len(self._row_groups),
-                error,
-            )
+                "cache 'disk' keeps only %d row groups, and the others are read again in every epoch: %s",
+                len(self._row_groups), error,
+            )  # fmt: skip
             return False
-        self._row_groups[index] = _Place(offset, end - offset, columns)
+        self._row_groups[index] = _StoredRowGroup(offset, end - offset, columns)
         self._end = end + -end % _ALIGNMENT
         return True
 
@@ -191,8 +188,7 @@ class DiskCache(RowGroupCache):
             offset, data = offset + written, data[written:]
         return offset
 
-    def _data(self, place: _Place) -> Any:
-        """Returns the bytes of a row group."""
+    def _data(self, place: _StoredRowGroup) -> Any:
         if place.num_bytes < _MAPPED_BYTES:
             return os.pread(self.fd, place.num_bytes, place.offset)
         skipped = place.offset % mmap.ALLOCATIONGRANULARITY

@@ -1,4 +1,4 @@
-"""Computes from the plan alone what a reader holds at once and reads again, before anything is read."""
+"""Computes from the plan what a reader holds at once and reads again, before anything is read."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from ringspark.pipelines.kinds.strings import HashBuckets, Vocabulary
 from ringspark.pipelines.readers.base import block_steps
 from ringspark.pipelines.readers.blocks import WIDE_BYTES
 
-# Kinds whose rows all take `row_bytes` and `held_bytes`; rows of other kinds may take next to nothing.
+# Column types whose rows all take `row_bytes` and `held_bytes`; rows of other types may be almost empty.
 DENSE = (Scalar, Array, Vector, Vocabulary, HashBuckets, Image)
 
-# The block in use and the block being made; a queue between them may hold more.
+# The block in use and the block being built; the queue between them may hold more.
 _BLOCKS = 2
 
-# A row group that a shard has not met twice in so many epochs comes back too seldom to be worth its room.
+# A row group that a shard does not read twice in this many epochs is not worth its memory.
 _MOST_EPOCHS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowsInFlight:
-    """The bytes that a reader holds at one moment.
+    """Bytes that a reader holds at one moment.
 
     Attributes:
-        row_groups: Bytes of the rows that wait in the streams for their batch. Of wide columns, a row
-            group is held whole until its last row is in a block.
-        blocks: Bytes of the rows that are put together to batches.
+        row_groups: Bytes of rows that wait in the streams for their batch. A row group's wide columns are
+            held whole until its last row is in a block.
+        blocks: Bytes of rows in blocks.
     """
 
     row_groups: int
@@ -51,7 +51,7 @@ def rows_in_flight(
     """Returns the least that one shard's reader holds in the middle of an epoch, without a cache.
 
     Args:
-        columns: The columns that are read.
+        columns: Columns to read.
         row_groups: Number of rows of every row group.
     """
     widths = [column.kind.row_bytes for column in columns]
@@ -69,9 +69,9 @@ def rows_in_flight(
     for index, stream in enumerate(deal.streams):
         if not stream.length:
             continue
-        # All streams are used up at the same pace: half way through the epoch, each has used half its rows.
+        # All streams advance at the same pace: half-way through the epoch, each has used half its rows.
         waits.add((index, _slot(plan, stream.start + stream.length // 2)))
-        # A row group that reaches into the next stream is read for that one's first rows.
+        # A row group that reaches into the next stream is read early, for that stream's first rows.
         if index + 1 < len(deal.streams):
             waits.add((index, _slot(plan, stream.start + stream.length)))
     own, slots = 0, set()
@@ -85,13 +85,13 @@ def rows_in_flight(
     held = own * (held_bytes - wide_bytes) + whole * wide_bytes
     block_rows = block_steps(widths, num_shards, batch_size) * batch_size // num_shards
     blocks = min(own_rows, _BLOCKS * block_rows)
-    # Rows that are in blocks do not wait as well.
+    # Rows in blocks no longer wait.
     waiting = min(1.0, (own_rows - blocks) / max(1, own))
     return RowsInFlight(row_groups=int(held * waiting), blocks=blocks * row_bytes)
 
 
 def _slot(plan: EpochPlan, row: int) -> int:
-    """Returns which row group of `group_order` holds a row of the epoch's sequence."""
+    """Returns the index in `group_order` of the row group that holds a row of the epoch's sequence."""
     return min(int(np.searchsorted(plan.group_starts, row, side="right")), len(plan.group_order)) - 1
 
 
@@ -105,15 +105,15 @@ def read_again(
     seed: int,
     shuffle: bool,
 ) -> npt.NDArray[np.int64]:
-    """Returns the row groups that one shard reads in two or more of the epochs: those worth keeping.
+    """Returns the row groups that one shard reads in two or more of the epochs: those worth caching.
 
-    In a shuffled epoch a shard reads about 1 / num_shards of the row groups, other ones each time. It looks
-    at 256 epochs at most, so the answer names no row group that is read once, and may lack some
-    that come again less often than that.
+    In a shuffled epoch a shard reads about 1 / num_shards of the row groups, different ones each time. At
+    most 256 epochs are examined, so the result has no row group that is read once, and may lack some that
+    return less often.
 
     Args:
-        epochs: The epochs, by number.
-        batch_size: Rows per step over all shards, or a function that gives them for an epoch.
+        epochs: Numbers of the epochs.
+        batch_size: Rows per step over all shards, or a function that returns them for an epoch.
     """
     times = np.zeros(len(row_groups), dtype=np.int64)
     for epoch in islice(epochs, _MOST_EPOCHS):

@@ -1,12 +1,12 @@
-"""Stand-ins that let Petastorm run on today's pyarrow and NumPy.
+"""Replacements that let Petastorm run on current pyarrow and NumPy.
 
-Petastorm 0.12 and 0.13 are written against parts of pyarrow that versions 15 and 16 removed (the modules
-`pyarrow.filesystem` and `pyarrow.hdfs`, the legacy Parquet dataset and its pieces) and against two names that
-NumPy 2 removed. This file replaces as much of them as engine "petastorm" uses.
+Petastorm 0.12 and 0.13 need parts of pyarrow that versions 15 and 16 removed (the modules
+`pyarrow.filesystem` and `pyarrow.hdfs`, the legacy Parquet dataset and its pieces) and two names that NumPy 2
+removed. This file replaces the parts that engine "petastorm" uses.
 
-Nobody else sees the stand-ins. The two modules are in `sys.modules` only while Petastorm is imported. All
-other stand-ins go into Petastorm's own modules, never into pyarrow or NumPy. There a dataset over `Files` is
-ours and every other dataset is pyarrow's, so that users of Petastorm itself keep what their pyarrow has.
+Other code does not see the replacements. The two modules are in `sys.modules` only while Petastorm is
+imported; all others go into Petastorm's modules, never into pyarrow or NumPy. There a dataset over `Files` is
+ours and every other dataset is pyarrow's, so users of Petastorm keep the behaviour of their pyarrow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-# The names that Petastorm imports from the removed modules. The engine uses none of the code behind them.
+# Names that Petastorm imports from the removed modules. The engine does not use their code.
 _REMOVED = {"pyarrow.filesystem": "LocalFileSystem", "pyarrow.hdfs": "HadoopFileSystem"}
 _USE_PARQUET = ("petastorm.reader", "petastorm.arrow_reader_worker", "petastorm.etl.dataset_metadata")
 
@@ -32,13 +32,13 @@ _import_lock = threading.Lock()
 
 @contextmanager
 def petastorm_importable() -> Iterator[None]:
-    """Makes Petastorm importable inside the block, and leaves the imported modules able to run."""
+    """Makes Petastorm importable in the block, and patches the imported modules."""
     with _import_lock:
         missing = [name for name in _REMOVED if name not in sys.modules and find_spec(name) is None]
         try:
             for name in missing:
                 sys.modules[name] = ModuleType(name)
-                # A class of its own: nothing is an instance of it, whoever else may import it meanwhile.
+                # A new class: nothing is an instance of it, even if other code imports it meanwhile.
                 setattr(sys.modules[name], _REMOVED[name], type(_REMOVED[name], (), {}))
             yield
         finally:
@@ -51,7 +51,7 @@ def petastorm_importable() -> Iterator[None]:
 
 
 class Files(ABC):
-    """The file system that the engine gives Petastorm."""
+    """The file system that the engine passes to Petastorm."""
 
     @abstractmethod
     def open(self, path: str) -> Any:
@@ -70,14 +70,13 @@ class DatasetPiece:
         self._open = open_file_func
 
     def get_metadata(self) -> Any:
-        """Reads the footer of the file."""
         return pq.ParquetFile(self._open(self.path)).metadata
 
 
 class Dataset:
     """The part of the legacy `pq.ParquetDataset` that Petastorm uses, over exactly the given files."""
 
-    # There is no summary file, so Petastorm takes schema and row groups from the footers.
+    # Without a summary file, Petastorm takes schema and row groups from the footers.
     metadata = common_metadata = None
     partitions = ()
 
@@ -88,7 +87,7 @@ class Dataset:
 
 
 class _Parquet(ModuleType):
-    """`pyarrow.parquet`, as Petastorm's modules see it."""
+    """`pyarrow.parquet` as Petastorm's modules see it."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(pq, name)

@@ -1,11 +1,9 @@
 """Reads row groups with Petastorm: its Reader, ventilator, thread pool and Arrow worker.
 
-On its own, Petastorm decides what a shard reads and in which order, converts
-lists row by row, and loads the files it finds in the folder. This module
-overrides three of its hooks: the choice of row groups now takes exactly those
-asked for, repeats included, from exactly the manifest's files; the worker's read
-keeps the table where the original copies it; and the results reader hands the
-Arrow table on, so that its columns become the same arrays as for "arrow".
+By itself, Petastorm decides what a shard reads and in which order, converts lists row by row, and loads all
+files of the folder. This module overrides three of its hooks. The choice of row groups takes exactly the
+requested ones, including repeats, from exactly the manifest's files. The worker keeps the table instead of
+copying it. The results reader returns the Arrow table, so its columns become the same arrays as with "arrow".
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ with petastorm_importable():
     from petastorm.workers_pool import EmptyResultError
     from petastorm.workers_pool.thread_pool import ThreadPool, WorkerTerminationRequested
 
-# Number of row groups that Petastorm reads in advance.
+# Number of row groups that Petastorm reads ahead.
 _READ_AHEAD = 4
 
 
@@ -57,7 +55,7 @@ class PetastormReader(ShardReader):
             traceback.clear_frames(closed.__traceback__)
             raise
         except Exception as error:
-            # The frames hold the pool that reads the footers; its threads would live as long as they do.
+            # The frames hold the pool that reads the footers, and would keep its threads alive.
             traceback.clear_frames(error.__traceback__)
             raise self._footer_error(error) from error
         try:
@@ -68,7 +66,7 @@ class PetastormReader(ShardReader):
             reader.join()
 
     def row_groups_of(self, index: int) -> int:
-        """Returns how many row groups the file of a row group has, by the manifest."""
+        """Returns the number of row groups in the file of a row group, according to the manifest."""
         return len(self._located[index][0].row_groups)
 
     def opened_files(self) -> Files:
@@ -86,9 +84,11 @@ class PetastormReader(ShardReader):
         return _RemoteFiles({storage.join(folder, file.path): opener(file) for file in self.manifest.files})
 
     def _footer_error(self, error: Exception) -> Exception:
-        """Returns the error with the file's name: Petastorm reads all footers first and does not name it."""
+        """Returns the error with the file's name: Petastorm first reads all footers and does not name the
+        file.
+        """
         if not storage.is_local(self.manifest.uri) and may_pass(error):
-            return error  # the store's failure names the file, and asking for all files would not help
+            return error  # the store's error names the file, and checking all files would not help
         try:
             self.manifest.verify_files()
         except ValueError as problem:
@@ -100,17 +100,20 @@ class _OrderedReader(Reader):  # type: ignore[misc]
     """A Petastorm reader of given row groups in a given order."""
 
     def __init__(self, reader: PetastormReader, indexes: Sequence[int]) -> None:
-        self._wanted = [self._place(*reader.locate(index)) for index in indexes]
-        files = sorted({path for path, _ in self._wanted})
-        named = {reader.locate(index)[0]: reader.row_groups_of(index) for index in indexes}
-        self._row_groups = {storage.filesystem(uri)[1]: count for uri, count in named.items()}
+        located = [reader.locate(index) for index in indexes]
+        paths = {uri: storage.filesystem(uri)[1] for uri, _ in located}
+        self._wanted = [(paths[uri], row_group) for uri, row_group in located]
+        files = sorted(paths.values())
+        self._row_groups = {
+            path: reader.row_groups_of(index) for (path, _), index in zip(self._wanted, indexes, strict=True)
+        }
         super().__init__(
             reader.opened_files(),
             files,
             # Petastorm reads names as regular expressions.
             schema_fields=[f"^{re.escape(name)}$" for name in reader.stored_names],
             shuffle_row_groups=False,
-            # With one worker, results come in the order of the requests in every version.
+            # With one worker, every version returns results in the order of the requests.
             reader_pool=ThreadPool(1, results_queue_size=_READ_AHEAD),
             num_epochs=1,
             worker_class=_TableWorker,
@@ -124,15 +127,11 @@ class _OrderedReader(Reader):  # type: ignore[misc]
             if counts[path] != expected:
                 raise ValueError(f"{path!r} has {counts[path]} row groups, but the manifest says {expected}")
         index_of = {(piece.path, piece.row_group): index for index, piece in enumerate(row_groups)}
-        return [index_of[place] for place in self._wanted], None
-
-    @staticmethod
-    def _place(uri: str, row_group: int) -> tuple[str, int]:
-        return storage.filesystem(uri)[1], row_group
+        return [index_of[wanted] for wanted in self._wanted], None
 
 
 class _LocalFiles(Files):
-    """Opens Arrow's own files: Petastorm never closes its files, and these close without a warning."""
+    """Opens Arrow's files: Petastorm never closes its files, and these close without a warning."""
 
     def open(self, path: str) -> Any:
         return pa.OSFile(path)
@@ -149,7 +148,7 @@ class _RemoteFiles(Files):
 
 
 class _TableWorker(ArrowReaderWorker):  # type: ignore[misc]
-    """Petastorm's worker, publishing each row group's Arrow table as it was read."""
+    """Petastorm's worker, which publishes each row group's Arrow table unchanged."""
 
     @staticmethod
     def new_results_queue_reader() -> _TableResults:
@@ -161,16 +160,17 @@ class _TableWorker(ArrowReaderWorker):  # type: ignore[misc]
         except WorkerTerminationRequested:
             raise
         except Closed:
-            # The pool hands on only an Exception; without one its consumer would wait for ever.
+            # The pool passes on only an Exception; without one its consumer would wait forever.
             self.publish_func(_ConsumerGone())
         except Exception as error:
-            # The pool raises a published error in the consumer; an error that leaves this
-            # function would also be printed to stderr.
+            # The pool raises a published error in the consumer. An error that leaves this function would also
+            # be
+            # printed to stderr.
             self.publish_func(error)
 
     def _read_with_shuffle_row_drop(self, piece: Any, pq_file: Any, column_names: Any, *args: Any) -> Any:
         if isinstance(self._filesystem, _RemoteFiles):
-            # Petastorm's own file would send the store a request per column.
+            # Petastorm's own file would send one request per column to the store.
             source = self._filesystem.open(piece.path)
             pq_file = pq.ParquetFile(source, metadata=pq_file.metadata, pre_buffer=True)
         return pq_file.read_row_group(piece.row_group, columns=sorted(column_names), use_threads=False)
@@ -181,7 +181,7 @@ class _ConsumerGone(Exception):  # noqa: N818
 
 
 class _TableResults:
-    """Hands the published tables on unchanged."""
+    """Returns the published tables unchanged."""
 
     batched_output = True
 
@@ -191,7 +191,9 @@ class _TableResults:
         except _ConsumerGone:
             raise Closed from None
         except EmptyResultError:
-            # Petastorm 0.13 checks first whether its workers are idle, then whether all work was handed
-            # out. If the last row group is handed out between the two checks, it takes this for the end
-            # and would drop the row group. At the second call all work is out, and the answer is right.
+            # Petastorm 0.13 first checks whether its workers are idle, then whether all work was handed out.
+            # If the
+            # last row group is handed out between the two checks, it assumes the end and would drop the row
+            # group.
+            # At the second call all work is out, and the answer is right.
             return workers_pool.get_results()

@@ -1,10 +1,9 @@
 """Runs an iterator ahead of its consumer in one thread.
 
-The thread never outlives the iterator: it ends with the source, with an error
-(raised where the consumer waits), or when the consumer closes early. Code that
-waits in such a thread asks the function from `closed_check()`, called in that
-thread, whether anybody still wants the result. So closing the outermost iterator
-also ends the iterators that it reads from.
+The thread never outlives the iterator: it ends with the source, with an error (raised in the consumer), or
+when the consumer closes early. Code that waits in such a thread calls the function from `closed_check()`,
+obtained in that thread, to see whether the result is still wanted. So closing the outermost iterator also
+ends the iterators that it reads from.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -23,43 +23,41 @@ _thread = threading.local()
 
 
 class Closed(BaseException):
-    """Ends a wait because the consumer has gone. Not an Exception, because those are tried again."""
+    """Ends a wait because the consumer has closed. Not an Exception, because those are retried."""
 
 
 def closed_check() -> Callable[[], bool] | None:
-    """Returns a function that says whether the calling thread's consumer has gone; None without one."""
+    """Returns a function that tells whether the calling thread's consumer has closed; None without a
+    consumer.
+    """
     check: Callable[[], bool] | None = getattr(_thread, "closed", None)
     return check
 
 
-class _Failure:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
+@dataclass
 class _End:
-    pass
+    error: BaseException | None = None
 
 
 def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
-    """Yields what `source` yields, with up to `depth` items made in advance.
+    """Yields the items of `source`, with up to `depth` items computed in advance.
 
-    A separate thread runs the source, and closes it if it is a generator. The thread starts when the
-    first item is asked for.
+    A separate thread runs the source, and closes it if it is a generator. The thread starts when the first
+    item is requested.
 
     Args:
-        source: The iterator; only the thread may use it from now on.
-        depth: Most items to hold, besides the one being made and the one being used.
+        source: The iterator; from now on only the thread may use it.
+        depth: Most items to hold, besides the one being computed and the one in use.
     """
     assert depth >= 1, depth
-    items: queue.Queue[T | _Failure | _End] = queue.Queue(maxsize=depth)
+    items: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
     stopped = threading.Event()
     outer = closed_check()
 
     def closed() -> bool:
         return stopped.is_set() or (outer is not None and outer())
 
-    def put(item: T | _Failure | _End) -> bool:
+    def put(item: T | _End) -> bool:
         while not closed():
             try:
                 items.put(item, timeout=_POLL_SECONDS)
@@ -68,7 +66,7 @@ def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
                 continue
         return False
 
-    def get() -> T | _Failure | _End:
+    def get() -> T | _End:
         while True:
             try:
                 return items.get(timeout=None if outer is None else _POLL_SECONDS)
@@ -78,19 +76,19 @@ def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
 
     def run() -> None:
         _thread.closed = closed
-        last: _Failure | _End = _End()
+        last = _End()
         try:
             for item in source:
                 if not put(item):
                     break
         except BaseException as error:
-            last = _Failure(error)
+            last.error = error
         try:
             if isinstance(source, Generator):
                 # Closed in this thread, because a generator cannot be closed while another thread runs it.
                 source.close()
         except BaseException as error:
-            last = _Failure(error)
+            last.error = error
         put(last)
 
     thread = threading.Thread(target=run, name="ringspark-prefetch", daemon=True)
@@ -99,9 +97,9 @@ def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
         while True:
             item = get()
             if isinstance(item, _End):
+                if item.error is not None:
+                    raise item.error
                 return
-            if isinstance(item, _Failure):
-                raise item.error
             yield item
     finally:
         stopped.set()
@@ -111,14 +109,13 @@ def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
 def prefetch_bundles(
     source: Generator[T, None, None], depth: int, size: Callable[[T], int], least: int
 ) -> Generator[T, None, None]:
-    """Does what `prefetch` does, but hands small items over together.
-
-    To wake a thread takes longer than to make a small item.
+    """Like `prefetch`, but passes small items together, because waking a thread takes longer than computing a
+    small item.
 
     Args:
-        source: The iterator; only the thread may use it from now on.
-        depth: Most bundles to hold, besides the one being made and the one being used.
-        size: Gives the size of an item.
+        source: The iterator; from now on only the thread may use it.
+        depth: Most bundles to hold, besides the one being computed and the one in use.
+        size: Returns the size of an item.
         least: A bundle ends with the item that brings it to this size.
     """
     with closing(prefetch(_bundles(source, size, least), depth)) as bundles:
@@ -140,6 +137,6 @@ def _bundles(
                     yield bundle
                     bundle, total = [], 0
         except Exception:
-            yield bundle  # the consumer meets the error behind the items that were made before it
+            yield bundle  # the consumer gets the earlier items before the error
             raise
     yield bundle

@@ -1,9 +1,8 @@
-"""A Parquet file in a store, read range by range: the store is asked for exactly what Arrow asks for.
+"""A Parquet file in a store, read by ranges: the store receives exactly Arrow's requests.
 
-fsspec's own files read ahead by whole blocks (50 MiB on S3), so a few columns of
-a row group would fetch most of the file. They also ask for the size, which the
-manifest knows. And they cannot be interrupted: a stalled read would hold its
-thread until all of the store's own timeouts and retries have passed.
+fsspec's own files read ahead by whole blocks (50 MiB on S3), so a few columns of a row group would fetch most
+of the file. They also request the size, which the manifest knows. And they cannot be interrupted: a stalled
+read would hold its thread until all timeouts and retries of the store have passed.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.readers.prefetch import Closed
 
 READ_SECONDS = 180.0
-"""Time limit for one range with all retries of the store's client, which could add up to half an hour."""
+"""Timeout for one range, in seconds. The retries of the store's client could add up to half an hour."""
 
 _POLL_SECONDS = 0.05
-# Every opening of a file reads its footer again; Arrow asks for the last 64 KiB first.
+# Opening a file again reads its footer again; Arrow requests the last 64 KiB first.
 _LARGEST_TAIL = 1 << 20
 _ALL_TAILS = 64 << 20
 
 
 class Tails:
-    """Cache of the ends of files, where Parquet has its footers. Threads may share it."""
+    """Cache of the ends of files, which hold Parquet footers. Thread-safe."""
 
     def __init__(self) -> None:
         self._tails: dict[str, bytes] = {}
@@ -37,7 +36,7 @@ class Tails:
         self._lock = threading.Lock()
 
     def get(self, path: str) -> bytes:
-        """Returns the known end of a file; empty if nothing of it is known."""
+        """Returns the known end of a file; empty if it is unknown."""
         return self._tails.get(path, b"")
 
     def put(self, path: str, tail: bytes) -> None:
@@ -55,7 +54,7 @@ class RangeFile(io.RawIOBase):
     def __init__(
         self, uri: str, num_bytes: int, tails: Tails, closed: Callable[[], bool] | None = None
     ) -> None:
-        """Makes the file; sends no request yet.
+        """Creates the file; sends no request yet.
 
         Args:
             uri: URI of the file.
@@ -72,30 +71,25 @@ class RangeFile(io.RawIOBase):
         self._file: Any = None
 
     def readable(self) -> bool:
-        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """Returns True."""
         return True
 
     def tell(self) -> int:
-        """Returns the position."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Moves the position; sends no request."""
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._num_bytes}[whence]
         self._position = start + offset
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        """Returns bytes from the position on.
+        """Returns bytes from the current position.
 
         Raises:
-            OSError: The bytes cannot be read now; it is a FileNotFoundError or PermissionError if
-                trying again is of no use.
-            Closed: The consumer has gone.
+            OSError: The bytes cannot be read now; FileNotFoundError or PermissionError if a retry is useless.
+            Closed: The consumer has closed.
         """
         start = self._position
         stop = self._num_bytes if size < 0 else min(start + size, self._num_bytes)
@@ -120,12 +114,11 @@ class RangeFile(io.RawIOBase):
         with storage.store_errors(f"bytes {start} to {stop} of {self._path.rpartition('/')[2]!r}"):
             data = self._read_range(start, stop)
             if len(data) != stop - start:
-                # Arrow would take a short read for a damaged file, which is not read again.
-                raise OSError(f"{len(data)} bytes came")
+                # Arrow would report a short read as a damaged file, which is not retried.
+                raise OSError(f"received only {len(data)} bytes")
         return data
 
     def close(self) -> None:
-        """Closes this file, and the store's file behind it if one is open."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -133,7 +126,7 @@ class RangeFile(io.RawIOBase):
 
     def _read_range(self, start: int, stop: int) -> bytes:
         if not getattr(self._fs, "async_impl", False):
-            # HDFS and the like: one open file is cheaper than one per range; its reads cannot be interrupted.
+            # E.g. HDFS: one open file is cheaper than one per range. Its reads cannot be interrupted.
             if self._file is None:
                 self._file = self._fs.open(self._path, "rb")
             self._file.seek(start)

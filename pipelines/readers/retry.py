@@ -1,26 +1,21 @@
-"""Decides which read errors may pass by themselves, and how long to wait.
+"""Decides which read errors are retried, and how long to wait.
 
 The policy for row groups in a store (local files are read once):
 
-- The store's own client tries first (s3fs: botocore 5 times, most errors 5 times
-  around that), within seconds and without a word. `range_file.READ_SECONDS`
-  bounds one read with all of it.
-- What comes through is tried again from the row group that failed, up to
-  MAX_ATTEMPTS times in all, after 0.5, 1 and 2 seconds. Row groups that arrived
-  are not read again, and none is handed on twice. A row group that is read
-  resets the count: a long epoch may meet many interruptions.
-- Each further attempt is logged as a warning with its cause.
-- Errors that another attempt cannot cure end the reading at once: a file that is
-  missing or forbidden, a request that the store calls invalid, data that disagree
-  with the manifest. The answers 503 (SlowDown) and 500, connections that are
-  refused, reset or silent, and bodies that end too early are tried again.
-- The last error reaches the consumer as one RuntimeError that names the file,
-  the row group, the attempts, the cause and the remedy.
-- Closing the batches ends a wait, and a read that is under way.
+- The store's client retries first (s3fs: botocore 5 times, most errors 5 times around that), within seconds
+  and silently. `range_file.READ_SECONDS` limits one read with all these retries.
+- Remaining errors are retried from the row group that failed, up to MAX_ATTEMPTS times in total, after 0.5, 1
+  and 2 seconds, each with a warning. Row groups that arrived are not read again, and none is returned twice.
+  A row group that is read resets the count, because a long epoch may have many interruptions.
+- Errors that a retry cannot cure end the reading at once: a missing or forbidden file, an invalid request,
+  data that disagree with the manifest. HTTP 503 (SlowDown) and 500, connections that are refused, reset or
+  silent, and truncated bodies are retried.
+- The consumer receives the last error as one RuntimeError with the file, the row group, the attempts, the
+  cause and the remedy.
+- Closing the batches ends a wait or a read in progress.
 
-Small requests (sizes, listings, manifests) rely on the client's own attempts,
-except where a reader makes them for a row group. So do writes, because Spark
-runs a failed task again.
+Small requests (sizes, listings, manifests) rely on the client's retries, unless a reader makes them for a row
+group. So do writes, because Spark retries failed tasks.
 """
 
 from __future__ import annotations
@@ -39,8 +34,9 @@ FIRST_WAIT_SECONDS = 0.5
 
 _POLL_SECONDS = 0.05
 
-# Errors that no further attempt can cure. Arrow raises a bare OSError for damaged files too; only another
-# attempt tells them from a lost connection.
+# Errors that a retry cannot cure. Arrow also raises a bare OSError for damaged files; only a retry
+# distinguishes
+# them from a lost connection.
 _PERMANENT = (
     FileNotFoundError,
     PermissionError,
@@ -55,14 +51,14 @@ _PERMANENT = (
     pa.ArrowException,
 )
 
-# s3fs gives an OSError with one of these for InvalidRange, MethodNotAllowed and the like.
+# s3fs raises an OSError with one of these codes for InvalidRange, MethodNotAllowed etc.
 _PERMANENT_CODES = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG)
 
 _logger = logging.getLogger(__name__)
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether another attempt at the same read may succeed."""
+    """Returns whether another attempt at the same read may succeed."""
     if isinstance(error, OSError) and error.errno in _PERMANENT_CODES:
         return False
     return isinstance(error, Exception) and not isinstance(error, _PERMANENT)
@@ -79,30 +75,24 @@ class Retries:
         self.attempts = 1
 
     def again(self, uri: str, error: Exception) -> bool:
-        """Waits and returns True, or returns False at once if another attempt is of no use.
+        """Waits and returns True, or returns False at once if a retry is useless.
 
         Raises:
-            Closed: The consumer went away during the wait.
+            Closed: The consumer closed during the wait.
         """
         if storage.is_local(uri) or not may_pass(error) or self.attempts >= MAX_ATTEMPTS:
             return False
         wait = FIRST_WAIT_SECONDS * 2 ** (self.attempts - 1)
         _logger.warning(
             "reading %r failed (%s: %s), attempt %d of %d; the next in %g s",
-            uri,
-            type(error).__name__,
-            error,
-            self.attempts,
-            MAX_ATTEMPTS,
-            wait,
-        )
+            uri, type(error).__name__, error, self.attempts, MAX_ATTEMPTS, wait,
+        )  # fmt: skip
         self.attempts += 1
         _wait(wait)
         return True
 
 
 def _wait(seconds: float) -> None:
-    """Waits, unless the consumer goes away meanwhile."""
     is_closed = closed_check()
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:

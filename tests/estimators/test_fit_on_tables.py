@@ -199,10 +199,10 @@ def test_folders_hold_out_files_and_other_choices_of_rows_are_refused(
     assert list(history.rows) == [180, 180]
     assert history.validation_loss.notna().all()
     for params, sentence in (
-        ({"validationIndicatorCol": "id", "labelCol": "test"}, "'id' is a column of the files' rows"),
+        ({"validationIndicatorCol": "id", "labelCol": "test"}, "'id' is a column of the files, but"),
         ({"validationFraction": 0.5}, "validationFraction draws single rows"),
         ({"handleInvalid": "skip"}, "handleInvalid='skip' leaves rows out"),
-        ({"reader": "petastorm"}, "reader 'petastorm' reads shards of write_shards alone"),
+        ({"reader": "petastorm"}, "reader 'petastorm' reads only shards of write_shards"),
     ):
         with pytest.raises(ValueError, match=sentence):
             _linear(tmp_path, **params).fitOnParquet(root)
@@ -274,7 +274,7 @@ def test_delta_tables_whose_files_are_not_their_rows_are_refused(tmp_path: Path)
         "cardinality": 6,
     }
     commit(["deletionVectors"], {"delta.enableDeletionVectors": "true"}, deletionVector=vector)
-    with pytest.raises(ValueError, match="has deletion vectors, so its files hold rows that were deleted"):
+    with pytest.raises(ValueError, match="has deletion vectors, so its files hold deleted rows"):
         _linear(tmp_path).fitOnDelta(str(root))
     commit(["columnMapping"], {"delta.columnMapping.mode": "name"})
     with pytest.raises(ValueError, match=r"column mapping|columnMapping"):

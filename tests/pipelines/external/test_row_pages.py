@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ringspark.pipelines.external import row_pages
-from ringspark.pipelines.external.row_pages import KeptPages, PageReader, can_cut, leaves_of
+from ringspark.pipelines.external.row_pages import KeptPages, PageReader, find_leaves, has_page_rows
 from ringspark.pipelines.external.thrift_compact import I32, LIST, ThriftError, read_struct, write_struct
 
 ROWS = 3_000
@@ -70,7 +70,9 @@ def test_the_pages_of_any_rows_give_what_arrow_gives(written: tuple[Path, Any]) 
     with pa.OSFile(str(path)) as source:
         metadata = pq.ParquetFile(source).metadata
         reader = PageReader(source, metadata)
-        names = [name for name in table.column_names if can_cut(metadata, 0, leaves_of(metadata)[name])]
+        names = [
+            name for name in table.column_names if has_page_rows(metadata, 0, find_leaves(metadata)[name])
+        ]
         # Without an index, nothing tells which rows the pages of lists hold.
         has_index = metadata.row_group(0).column(0).has_offset_index
         assert names == table.column_names[: None if has_index else 7]
