@@ -52,7 +52,7 @@ from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.external.delta import list_delta
 from ringspark.pipelines.external.listing import Listing, list_parquet
 from ringspark.pipelines.readers import check_table_reader
-from ringspark.pipelines.spark_paths import alike, resolve
+from ringspark.pipelines.spark_paths import resolve, to_spark_uri
 
 E = TypeVar("E", bound="_TorchEstimator[Any]")
 M = TypeVar("M", bound=TorchModel)
@@ -247,7 +247,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
     ) -> M:
         """Returns the model of a finished run, and warns of what its user should know."""
         config = training.config
-        summary, result = TrainingSummary.of_run(finished, alike(spark, run.uri))
+        summary, result = TrainingSummary.of_run(finished, to_spark_uri(spark, run.uri))
         if config.keep == "best" and all(math.isnan(r.value(config.monitor)) for r in result.history):
             warnings.warn(
                 f"keep='best' found no best: {config.monitor} was not a number in any epoch; "

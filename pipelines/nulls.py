@@ -45,8 +45,7 @@ def fill_nulls(values: Any) -> Any:
         return values
     if pa.types.is_struct(values.type):
         # Only sparse vectors are structs here, and null becomes an empty vector. flatten() makes the parts of
-        # a null
-        # struct null, so they are filled too.
+        # a null struct null, so they are filled too.
         return pa.StructArray.from_arrays(map(fill_nulls, values.flatten()), fields=list(values.type))
     zero: Any = 0
     if pa.types.is_boolean(values.type):

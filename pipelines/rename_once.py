@@ -1,4 +1,4 @@
-"""Gives a local file its name only if there is none of it: of several writers at once one succeeds."""
+"""Renames a local file only if the new name is free: of several concurrent writers, exactly one succeeds."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import errno
 import os
 from contextlib import suppress
 
-# A claim is held for two calls; its writer is dead if it is this much older than the file to be renamed.
+# A claim lasts for two calls; its writer is dead if it is this much older than the file to rename.
 _DEAD_CLAIM_SECONDS = 600.0
 
 
 def rename_once(temporary: str, path: str) -> None:
-    """Renames a local file if there is none of the new name; of several at once exactly one succeeds.
+    """Renames a local file if the new name is free.
 
     Raises:
-        FileExistsError: There is one, or another writer is about to put one there.
+        FileExistsError: The file exists, or another writer is about to create it.
     """
     try:
         # Unlike a rename, a link does not replace an existing file.
@@ -22,14 +22,14 @@ def rename_once(temporary: str, path: str) -> None:
     except FileExistsError:
         raise
     except OSError:
-        # Mounts of object stores have no links. Here only the holder of the last claim may rename.
+        # Mounts of object stores have no links. There, only the holder of the last claim may rename.
         claims = _claim(temporary, path)
         try:
             if os.path.exists(path):
                 raise FileExistsError(errno.EEXIST, "exists", path) from None
             os.rename(temporary, path)
         finally:
-            # Where there is no file yet, the claims of the dead must keep their places.
+            # While there is no file, the claims of dead writers must stay.
             for claim in claims if os.path.exists(path) else claims[-1:]:
                 with suppress(OSError):
                     os.remove(claim)
@@ -38,11 +38,12 @@ def rename_once(temporary: str, path: str) -> None:
 
 
 def _claim(temporary: str, path: str) -> list[str]:
-    """Takes the sole right to put a file at `path`.
+    """Takes the exclusive right to create `path`.
 
     Returns:
-        The claims of writers that were killed while they held that right, and then the own one. A dead claim
-        is never removed to take its place, since another writer may do the same: the next number is claimed.
+        The claims of writers that were killed while they held the right, then the new claim. A dead claim is
+        never removed to take its place, because another writer may do the same; the next number is claimed
+        instead.
 
     Raises:
         FileExistsError: Another writer has the right.
@@ -56,7 +57,7 @@ def _claim(temporary: str, path: str) -> list[str]:
             os.close(os.open(claims[-1], os.O_CREAT | os.O_EXCL | os.O_WRONLY))
             return claims
         except FileExistsError as held:
-            # Both times are the file system's, whose clock may be another than this machine's.
+            # Both times are from the file system, whose clock may differ from the clock of this machine.
             try:
                 age = os.stat(temporary).st_mtime - os.stat(claims[-1]).st_mtime
             except FileNotFoundError:

@@ -170,8 +170,7 @@ class ShuffledDeal(Deal):
         self._num_shards = num_shards
         self._period = NUM_STREAMS * num_shards
         # Row k of a stream is in unit k * stride % num_shards. Solving this for k lets a shard look up its
-        # own 48
-        # units instead of searching all num_shards.
+        # own 48 units instead of searching all num_shards.
         row_of_unit = pow(_golden_stride(num_shards), -1, num_shards)
         units = np.arange(shard * NUM_STREAMS, (shard + 1) * NUM_STREAMS, dtype=np.int64)
         # Per stream, the rows that the shard owns out of the num_shards rows of one period.

@@ -1,11 +1,11 @@
-"""The place that a path means to Spark: a path that a user gives has one meaning, whoever writes or reads it.
+"""Resolves what a path means to Spark, so that a user's path has one meaning for every writer and reader.
 
-A path without a scheme lies in Hadoop's default file system (`fs.defaultFS`), which on YARN, HDFS and
-Databricks is not the local disk. Spark Classic asks Hadoop in the driver's JVM, mount tables of `viewfs`
-included. Through Spark Connect the server is asked, in its words about a file that is not there.
+A path without a scheme is in Hadoop's default file system (`fs.defaultFS`), which on YARN, HDFS and
+Databricks is not the local disk. Spark Classic asks Hadoop in the driver's JVM, including mount tables of
+`viewfs`. With Spark Connect, the server's error message about a missing file tells it.
 
-Each path is resolved once, where a user gives it and a session is at hand. Where there is no session, a path
-without a scheme is the local disk.
+Each path is resolved once, where a user passes it and a session exists. Without a session, a path without a
+scheme is on the local disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _logger = logging.getLogger(__name__)
-# What the servers of Spark Connect sessions have answered: each question is a round trip.
+# Cached answers of Spark Connect servers, because each question is a round trip.
 _DEFAULTS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
@@ -34,13 +34,13 @@ def is_remote(spark: SparkSession) -> bool:
 
 
 def resolve(spark: SparkSession, path: str | os.PathLike[str]) -> str:
-    """Returns the URI of what Spark means by `path`, which Spark and fsspec take alike. Runs on the driver.
+    """Returns the URI of Spark's meaning of `path`, valid for Spark and fsspec. Runs on the driver.
 
-    What it returns means the same when it is given again. On Databricks, where Spark and Python differ,
-    "/dbfs/x" is the mount, that is "dbfs:/x".
+    Resolving the result again gives the same URI. On Databricks, where Spark and Python differ, "/dbfs/x" is
+    the mount of "dbfs:/x".
 
     Raises:
-        ValueError: It lies where this process cannot reach it; the message says what to give instead.
+        ValueError: This process cannot reach it; the message names an alternative.
     """
     text = os.fspath(path)
     storage.refuse_secrets(text)
@@ -49,30 +49,30 @@ def resolve(spark: SparkSession, path: str | os.PathLike[str]) -> str:
     if not text or is_whole or (on_databricks and text.startswith("/Volumes/")):
         return storage.normalize(text)
     if text.startswith("file:") or (on_databricks and text.startswith("/dbfs/")):
-        return alike(spark, storage.normalize(text))
+        return to_spark_uri(spark, storage.normalize(text))
     default = _default_file_system(spark)
     if default.startswith("file:") and text.startswith(("/", "~")):
         return storage.normalize(text)
     if not default:
         raise ValueError(
-            f"the Spark Connect server does not say where {text!r} is; give a URI with its store"
+            f"the Spark Connect server does not tell where {text!r} is; pass a URI with its store"
         )
     if text.startswith("~"):
         raise ValueError(
-            f"{text!r} is a folder named '~' in {default} to Spark; give the whole path, or "
-            f"{'file:' + os.path.expanduser(text)!r} for this machine's disk"
+            f"{text!r} is a folder named '~' in {default} to Spark; pass the whole path, or "
+            f"{'file:' + os.path.expanduser(text)!r} for the local disk"
         )
     found = _reachable(text, _by_hadoop(spark, text) if not is_remote(spark) else _below(default, text))
     if text.startswith("/") and os.path.isdir(text) and not _may_be_there(found):
         _logger.warning(
-            "%r is %r to Spark, which does not exist; this machine has such a folder: give %r to mean it",
+            "%r is %r to Spark, which does not exist, but a local folder does: pass %r to use it",
             text, found, f"file:{text}",
         )  # fmt: skip
-    return alike(spark, found)
+    return to_spark_uri(spark, found)
 
 
-def alike(spark: SparkSession, uri: str) -> str:
-    """Returns a URI that `storage.normalize` gave in the spelling that means the same to Spark."""
+def to_spark_uri(spark: SparkSession, uri: str) -> str:
+    """Returns a URI of `storage.normalize` in the spelling that means the same to Spark."""
     is_volume = uri.startswith("/Volumes/") and "DATABRICKS_RUNTIME_VERSION" in os.environ
     if not storage.is_local(uri) or is_volume or _default_file_system(spark).startswith("file:"):
         return uri
@@ -80,39 +80,37 @@ def alike(spark: SparkSession, uri: str) -> str:
 
 
 def _reachable(path: str, found: str) -> str:
-    """Returns the place that Spark has found, as `storage.normalize` spells it."""
     if found.startswith("dbfs:"):
         mounted = storage.mount_of(found)
         if not os.path.isdir("/" + mounted.split("/")[1]):
             raise ValueError(
-                f"{path!r} is {found} to Spark, and this machine has no mount of it; give a folder in "
+                f"{path!r} is {found} to Spark, but it is not mounted on this machine; pass a folder in "
                 "/Volumes, or a URI of the cloud's store"
             )
         return storage.normalize(mounted)
     if found.startswith("viewfs:"):
         raise ValueError(
-            f"{path!r} is {found!r} to Spark, a mount that only Hadoop knows; give the URI of the store "
+            f"{path!r} is {found!r} to Spark, a mount that only Hadoop knows; pass the URI of the store "
             "behind it"
         )
     return storage.normalize(found)
 
 
 def _may_be_there(uri: str) -> bool:
-    """Whether the store has such a file or folder, or does not say."""
     with suppress(OSError, ValueError):
         return storage.exists(uri)
     return True
 
 
 def _default_file_system(spark: Any) -> str:
-    """Returns the URI of the root of Hadoop's default file system; "" if a server does not tell it."""
+    """Returns the root URI of Hadoop's default file system; "" if a server does not tell it."""
     if not is_remote(spark):
         conf = spark._jsc.hadoopConfiguration()
         return str(spark._jvm.org.apache.hadoop.fs.FileSystem.getDefaultUri(conf).toString())
     missing = f"/ringspark-{uuid.uuid4().hex}"
     try:
         if spark not in _DEFAULTS:
-            spark.read.text(missing).schema  # noqa: B018  it asks the server
+            spark.read.text(missing).schema  # noqa: B018  sends the request
     except Exception as error:
         if found := re.search(rf"(\w+:\S*?){missing}", str(error)):
             _DEFAULTS[spark] = found[1]
@@ -124,7 +122,7 @@ def _below(default: str, path: str) -> str:
         return path
     if not path.startswith("/"):
         raise ValueError(
-            f"{path!r} is below a folder that only the Spark Connect server knows; give the whole path"
+            f"{path!r} is below a folder that only the Spark Connect server knows; pass the whole path"
         )
     return f"{default}/{path.lstrip('/')}"
 
@@ -136,16 +134,14 @@ def _by_hadoop(spark: Any, path: str) -> str:
         files = place.getFileSystem(spark._jsc.hadoopConfiguration())
         place = files.makeQualified(place)
         if place.toUri().getScheme() == "viewfs":
-            # Only what is there can be resolved: the nearest folder above, then the rest of the way.
+            # Only existing folders can be resolved: the nearest parent, then the rest of the path.
             rest: list[str] = []
             while not files.exists(place):
                 rest.insert(0, place.getName())
                 place = place.getParent()
             return storage.join(str(files.resolvePath(place).toString()), *rest)
         return str(place.toString())
-    except Exception as error:  # Hadoop's, through py4j
-        # The first line names a variable of py4j, the second one says what happened.
+    except Exception as error:  # from Hadoop, through py4j
+        # The first line names a variable of py4j, the second line has the cause.
         reason = str(error).strip().splitlines()[:2][-1].strip(": ")
-        raise ValueError(
-            f"Spark cannot say where {path!r} is ({reason}); give a URI with its store"
-        ) from error
+        raise ValueError(f"Spark cannot resolve {path!r} ({reason}); pass a URI with its store") from error

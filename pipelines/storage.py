@@ -1,12 +1,11 @@
 """Files behind a URI, through fsspec: local disks, object stores, HDFS.
 
-Nothing else in `pipelines` knows where a file lives. The invariant kept here:
-a file written by `write_atomic` is either absent, or the old bytes, or the new
-bytes, never a part of them. That is what lets a manifest be the commit.
+Only this module of `pipelines` knows where a file is stored. It keeps one invariant: a file written by
+`write_atomic` is either absent, or has the old bytes or the new bytes, never a part. So a manifest can be the
+commit.
 
-Errors of a store's client arrive as OSError. Nothing here tries again, because
-the clients already retry requests as small as these several times (see
-`readers.retry` for the reads that are tried again).
+Errors of a store's client become OSError. Nothing here is retried, because clients already retry small
+requests several times (see `readers.retry` for reads that are retried).
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from fsspec.core import url_to_fs
 
 from ringspark.pipelines.rename_once import rename_once
 
-# A single put is atomic on these, while their "move" is a copy followed by a delete.
+# On these stores a put is atomic, while "move" is a copy followed by a delete.
 _ATOMIC_PUT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"}
 
-# Client errors that no further attempt can cure.
+# Client errors that a retry cannot cure.
 _NO_ACCESS = {"NoCredentialsError", "PartialCredentialsError", "ClientAuthenticationError", "ProfileNotFound"}
 
 # Hadoop's short form of a URI.
 _HOSTLESS = re.compile(r"([a-zA-Z][\w+.-]*:)/(?!/)")
-# user:password@, and query parameters that grant access to whoever knows them. A password may hold a slash or
-# an "@", as keys of S3 do; ports, of one host or several, and the "::" of a chain of URIs begin none. Its end
-# is certain, and captured, if there is only one "@", or if none follows the first slash.
+# user:password@, and query parameters that grant access. A password may hold a slash or an "@", like keys of
+# S3. Ports (of one host or several) and the "::" of chained URIs begin none. Its end is certain, and
+# captured, if there is only one "@", or if none follows the first slash.
 _PASSWORD = re.compile(
     r"(?<=://)[^/:\[?#]*:(?!:|\d{1,5}(?:,[^/:]*:\d{1,5})*[/?#])(?:((?:[^/]*|[^@]*)@)(?!.*@)|.*@.*)", re.DOTALL
 )
@@ -44,20 +43,18 @@ _SECRET = re.compile(
 
 
 def redact(uri: str) -> str:
-    """Returns the URI without passwords and tokens, fit for a message or a file."""
+    """Returns the URI without passwords and tokens, for messages and files."""
     return _SECRET.sub(r"\1***", _PASSWORD.sub(lambda found: "***:***@" if found[1] else "***", uri))
 
 
 def redact_text(text: str) -> str:
-    """Returns the text with passwords and tokens of its URIs redacted, see `redact`."""
+    """Returns the text with passwords and tokens of its URIs redacted."""
     return "".join(redact(word) if "://" in word else word for word in re.split(r"(\s+)", text))
 
 
 def refuse_secrets(uri: str) -> None:
-    """Refuses a URI that holds a password or token: it would end up in logs, run directories, saved stages.
-
-    Raises:
-        ValueError: The URI holds one; the message shows the URI without it.
+    """Raises ValueError for a URI with a password or token, which would end up in logs, run folders and saved
+    stages.
     """
     if redact(uri) != uri:
         raise ValueError(
@@ -67,14 +64,14 @@ def refuse_secrets(uri: str) -> None:
 
 
 def normalize(uri: str | os.PathLike[str]) -> str:
-    """Returns the one spelling of `uri` used everywhere: absolute, without a trailing slash.
+    """Returns the canonical spelling of `uri`: absolute, without a trailing slash.
 
-    Local paths and `file://` URIs become absolute paths, in which a "%" stands for itself, as to Spark and
-    fsspec; `dbfs:/` becomes the `/dbfs` mount where there is one. Other URIs keep their scheme. A path
-    without a scheme is taken for this machine's disk: what a session means by it says `spark_paths.resolve`.
+    Local paths and `file://` URIs become absolute paths, in which "%" is literal, as for Spark and fsspec;
+    `dbfs:/` becomes the `/dbfs` mount if it exists. Other URIs keep their scheme. A path without a scheme is
+    on the local disk; `spark_paths.resolve` returns its meaning for a session.
 
     Raises:
-        ValueError: `uri` is empty, or holds a password or token (see `refuse_secrets`).
+        ValueError: `uri` is empty, or holds a password or token.
     """
     text = os.fspath(uri)
     refuse_secrets(text)
@@ -93,8 +90,8 @@ def normalize(uri: str | os.PathLike[str]) -> str:
     if is_local(text):
         if scheme := _HOSTLESS.match(text):
             raise ValueError(
-                f"{text!r} leaves the host of its store to Hadoop's configuration; give it, as in "
-                f"{scheme[1] + '//host' + text[len(scheme[1]) :]!r}, or a folder that is mounted here"
+                f"{text!r} leaves the host of its store to Hadoop's configuration; add it, as in "
+                f"{scheme[1] + '//host' + text[len(scheme[1]) :]!r}, or pass a folder that is mounted here"
             )
         return os.path.abspath(os.path.expanduser(text))
     return text.rstrip("/")
@@ -107,20 +104,20 @@ def mount_of(uri: str) -> str:
 
 
 def is_local(uri: str) -> bool:
-    """Whether `uri` is a path on this machine's file system."""
+    """Returns whether `uri` is a path on the local file system."""
     return "://" not in uri and "::" not in uri
 
 
 def join(uri: str, *parts: str) -> str:
     """Joins path parts below `uri` with forward slashes."""
-    return "/".join([uri.rstrip("/") or "/", *parts]) if uri != "/" else "/" + "/".join(parts)
+    return "/".join([uri.rstrip("/"), *parts]) or "/"
 
 
 def check_inside(folder: str, name: str) -> None:
     """Refuses a file that a link leads out of its local folder; other stores have no links.
 
     Raises:
-        ValueError: The file is outside, or `name` cannot be the name of a file.
+        ValueError: The file is outside, or `name` cannot be a file name.
     """
     if not is_local(folder):
         return
@@ -128,11 +125,11 @@ def check_inside(folder: str, name: str) -> None:
         root = os.path.realpath(folder)
         target = os.path.realpath(os.path.join(folder, name))
     except ValueError as error:  # a NUL in the name
-        raise ValueError(f"{name!r} is no name of a file: {error}") from error
+        raise ValueError(f"{name!r} is not a file name: {error}") from error
     if os.path.commonpath([root, target]) != root or target == root:
         raise ValueError(
-            f"{join(folder, name)!r} is a link out of its folder; put the file itself there, or give the "
-            "folder that it is in"
+            f"{join(folder, name)!r} is a link out of its folder; put the file itself there, or pass the "
+            "folder that holds it"
         )
 
 
@@ -140,24 +137,23 @@ def filesystem(uri: str) -> tuple[Any, str]:
     """Returns the fsspec file system of `uri` and the path inside it.
 
     Raises:
-        ValueError: fsspec knows no such store, or the package that serves it is not installed.
+        ValueError: fsspec knows no such store, or its package is not installed.
     """
     try:
-        fs, path = url_to_fs(uri)
+        return cast("tuple[Any, str]", url_to_fs(uri))
     except (ValueError, ImportError) as error:
         raise ValueError(
             f"storage URI {redact(uri)!r} cannot be reached ({error}); install the fsspec package of that "
-            "store, or give another URI such as '/data/shards' or 's3://bucket/shards'"
+            "store, or pass another URI such as '/data/shards' or 's3://bucket/shards'"
         ) from error
-    return fs, path
 
 
 @contextmanager
 def store_errors(subject: str) -> Iterator[None]:
-    """Turns the errors of a store's client into an OSError that says what was asked for.
+    """Converts errors of a store's client into an OSError that names the request.
 
-    s3fs translates S3's answers, but where no answer comes it passes on the errors of botocore and
-    aiohttp: EndpointConnectionError and ClientPayloadError are no OSErrors, and a timeout has no text.
+    s3fs converts S3's responses, but passes on the errors of botocore and aiohttp if there is none:
+    EndpointConnectionError and ClientPayloadError are not OSErrors, and a timeout has no message.
     """
     try:
         yield
@@ -172,21 +168,22 @@ def store_errors(subject: str) -> Iterator[None]:
 
 
 class UnclaimedError(FileNotFoundError):
-    """The folder is gone into which this process writes; see `only_where`."""
+    """The folder into which this process writes was removed; see `only_where`."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(f"{folder!r} was removed, so nothing more is written into it")
 
 
-# The file that must be in a folder, by folder.
+# Folder -> file that must be in it.
 _claims: dict[str, str] = {}
 
 
 @contextmanager
 def only_where(folder: str, name: str) -> Iterator[None]:
-    """Has this process write below a folder only while the file `name` is in it, so that it stays removed.
+    """Lets this process write below a folder only while the file `name` is in it, so that a removed folder
+    stays removed.
 
-    Writes of all threads raise UnclaimedError otherwise.
+    Otherwise writes of all threads raise UnclaimedError.
     """
     _claims[folder] = name
     try:
@@ -202,9 +199,9 @@ def _check_claim(uri: str) -> None:
 
 
 def _make_local_dirs(path: str) -> None:
-    """Makes a folder and its parents, but not the folders of `only_where`: a look is not enough for these."""
     if os.path.isdir(path):
         return
+    # os.makedirs would create a folder of `only_where` again that was removed after the check.
     if path in _claims:
         raise UnclaimedError(path)
     _make_local_dirs(os.path.dirname(path))
@@ -227,21 +224,21 @@ def open_file(uri: str, mode: str = "rb") -> IO[Any]:
 def read_bytes(uri: str) -> bytes:
     """Returns the whole content of a small file."""
     fs, path = filesystem(uri)
-    # A listing that was cached before another process committed would hide the file or show an old one.
+    # A listing cached before another process committed would hide the file or show an old one.
     fs.invalidate_cache()
     with store_errors(uri):
         return cast(bytes, fs.cat_file(path))
 
 
 def exists(uri: str) -> bool:
-    """Whether a file or folder is there now; no cached listing is asked."""
+    """Returns whether a file or folder exists now; uses no cached listing."""
     fs, path = filesystem(uri)
     fs.invalidate_cache()
     with store_errors(uri):
         if is_local(uri):
             return bool(fs.exists(path))
         try:
-            # Some clients' own `exists` says no when the store does not answer.
+            # The `exists` of some clients returns False if the store does not answer.
             fs.info(path)
         except FileNotFoundError:
             return False
@@ -256,7 +253,7 @@ def size(uri: str) -> int:
 
 
 def make_dirs(uri: str) -> None:
-    """Makes the folder and its parents; does nothing on object stores or if the folder exists."""
+    """Creates the folder and its parents; does nothing on object stores or if the folder exists."""
     _check_claim(uri)
     fs, path = filesystem(uri)
     with store_errors(uri):
@@ -279,7 +276,7 @@ def list_names(uri: str) -> list[str]:
 
 
 def remove(uri: str, *, recursive: bool = False) -> None:
-    """Removes a file, or a folder with all it holds; a missing one is fine."""
+    """Removes a file, or a folder with its content; does nothing if it is missing."""
     fs, path = filesystem(uri)
     # An old listing would hide files of other processes from a recursive removal.
     fs.invalidate_cache()
@@ -294,7 +291,7 @@ def remove_if_empty(uri: str) -> None:
     """Removes a folder if it is empty. Object stores have no folders."""
     fs, path = filesystem(uri)
     if "/" not in path.strip("/") and not is_local(uri):
-        return  # a bucket, which this package never makes
+        return  # a bucket, which this package never creates
     if not list_names(uri):
         try:
             with store_errors(uri):
@@ -321,17 +318,17 @@ def newest_change(uri: str) -> float | None:
 def write_atomic(uri: str, data: bytes, *, overwrite: bool = True, durable: bool = True) -> None:
     """Writes a small file so that no reader ever sees a part of it.
 
-    On a local disk, a temporary file beside it is flushed to disk and then renamed.
-    On object stores a put is atomic already. Elsewhere (HDFS), a temporary file is moved;
-    to overwrite, the old file has to be removed first, so for a moment there is none.
+    On a local disk, a temporary file next to it is flushed to disk and renamed. On object stores a put is
+    atomic. Elsewhere (HDFS), a temporary file is moved; an old file must be removed first, so for a moment
+    there is none.
 
     Args:
-        durable: Whether the file outlives a crash of the machine; false saves the local disk a flush.
+        durable: Whether the file survives a crash of the machine; false skips the flush of the local disk.
 
     Raises:
-        FileExistsError: There is a file and `overwrite` is false. If several write at once, exactly one
-            succeeds; on an object store whose fsspec module lacks conditional puts, the last one wins.
-            A writer that finds exactly its own bytes has succeeded: it may have put them there.
+        FileExistsError: The file exists and `overwrite` is false. Of several concurrent writers exactly one
+            succeeds; on an object store whose fsspec module lacks conditional puts, the last one wins. A
+            writer that finds exactly its own bytes has succeeded, because it may have written them.
     """
     fs, path = filesystem(uri)
     parent, _, name = path.rpartition("/")
@@ -340,7 +337,7 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True, durable: bool
         raise FileExistsError(f"{uri!r} exists")
     if is_local(uri):
         _make_local_dirs(parent or "/")
-    if _protocols(fs) & _ATOMIC_PUT:
+    if _ATOMIC_PUT.intersection([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol):
         with store_errors(uri):
             _put(fs, path, data, overwrite)
         return
@@ -360,9 +357,15 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True, durable: bool
         fs.makedirs(parent, exist_ok=True)
         fs.pipe_file(temporary, data)
         if overwrite and fs.exists(path):
-            # HDFS refuses to rename onto a file.
+            # HDFS refuses to rename onto a file. Once it is removed, the new bytes must not get lost.
             fs.rm(path)
-            _move_into_gap(fs, temporary, path)
+            try:
+                fs.mv(temporary, path)
+            except Exception as error:
+                raise BrokenOffError(
+                    f"{path!r} was being replaced, and its new content is in {temporary!r}; rename that file "
+                    f"({error})"
+                ) from error
         else:
             fs.mv(temporary, path)
     except BrokenOffError:
@@ -376,18 +379,7 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True, durable: bool
 
 
 class BrokenOffError(OSError):
-    """The old file is gone, and the new one does not have its name."""
-
-
-def _move_into_gap(fs: Any, temporary: str, path: str) -> None:
-    """Gives the new file the name of the old one, which was removed: the new bytes must not get lost now."""
-    try:
-        fs.mv(temporary, path)
-    except Exception as error:
-        raise BrokenOffError(
-            f"{path!r} was being replaced, and its new content is in {temporary!r}; rename that file "
-            f"({error})"
-        ) from error
+    """The old file is gone, and the new file does not have its name yet."""
 
 
 def _put(fs: Any, path: str, data: bytes, overwrite: bool) -> None:
@@ -397,9 +389,9 @@ def _put(fs: Any, path: str, data: bytes, overwrite: bool) -> None:
                 fs.pipe_file(path, data, mode="create")
             return
         except (NotImplementedError, TypeError):
-            pass  # this store has no conditional put; the caller looked for the file a moment ago
+            pass  # this store has no conditional put; the caller has just looked for the file
         except OSError:
-            # The answer to a put may get lost; the client's next attempt then finds its own file.
+            # The response to a put may get lost; the client's retry then finds its own file.
             fs.invalidate_cache()
             if not fs.exists(path):
                 raise
@@ -410,10 +402,10 @@ def _put(fs: Any, path: str, data: bytes, overwrite: bool) -> None:
 
 
 def check_writable(uri: str) -> None:
-    """Writes, reads back and removes a probe file in the folder `uri`.
+    """Writes, reads and removes a probe file in the folder `uri`.
 
     Raises:
-        ValueError: The folder cannot be written, with the cause in the message.
+        ValueError: The folder cannot be written; the message has the cause.
     """
     probe = join(uri, f".ringspark-probe-{uuid.uuid4().hex}")
     try:
@@ -426,15 +418,10 @@ def check_writable(uri: str) -> None:
             raise OSError("the probe file read back differently")
         remove(probe)
         if not existed and is_local(uri):
-            # Another writer may have put something there meanwhile.
+            # Another writer may have written there meanwhile.
             remove_if_empty(uri)
     except Exception as error:  # a store's client may raise anything when an upload fails
         raise ValueError(
             f"storage URI {uri!r} cannot be written ({type(error).__name__}: {error}); "
             "choose a folder that this process may write to"
         ) from error
-
-
-def _protocols(fs: Any) -> set[str]:
-    protocol = fs.protocol
-    return {protocol} if isinstance(protocol, str) else set(protocol)

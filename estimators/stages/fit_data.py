@@ -25,7 +25,7 @@ from ringspark.estimators.columns.schema import for_fit
 from ringspark.pipelines import ShardManifest, storage, write_shards
 from ringspark.pipelines.columns import Column, quote
 from ringspark.pipelines.kinds import kind_from_json
-from ringspark.pipelines.spark_paths import alike
+from ringspark.pipelines.spark_paths import to_spark_uri
 
 _logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class FitData:
         try:
             return write_shards(
                 dataset.select(*map(quote, names)),
-                alike(dataset.sparkSession, uri),
+                to_spark_uri(dataset.sparkSession, uri),
                 columns=kinds,
                 # Only the writing tasks can find some invalid rows, such as broken images.
                 handle_invalid="skip" if self.drops_invalid else "error",

@@ -19,7 +19,7 @@ from ringspark.estimators.stages.persistence import ALLOW_PICKLE, StageWriter, a
 from ringspark.estimators.stages.spark_metadata import METADATA, read_metadata
 from ringspark.estimators.stages.storage_root import active_session
 from ringspark.pipelines import storage
-from ringspark.pipelines.spark_paths import alike
+from ringspark.pipelines.spark_paths import to_spark_uri
 
 
 class SearchWriter(StageWriter):
@@ -43,7 +43,7 @@ class SearchWriter(StageWriter):
             if isinstance(writer, StageWriter):
                 writer._write(storage.join(uri, name))
             else:
-                writer.save(alike(active_session(), storage.join(uri, name)))
+                writer.save(to_spark_uri(active_session(), storage.join(uri, name)))
         # Last: its description says that the stage is complete.
         super()._write(uri)
 
@@ -62,7 +62,7 @@ def load_part(uri: str, name: str) -> Any:
     folder = storage.join(uri, name)
     if not storage.exists(storage.join(folder, METADATA)):
         return None
-    path = alike(active_session(), folder)
+    path = to_spark_uri(active_session(), folder)
     found = str(read_metadata(folder)["class"])
     # Spark's metadata has the JVM's name of a class.
     module, _, kind = found.replace("org.apache.spark.", "pyspark.", 1).rpartition(".")

@@ -20,7 +20,7 @@ import pyarrow as pa
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import quote
 from ringspark.pipelines.reuse.source_files import FileState, path_states
-from ringspark.pipelines.spark_paths import alike, resolve
+from ringspark.pipelines.spark_paths import resolve, to_spark_uri
 from ringspark.pipelines.table_files import TableSource
 
 if TYPE_CHECKING:
@@ -53,7 +53,10 @@ class Listing:
 
     def frame(self, spark: SparkSession, columns: Sequence[str]) -> DataFrame:
         """Returns these files as a DataFrame of columns that the files hold."""
-        paths = [_escape_glob(alike(spark, storage.join(self.source.uri, path))) for path, _, _ in self.files]
+        paths = [
+            _escape_glob(to_spark_uri(spark, storage.join(self.source.uri, path)))
+            for path, _, _ in self.files
+        ]
         return spark.read.parquet(*paths).select(*map(quote, columns))
 
 
@@ -72,7 +75,7 @@ def list_parquet(spark: SparkSession, uri: str) -> Listing:
             raise ValueError(f"{root!r} is {_OTHER_FORMATS[name]}")
     no_files = f"{root!r} holds no Parquet files; pass a folder with files, or with folders named 'key=value'"
     try:
-        frame = spark.read.parquet(_escape_glob(alike(spark, root)))
+        frame = spark.read.parquet(_escape_glob(to_spark_uri(spark, root)))
         schema, names = frame.schema, frame.inputFiles()
     except Exception as error:  # Spark raises many classes
         if "UNABLE_TO_INFER_SCHEMA" in str(error) or "Unable to infer schema" in str(error):

@@ -49,8 +49,7 @@ MAX_UNSPLIT_BYTES = 2 << 30
 _GROUPS_IN_USE = 96
 _MEASURED_ROWS = 16_384
 # First days and microseconds since 1970 that are equal in both calendars of Spark's `RebaseDateTime`, Julian
-# and
-# Gregorian, in every time zone.
+# and Gregorian, in every time zone.
 _FIRST_EQUAL = {"date": -141_427, "timestamp": -2_208_988_800_000_000}
 
 

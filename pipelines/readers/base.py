@@ -39,8 +39,7 @@ from ringspark.pipelines.table_files import TABLE_REMEDY, Window
 Batch = dict[str, npt.NDArray[Any]]
 
 # A block is built at once, column by column. It is so large that the cost of NumPy calls does not count (half
-# the
-# rows take a tenth more time), and small next to the row groups.
+# the rows take a tenth more time), and small next to the row groups.
 _BLOCK_ROWS = 98_304
 _BLOCK_COLUMN_BYTES = 3 << 20
 _BLOCK_BYTES = 8 << 20

@@ -79,8 +79,7 @@ class Buffers:
                 memory = np.empty(size + min(size // 8, _SLACK_BYTES), np.uint8).data
             array = np.frombuffer(memory, like.dtype, prod(shape))
             # A view of a view refers to the first array whose memory does not belong to an array. That is
-            # this
-            # array, so it lives as long as any view of it, including tensors and buffers.
+            # this array, so it lives as long as any view of it, including tensors and buffers.
             assert not isinstance(array.base, np.ndarray)
             kept.append((memory, weakref.ref(array)))
             del kept[:-_KEPT_ARRAYS]

@@ -25,8 +25,7 @@ RowGroup = dict[str, Rows]
 
 _ALIGNMENT = 64
 # Python keeps a descriptor per mapping, and a process has about a thousand. A block needs many row groups at
-# once
-# if they are small, and reading them costs no more than mapping them.
+# once if they are small, and reading them costs no more than mapping them.
 _MAPPED_BYTES = 256 << 10
 
 _logger = logging.getLogger(__name__)

@@ -164,8 +164,7 @@ class _TableWorker(ArrowReaderWorker):  # type: ignore[misc]
             self.publish_func(_ConsumerGone())
         except Exception as error:
             # The pool raises a published error in the consumer. An error that leaves this function would also
-            # be
-            # printed to stderr.
+            # be printed to stderr.
             self.publish_func(error)
 
     def _read_with_shuffle_row_drop(self, piece: Any, pq_file: Any, column_names: Any, *args: Any) -> Any:
@@ -192,8 +191,6 @@ class _TableResults:
             raise Closed from None
         except EmptyResultError:
             # Petastorm 0.13 first checks whether its workers are idle, then whether all work was handed out.
-            # If the
-            # last row group is handed out between the two checks, it assumes the end and would drop the row
-            # group.
-            # At the second call all work is out, and the answer is right.
+            # If the last row group is handed out between the two checks, it assumes the end and would drop
+            # the row group. At the second call all work is out, and the answer is right.
             return workers_pool.get_results()

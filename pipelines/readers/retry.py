@@ -35,8 +35,7 @@ FIRST_WAIT_SECONDS = 0.5
 _POLL_SECONDS = 0.05
 
 # Errors that a retry cannot cure. Arrow also raises a bare OSError for damaged files; only a retry
-# distinguishes
-# them from a lost connection.
+# distinguishes them from a lost connection.
 _PERMANENT = (
     FileNotFoundError,
     PermissionError,

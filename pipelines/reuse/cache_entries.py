@@ -1,12 +1,12 @@
-"""Folders of cached shards: how one is laid out, listed and removed.
+"""Folders of cached shards: their layout, listing and removal.
 
-    <root>/<first 20 digits of the key>/.ringspark-entry   this folder is ours; holds the key
+    <root>/<first 20 digits of the key>/.ringspark-entry   marks our folder; holds the key
                                         run-<id>/          shards and manifest of one write
                                         entry.json         which run is valid, and what it holds
 
-`entry.json` is the commit: it is written last and atomically, after the source files were found
-unchanged, so an interrupted write is never served. Every writer has a run of its own, so two that
-write the same key do not meet. Nothing here touches what another program put below the root.
+`entry.json` is the commit: it is written last and atomically, after the source files were found unchanged, so
+an interrupted write is never served. Each writer has its own run, so concurrent writers of one key do not
+collide. Files of other programs below the root are never touched.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RUN = re.compile(r"run-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class CacheEntry:
     """The content of an `entry.json`.
 
     Attributes:
@@ -42,7 +42,7 @@ class Entry:
         rows: Number of rows over all splits.
         num_bytes: Size of all shards in bytes.
         columns: Names of the columns.
-        plan: The analysed plan as text.
+        plan: Analysed plan as text.
         plan_summary: Operators of the plan, from the result down.
         settings: Settings of `write_shards`, as text.
         sources: Source files of the rows, as text.
@@ -67,13 +67,13 @@ class CachedShards:
 
     Attributes:
         key: Key of the entry; its first digits name the folder, and `remove_cached` takes them.
-        uri: Folder of the shards, which `ShardManifest.load` takes; the entry's folder if unfinished.
+        uri: Folder of the shards for `ShardManifest.load`; the entry's folder if unfinished.
         created: UTC time of the write, ISO 8601; empty if unfinished.
         rows: Number of rows over all splits.
-        num_bytes: Number of bytes that removing the entry frees.
+        num_bytes: Bytes that removing the entry frees.
         columns: Names of the columns.
-        plan: Operators of the plan, or what is wrong with the entry.
-        is_reusable: Whether `cached_shards` may ever return these shards.
+        plan: Operators of the plan, or the entry's problem.
+        is_reusable: Whether `cached_shards` may return these shards.
     """
 
     key: str
@@ -87,32 +87,31 @@ class CachedShards:
 
 
 def list_cached(root: str | os.PathLike[str]) -> list[CachedShards]:
-    """Returns all entries below `root`, the newest first; unfinished ones last.
+    """Returns all entries below `root`, the newest first and unfinished ones last.
 
     Args:
-        root: The folder given to `cached_shards`. There is no Spark here: a path without a scheme is this
-            machine's disk.
+        root: Folder of `cached_shards`. Without a Spark session, a path without a scheme is on the local
+            disk.
     """
     root = storage.normalize(root)
     found = [
-        _listed(storage.join(root, name)) for name in storage.list_names(root) if _FOLDER.fullmatch(name)
+        _describe_folder(storage.join(root, name))
+        for name in storage.list_names(root)
+        if _FOLDER.fullmatch(name)
     ]
     return sorted((each for each in found if each), key=lambda each: (each.created, each.key), reverse=True)
 
 
 def remove_cached(root: str | os.PathLike[str], key: str | None = None) -> int:
-    """Removes one entry, or all.
+    """Removes one entry, or all, and returns the number of bytes freed.
 
     Args:
         root: Folder of the cache, see `list_cached`.
-        key: The entry's key or its first digits; None removes all entries. Files that do not belong to
-            this cache stay, also inside an entry's folder.
-
-    Returns:
-        Number of bytes freed.
+        key: The entry's key or its first digits; None removes all entries. Files that do not belong to this
+            cache stay, even inside an entry's folder.
 
     Raises:
-        ValueError: No entry has this key, or several entries have it.
+        ValueError: No entry or several entries have this key.
     """
     entries = list_cached(root)
     if key is not None:
@@ -120,7 +119,7 @@ def remove_cached(root: str | os.PathLike[str], key: str | None = None) -> int:
         entries = [entry for entry in entries if key and entry.key.startswith(key)]
         if len(entries) != 1:
             fault = "several entries have keys that start" if entries else "no entry has a key that starts"
-            raise ValueError(f"{fault} with {key!r} in {os.fspath(root)!r}; give one of: {known}")
+            raise ValueError(f"{fault} with {key!r} in {os.fspath(root)!r}; pass one of: {known}")
     for entry in entries:
         _remove(folder_of(root, entry.key))
     return sum(entry.num_bytes for entry in entries)
@@ -137,8 +136,8 @@ def begin(root: str | os.PathLike[str], key: str) -> str:
     return f"run-{uuid.uuid4().hex[:12]}"
 
 
-def publish(root: str | os.PathLike[str], entry: Entry, manifest: ShardManifest) -> None:
-    """Commits an entry whose shards are complete; it replaces an older entry of the same key."""
+def publish(root: str | os.PathLike[str], entry: CacheEntry, manifest: ShardManifest) -> None:
+    """Commits an entry with complete shards; replaces an older entry of the same key."""
     folder = folder_of(root, entry.key)
     complete = replace(
         entry,
@@ -147,7 +146,7 @@ def publish(root: str | os.PathLike[str], entry: Entry, manifest: ShardManifest)
         num_bytes=sum(file.num_bytes for file in manifest.files),
         columns=tuple(column.name for column in manifest.columns),
     )
-    # The marker is written once more: a concurrent writer that failed may have removed it.
+    # The marker is written again, because a concurrent writer that failed may have removed it.
     storage.write_atomic(storage.join(folder, MARKER_NAME), entry.key.encode())
     storage.write_atomic(storage.join(folder, ENTRY_NAME), json.dumps(asdict(complete), indent=1).encode())
 
@@ -160,17 +159,17 @@ def abandon(root: str | os.PathLike[str], key: str, run: str) -> None:
         _remove(folder)
 
 
-def load_entry(folder: str) -> Entry | None:
+def load_entry(folder: str) -> CacheEntry | None:
     """Returns the entry in a folder; None if it is missing or cannot be read."""
     try:
-        entry = record(Entry, parse_object(storage.read_bytes(storage.join(folder, ENTRY_NAME))))
+        entry = record(CacheEntry, parse_object(storage.read_bytes(storage.join(folder, ENTRY_NAME))))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     names_match = entry.key.startswith(folder.rpartition("/")[2]) and _RUN.fullmatch(entry.run)
     return entry if names_match else None
 
 
-def _listed(folder: str) -> CachedShards | None:
+def _describe_folder(folder: str) -> CachedShards | None:
     names = storage.list_names(folder)
     entry = load_entry(folder) if ENTRY_NAME in names else None
     if entry is None and MARKER_NAME not in names:
@@ -212,8 +211,8 @@ def _bytes_below(uri: str) -> int:
 
 
 def _remove(folder: str) -> None:
-    # The commit goes first, so that no reader finds an entry whose shards are half gone. The marker goes
-    # last, so that the rest of an interrupted removal is still listed.
+    # The commit goes first, so that no reader finds an entry with missing shards. The marker goes last, so
+    # that an interrupted removal is still listed.
     for name in sorted(filter(_is_ours, storage.list_names(folder)), key=_order_of_removal):
         storage.remove(storage.join(folder, name), recursive=True)
     storage.remove_if_empty(folder)

@@ -1,10 +1,10 @@
-"""`cached_shards`: write the shards of a DataFrame, or return those that hold the same rows already.
+"""`cached_shards`: writes the shards of a DataFrame, or returns existing shards of the same rows.
 
-The key is a hash over everything that determines the rows: the plan as Spark knows it within one application,
+The key is a hash of everything that determines the rows: the plan as Spark knows it within one application,
 the schema, the settings, the session's configuration, and the state of every source file. The DataFrame's
-identity is not part of it: a new DataFrame may have the `id(df)` of an old one. Where Spark does not tell
-enough to exclude other rows, nothing is reused. The risk is one-sided: a write too many costs time, a reuse
-too many trains on the wrong data.
+identity is not part of it, because a new DataFrame may have the `id(df)` of an old one. If Spark does not
+tell enough to exclude other rows, nothing is reused: an unnecessary write costs time, but a wrong reuse
+trains on the wrong data.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.kinds import Kind
 from ringspark.pipelines.manifest import FORMAT_VERSION, ShardManifest
 from ringspark.pipelines.reuse import cache_entries
-from ringspark.pipelines.reuse.cache_entries import Entry
+from ringspark.pipelines.reuse.cache_entries import CacheEntry
 from ringspark.pipelines.reuse.plan_fingerprint import PlanFingerprint, fingerprint
 from ringspark.pipelines.reuse.source_files import FileState, file_states, total_bytes
-from ringspark.pipelines.spark_paths import alike, resolve
+from ringspark.pipelines.spark_paths import resolve, to_spark_uri
 from ringspark.pipelines.writing.shards import write_shards
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-# Session settings that change how fast rows come, not which rows. All others count.
+# Session settings that change the speed, not the rows. All others count.
 _ONLY_SPEED = re.compile(
     r"spark\.sql\.(?:shuffle|adaptive|warehouse|artifact|autoBroadcast|broadcast|codegen|execution\.arrow"
     r"|execution\.pyspark|files\.(?:max|min|open)|inMemoryColumnarStorage|ui|debug\.maxToStringFields"
     r"|maxMetadataStringLength|catalogImplementation|statistics|join\.prefer|streaming|repl|event)"
 )
 
-# To be raised where equal rows become other bytes in a shard.
+# Increase it when equal rows become other bytes in a shard.
 _BYTES_VERSION = 1
 
 _logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class _Source:
     """The source of the rows at one moment.
 
     Attributes:
-        plan: What Spark tells about the plan.
+        plan: Fingerprint of the plan.
         files: States of the source files.
         key: Digest of everything that determines the rows; None if they must not be reused.
         refusal: Reason why the rows must not be reused; None if they may be.
@@ -65,44 +65,44 @@ class _Source:
 def cached_shards(df: DataFrame, root: str | os.PathLike[str], **settings: Any) -> ShardManifest:
     """Returns shards of `df` from the cache in `root`; writes them if there are none. Runs on the driver.
 
-    The same plan over unchanged files, with the same settings, is written once per Spark application;
-    another application cannot tell that the plan is the same. Rows that could come out differently the
-    next time (data in memory, random numbers, the clock, Python functions, tables without files) are
-    written on every call, and one logged line says why.
+    The same plan over unchanged files, with the same settings, is written once per Spark application; another
+    application cannot recognize the plan. Rows that could differ the next time (data in memory, random
+    numbers, the clock, Python functions, tables without files) are written on every call, and one logged line
+    tells why.
 
     Args:
         df: A DataFrame that `write_shards` accepts.
-        root: Folder of the cache, which driver and executors share; a path without a scheme is what it is
-            to Spark. Other files in it are left alone.
+        root: Folder of the cache, which driver and executors share; Spark resolves a path without a scheme.
+            Other files in it are not touched.
         settings: Keywords of `write_shards`, without `overwrite`.
 
     Returns:
         The manifest of complete shards; do not write to their folder.
 
     Raises:
-        ValueError: `write_shards` would raise it, or `overwrite` was given.
+        ValueError: `write_shards` would raise it, or `overwrite` was passed.
     """
     if "overwrite" in settings:
         raise ValueError(
-            "cached_shards takes no 'overwrite': changed data is written anew; remove_cached removes the old"
+            "cached_shards takes no 'overwrite': changed data is written again; remove_cached removes the old"
         )
     if df.isStreaming:
         raise ValueError("cached_shards takes a batch DataFrame; call write_shards in foreachBatch")
     root = storage.normalize(resolve(df.sparkSession, root))
     source = _source(df, settings)
     if source.key is None:
-        _logger.warning("the shards are written anew and not reused: %s", source.refusal)
+        _logger.warning("the shards are written again and not reused: %s", source.refusal)
     elif (found := _find(root, source.key)) is not None:
-        _logger.info("the shards in %r are used again", found.uri)
-        return replace(found, uri=alike(df.sparkSession, found.uri))
+        _logger.info("the shards in %r are reused", found.uri)
+        return replace(found, uri=to_spark_uri(df.sparkSession, found.uri))
     return _write(df, root, source, settings)
 
 
 def rows_key(df: DataFrame, **settings: Any) -> str | None:
     """Returns a digest of everything that determines the rows of `df`, to compare with an earlier one.
 
-    Equal digests mean equal rows; different digests need not mean different rows, and in two
-    applications they always differ. Runs on the driver.
+    Equal digests mean equal rows; different digests need not mean different rows, and always differ between
+    applications. Runs on the driver.
 
     Args:
         settings: Other settings that decide which rows are meant.
@@ -124,8 +124,8 @@ def _find(root: str, key: str) -> ShardManifest | None:
         manifest = ShardManifest.load(uri)
         manifest.verify_files()
     except ValueError as error:
-        # The shards stay: the fault may lie with this machine, and another process may be reading them.
-        _logger.warning("the cached shards in %r are damaged and written anew: %s", uri, error)
+        # The shards stay, because this machine may be at fault, and another process may be reading them.
+        _logger.warning("the cached shards in %r are damaged and written again: %s", uri, error)
         return None
     return manifest
 
@@ -136,7 +136,7 @@ def _write(df: DataFrame, root: str, source: _Source, settings: Mapping[str, Any
     run = cache_entries.begin(root, key)
     uri = storage.join(cache_entries.folder_of(root, key), run)
     try:
-        manifest = write_shards(df, alike(df.sparkSession, uri), **settings)
+        manifest = write_shards(df, to_spark_uri(df.sparkSession, uri), **settings)
         if refusal is None:
             if _source(df, settings) != source:
                 refusal = "its source changed during the write"
@@ -144,8 +144,8 @@ def _write(df: DataFrame, root: str, source: _Source, settings: Mapping[str, Any
             elif (theirs := _find(root, key)) is not None:
                 # Another writer of the same rows was faster, and one copy is enough.
                 cache_entries.abandon(root, key, run)
-                return replace(theirs, uri=alike(df.sparkSession, theirs.uri))
-        entry = Entry(
+                return replace(theirs, uri=to_spark_uri(df.sparkSession, theirs.uri))
+        entry = CacheEntry(
             key=key,
             run=run,
             refusal=refusal,
@@ -162,7 +162,7 @@ def _write(df: DataFrame, root: str, source: _Source, settings: Mapping[str, Any
 
 
 def _source(df: DataFrame, settings: Mapping[str, Any]) -> _Source:
-    """Asks Spark for the plan and its files, and the storage for the files' state."""
+    """Collects the plan and its files from Spark, and the files' state from the storage."""
     plan = fingerprint(df)
     if plan.refusal is not None:
         return _Source(plan=plan, refusal=plan.refusal)
@@ -176,15 +176,15 @@ def _source(df: DataFrame, settings: Mapping[str, Any]) -> _Source:
     refusal = None
     if not least <= total_bytes(files) <= most:
         # Spark would read the files by the old listing, so a grown file only up to its old size.
-        refusal = "its files are not those it was made from; build the DataFrame again"
+        refusal = "its files have changed since it was created; create the DataFrame again"
     elif application is None:
-        refusal = "the session has no application id, and its plan means nothing in another application"
+        refusal = "the session has no application id, and a plan is only valid in one application"
     elif " at 0x" in described:
-        refusal = "a setting has no text that tells its value"
+        refusal = "the text of a setting does not tell its value"
     if refusal is not None:
         return _Source(plan=plan, files=files, refusal=refusal)
     parts = {
-        # A newer ringspark in the same application may write other bytes.
+        # Another ringspark in the same application may write other bytes.
         "version": [_BYTES_VERSION, FORMAT_VERSION],
         "application": application,
         "plan": [plan.semantic_hash, plan.text, plan.sources, plan.options],
@@ -197,7 +197,7 @@ def _source(df: DataFrame, settings: Mapping[str, Any]) -> _Source:
 
 
 def _session_settings(spark: SparkSession) -> dict[str, str]:
-    """Returns the session's settings that may change the rows; the defaults are the application's."""
+    """Returns the session's settings that may change the rows; defaults belong to the application."""
     settings = {str(row[0]): str(row[1]) for row in spark.sql("SET").collect()}
     return {
         name: value
@@ -209,7 +209,7 @@ def _session_settings(spark: SparkSession) -> dict[str, str]:
 def _canonical(value: Any) -> str:
     """Returns the repr of a value, with dictionary keys and set members in sorted order.
 
-    A digest of all fields follows the repr of a column type, because this repr leaves out long fields.
+    A digest of all fields follows the repr of a column type, because this repr omits long fields.
     """
     if isinstance(value, Kind):
         return f"{value!r} {_digest(value.to_json())[:20]}"

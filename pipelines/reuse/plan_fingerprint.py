@@ -1,9 +1,9 @@
-"""Asks Spark about a DataFrame's plan: which rows it yields, and whether they may be used again.
+"""Reads a DataFrame's plan from Spark: which rows it yields, and whether they may be reused.
 
-`df.semanticHash()` covers types, which no text prints, but it has a meaning only within one Spark
-application. It is 32 bits wide, and easily met twice: `id > 3` and `id > -4` have the same hash, and so
-have the texts "Aa" and "BB". So the plan's text counts beside it, and the folders and options of its
-readers. `refusal` says why rows of this plan must never be used twice. `judge` is pure.
+`df.semanticHash()` covers types, which no text shows, but it is valid only within one Spark application. It
+has 32 bits and collides easily: `id > 3` and `id > -4` have the same hash, and so have the texts "Aa" and
+"BB". So the plan's text counts too, with the folders and options of its readers. `refusal` tells why rows of
+this plan must never be reused. `judge` is pure.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ringspark.pipelines.reuse.repeatable_functions import REPEATABLE_FUNCTIONS
-
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-# EXPLAIN cuts long lists of fields and long file schemas; a cut text no longer tells two plans apart.
+# EXPLAIN shortens long lists of fields and file schemas; a shortened text does not identify a plan.
 _UNCUT = {"spark.sql.debug.maxToStringFields": "1000000", "spark.sql.maxMetadataStringLength": "10000000"}
 _CUT = re.compile(r"\.\.\. \d+ more fields|more characters|\.\.\.,? |\.\.\.\)?$", re.MULTILINE)
 
@@ -30,8 +28,59 @@ _NAMES = """
     RepartitionByExpression ResolvedHint Sort SubqueryAlias Union View Window WithCTE
 """
 _OPERATORS = frozenset(_NAMES.split())
+
+# Functions whose result depends only on their arguments, by the names that plans print. Any other function is
+# not trusted: it may depend on the clock, on randomness, on partitions or on the user, or a user may have
+# written it.
+_FUNCTION_NAMES = """
+    abs acos acosh add_months aes_decrypt aggregate any any_value approx_count_distinct approx_percentile
+    array array_agg array_append array_compact array_contains array_distinct array_except array_insert
+    array_intersect array_join array_max array_min array_position array_prepend array_remove array_repeat
+    array_size array_sort array_union arrays_overlap arrays_zip arraytransform ascii asin asinh atan atan2
+    atanh atleastnnonnulls avg base64 between bigint bin binary bit_and bit_count bit_get bit_length bit_or
+    bit_xor bitmap_bit_position bitmap_bucket_number bitmap_construct_agg bitmap_count bitmap_or_agg bool_and
+    bool_or boolean bround btrim cardinality cast cbrt ceil ceiling char char_length character_length chr
+    coalesce collect_list collect_set concat concat_ws contains conv convert_timezone corr cos cosh cot count
+    count_if count_min_sketch covar_pop covar_samp crc32 csc cume_dist currentrow$ date date_add date_diff
+    date_format date_from_unix_date date_part date_sub date_trunc dateadd datediff datepart day dayname
+    dayofmonth dayofweek dayofyear decimal decode degrees dense_rank double e element_at elt encode endswith
+    equal_null every exists exp explode explode_outer expm1 extract factorial filter find_in_set first
+    first_value flatten float floor forall format_number format_string from_csv from_json from_unixtime
+    from_utc_timestamp from_xml get get_json_object getarrayitem getbit getjsonobject getmapvalue gettimestamp
+    greatest grouping grouping_id hash hex histogram_numeric hll_sketch_agg hll_sketch_estimate hll_union
+    hll_union_agg hour hypot if ifnull ilike initcap inline inline_outer instr int is_valid_utf8
+    is_variant_null isnan isnotnull isnull json_array_length json_object_keys json_tuple kurtosis lag
+    lambdafunction last last_day last_value lcase lead least left len length levenshtein like listagg ln
+    locate log log10 log1p log2 lower lpad ltrim luhn_check make_date make_dt_interval make_interval
+    make_timestamp make_timestamp_ltz make_timestamp_ntz make_valid_utf8 make_ym_interval map map_concat
+    map_contains_key map_entries map_filter map_from_arrays map_from_entries map_keys map_values map_zip_with
+    mask max max_by md5 mean median min min_by minute mod mode month monthname months_between named_struct
+    nanvl negative next_day none nth_value ntile nullif nullifzero nvl nvl2 octet_length overlay parse_json
+    parse_url percent_rank percentile percentile_approx percentile_cont percentile_disc pi pivotfirst pmod
+    posexplode posexplode_outer position positive pow power printf quarter radians rank reduce regexp
+    regexp_count regexp_extract regexp_extract_all regexp_instr regexp_like regexp_replace regexp_substr
+    regr_avgx regr_avgy regr_count regr_intercept regr_r2 regr_slope regr_sxx regr_sxy regr_syy repeat replace
+    reverse right rint rlike round row_number rpad rtrim schema_of_csv schema_of_json schema_of_variant
+    schema_of_variant_agg schema_of_xml sec second sentences sequence sha sha1 sha2 shiftleft shiftright
+    shiftrightunsigned sign signum sin sinh size skewness slice smallint some sort_array soundex space
+    specifiedwindowframe split split_part sqrt stack startswith std stddev stddev_pop stddev_samp str_to_map
+    string string_agg struct substr substring substring_index sum tan tanh timestamp timestamp_micros
+    timestamp_millis timestamp_seconds timestampadd timestampdiff tinyint to_binary to_char to_csv to_date
+    to_json to_number to_timestamp to_timestamp_ltz to_timestamp_ntz to_unix_timestamp to_utc_timestamp
+    to_varchar to_variant_object to_xml transform transform_keys transform_values translate trim trunc try_add
+    try_aes_decrypt try_avg try_cast try_divide try_element_at try_make_interval try_make_timestamp
+    try_make_timestamp_ltz try_make_timestamp_ntz try_mod try_multiply try_parse_json try_parse_url
+    try_subtract try_sum try_to_binary try_to_number try_to_timestamp try_url_decode try_validate_utf8
+    try_variant_get typeof ucase unbase64 unboundedfollowing$ unboundedpreceding$ unhex unix_date unix_micros
+    unix_millis unix_seconds unix_timestamp upper url_decode url_encode validate_utf8 var_pop var_samp varchar
+    variance variant_explode variant_explode_outer variant_get weekday weekofyear width_bucket
+    windowspecdefinition xpath xpath_boolean xpath_double xpath_float xpath_int xpath_long xpath_number
+    xpath_short xpath_string xxhash64 year zeroifnull zip_with
+"""
+_REPEATABLE_FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
+
 _FORMATS = frozenset({"parquet", "orc", "csv", "json"})
-# A reader's option decides what these mean: delimiters, the text of a null, patterns of dates.
+# The rows of these formats depend on reader options: delimiters, the text of a null, date patterns.
 _TEXT_FORMATS = frozenset({"csv", "json"})
 
 _RELATION = re.compile(r"Relation (?:[\w.`-]+)?\[.*\] (\w+)$")
@@ -48,21 +97,21 @@ _STATISTICS = re.compile(r"Relation .*Statistics\(sizeInBytes=([\d.]+) ([KMGTPE]
 _VIEW_OF_OURS = re.compile(r"_pyspark_(?:connect_temp_view_)?[0-9a-f]{32}")
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60}
 
-# The settings below belong to the session, which parallel fits share.
+# `explain` changes settings of the session, which parallel fits share.
 _lock = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFingerprint:
-    """What is known about a plan.
+    """Fingerprint of a plan.
 
     Attributes:
-        text: The analysed plan; expression ids are numbered by first appearance.
+        text: Analysed plan, with expression ids numbered by first appearance.
         sources: Format of each table of files, then the folders of each, in the order of the plan.
-        options: Options of each table's reader, where the driver's JVM can be asked for them.
+        options: Options of each table's reader, if the driver's JVM provides them.
         semantic_hash: Spark's hash, valid within the application; None if the rows must not be reused.
-        size_range: Least and most bytes that the source files have by the listing that the DataFrame was
-            made with; a range, because Spark prints the size rounded.
+        size_range: Least and most bytes of the source files in the DataFrame's listing; a range, because
+            Spark prints the size rounded.
         refusal: Reason why rows of this plan must not be reused; None if they may be.
     """
 
@@ -88,18 +137,17 @@ def fingerprint(df: DataFrame) -> PlanFingerprint:
     if hasattr(df, "_jdf"):
         try:
             found = replace(found, options=_options(df))
-        except Exception as error:  # a data source of other make, or a JVM that lets nobody ask
+        except Exception as error:  # another data source, or a JVM that forbids access
             return replace(
                 found, refusal=f"Spark does not tell its readers' options ({type(error).__name__})"
             )
-        return replace(found, semantic_hash=df.semanticHash())
-    if text_format := next((name for name in found.sources if name in _TEXT_FORMATS), None):
+    elif text_format := next((name for name in found.sources if name in _TEXT_FORMATS), None):
         return replace(found, refusal=f"it reads {text_format}, and Spark Connect does not tell its options")
     return replace(found, semantic_hash=df.semanticHash())
 
 
 def _options(df: DataFrame) -> tuple[str, ...]:
-    """Returns the options of every reader of files in the plan, as the driver's JVM has them."""
+    """Returns the options of every file reader in the plan, from the driver's JVM."""
     leaves = df._jdf.queryExecution().analyzed().collectLeaves()
     found = [leaves.apply(number) for number in range(leaves.size())]
     return tuple(
@@ -110,8 +158,8 @@ def _options(df: DataFrame) -> tuple[str, ...]:
 def explain(df: DataFrame) -> tuple[str, str]:
     """Returns Spark's EXPLAIN EXTENDED and EXPLAIN COST of `df`, uncut.
 
-    It runs a statement instead of `df.explain`, which prints to the stdout of all threads and shows a
-    plan made before the DataFrame was cached.
+    It runs a statement instead of `df.explain`, which prints to the stdout of all threads and shows a plan
+    from before the DataFrame was cached.
     """
     spark = df.sparkSession
     with _lock, _settings(spark):
@@ -123,7 +171,7 @@ def explain(df: DataFrame) -> tuple[str, str]:
 
 
 def judge(extended: str, cost: str) -> PlanFingerprint:
-    """Makes a fingerprint from the two texts that `explain` returned."""
+    """Creates a fingerprint from the two texts of `explain`."""
     analysed, optimised, physical = (
         _section(extended, title)
         for title in ("Analyzed Logical Plan", "Optimized Logical Plan", "Physical Plan")
@@ -136,8 +184,8 @@ def judge(extended: str, cost: str) -> PlanFingerprint:
     refusal = _refusal(operators, f"{analysed}\n{optimised}\n{physical}", physical)
     formats = [found[1] for operator in operators if (found := _RELATION.match(operator))]
     if refusal is None and len(formats) > len(re.findall(r"\bRelation [\w.`-]*\[", optimised)):
-        # Spark answers from metadata alone, and then `df.inputFiles()` leaves the files out too.
-        refusal = "Spark answers a part of it without reading its files"
+        # Spark uses only metadata, and then `df.inputFiles()` omits the files too.
+        refusal = "Spark computes a part of it without reading its files"
     if refusal is not None:
         return PlanFingerprint(text=text, refusal=refusal)
     sources = (*formats, *_FOLDERS.findall(physical))
@@ -151,11 +199,11 @@ def _refusal(operators: Sequence[str], everything: str, physical: str) -> str | 
             relation = _RELATION.match(operator)
             if relation is None or relation[1] not in _FORMATS:
                 source = operator.rpartition("] ")[2] or "a table"
-                return f"it reads {source}, where Spark does not tell one version or reader from another"
+                return f"it reads {source}, for which Spark does not identify version and reader"
         elif name == "Sample":
             return "it samples, and another run gives other rows"
         elif name not in _OPERATORS:
-            return f"its plan has {name or 'an operator'!r}, whose rows the plan does not tell"
+            return f"its plan has {name or 'an operator'!r}, which does not determine its rows"
     if "InMemoryRelation" in everything or "InMemoryTableScan" in everything:
         return "it is cached in Spark, which may hold older rows than its files"
     if _PYTHON.search(physical):
@@ -165,13 +213,13 @@ def _refusal(operators: Sequence[str], everything: str, physical: str) -> str | 
     for operator in operators:
         if _SUBQUERY.search(operator):
             return "it has a subquery, whose files Spark does not list"
-        if unknown := [name for name in _CALL.findall(operator) if name.lower() not in REPEATABLE_FUNCTIONS]:
-            return f"it calls {unknown[0]!r}, which is not known to give the same result again"
+        if unknown := [name for name in _CALL.findall(operator) if name.lower() not in _REPEATABLE_FUNCTIONS]:
+            return f"it calls {unknown[0]!r}, which may give another result next time"
         if _SPECIAL_DATE.search(operator) and re.search(r"date|time", operator, re.IGNORECASE):
             return "it may depend on today's date"
     # Other tables have files that no scan lists (deletion vectors), or their own lists of files.
     if others := set(_LOCATION.findall(physical)) - {"InMemoryFileIndex"}:
-        return f"it reads a table of its own kind ({sorted(others)[0]})"
+        return f"it reads a table with its own list of files ({sorted(others)[0]})"
     return None
 
 
@@ -195,7 +243,7 @@ def _renumber(lines: Sequence[str]) -> list[str]:
     numbers: dict[tuple[bool, str], int] = {}
 
     def number(match: re.Match[str]) -> str:
-        # A CTE and its references share one number, which a column may have too.
+        # A CTE and its references share one number; a column may have the same number.
         key = (match[1] == "#", match[2])
         return f"{match[1]}{numbers.setdefault(key, len(numbers))}"
 
@@ -203,13 +251,13 @@ def _renumber(lines: Sequence[str]) -> list[str]:
 
 
 def _plain(line: str) -> str:
-    # Names of lambda variables contain a counter of the process; the splits of a Range change no row.
+    # Names of lambda variables contain a process counter; the splits of a Range change no row.
     line = re.sub(r"\blambda (\w+?)_\d+#", r"lambda \1#", line)
     return re.sub(r"(\bRange \(.*), splits=\w+(?:\(\d+\))?\)", r"\1)", line)
 
 
 def _size_range(cost: str) -> tuple[float, float]:
-    """Returns the bytes of all relations. Two relations of equal size are taken for one table read twice."""
+    """Returns the bytes of all relations. Two relations of equal size count as one table read twice."""
     least = most = 0.0
     for number, unit in set(_STATISTICS.findall(cost)):
         rounding = 0.05 * _UNITS[unit] if unit else 0.0

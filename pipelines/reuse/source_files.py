@@ -1,7 +1,7 @@
 """The state of source files, which changes whenever their content may have changed.
 
-The state is read anew each time. A replaced file of equal size shows in its modification time (on local
-disks that of the data and of the inode, in nanoseconds), its checksum or its version, whichever there is.
+The state is read again each time. A replaced file of equal size shows in its modification time (on local
+disks those of the data and of the inode, in nanoseconds), its checksum or its version.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from ringspark.pipelines import storage
 
-# The names that object stores and HDFS give to a content's identity or time; `size` alone proves nothing.
+# Names of a content's identity or time in object stores and HDFS; `size` alone proves nothing.
 _MARKS = (
     "etag", "checksum", "md5hash", "md5", "content_md5", "crc32c", "generation", "version_id", "versionid",
     "mtime", "modified", "last_modified", "lastmodified", "modification_time", "modificationtime", "updated",
@@ -29,11 +29,11 @@ def file_states(uris: Iterable[str]) -> tuple[FileState, ...]:
     """Returns (path, bytes, marks of its content) of every file, sorted by path. Runs on the driver.
 
     Args:
-        uris: Percent-encoded URIs, as `df.inputFiles()` gives them.
+        uris: Percent-encoded URIs, as from `df.inputFiles()`.
 
     Raises:
         OSError: A file is missing or cannot be reached.
-        ValueError: A file's storage reports nothing that changes with the content.
+        ValueError: The storage of a file reports nothing that changes with the content.
     """
     return path_states(sorted({storage.normalize(unquote(uri)) for uri in uris}))
 
@@ -42,7 +42,7 @@ def path_states(paths: Sequence[str]) -> tuple[FileState, ...]:
     """Like `file_states`, but takes plain paths and keeps their order."""
     remote = [path for path in paths if not storage.is_local(path)]
     for scheme in {path.partition("://")[0]: path for path in remote}.values():
-        # fsspec caches listings, which would show the old state of a file that was just replaced.
+        # fsspec caches listings, which would show the old state of a replaced file.
         storage.filesystem(scheme)[0].invalidate_cache()
     if not paths:
         return ()
@@ -51,7 +51,6 @@ def path_states(paths: Sequence[str]) -> tuple[FileState, ...]:
 
 
 def total_bytes(states: Sequence[FileState]) -> int:
-    """Returns the size of all files together, in bytes."""
     return sum(size for _, size, _ in states)
 
 
@@ -64,5 +63,5 @@ def _file_state(path: str) -> FileState:
     known = {key.lower().replace("-", "_"): value for key, value in info.items()}
     marks = [f"{mark}={known[mark]}" for mark in _MARKS if known.get(mark) is not None]
     if not marks:
-        raise ValueError(f"the storage of {path!r} tells neither checksums nor times of its files")
+        raise ValueError(f"the storage of {path!r} reports neither checksums nor times of its files")
     return path, int(info["size"]), " ".join(marks)

@@ -117,8 +117,8 @@ def test_a_path_is_what_it_is_to_spark_or_refused(
     for given, told in (
         ("/nowhere/x", r"'/nowhere/x' is 'viewfs://.*/nowhere/x' to Spark, a mount that only Hadoop knows"),
         ("x", r"'x' is 'viewfs://.*/x' to Spark, a mount that only Hadoop knows"),
-        ("dbfs:/x", r"Spark cannot say where 'dbfs:/x' is \(.*scheme \"dbfs\"\); give a URI with its store"),
-        ("~/x", r"is a folder named '~' in viewfs://.*/ to Spark; give the whole path, or 'file:/"),
+        ("dbfs:/x", r"Spark cannot resolve 'dbfs:/x' \(.*scheme \"dbfs\"\); pass a URI with its store"),
+        ("~/x", r"is a folder named '~' in viewfs://.*/ to Spark; pass the whole path, or 'file:/"),
     ):
         with pytest.raises(ValueError, match=told):
             resolve(spark, given)
@@ -127,7 +127,7 @@ def test_a_path_is_what_it_is_to_spark_or_refused(
     assert resolve(spark, "/usr/share") == f"file://{mounts}/share"
     (warning,) = [record.getMessage() for record in caplog.records]
     assert f"'/usr/share' is '{mounts}/share' to Spark" in warning
-    assert "give 'file:/usr/share' to mean it" in warning
+    assert "pass 'file:/usr/share' to use it" in warning
 
 
 @pytest.mark.spark
@@ -153,7 +153,7 @@ def test_on_a_local_default_a_path_means_the_local_disk(
     assert meaning_of("s3://bucket/x/") == "s3://bucket/x"
     assert meaning_of(str(tmp_path / "a%20b")) == str(tmp_path / "a%20b")
     with pytest.raises(
-        ValueError, match=r"'~/x' is a folder named '~' to Spark; give the whole path, '.+/x'"
+        ValueError, match=r"'~/x' is a folder named '~' to Spark; pass the whole path, '.+/x'"
     ):
         meaning_of("~/x")
 
@@ -190,6 +190,6 @@ def test_a_connect_server_with_another_default_is_asked_once_and_not_for_a_folde
 @pytest.mark.parametrize("uri", ["hdfs:/x", "dbfs:/x", "abfs:/x"])
 def test_a_uri_that_leaves_the_host_to_hadoop_is_no_folder_of_that_name(uri: str) -> None:
     with pytest.raises(
-        ValueError, match="leaves the host of its store to Hadoop's configuration; give it, as in"
+        ValueError, match="leaves the host of its store to Hadoop's configuration; add it, as in"
     ):
         storage.normalize(uri)

@@ -13,7 +13,7 @@ import pytest
 
 from ringspark.jobs import cli, shards
 from ringspark.pipelines import ShardManifest
-from ringspark.pipelines.reuse.cache_entries import Entry, begin, folder_of, publish
+from ringspark.pipelines.reuse.cache_entries import CacheEntry, begin, folder_of, publish
 
 ROOT = Path(__file__).parent.parent.parent
 KEY = "0123456789abcdef" * 4
@@ -31,7 +31,7 @@ def cache(tmp_path: Path, make_shards) -> tuple[Path, ShardManifest]:
     name = begin(root, KEY)
     folder = Path(folder_of(root, KEY)) / name
     Path(made.uri).rename(folder)
-    entry = Entry(
+    entry = CacheEntry(
         key=KEY, run=name, refusal=None, plan="Range (0, 64, step=1)", plan_summary="Range",
         settings="{}", sources="0 files",
     )  # fmt: skip

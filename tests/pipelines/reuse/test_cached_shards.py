@@ -159,7 +159,7 @@ def test_a_dataframe_older_than_its_files_is_not_reused(
     write_source(source / "part 1.parquet", rows=400)
     # By its old listing Spark reads the first bytes of the file only. Nobody else may get that.
     assert cached_shards(old, root).num_rows < 400
-    assert "build the DataFrame again" in caplog.text
+    assert "create the DataFrame again" in caplog.text
     fresh = spark.read.parquet(str(source)).select("id")
     assert ids_of(cached_shards(fresh, root)) == list(range(400))
 
@@ -516,7 +516,7 @@ def test_an_interrupted_removal_leaves_no_entry_to_serve_and_one_to_list(
         (tmp_path / key / run).mkdir()
         (tmp_path / key / run / "part.parquet").write_bytes(b"rows")
     manifest = ShardManifest(uri=str(tmp_path / key / run), columns=(), files=())
-    entry = cache_entries.Entry(
+    entry = cache_entries.CacheEntry(
         key=key, run=run, refusal=None, plan="", plan_summary="", settings="", sources=""
     )
     cache_entries.publish(tmp_path, entry, manifest)
