@@ -64,7 +64,6 @@ class ColumnStats:
         return math.sqrt(self.deviations / (self.finite - 1))
 
     def merge(self, other: ColumnStats) -> ColumnStats:
-        """Returns the statistics of both sets of rows together."""
         mean, deviations = self.mean, self.deviations
         if other.mean is not None:
             if mean is None:
@@ -93,7 +92,6 @@ class ColumnStats:
         return replace(self, mean=mean, deviations=deviations)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the stats as JSON values."""
         return asdict(self)
 
     @staticmethod
@@ -116,7 +114,6 @@ class StatsCollector:
         self.result = ColumnStats()
 
     def add(self, rows: int, numbers: NumpyArray) -> None:
-        """Adds the numbers of `rows` rows."""
         counts, finite = _measure(numbers)
         if self._is_scalar and finite.dtype.kind == "f":
             counts["fractional"] = int(np.count_nonzero(finite != np.rint(finite)))
@@ -143,7 +140,6 @@ def _measure(numbers: NumpyArray) -> tuple[dict[str, Any], NumpyArray]:
 
 
 def _moments(numbers: NumpyArray) -> tuple[float, float]:
-    """Returns the mean and the sum of squared deviations, in float64."""
     count, mean, deviations = 0, 0.0, 0.0
     # Squares of doubles beyond 1e150 overflow; such columns get an infinite deviation without a warning.
     with np.errstate(over="ignore", invalid="ignore"):

@@ -59,7 +59,6 @@ class Column:
         return self.kind.arrays(self.name)[self.name].shape
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the column as JSON values."""
         return {"name": self.name, "source": self.source, **self.kind.to_json()}
 
     @staticmethod
@@ -78,8 +77,8 @@ def columns_from_spark(schema: StructType, choices: Mapping[str, Kind] | None = 
         choices: Column name -> column type, if the Spark type does not decide or the user decides otherwise.
 
     Raises:
-        ValueError: A column has an unusable type or needs a choice, a choice does not fit or names no column,
-            or two columns share a name.
+        ValueError: A type is unusable or needs a choice, a choice does not fit or names no column, or names
+            repeat.
     """
     choices = dict(choices or {})
     for name, kind in choices.items():
@@ -101,7 +100,7 @@ def columns_from_spark(schema: StructType, choices: Mapping[str, Kind] | None = 
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raises ValueError if two columns share a name, which a batch could not tell apart."""
+    """Raises ValueError if two columns share a name, which a batch could not distinguish."""
     for name, count in Counter(names).items():
         if count > 1:
             raise ValueError(f"two columns are named {name!r}; rename one with df.withColumnRenamed")
@@ -140,7 +139,6 @@ def quote(name: str) -> str:
 
 
 def _default_kind(name: str, data_type: DataType) -> Kind:
-    """Returns the column type that a Spark type has without a choice of the user."""
     if is_vector(data_type):
         return Vector()
     simple = data_type.simpleString()

@@ -12,21 +12,18 @@ from typing import Any
 
 
 def names_in(group: str) -> list[str]:
-    """Returns the sorted names that installed packages declare in a group."""
     return sorted({point.name for point in entry_points(group=group)})
 
 
 def load_part(group: str, setting: str, name: str, known: Collection[str], needed: Collection[str]) -> Any:
     """Returns the class that a package declares under a name.
 
+    Raises ValueError if not exactly one package declares it, it cannot be imported, or it lacks an attribute.
+
     Args:
         setting: Param that holds the name.
         known: Built-in names, for messages.
         needed: Attributes that the class must have.
-
-    Raises:
-        ValueError: No package or several packages declare it, it cannot be imported, or it lacks an
-            attribute.
     """
     found = {point.value: point for point in entry_points(group=group, name=name)}
     if not found:

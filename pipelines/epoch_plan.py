@@ -33,14 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringspark.pipelines.notebook_table import notebook_table
-from ringspark.pipelines.shuffle import (
-    MAX_LENGTH,
-    Deal,
-    Int64Array,
-    OrderedDeal,
-    ShuffledDeal,
-    permutation,
-)
+from ringspark.pipelines.shuffle import MAX_LENGTH, Deal, Int64Array, OrderedDeal, ShuffledDeal, permutation
 
 # First part of every key, so that the orders of row groups and of rows never share a key.
 _GROUP_ORDER, _ROW_ORDER = 0, 1
@@ -126,7 +119,6 @@ class EpochPlan:
         return deal.rank(stop) - deal.rank(start)
 
     def shard(self, shard: int) -> ShardPlan:
-        """Returns the plan of one shard."""
         if not 0 <= shard < self.num_shards:
             raise ValueError(f"shard must be from 0 to {self.num_shards - 1}, got {shard}")
         if shard not in self._shards:
@@ -135,7 +127,6 @@ class EpochPlan:
 
     @cached_property
     def group_order(self) -> Int64Array:
-        """Row groups in the order of the epoch's sequence."""
         if not self.shuffle:
             return _read_only(np.arange(len(self.row_groups), dtype=np.int64))
         return _read_only(permutation(len(self.row_groups), self.seed, self.epoch, _GROUP_ORDER))
@@ -286,7 +277,6 @@ class RowGroupReads:
 
     @property
     def row_groups(self) -> Int64Array:
-        """Row group of every read."""
         row_groups: Int64Array = self._plan.group_order[self._slots]
         return row_groups
 

@@ -65,7 +65,6 @@ class ShardFile:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in the file."""
         return sum(self.row_groups)
 
     @property
@@ -81,7 +80,6 @@ class ShardFile:
         return tuple(stop - start for _, start, stop in self.table.windows(self.row_groups))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the entry as JSON values."""
         values = asdict(self)
         if self.table is None:
             del values["table"]
@@ -148,21 +146,15 @@ class ShardManifest:
         return notebook_table(f"Shards in {self.uri}", header, rows, " ".join(sizes))
 
     def column_of(self, name: str) -> Column:
-        """Returns the column that adds the array `name` to a batch, usually the column of that name.
-
-        Raises:
-            ValueError: No column adds it; the message lists the known names.
-        """
+        """Returns the column that adds the array `name` to a batch. Raises ValueError if none does."""
         for column in self.columns:
             if name in column.kind.arrays(column.name):
                 return column
         return self.column(name)
 
     def array(self, name: str) -> BatchArray:
-        """Describes the array `name` of a batch, which has one entry per row.
-
-        Raises:
-            ValueError: No column adds such an array.
+        """Describes the array `name` of a batch. Raises ValueError if no column adds it, or if it has no
+        entry per row.
         """
         array = self.described(name)
         if not array.per_row:
@@ -170,7 +162,9 @@ class ShardManifest:
         return array
 
     def described(self, name: str) -> BatchArray:
-        """Describes the array `name` of a batch. Raises ValueError if no column adds it."""
+        """Describes the array `name` of a batch, with or without an entry per row. Raises ValueError if no
+        column adds it.
+        """
         column = self.column_of(name)
         array = column.kind.arrays(column.name).get(name)
         if array is None:
@@ -245,26 +239,21 @@ class ShardManifest:
         return title
 
     def verify_files(self) -> None:
-        """Checks size and row groups of every file against the manifest; reads only footers.
-
-        Raises:
-            ValueError: A file is missing or differs; the message names the file and the remedy.
+        """Checks size and row groups of every file; reads only footers. Raises ValueError if a file is
+        missing or differs.
         """
         self._check_files(self._footer_problem)
 
     def verify(self) -> None:
-        """Checks sizes, row groups and digests of all files; reads every byte.
-
-        Raises:
-            ValueError: Files are missing or differ; the message names them and the remedy.
+        """Checks sizes, row groups and digests of all files; reads every byte. Raises ValueError if a file
+        differs.
         """
         self._check_files(lambda file: self._footer_problem(file) or self._digest_problem(file))
 
     def save(self, *, overwrite: bool = True) -> None:
         """Commits the manifest: writes it atomically into its folder.
 
-        Raises:
-            FileExistsError: The folder has a manifest, and `overwrite` is false.
+        Raises FileExistsError if the folder has a manifest and `overwrite` is false.
         """
         assert self.files, "a manifest without files is never committed"
         uri = storage.join(self.uri, MANIFEST_NAME)
@@ -274,10 +263,8 @@ class ShardManifest:
     def load(uri: str | os.PathLike[str]) -> ShardManifest:
         """Reads the manifest of the folder `uri`, which may have moved since the write.
 
-        Uses no Spark session: a path without a scheme is on the local disk.
-
-        Raises:
-            ValueError: The manifest is missing, damaged or of another format.
+        Uses no Spark session: a path without a scheme is on the local disk. Raises ValueError if the manifest
+        is missing, damaged or of another format.
         """
         folder = storage.normalize(uri)
         try:
@@ -368,7 +355,6 @@ class ShardManifest:
 
 
 def _check_consistent(manifest: ShardManifest) -> None:
-    """Raises ValueError for contradictions that `save` never writes."""
     paths = [file.path for file in manifest.files]
     if not paths:
         raise ValueError("it names no files")

@@ -31,11 +31,10 @@ class RaggedRows:
     parts: tuple[NumpyArray, ...]
 
     def cut(self, start: int, stop: int) -> RaggedRows:
-        """Returns rows `start` to `stop` as a view."""
         return RaggedRows(self.offsets[start : stop + 1], self.parts)
 
     def compact(self) -> RaggedRows:
-        """Returns the same rows with offsets from 0 and no other values."""
+        """Returns the same rows with offsets from 0 and no values of other rows."""
         first, last = int(self.offsets[0]), int(self.offsets[-1])
         return RaggedRows(self.offsets - first, tuple(part[first:last] for part in self.parts))
 

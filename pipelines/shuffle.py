@@ -12,7 +12,7 @@ streams and deals positions over them like cards: position i is row i // NUM_STR
 Shards are dealt from the same table. With R shards, a stream has R units, 48 * R units in total; shard r owns
 the 48 units from r * 48. Row k of a stream belongs to unit k * stride % R of that stream. So a shard owns
 whole streams and shares at most two, all neighbours: it reads one contiguous range of the sequence. The deal
-repeats after 48 * R positions, of which every shard owns exactly 48. Classes map to streams, and rows to
+repeats after 48 * R positions, and every shard owns exactly 48 of them. Classes map to streams, and rows to
 units, by multiples of the golden ratio (Weyl, 1916), so any range of positions, and thus every batch, is
 spread over all shards evenly to within a few rows.
 

@@ -22,10 +22,8 @@ _MISSING_MODULE = re.compile(r"No module named '(ringspark|pyarrow|pandas|numpy|
 def python_workers() -> Iterator[None]:
     """Wraps a Spark job that runs our code in Python workers, and explains its known failures.
 
-    Raises:
-        RuntimeError: The workers run another Python than the driver or lack the package, or `named` raised an
-            error in a task.
-        ValueError: The plan found rows that it refuses.
+    Raises RuntimeError if the workers run another Python than the driver, lack the package, or `named` raised
+    an error in a task; ValueError if the plan found rows that it refuses.
     """
     try:
         yield
@@ -48,9 +46,7 @@ def python_workers() -> Iterator[None]:
 def named(sentence: str) -> Iterator[None]:
     """Wraps a task's access to a store, so that its failure reaches the driver as one sentence.
 
-    Raises:
-        RuntimeError: The access failed; the message has `sentence` and the cause. Spark retries the task as
-            configured.
+    Raises RuntimeError with `sentence` and the cause. Spark retries the task as configured.
     """
     try:
         yield

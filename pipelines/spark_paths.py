@@ -2,7 +2,7 @@
 
 A path without a scheme is in Hadoop's default file system (`fs.defaultFS`), which on YARN, HDFS and
 Databricks is not the local disk. Spark Classic asks Hadoop in the driver's JVM, including mount tables of
-`viewfs`. With Spark Connect, the server's error message about a missing file tells it.
+`viewfs`. With Spark Connect, the server's error message about a missing file names it.
 
 Each path is resolved once, where a user passes it and a session exists. Without a session, a path without a
 scheme is on the local disk.
@@ -29,7 +29,6 @@ _DEFAULTS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def is_remote(spark: SparkSession) -> bool:
-    """Returns whether `spark` is a Spark Connect session, without a JVM in this process."""
     return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
@@ -37,10 +36,7 @@ def resolve(spark: SparkSession, path: str | os.PathLike[str]) -> str:
     """Returns the URI of Spark's meaning of `path`, valid for Spark and fsspec. Runs on the driver.
 
     Resolving the result again gives the same URI. On Databricks, where Spark and Python differ, "/dbfs/x" is
-    the mount of "dbfs:/x".
-
-    Raises:
-        ValueError: This process cannot reach it; the message names an alternative.
+    the mount of "dbfs:/x". Raises ValueError with an alternative if this process cannot reach the path.
     """
     text = os.fspath(path)
     storage.refuse_secrets(text)
@@ -55,7 +51,7 @@ def resolve(spark: SparkSession, path: str | os.PathLike[str]) -> str:
         return storage.normalize(text)
     if not default:
         raise ValueError(
-            f"the Spark Connect server does not tell where {text!r} is; pass a URI with its store"
+            f"the Spark Connect server does not report where {text!r} is; pass a URI with its store"
         )
     if text.startswith("~"):
         raise ValueError(
@@ -103,7 +99,7 @@ def _may_be_there(uri: str) -> bool:
 
 
 def _default_file_system(spark: Any) -> str:
-    """Returns the root URI of Hadoop's default file system; "" if a server does not tell it."""
+    """Returns the root URI of Hadoop's default file system; "" if a server does not report it."""
     if not is_remote(spark):
         conf = spark._jsc.hadoopConfiguration()
         return str(spark._jvm.org.apache.hadoop.fs.FileSystem.getDefaultUri(conf).toString())

@@ -53,9 +53,7 @@ def redact_text(text: str) -> str:
 
 
 def refuse_secrets(uri: str) -> None:
-    """Raises ValueError for a URI with a password or token, which would end up in logs, run folders and saved
-    stages.
-    """
+    """Raises ValueError for a URI with a password or token, which would end up in logs and saved stages."""
     if redact(uri) != uri:
         raise ValueError(
             f"a storage URI must not hold a password or token, got {redact(uri)!r}; give the credentials in "
@@ -68,10 +66,8 @@ def normalize(uri: str | os.PathLike[str]) -> str:
 
     Local paths and `file://` URIs become absolute paths, in which "%" is literal, as for Spark and fsspec;
     `dbfs:/` becomes the `/dbfs` mount if it exists. Other URIs keep their scheme. A path without a scheme is
-    on the local disk; `spark_paths.resolve` returns its meaning for a session.
-
-    Raises:
-        ValueError: `uri` is empty, or holds a password or token.
+    on the local disk; `spark_paths.resolve` returns its meaning for a session. Raises ValueError if `uri` is
+    empty, or holds a password or token.
     """
     text = os.fspath(uri)
     refuse_secrets(text)
@@ -98,27 +94,20 @@ def normalize(uri: str | os.PathLike[str]) -> str:
 
 
 def mount_of(uri: str) -> str:
-    """Returns the path at which Databricks mounts a `dbfs:/` URI."""
     inside = "/" + uri.removeprefix("dbfs:").lstrip("/")
     return inside if inside.startswith("/Volumes/") else f"/dbfs{inside}"
 
 
 def is_local(uri: str) -> bool:
-    """Returns whether `uri` is a path on the local file system."""
     return "://" not in uri and "::" not in uri
 
 
 def join(uri: str, *parts: str) -> str:
-    """Joins path parts below `uri` with forward slashes."""
     return "/".join([uri.rstrip("/"), *parts]) or "/"
 
 
 def check_inside(folder: str, name: str) -> None:
-    """Refuses a file that a link leads out of its local folder; other stores have no links.
-
-    Raises:
-        ValueError: The file is outside, or `name` cannot be a file name.
-    """
+    """Raises ValueError if a link leads out of the local folder, or `name` cannot be a file name."""
     if not is_local(folder):
         return
     try:
@@ -134,10 +123,8 @@ def check_inside(folder: str, name: str) -> None:
 
 
 def filesystem(uri: str) -> tuple[Any, str]:
-    """Returns the fsspec file system of `uri` and the path inside it.
-
-    Raises:
-        ValueError: fsspec knows no such store, or its package is not installed.
+    """Returns the fsspec file system of `uri` and the path inside it. Raises ValueError if no package serves
+    it.
     """
     try:
         return cast("tuple[Any, str]", url_to_fs(uri))
@@ -303,8 +290,7 @@ def remove_if_empty(uri: str) -> None:
 def newest_change(uri: str) -> float | None:
     """Returns the time of a folder's latest write, in seconds since 1970; None if it holds no files.
 
-    Raises:
-        FileNotFoundError: There is no such folder.
+    Raises FileNotFoundError if there is no such folder.
     """
     fs, path = filesystem(uri)
     fs.invalidate_cache()
@@ -402,11 +388,7 @@ def _put(fs: Any, path: str, data: bytes, overwrite: bool) -> None:
 
 
 def check_writable(uri: str) -> None:
-    """Writes, reads and removes a probe file in the folder `uri`.
-
-    Raises:
-        ValueError: The folder cannot be written; the message has the cause.
-    """
+    """Writes, reads and removes a probe file in the folder `uri`. Raises ValueError if one of these fails."""
     probe = join(uri, f".ringspark-probe-{uuid.uuid4().hex}")
     try:
         existed = exists(uri)

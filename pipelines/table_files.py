@@ -73,11 +73,7 @@ class TableFile:
 def changed_problem(files: Sequence[FileState]) -> str | None:
     """Returns which file of an external table differs from its manifest; None if no file does.
 
-    Args:
-        files: (URI, bytes, state) of files, as in the manifest.
-
-    Raises:
-        OSError: A file is missing or cannot be reached.
+    Raises OSError if a file cannot be reached. `files` are (URI, bytes, state), as in the manifest.
     """
     for (uri, *known), (_, *now) in zip(files, path_states([uri for uri, _, _ in files]), strict=True):
         if known != now:

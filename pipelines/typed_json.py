@@ -22,13 +22,9 @@ def added(default: T) -> T:
 
 
 def parse(text: str | bytes, *, allow_nan: bool = False) -> Any:
-    """Returns the JSON value.
+    """Returns the JSON value. `allow_nan` accepts NaN and the infinities, which JSON does not have.
 
-    Args:
-        allow_nan: Whether NaN and the infinities are accepted, which JSON does not have.
-
-    Raises:
-        ValueError: The text is not JSON, or is nested too deeply.
+    Raises ValueError if the text is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(text, parse_constant=None if allow_nan else _refuse_constant)
@@ -51,9 +47,7 @@ class OtherFormatError(ValueError):
 def versioned(text: str | bytes, known: int, *, allow_nan: bool = False) -> dict[str, Any]:
     """Like `parse_object`, but accepts only an object whose `format_version` is `known`.
 
-    Raises:
-        OtherFormatError: The version differs.
-        ValueError: The text is not such an object.
+    Raises OtherFormatError if the version differs, ValueError if the text is not such an object.
     """
     values = parse_object(text, allow_nan=allow_nan)
     if "format_version" not in values:
@@ -75,8 +69,7 @@ def record(cls: type[T], values: object) -> T:
     """Creates an instance of the dataclass `cls` from a JSON object; lists become tuples if the field is a
     tuple.
 
-    Raises:
-        ValueError: A field is missing, unknown or of another type than declared; the message names it.
+    Raises ValueError with the field's name if it is missing, unknown or of another type than declared.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"an object is expected, got {_kind(values)}")
@@ -94,11 +87,7 @@ def record(cls: type[T], values: object) -> T:
 
 
 def fit(hint: Any, value: Any, name: str) -> Any:
-    """Returns the value called `name` in the type that `hint` declares.
-
-    Raises:
-        ValueError: The value has another type.
-    """
+    """Returns the value called `name` in the type that `hint` declares. Raises ValueError otherwise."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return value

@@ -36,8 +36,7 @@ def check_kind(name: str, kind: Kind) -> None:
 def decode_column(values: Any, kind: Kind) -> Rows:
     """Returns the rows of a file's column (one Arrow array without nulls) as a reader of shards returns them.
 
-    Raises:
-        ValueError: The column does not fit its column type.
+    Raises ValueError if the column does not fit its column type.
     """
     values = convert_like_spark(values, kind)
     # The bytes of images were checked one by one when the table was measured.
@@ -48,8 +47,7 @@ def decode_column(values: Any, kind: Kind) -> Rows:
 def convert_like_spark(values: Any, kind: Kind) -> Any:
     """Returns a file's Arrow array, which may hold nulls, as Spark would pass it to `Kind.encode`.
 
-    Raises:
-        ValueError: The values do not fit the column type (pa.ArrowInvalid is a ValueError).
+    Raises ValueError if the values do not fit the column type (pa.ArrowInvalid is a ValueError).
     """
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
@@ -93,7 +91,6 @@ def _is_any_list(data_type: Any) -> bool:
 
 
 def _with_leaf(data_type: Any, dtype: str) -> Any:
-    """Returns the list type of the same depth with numbers of `dtype`."""
     if _is_any_list(data_type):
         return pa.list_(_with_leaf(data_type.value_type, dtype))
     return number_type(dtype)

@@ -77,7 +77,6 @@ def _open_table(root: str, version: int | None) -> Any:
 
 
 def _check_features(root: str, table: Any) -> None:
-    """Raises ValueError for tables whose rows are not exactly the rows of their files."""
     mapping = table.metadata().configuration.get("delta.columnMapping.mode", "none")
     if mapping != "none":
         raise ValueError(

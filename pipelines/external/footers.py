@@ -37,9 +37,10 @@ class Footer:
         types: Arrow type of each column, as text; "" if the file lacks it.
         num_bytes: Decoded bytes of these columns per row group; for strings, a lower bound.
         list_bytes: Decoded bytes of the lists among them.
-        cuts: Whether the pages of each row group tell which rows they hold.
+        cuts: Whether the rows of each page are known, per row group.
         rebase: Calendar of each column's dates and timestamps: "LEGACY" for the Julian calendar of Spark 2
-            and Hive, else "CORRECTED". If the file does not tell, the name of the Spark setting that decides.
+            and Hive, else "CORRECTED". If the file does not record it, the name of the Spark setting that
+            decides.
         problem: Why the file cannot be read, or "".
     """
 
@@ -53,10 +54,10 @@ class Footer:
 
 
 def read_footers(spark: SparkSession, uris: Sequence[str], names: Sequence[str]) -> list[Footer]:
-    """Reads the footers of all files and compares them.
+    """Reads the footers of all files.
 
-    Raises:
-        ValueError: A file cannot be read, lacks a column, or holds it as another type than the first file.
+    Raises ValueError if a file cannot be read, lacks a column, or holds it as another type than the first
+    file.
     """
     if len(uris) <= _ON_DRIVER:
         with ThreadPoolExecutor(min(_THREADS, len(uris)), thread_name_prefix="ringspark-footer") as pool:
@@ -86,7 +87,6 @@ def read_footers(spark: SparkSession, uris: Sequence[str], names: Sequence[str])
 
 
 def read_footer(uri: str, names: Sequence[str]) -> Footer:
-    """Reads one footer. Runs on the driver or in a Spark task."""
     try:
         with storage.store_errors(uri), storage.open_file(uri) as source:
             file = pq.ParquetFile(source)

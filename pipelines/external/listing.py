@@ -52,7 +52,7 @@ class Listing:
     folder_columns: Mapping[str, Any]
 
     def frame(self, spark: SparkSession, columns: Sequence[str]) -> DataFrame:
-        """Returns these files as a DataFrame of columns that the files hold."""
+        """Returns these files as a DataFrame; `columns` are columns of the files, not partition columns."""
         paths = [
             _escape_glob(to_spark_uri(spark, storage.join(self.source.uri, path)))
             for path, _, _ in self.files
@@ -120,7 +120,6 @@ def _unescape(name: str) -> str:
 
 
 def _folder_columns(spark: SparkSession, schema: StructType, paths: Sequence[str]) -> dict[str, Any]:
-    """Returns the partition columns in Spark's types."""
     folders = [
         {
             _unescape(part.partition("=")[0]): _unescape(part.partition("=")[2])

@@ -1,6 +1,6 @@
 """Reads some rows of a large row group, by decoding only the pages that hold them.
 
-Arrow reads a row group from its start. But a column's pages can be decoded separately, and Parquet tells
+Arrow reads a row group from its start. But a column's pages can be decoded separately, and Parquet records
 where they are: in the page index (Spark writes it since 3.2), or in the page headers. The pages that hold the
 wanted rows are copied unchanged, after the column's dictionary, into a Parquet file in memory, with a footer
 that names only them, and Arrow reads that file.
@@ -42,7 +42,7 @@ _KEPT_DICTIONARIES = 32 << 20
 
 
 def has_page_rows(metadata: Any, row_group: int, leaves: Sequence[int]) -> bool:
-    """Returns whether the pages of these leaf columns of a row group tell which rows they hold."""
+    """Returns whether the rows of each page are known, for these leaf columns of a row group."""
     group = metadata.row_group(row_group)
     return all(
         metadata.schema.column(leaf).max_repetition_level == 0 or group.column(leaf).has_offset_index
@@ -111,13 +111,8 @@ class PageReader:
     """Reads rows of the row groups of one open file."""
 
     def __init__(self, source: Any, metadata: Any, kept: KeptPages | None = None, path: str = "") -> None:
-        """Takes an open file; reads nothing yet.
-
-        Args:
-            source: Seekable binary file.
-            metadata: Its footer, read by Arrow.
-            kept: Known pages of this file and others.
-            path: Name of the file in `kept`.
+        """Takes an open, seekable binary file and its footer, as Arrow reads it. `path` names the file in
+        `kept`.
         """
         self._source = source
         self._metadata = metadata
@@ -130,8 +125,7 @@ class PageReader:
     def read(self, row_group: int, names: Sequence[str], start: int, stop: int) -> Any:
         """Returns rows `start` to `stop` of a row group as an Arrow table of the top-level columns `names`.
 
-        Raises:
-            ValueError: The file is damaged, or its pages do not tell which rows they hold.
+        Raises ValueError if the file is damaged, or the rows of its pages are unknown.
         """
         try:
             return self._read(row_group, names, start, stop)
@@ -163,7 +157,6 @@ class PageReader:
         return int(first_rows[first]), int(first_rows[last])
 
     def _table(self, row_group: int, leaves: Sequence[int], first: int, last: int) -> Any:
-        """Returns the table of the pages that hold exactly these rows."""
         parts, size = [_MAGIC], len(_MAGIC)
         chunks: list[Struct] = []
         for leaf in leaves:
@@ -283,7 +276,6 @@ class PageReader:
         return self._size
 
     def _header(self, start: int, end: int) -> tuple[Struct, int]:
-        """Returns the page header at an offset, and the offset after it."""
         size = _HEADER_BYTES
         while True:
             data = self._bytes(start, min(start + size, end))
@@ -351,7 +343,6 @@ def _from_headers(reader: PageReader, chunk: Struct, begin: int, end: int, rows:
 
 
 def _values_of(header: Struct) -> tuple[int, int]:
-    """Returns the number of values in a data page and their encoding."""
     if header[1][1] == _DATA_PAGE:
         return header[5][1][1][1], header[5][1][2][1]
     return header[8][1][1][1], header[8][1][4][1]

@@ -150,7 +150,6 @@ def _check_zone(spark: SparkSession, listing: Listing, column: Column) -> None:
 
 
 def _footers(spark: SparkSession, listing: Listing, columns: Sequence[Column]) -> list[Footer]:
-    """Reads the footers of all files and checks rows and types."""
     uris = [storage.join(listing.source.uri, path) for path, _, _ in listing.files]
     footers = read_footers(spark, uris, [column.name for column in columns])
     _check_types(columns, footers[0], uris[0])
@@ -192,7 +191,6 @@ def _measure_table(
     columns: Sequence[Column],
     splits: Sequence[Split],
 ) -> ShardManifest:
-    """Reads all rows once, in tasks; returns the columns with their shapes and statistics."""
     error: HandleInvalid = "error"
     plan = WritePlan(
         uri=listing.source.uri,
@@ -254,7 +252,6 @@ def _measure(plan: WritePlan, work: Sequence[tuple[str, int, bool]], batches: It
 
 
 def _row_group(plan: WritePlan, path: str, group: int, is_held_out: bool) -> Iterator[Any]:
-    """Yields the rows of a row group in batches, as Spark would pass them to a writer."""
     uri = storage.join(plan.uri, path)
     names = [column.name for column in plan.columns]
     with named(f"reading {uri!r} failed"), storage.store_errors(uri), storage.open_file(uri) as source:
@@ -322,7 +319,6 @@ class _FolderColumn:
 
 
 def _splits(listing: Listing, validation_col: str | None) -> list[Split]:
-    """Returns the split of each file."""
     if validation_col is None:
         return ["train"] * len(listing.files)
     given = listing.folder_columns.get(validation_col)
@@ -346,12 +342,10 @@ def _window_rows(manifest: ShardManifest) -> int:
 
 
 def _can_split(footer: Footer, window: int) -> bool:
-    """Returns whether every row group that is large enough can be split into windows."""
     return all(cuts for rows, cuts in zip(footer.row_groups, footer.cuts, strict=True) if rows >= 2 * window)
 
 
 def _check_unsplit(listing: Listing, footers: Sequence[Footer], window: int) -> None:
-    """Raises ValueError if readers would hold too much of row groups that are read whole."""
     uncut = [
         (num_bytes, rows, path)
         for (path, _, _), footer in zip(listing.files, footers, strict=True)

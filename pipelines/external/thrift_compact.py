@@ -22,10 +22,8 @@ class ThriftError(ValueError):
 
 
 def read_struct(data: bytes, start: int = 0) -> tuple[Struct, int]:
-    """Returns the struct that begins at `start`, and the offset after it.
-
-    Raises:
-        ThriftError: There is no struct.
+    """Returns the struct that begins at `start`, and the offset after it. Raises ThriftError if there is
+    none.
     """
     try:
         return _read_struct(data, start, 0)

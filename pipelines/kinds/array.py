@@ -2,8 +2,8 @@
 
 Rows are stored as the bytes of their elements in row-major order, and the manifest holds the shape: pyarrow
 reads such a column ten times as fast as lists, whose lengths it must decode too. A column that keeps nulls is
-stored as flat lists, because a null row has no size. Old files hold lists as well; the Parquet type tells
-both forms apart.
+stored as flat lists, because a null row has no size. Old files hold lists as well; the Parquet type
+distinguishes both forms.
 """
 
 from __future__ import annotations
@@ -140,8 +140,7 @@ class Array(Kind):
 def element_dtype(name: str, data_type: DataType, depth: int | None = None) -> str:
     """Returns the dtype of the numbers in a (nested) Spark array type.
 
-    Raises:
-        ValueError: The type is not an array of numbers or booleans, or is not `depth` levels deep.
+    Raises ValueError if it is not an array of numbers or booleans, or is not `depth` levels deep.
     """
     element, found = data_type, 0
     while (inner := getattr(element, "elementType", None)) is not None:
@@ -161,9 +160,7 @@ def element_dtype(name: str, data_type: DataType, depth: int | None = None) -> s
 
 
 def flatten(values: Any, dtype: str) -> tuple[Any, list[NumpyArray]]:
-    """Flattens the nested lists of each row into one list. Returns the lists and the lengths per nesting
-    level.
-    """
+    """Flattens the nested lists of each row into one list; also returns the lengths per nesting level."""
     offsets = list_offsets(values)
     lengths = [np.diff(offsets)]
     leaf = values.flatten()

@@ -86,11 +86,7 @@ class Kind(ABC):
 
     @abstractmethod
     def adopt(self, name: str, data_type: DataType) -> Self:
-        """Returns the column type completed for a Spark type.
-
-        Raises:
-            ValueError: The Spark type does not fit.
-        """
+        """Returns the column type completed for a Spark type. Raises ValueError if it does not fit."""
 
     def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
         """Returns the Spark expression that computes the input of `encode`. A null stays null."""
@@ -130,10 +126,8 @@ class Kind(ABC):
     # On the driver, after the write.
 
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
-        """Returns the column type completed by the shapes that the tasks found.
-
-        Raises:
-            ValueError: The shapes do not fit; the message names the remedy.
+        """Returns the column type completed by the shapes that the tasks found. Raises ValueError if they do
+        not fit.
         """
         return self
 
@@ -143,8 +137,7 @@ class Kind(ABC):
     def decode(self, columns: Sequence[Any]) -> Rows:
         """Converts stored columns (Arrow arrays of one chunk, without nulls) into rows in memory.
 
-        Raises:
-            ValueError: The columns hold something else; the message completes "column 'x' ...".
+        Raises ValueError if the columns hold something else; the message completes "column 'x' ...".
         """
 
     def finish(self, name: str, rows: Any) -> dict[str, NumpyArray]:
@@ -152,7 +145,6 @@ class Kind(ABC):
         return {name: rows}
 
     def batch_names(self, name: str) -> tuple[str, ...]:
-        """Returns the names of the column's arrays in a batch."""
         return tuple(name + suffix for suffix in self.suffixes)
 
     def arguments(self, name: str) -> tuple[str, ...]:
@@ -189,7 +181,6 @@ class Kind(ABC):
         return self.row_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the column type as JSON values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"kind": self.tag} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
@@ -198,9 +189,7 @@ class Kind(ABC):
 
 
 def match_dtype(name: str, asked: str, found: str) -> str:
-    """Returns the dtype of a Spark type. Raises ValueError if the user asked for another, because nothing is
-    cast.
-    """
+    """Returns the dtype of a Spark type. Raises ValueError if the user asked for another: nothing is cast."""
     if asked and asked != found:
         raise ValueError(f"column {name!r} holds {found}, but dtype={asked!r} is set; cast it in Spark first")
     return found
@@ -214,25 +203,22 @@ def numbers(values: Any) -> NumpyArray:
 
 
 def one_chunk(column: Any) -> Any:
-    """Returns a table's column as one Arrow array."""
     if column.num_chunks == 1:
         return column.chunk(0)
     return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
 
 
 def is_list(data_type: Any) -> bool:
-    """Whether an Arrow type is a list of either width."""
     return bool(pa.types.is_list(data_type) or pa.types.is_large_list(data_type))
 
 
 def list_offsets(values: Any) -> NumpyArray:
-    """Returns the int64 offsets of an Arrow list array without nulls; they start at 0.  # (rows + 1,)"""
+    """Returns the int64 offsets, from 0, of an Arrow list array without nulls."""
     offsets: NumpyArray = values.offsets.to_numpy().astype(np.int64)
     return offsets if not len(offsets) or offsets[0] == 0 else offsets - offsets[0]
 
 
 def number_type(dtype: str) -> Any:
-    """Returns the Arrow type of a NumPy dtype name."""
     return pa.from_numpy_dtype(np.dtype(dtype))
 
 
@@ -263,11 +249,7 @@ def make_fixed(lists: Any, dtype: str) -> Any:
 
 
 def decode_fixed(column: Any, dtype: str, shape: Shape) -> NumpyArray:
-    """Returns a view of a stored column of equally sized rows.  # (rows, *shape)
-
-    Raises:
-        ValueError: The column holds something else.
-    """
+    """Returns a view of a stored column of equally sized rows. Raises ValueError for other columns."""
     stored = np.dtype(dtype).newbyteorder("<")
     width = stored.itemsize * prod(shape)
     if column.null_count or column.type != pa.binary(width):
@@ -281,11 +263,7 @@ def decode_fixed(column: Any, dtype: str, shape: Shape) -> NumpyArray:
 
 
 def decode_lists(column: Any, dtype: str) -> RaggedRows:
-    """Returns views of the rows of a stored list column.
-
-    Raises:
-        ValueError: The column holds something else.
-    """
+    """Returns a view of a stored list column. Raises ValueError for other columns."""
     if not is_list(column.type):
         raise ValueError(f"should hold arrays, but the data is {column.type}")
     leaf = column.flatten()
@@ -297,5 +275,5 @@ def decode_lists(column: Any, dtype: str) -> RaggedRows:
 
 
 def range_of(values: NumpyArray) -> tuple[Shape, Shape] | None:
-    """Returns the smallest and the largest length as one-dimensional shapes; None if there are no lengths."""
+    """Returns the smallest and the largest length as one-dimensional shapes; None without lengths."""
     return None if not len(values) else ((int(values.min()),), (int(values.max()),))

@@ -151,7 +151,7 @@ class Binary(Kind):
         return Encoded([values.cast(pa.binary())])
 
     def measured(self, arrays: Sequence[Any]) -> NumpyArray:
-        # Statistics of the sizes tell more than statistics of the bytes.
+        # Statistics of the sizes are more useful than statistics of the bytes.
         return np.diff(_offsets(arrays[0]))
 
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:

@@ -150,7 +150,6 @@ class Image(Kind):
 
     @property
     def shape(self) -> Shape:
-        """Shape of one row in a batch."""
         return self.channels, self.height, self.width
 
     @property

@@ -47,7 +47,7 @@ def pillow(subject: str) -> Any:
 
 @contextmanager
 def refuse_bombs() -> Iterator[None]:
-    """Makes an error of Pillow's warning of images that are suspiciously large."""
+    """Turns Pillow's warning about suspiciously large images into an error."""
     from PIL import Image
 
     with warnings.catch_warnings():
@@ -56,14 +56,12 @@ def refuse_bombs() -> Iterator[None]:
 
 
 def decode(data: bytes, height: int, width: int, channels: int, resize: str) -> NumpyArray:
-    """Returns an image as uint8.  # (channels, height, width)
+    """Returns an image as uint8 of shape (channels, height, width). Raises any exception if `data` is no
+    complete image.
 
     Args:
         data: An encoded image, or a JSON header and BGR pixels as `spark_image` makes them.
         resize: "crop" or "stretch"; see `kinds.Image`.
-
-    Raises:
-        Exception: Any exception of Pillow if the bytes are not a complete image.
     """
     image = _from_spark(data) if data.startswith(b"{") else read_file(data, _SPARE * max(height, width))
     image = _resize(convert(image, channels), width, height, resize)
@@ -79,7 +77,7 @@ def spark_image(source: Any) -> Any:
 
 
 def describe_problem(data: bytes, error: Exception) -> str:
-    """Returns why bytes are not an image, as the rest of a sentence that begins with the column."""
+    """Returns why bytes are not an image; completes a sentence that begins with the column."""
     from PIL import UnidentifiedImageError
 
     if data.startswith(b"{"):
@@ -97,8 +95,7 @@ def is_turned(image: Any) -> bool:
 def read_file(data: bytes, enough: int | None = None) -> Any:
     """Decodes an image file and rotates it upright.
 
-    Args:
-        enough: Pixels that the larger side needs; a larger JPEG is decoded at a reduced size.
+    A JPEG whose larger side exceeds `enough` pixels is decoded at a reduced size.
     """
     from PIL import Image, ImageOps
 

@@ -1,7 +1,7 @@
 """Column type "scalar": one number or boolean per row, of exactly the width that it has in Spark.
 
 Dates are stored as int32 days, timestamps as int64 microseconds since 1970-01-01 UTC (a timestamp without a
-zone: since 1970-01-01 of its own clock). Decimals of up to 15 digits become float64, which keeps all of them
+zone: since 1970-01-01 on the same clock). Decimals of up to 15 digits become float64, which keeps all of them
 distinct.
 """
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 class _Ids(Kind):
     @property
     def dtype(self) -> str:
-        """NumPy dtype of the ids."""
         return "int64"
 
     def adopt(self, name: str, data_type: DataType) -> Self:
@@ -175,7 +174,6 @@ def check_seed(name: str, seed: int) -> None:
 
 
 def hash_words(words: tuple[str, ...]) -> str:
-    """Returns a short digest of a list of words."""
     return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
 
 

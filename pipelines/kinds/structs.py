@@ -94,7 +94,6 @@ def common_dtype(dtypes: Sequence[str]) -> str:
 
 
 def join_path(path: Iterable[str]) -> str:
-    """Returns Spark's spelling of a field inside structs."""
     return ".".join(path)
 
 
@@ -153,7 +152,6 @@ def _is_large(numbers: Iterable[SparkColumn]) -> SparkColumn:
 
 
 def _describe_large(numbers: Mapping[str, SparkColumn], data_type: DataType) -> SparkColumn:
-    """Returns the error message for a row with a field beyond float64's whole numbers."""
     from pyspark.sql import functions as F
 
     low, high = _extremes(numbers.values())

@@ -88,7 +88,6 @@ class Vectors:
         )
 
     def size_range(self, valid: Any) -> tuple[Shape, Shape] | None:
-        """Returns the smallest and the largest size of the valid rows."""
         return range_of(self.sizes if valid is None else self.sizes[valid])
 
     def indices(self) -> NumpyArray:
@@ -120,7 +119,6 @@ def check_vector(tag: str, dtype: str, name: str, data_type: DataType) -> None:
 
 
 def is_vector(data_type: DataType) -> bool:
-    """Returns whether a Spark type is the type of ML vectors."""
     # Compared by name, so pyspark.ml need not be imported. Spark Connect creates the same class.
     return type(data_type).__name__ == "VectorUDT"
 

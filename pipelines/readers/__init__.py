@@ -135,7 +135,6 @@ def _version_of(package: str) -> tuple[int, ...]:
 
 
 def default_engine() -> str:
-    """Returns "petastorm" if it is installed, otherwise "arrow"."""
     try:
         check_engine("petastorm")
     except ValueError:

@@ -107,7 +107,6 @@ class ShardReader(ABC):
         return self.plan(0).num_steps
 
     def plan(self, epoch: int) -> EpochPlan:
-        """Returns the plan of an epoch, for all shards."""
         return plan_epoch(
             self._row_groups,
             num_shards=self.num_shards,
@@ -153,16 +152,14 @@ class ShardReader(ABC):
 
     @property
     def stored_names(self) -> list[str]:
-        """Names of the Parquet columns to read."""
         if self.manifest.table is not None:
             return [column.name for column in self.columns if column.name not in self._folder_values]
         return [name for column in self.columns for name in column.kind.stored(column.name)]
 
     def read_row_groups(self, indexes: Sequence[int]) -> Iterator[RowGroup]:
-        """Yields the columns of row groups in this order; takes them from the cache if it has them.
+        """Yields the columns of row groups in this order, from the cache if it has them.
 
-        Raises:
-            RuntimeError: A row group cannot be read; the message names the file and the row group.
+        Raises RuntimeError if a row group cannot be read; the message names the file and the row group.
         """
         cached = set() if self.cache is None else {index for index in indexes if index in self.cache}
         missing = [index for index in indexes if index not in cached]
@@ -199,7 +196,6 @@ class ShardReader(ABC):
         return self._windows[file.path][group]
 
     def read_error(self, index: int, error: BaseException, attempts: int = 1) -> RuntimeError:
-        """Returns the error to raise if a row group cannot be read."""
         uri, row_group = self.locate(index)
         tried = f" after {attempts} attempts" if attempts > 1 else ""
         if attempts > 1:
@@ -277,7 +273,6 @@ class ShardReader(ABC):
             self._buffers.trim()
 
     def _blocks(self, plan: ShardPlan, start_step: int) -> Iterator[list[Batch]]:
-        """Yields lists with the batches of several steps."""
         reads = plan.reads(start_step)
         streams, cycle = [StreamBuffer() for _ in plan.deal.streams], plan.deal.stream_cycle
         waiting = deque(reads.first_steps.tolist())

@@ -58,14 +58,11 @@ class Buffers:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all memory, in use or not."""
         return sum(memory.nbytes for kept in self._kept.values() for memory, _ in kept)
 
     def empty(self, use: str, rows: int, like: NumpyArray) -> NumpyArray:
-        """Returns an uninitialized array of `rows` rows with the row shape and dtype of `like`.
-
-        Args:
-            use: Arrays with the same use share memory.
+        """Returns an uninitialized array of `rows` rows shaped like the rows of `like`. Arrays of one `use`
+        share memory.
         """
         shape = (rows, *like.shape[1:])
         size = prod(shape) * like.dtype.itemsize
@@ -93,7 +90,6 @@ class Buffers:
 
 
 def order(row_group: RowGroup, rows: npt.NDArray[np.int64], buffers: Buffers) -> StreamRows:
-    """Returns the given rows of a row group, in this order."""
     columns = dict(row_group)
     for name, values in row_group.items():
         if not isinstance(values, RaggedRows) and not _is_wide(values):
@@ -115,7 +111,6 @@ class StreamBuffer:
             self._pieces = deque(sorted(self._pieces, key=lambda item: item[0]))
 
     def take(self, num_rows: int) -> list[_Part]:
-        """Removes the next rows; returns the parts that hold them."""
         taken = []
         while num_rows:
             start, piece = self._pieces[0]
@@ -139,13 +134,11 @@ def assemble(
     empty: RowGroup,
     buffers: Buffers,
 ) -> RowGroup:
-    """Takes the rows of the shard's positions `start` to `stop` from the streams, in their order.
+    """Takes the rows of the shard's positions `start` to `stop` (counting only its own) from the streams, in
+    order.
 
     Args:
-        streams: The shard's streams, which hold the rows.
         stream_cycle: Position i takes the next row of stream `stream_cycle[i % len(stream_cycle)]`.
-        start: First position; only the shard's positions are counted.
-        stop: Position after the last one.
         empty: Every column without rows.
         buffers: Source of the block's arrays.
     """

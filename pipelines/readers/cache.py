@@ -180,7 +180,6 @@ class DiskCache(RowGroupCache):
         return True
 
     def _write(self, array: NumpyArray, offset: int) -> int:
-        """Writes an array; returns the offset after it."""
         data = memoryview(cast("Any", array.reshape(-1).view(np.uint8)))
         while data:
             written = os.pwrite(self.fd, data, offset)

@@ -48,12 +48,7 @@ def rows_in_flight(
     batch_size: int,
     shuffle: bool,
 ) -> RowsInFlight:
-    """Returns the least that one shard's reader holds in the middle of an epoch, without a cache.
-
-    Args:
-        columns: Columns to read.
-        row_groups: Number of rows of every row group.
-    """
+    """Returns the least that one shard's reader holds in the middle of an epoch, without a cache."""
     widths = [column.kind.row_bytes for column in columns]
     dense = [c.kind for c in columns if isinstance(c.kind, DENSE)]
     row_bytes, held_bytes = sum(kind.row_bytes for kind in dense), sum(kind.held_bytes for kind in dense)

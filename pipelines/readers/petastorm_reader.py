@@ -66,11 +66,9 @@ class PetastormReader(ShardReader):
             reader.join()
 
     def row_groups_of(self, index: int) -> int:
-        """Returns the number of row groups in the file of a row group, according to the manifest."""
         return len(self._located[index][0].row_groups)
 
     def opened_files(self) -> Files:
-        """Returns the manifest's files in the form in which Petastorm opens them."""
         uri = self.manifest.uri
         if storage.is_local(uri):
             return _LocalFiles()

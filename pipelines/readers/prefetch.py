@@ -27,9 +27,7 @@ class Closed(BaseException):
 
 
 def closed_check() -> Callable[[], bool] | None:
-    """Returns a function that tells whether the calling thread's consumer has closed; None without a
-    consumer.
-    """
+    """Returns a function that returns whether the thread's consumer has closed; None without one."""
     check: Callable[[], bool] | None = getattr(_thread, "closed", None)
     return check
 
@@ -109,8 +107,8 @@ def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
 def prefetch_bundles(
     source: Generator[T, None, None], depth: int, size: Callable[[T], int], least: int
 ) -> Generator[T, None, None]:
-    """Like `prefetch`, but passes small items together, because waking a thread takes longer than computing a
-    small item.
+    """Like `prefetch`, but passes small items together, because waking a thread takes longer than computing
+    one.
 
     Args:
         source: The iterator; from now on only the thread may use it.

@@ -36,7 +36,6 @@ class Tails:
         self._lock = threading.Lock()
 
     def get(self, path: str) -> bytes:
-        """Returns the known end of a file; empty if it is unknown."""
         return self._tails.get(path, b"")
 
     def put(self, path: str, tail: bytes) -> None:
@@ -54,14 +53,7 @@ class RangeFile(io.RawIOBase):
     def __init__(
         self, uri: str, num_bytes: int, tails: Tails, closed: Callable[[], bool] | None = None
     ) -> None:
-        """Creates the file; sends no request yet.
-
-        Args:
-            uri: URI of the file.
-            num_bytes: Size of the file in bytes.
-            tails: Cache for the ends of files.
-            closed: Called while a read waits; True ends the wait.
-        """
+        """Creates the file, without a request. A waiting read calls `closed` and ends if it is true."""
         self._uri = uri
         self._fs, self._path = storage.filesystem(uri)
         self._num_bytes = num_bytes
@@ -87,9 +79,8 @@ class RangeFile(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         """Returns bytes from the current position.
 
-        Raises:
-            OSError: The bytes cannot be read now; FileNotFoundError or PermissionError if a retry is useless.
-            Closed: The consumer has closed.
+        Raises OSError if they cannot be read now (FileNotFoundError or PermissionError if a retry is
+        useless), and Closed if the consumer has closed.
         """
         start = self._position
         stop = self._num_bytes if size < 0 else min(start + size, self._num_bytes)

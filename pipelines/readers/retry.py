@@ -57,7 +57,6 @@ _logger = logging.getLogger(__name__)
 
 
 def may_pass(error: BaseException) -> bool:
-    """Returns whether another attempt at the same read may succeed."""
     if isinstance(error, OSError) and error.errno in _PERMANENT_CODES:
         return False
     return isinstance(error, Exception) and not isinstance(error, _PERMANENT)
@@ -74,10 +73,8 @@ class Retries:
         self.attempts = 1
 
     def again(self, uri: str, error: Exception) -> bool:
-        """Waits and returns True, or returns False at once if a retry is useless.
-
-        Raises:
-            Closed: The consumer closed during the wait.
+        """Waits and returns True, or returns False at once if a retry is useless. Raises Closed if the
+        consumer closes.
         """
         if storage.is_local(uri) or not may_pass(error) or self.attempts >= MAX_ATTEMPTS:
             return False

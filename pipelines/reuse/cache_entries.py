@@ -126,7 +126,6 @@ def remove_cached(root: str | os.PathLike[str], key: str | None = None) -> int:
 
 
 def folder_of(root: str | os.PathLike[str], key: str) -> str:
-    """Returns the folder of the entry with this key."""
     return storage.join(storage.normalize(root), key[:KEY_DIGITS])
 
 

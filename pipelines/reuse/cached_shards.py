@@ -3,7 +3,7 @@
 The key is a hash of everything that determines the rows: the plan as Spark knows it within one application,
 the schema, the settings, the session's configuration, and the state of every source file. The DataFrame's
 identity is not part of it, because a new DataFrame may have the `id(df)` of an old one. If Spark does not
-tell enough to exclude other rows, nothing is reused: an unnecessary write costs time, but a wrong reuse
+report enough to exclude other rows, nothing is reused: an unnecessary write costs time, but a wrong reuse
 trains on the wrong data.
 """
 
@@ -68,7 +68,7 @@ def cached_shards(df: DataFrame, root: str | os.PathLike[str], **settings: Any) 
     The same plan over unchanged files, with the same settings, is written once per Spark application; another
     application cannot recognize the plan. Rows that could differ the next time (data in memory, random
     numbers, the clock, Python functions, tables without files) are written on every call, and one logged line
-    tells why.
+    gives the reason.
 
     Args:
         df: A DataFrame that `write_shards` accepts.
@@ -108,13 +108,12 @@ def rows_key(df: DataFrame, **settings: Any) -> str | None:
         settings: Other settings that decide which rows are meant.
 
     Returns:
-        The digest; None if Spark does not tell enough (see `cached_shards`).
+        The digest; None if Spark does not report enough (see `cached_shards`).
     """
     return _source(df, settings).key
 
 
 def _find(root: str, key: str) -> ShardManifest | None:
-    """Returns the shards of this key if they exist and are undamaged."""
     folder = cache_entries.folder_of(root, key)
     stored = cache_entries.load_entry(folder)
     if stored is None or stored.key != key or stored.refusal is not None:
@@ -180,7 +179,7 @@ def _source(df: DataFrame, settings: Mapping[str, Any]) -> _Source:
     elif application is None:
         refusal = "the session has no application id, and a plan is only valid in one application"
     elif " at 0x" in described:
-        refusal = "the text of a setting does not tell its value"
+        refusal = "the text of a setting does not show its value"
     if refusal is not None:
         return _Source(plan=plan, files=files, refusal=refusal)
     parts = {

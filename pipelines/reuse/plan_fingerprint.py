@@ -2,8 +2,8 @@
 
 `df.semanticHash()` covers types, which no text shows, but it is valid only within one Spark application. It
 has 32 bits and collides easily: `id > 3` and `id > -4` have the same hash, and so have the texts "Aa" and
-"BB". So the plan's text counts too, with the folders and options of its readers. `refusal` tells why rows of
-this plan must never be reused. `judge` is pure.
+"BB". So the plan's text counts too, with the folders and options of its readers. `refusal` is the reason why
+rows of this plan must never be reused. `judge` is pure.
 """
 
 from __future__ import annotations
@@ -139,10 +139,12 @@ def fingerprint(df: DataFrame) -> PlanFingerprint:
             found = replace(found, options=_options(df))
         except Exception as error:  # another data source, or a JVM that forbids access
             return replace(
-                found, refusal=f"Spark does not tell its readers' options ({type(error).__name__})"
+                found, refusal=f"Spark does not report its readers' options ({type(error).__name__})"
             )
     elif text_format := next((name for name in found.sources if name in _TEXT_FORMATS), None):
-        return replace(found, refusal=f"it reads {text_format}, and Spark Connect does not tell its options")
+        return replace(
+            found, refusal=f"it reads {text_format}, and Spark Connect does not report its options"
+        )
     return replace(found, semantic_hash=df.semanticHash())
 
 

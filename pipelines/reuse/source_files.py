@@ -28,12 +28,11 @@ FileState = tuple[str, int, str]
 def file_states(uris: Iterable[str]) -> tuple[FileState, ...]:
     """Returns (path, bytes, marks of its content) of every file, sorted by path. Runs on the driver.
 
+    Raises OSError if a file cannot be reached, ValueError if its storage reports nothing that changes with
+    the content.
+
     Args:
         uris: Percent-encoded URIs, as from `df.inputFiles()`.
-
-    Raises:
-        OSError: A file is missing or cannot be reached.
-        ValueError: The storage of a file reports nothing that changes with the content.
     """
     return path_states(sorted({storage.normalize(unquote(uri)) for uri in uris}))
 

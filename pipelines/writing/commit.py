@@ -38,11 +38,10 @@ def previous_folders(uri: str, overwrite: bool) -> list[str]:
 
 
 def commit(manifest: ShardManifest, overwrite: bool) -> None:
-    """Makes the shards visible, if the driver sees all their files.
+    """Makes the shards visible.
 
-    Raises:
-        ValueError: The driver does not see a file, or another writer committed first.
-        RuntimeError: The store failed.
+    Raises ValueError if the driver does not see a file or another writer committed first, RuntimeError if the
+    store fails.
     """
     seen: dict[str, set[str]] = {}
     for file in manifest.files:

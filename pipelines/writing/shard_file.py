@@ -43,11 +43,9 @@ class ShardFileWriter:
         row_group_rows: int | None,
         compression: str,
     ) -> None:
-        """Creates a writer.
+        """Creates a writer for the file `path` in the manifest's folder `uri`.
 
         Args:
-            uri: Folder of the manifest.
-            path: Path of the file, relative to that folder.
             stored_types: Name and Arrow type of each stored column.
             row_group_rows: Rows per row group; None fills `ROW_GROUP_BYTES`.
             compression: Name of the Parquet codec.
@@ -98,7 +96,6 @@ class ShardFileWriter:
         )
 
     def discard(self) -> None:
-        """Closes and removes the file."""
         self._buffer, self._buffered_rows, self._buffered_bytes = [], 0, 0
         if self._parquet is not None:
             assert self._file is not None

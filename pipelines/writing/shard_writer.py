@@ -76,7 +76,6 @@ class WritePlan:
 
     @property
     def stored_types(self) -> dict[str, Any]:
-        """Name and Arrow type of each stored Parquet column."""
         stored: dict[str, Any] = {}
         for column in self.stored_columns:
             stored |= column.kind.stored(column.name)
@@ -164,7 +163,6 @@ class PartitionWriter:
         self._refused = plan.only_measures
 
     def add(self, batch: Any) -> None:
-        """Checks, encodes, measures and writes one batch from Spark."""
         columns, nulls, chosen = self._without_nulls(batch)
         if self._problem is not None:
             return
@@ -194,7 +192,6 @@ class PartitionWriter:
                 self._write(split, [[array.filter(mask) for array in group] for group in arrays])  # type: ignore[arg-type]
 
     def finish(self) -> dict[str, Any]:
-        """Closes the files and returns the report."""
         files = []
         if not self._refused:
             files = [file for split in SPLITS if (file := self._writers[split].finish(split)) is not None]
@@ -215,7 +212,6 @@ class PartitionWriter:
         }
 
     def discard(self) -> None:
-        """Removes the files."""
         for writer in self._writers.values():
             writer.discard()
 
@@ -315,10 +311,7 @@ def merge_shapes(
     """Returns the smallest and the largest shape of both pairs, per dimension."""
     if left is None or right is None:
         return left or right
-    return (
-        tuple(map(min, left[0], right[0])),
-        tuple(map(max, left[1], right[1])),
-    )
+    return (tuple(map(min, left[0], right[0])), tuple(map(max, left[1], right[1])))
 
 
 def _partition_id() -> int:

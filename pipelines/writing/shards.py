@@ -37,12 +37,7 @@ from ringspark.pipelines.spark_errors import python_workers
 from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.writing.commit import FOLDER_PREFIX, clean, commit, discard, previous_folders
 from ringspark.pipelines.writing.rebalance import RowRange, copy_files, plan_even_files
-from ringspark.pipelines.writing.shard_writer import (
-    REPORT_SCHEMA,
-    HandleInvalid,
-    WritePlan,
-    write_partition,
-)
+from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, HandleInvalid, WritePlan, write_partition
 from ringspark.pipelines.writing.split import check_indicator, split_expression
 from ringspark.pipelines.writing.task_reports import Report, join_reports
 
@@ -201,7 +196,6 @@ def _handling(
 
 
 def _check_batch_names(plan: WritePlan) -> None:
-    """Raises ValueError if stored columns, or arrays of a batch, would share a name."""
     check_names([name for column in plan.stored_columns for name in column.kind.stored(column.name)])
     check_names([name for column in plan.stored_columns for name in column.kind.batch_names(column.name)])
 
@@ -232,7 +226,6 @@ def learn(df: DataFrame, column: Column) -> Column:
 
 
 def _run(df: DataFrame, plan: WritePlan, chosen: SparkColumn | None) -> list[Report]:
-    """Runs the job that writes; returns the reports of its tasks."""
     from pyspark.sql import functions as F
 
     types = {field.name: field.dataType for field in df.schema.fields}
@@ -246,7 +239,6 @@ def _run(df: DataFrame, plan: WritePlan, chosen: SparkColumn | None) -> list[Rep
 
 
 def _check_reports(plan: WritePlan, reports: Sequence[Report], validation_col: str | None) -> None:
-    """Raises ValueError if the tasks found data that cannot be stored."""
     rows = sum(report["rows"] for report in reports)
     for index, (column, handling) in enumerate(zip(plan.columns, plan.handle_invalid, strict=True)):
         nulls = sum(report["nulls"][index] for report in reports)

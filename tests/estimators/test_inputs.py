@@ -339,7 +339,7 @@ def test_older_shards_with_an_own_column_named_like_a_null_mask_are_refused(
     network = nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 1))
     estimator = TorchRegressor(model=network, labelCol="y", storageUri=str(tmp_path / "runs"))
     for name in ("x", "x.isnull"):
-        with pytest.raises(ValueError, match=r"'x.isnull' has the name of the null mask .* of 'x'; rename"):
+        with pytest.raises(ValueError, match=r"'x.isnull' has the name of the null mask .* for 'x'; rename"):
             estimator.copy({estimator.inputCols: [name]}).fitOnShards(str(tmp_path))
 
 

@@ -143,7 +143,7 @@ def test_what_cannot_be_a_kind_is_refused_before_anything_is_written(table: Any,
             _classifier(tmp_path, **params).fit(table)
     masked = table.withColumn("odd.isnull", F.lit(False))
     with pytest.raises(
-        ValueError, match=r"'odd.isnull' has the name of the null mask .* of 'odd'; rename it"
+        ValueError, match=r"'odd.isnull' has the name of the null mask .* for 'odd'; rename it"
     ):
         _classifier(tmp_path, featuresCol="odd", weightCol="odd.isnull", columns=None).fit(masked)
     with pytest.raises(ValueError, match="columns names 'city' twice"):

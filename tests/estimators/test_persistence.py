@@ -295,7 +295,7 @@ DAMAGES = {
     ),
     "a version before the first release": (
         lambda folder: _describe(folder, format_version=FORMAT_VERSION - 1),
-        r"model cannot be loaded: its format is 1, of before the first release, this ringspark reads 2",
+        r"model cannot be loaded: its format is 1, from before the first release, this ringspark reads 2",
     ),
     "no JSON": (
         lambda folder: (folder / DESCRIPTION).write_text('{"format_ver'),

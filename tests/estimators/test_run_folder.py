@@ -24,9 +24,7 @@ def test_a_finished_run_has_nothing_of_what_was_under_way(tmp_path: Path) -> Non
 
 def test_a_run_of_an_older_format_is_not_called_damaged(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"format_version": 1, "identity": {}}')
-    told = (
-        r"cannot be resumed: its format is 1, of before the first release, .* that wrote it, or give another"
-    )
+    told = r"cannot be resumed: its format is 1, from before the first release, .* that wrote it, or"
     with pytest.raises(ValueError, match=told):
         RunFolder(str(tmp_path), is_given=True).identity()
 

@@ -477,7 +477,7 @@ def test_vocabularies_are_limited_and_kept_in_the_manifest(
         ("array<int>", Padded(value=float("nan")), "value of Padded for column 'x' must be a int32, got nan"),
         ("array<int>", Padded(value=0.5), "value of Padded for column 'x' must be a int32, got 0.5"),
         ("array<int>", Ragged("float32"), "holds int32, but dtype='float32' is set; cast it in Spark first"),
-        ("int", Binary("raw", shape=(1,)), "which is not binary"),
+        ("int", Binary("raw", shape=(1,)), "type int, not binary"),
         ("int", "padded", r"columns\['x'\] must be a column type such as Vocabulary\(\)"),
     ],
 )
@@ -514,7 +514,7 @@ def test_a_typo_in_columns_names_the_near_one(spark: Any, tmp_path: Any) -> None
             [(0.5, 2**53), (0.5, -(2**53) - 1), (0.5, None)],
             "struct<a:double,id:bigint>",
             None,
-            "the field 'id' of struct<a:double,id:bigint> holds -9007199254740993, and float64.* up to "
+            "the field 'id' of struct<a:double,id:bigint> holds -9007199254740993, but float64.* up to "
             "9007199254740992; select that field as a separate column",
         ),
         ([b"1234"], "binary", Binary("raw", shape=(3,)), "column 'x' holds uint8 of shape"),
@@ -524,7 +524,7 @@ def test_a_typo_in_columns_names_the_near_one(spark: Any, tmp_path: Any) -> None
             [_png(1)],
             "binary",
             Binary("image", shape=(3, 3, 3)),
-            r"shape \(3, 4, 3\) where uint8 of shape \(3, 3",
+            r"shape \(3, 4, 3\), but Binary has uint8 of shape \(3, 3",
         ),
     ],
 )

@@ -75,7 +75,7 @@ def test_a_newer_format_is_refused(shards: ShardManifest) -> None:
     with pytest.raises(ValueError, match=r"its format is \d, this ringspark reads \d; upgrade ringspark"):
         ShardManifest.load(shards.uri)
     _edit(shards, lambda data: data.update(format_version=FORMAT_VERSION - 1))
-    with pytest.raises(ValueError, match=r"of before the first release, this ringspark reads \d; write it"):
+    with pytest.raises(ValueError, match=r"from before the first release, this ringspark reads \d; write it"):
         ShardManifest.load(shards.uri)
 
 

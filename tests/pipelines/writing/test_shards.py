@@ -352,7 +352,7 @@ def test_one_writer_of_two_without_overwrite_gets_through(spark: Any, tmp_path: 
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(write, range(3)))
     (first,) = [int(result) for result in results if result.isdigit()]
-    refusals = ("another writer has put shards", "holds shards already")
+    refusals = ("another writer has written shards", "holds shards already")
     assert sum(any(text in result for text in refusals) for result in results) == 2
     manifest = ShardManifest.load(tmp_path / "s")
     manifest.verify()
@@ -392,7 +392,9 @@ def test_columns_whose_arrays_would_share_a_name_are_refused(spark: Any, tmp_pat
         write_shards(df, str(tmp_path / "s"), columns={"x": Ragged()})
     for handling in ("error", "keep"):
         masked = spark.range(3).selectExpr("id", "id = 1 as `id.isnull`")
-        with pytest.raises(ValueError, match=r"'id.isnull' has the name of the null mask .* of 'id'; rename"):
+        with pytest.raises(
+            ValueError, match=r"'id.isnull' has the name of the null mask .* for 'id'; rename"
+        ):
             write_shards(masked, str(tmp_path / "s"), handle_invalid=handling)
     # Spark itself could not tell these apart.
     with pytest.raises(ValueError, match="two columns are named 'id'"):
