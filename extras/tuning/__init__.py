@@ -1,6 +1,7 @@
-"""Choosing settings by hand: folds, a learning rate, a batch that fits. It stands beside `pyspark.ml.tuning`.
+"""Tools that choose settings: folds, a learning rate, a batch size that fits. They complement
+`pyspark.ml.tuning`.
 
-Each name is imported when it is asked for.
+Each name is imported on first use.
 """
 
 from typing import TYPE_CHECKING

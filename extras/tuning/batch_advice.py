@@ -1,9 +1,9 @@
-"""`advise_batch_size`: what a training's gradient noise says about its batch size.
+"""`advise_batch_size`: recommends a batch size from a training's gradient noise.
 
 McCandlish et al. 2018, "An Empirical Model of Large-Batch Training". With noise scale N, batches of B rows
-need 1 + N / B times the steps of endless ones, and 1 + B / N times the rows of the smallest ones. At B = N,
-the critical size, both are 2. Below it, twice the batch takes almost half the steps; above it, almost only
-more rows.
+need 1 + N / B times the steps of infinite batches, and 1 + B / N times the rows of the smallest batches. At B
+= N, the critical size, both factors are 2. Below it, doubling the batch almost halves the steps; above it, it
+almost only adds rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.pipelines.notebook_table import notebook_table
 
-# Within this factor of the critical size, another batch size gains less than the estimate is worth.
+# Within this factor of the critical size, the gain is smaller than the error of the estimate.
 _NEAR = 2.0
 _FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 _HEADER = ("batchSize", "efficiency of a row", "steps", "rows")
@@ -23,13 +23,13 @@ _HEADER = ("batchSize", "efficiency of a row", "steps", "rows")
 
 @dataclass(frozen=True, kw_only=True)
 class BatchAdvice:
-    """What to set, and why.
+    """A recommended batch size, and the reason.
 
     Attributes:
         batch_size: Batch size of the training.
-        noise_scale: The critical batch size in rows, averaged over the last steps of the last epoch.
-        by_epoch: The noise scale after each epoch; None where noise hid the gradient.
-        suggestion: The power of two next to the critical batch size.
+        noise_scale: Critical batch size in rows, averaged over the last steps of the last epoch.
+        by_epoch: Noise scale after each epoch; None if noise hid the gradient.
+        suggestion: Power of two next to the critical batch size.
     """
 
     batch_size: int
@@ -38,25 +38,27 @@ class BatchAdvice:
     suggestion: int
 
     def efficiency(self, batch_size: int) -> float:
-        """Returns what a row brings, as a share of what it would bring in the smallest batches."""
+        """Returns the progress per row, as a share of the progress per row in the smallest batches."""
         return 1 / (1 + batch_size / self.noise_scale)
 
     def steps(self, batch_size: int) -> float:
-        """Returns the optimizer steps to the same loss, as a multiple of those with the present batch."""
+        """Returns the optimizer steps to the same loss, as a multiple of the steps with the current batch
+        size.
+        """
         return (1 + self.noise_scale / batch_size) / (1 + self.noise_scale / self.batch_size)
 
     def rows(self, batch_size: int) -> float:
-        """Returns the rows to the same loss, as a multiple of those with the present batch."""
+        """Returns the rows to the same loss, as a multiple of the rows with the current batch size."""
         return self.efficiency(self.batch_size) / self.efficiency(batch_size)
 
     @property
     def verdict(self) -> str:
-        """What to set, in a sentence."""
+        """The recommendation in one sentence."""
         now, share = f"batchSize={self.batch_size:,}", self.batch_size / self.noise_scale
         if share > _NEAR:
             return (
-                f"{now} is {share:.3g} times the critical size of {self.noise_scale:,.0f} rows, and a row "
-                f"brings {self.efficiency(self.batch_size):.0%} of what it could; "
+                f"{now} is {share:.3g} times the critical size of {self.noise_scale:,.0f} rows, so a row "
+                f"gives {self.efficiency(self.batch_size):.0%} of its possible progress; "
                 f"batchSize={self.suggestion} needs {self.rows(self.suggestion):.2g} times the rows, in "
                 f"{self.steps(self.suggestion):.2g} times the steps"
             )
@@ -64,13 +66,13 @@ class BatchAdvice:
             return (
                 f"{now} is {share:.2g} of the critical size of {self.noise_scale:,.0f} rows; "
                 f"batchSize={self.suggestion} needs {self.steps(self.suggestion):.2g} times the steps, for "
-                f"{self.rows(self.suggestion):.2g} times the rows, with a learning rate that suits it "
-                "(scaleLearningRate), and so has work for more workers"
+                f"{self.rows(self.suggestion):.2g} times the rows, with a learning rate that fits it "
+                "(scaleLearningRate), and can use more workers"
             )
         return f"{now} is near the critical size of {self.noise_scale:,.0f} rows; leave it"
 
     def table(self) -> str:
-        """Returns a text with a line per batch size, then the verdict."""
+        """Returns a text with one line per batch size, then the verdict."""
         rows = [_HEADER, *self._rows()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
         lines = [
@@ -82,7 +84,6 @@ class BatchAdvice:
         return self.table()
 
     def _repr_html_(self) -> str:
-        """Returns what a notebook shows."""
         title = f"Critical batch size: {self.noise_scale:,.0f} rows"
         return notebook_table(title, _HEADER, self._rows(), self.verdict)
 
@@ -100,11 +101,11 @@ class BatchAdvice:
 
 
 def advise_batch_size(model: Any) -> BatchAdvice:
-    """Reads the gradient noise from a trained model's history, and says which batch size suits it.
+    """Recommends a batch size from the gradient noise in a trained model's history.
 
-    The noise grows while the loss falls, so the advice is that of the training's end; an early epoch bears
-    fewer rows a step. The measure assumes steps like those of SGD with a well-chosen rate; for Adam and
-    networks with batch norm it is a rule of thumb, right to a factor of a few.
+    The noise grows while the loss falls, so the advice holds for the end of the training; early epochs need
+    fewer rows per step. The measure assumes SGD-like steps with a well-chosen rate; for Adam and networks
+    with batch norm it is right within a factor of a few.
 
     Args:
         model: A model that was trained with `noiseScale=True`.
@@ -117,11 +118,7 @@ def advise_batch_size(model: Any) -> BatchAdvice:
 
 
 def advice_of(epochs: Sequence[EpochRecord]) -> BatchAdvice:
-    """Returns the advice of a history.
-
-    Raises:
-        ValueError: Like `advise_batch_size`.
-    """
+    """Returns the advice for a history. Raises ValueError like `advise_batch_size`."""
     found = [record for record in epochs if record.noise is not None]
     if not found:
         raise ValueError(
@@ -132,7 +129,7 @@ def advice_of(epochs: Sequence[EpochRecord]) -> BatchAdvice:
     known = [scale for scale in by_epoch if scale is not None]
     if not known:
         raise ValueError(
-            "advise_batch_size needs an epoch whose gradient shows in its noise, got none; train for more "
+            "advise_batch_size needs an epoch whose gradient exceeds its noise, got none; train for more "
             "steps, or with a larger batchSize"
         )
     last = found[-1]

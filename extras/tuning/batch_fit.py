@@ -1,7 +1,7 @@
-"""`batch_that_fits`: the largest micro-batch that a worker's memory holds, found by training.
+"""`batch_that_fits`: finds by training the largest micro-batch that fits a worker's memory.
 
-The batch of an optimizer step stays as it is, and with it the learning rate that suits it; it is cut into
-more micro-batches, until one fits.
+The batch of an optimizer step stays unchanged, and so does its learning rate; it is split into more
+micro-batches until one fits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ringspark.extras.tuning.short_training import check_estimator, plain_copy, 
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.columns import check_frame
 
-# The optimizer's state is there from the second step on.
+# The optimizer's state exists from the second step on.
 _STEPS = 2
 
 _log = logging.getLogger(__name__)
@@ -38,11 +38,11 @@ class BatchFit:
     """A batch that fits.
 
     Attributes:
-        estimator: Copy of the estimator, with the `gradientAccumulation` that was found.
+        estimator: Copy of the estimator with the `gradientAccumulation` that was found.
         gradient_accumulation: Micro-batches per optimizer step.
-        rows: Rows of a micro-batch on the worker with most of them.
-        tries: A row per try: "gradient_accumulation", "rows", "planned_bytes" of the plan (None without a
-            budget), and "outcome": "fits", or why it does not.
+        rows: Rows of a micro-batch on the worker with the most rows.
+        tries: One row per try: "gradient_accumulation", "rows", "planned_bytes" (None without a budget), and
+            "outcome": "fits", or why it does not.
     """
 
     estimator: Any
@@ -62,23 +62,22 @@ class BatchFit:
 def batch_that_fits(estimator: Any, df: DataFrame, budget: int | str | None = None) -> BatchFit:
     """Finds the fewest micro-batches with which a worker's memory holds the estimator's largest batch.
 
-    First plans: micro-batches whose step needs more than the budget are not tried. Then trains two steps on
-    a sample of the rows, on the estimator's own workers, and doubles the number of micro-batches each time
-    that memory runs out; each time a line of the log says so. Leaves no folder behind, and the estimator as
-    it was.
+    First plans: micro-batches whose step needs more than the budget are not tried. Then trains two steps on a
+    sample of the rows, on the estimator's workers, and doubles the number of micro-batches each time memory
+    runs out, with a line in the log. Leaves no folder behind and does not change the estimator.
 
-    A batch cut into micro-batches has the same gradient, but for layers that look across rows, such as batch
-    norm, which see a micro-batch only. The sample may lack the longest rows of a table; and what other
-    processes take later is not known now. A worker that its system kills raises no error of its own, so that
-    nothing can be said about its memory: give a budget on hosts that do so.
+    A batch split into micro-batches has the same gradient, except for layers that combine rows, such as batch
+    norm, which see one micro-batch. The sample may lack the longest rows of a table, and other processes may
+    take memory later. A worker that its system kills raises no error, so its memory is unknown: set a budget
+    on such hosts.
 
     Args:
-        estimator: An estimator of ringspark. Its `gradientAccumulation` is the first to be tried.
-        budget: Bytes per worker, as an int or as Spark writes sizes ("4g"); None takes the estimator's
-            `memoryBudget`, and without one plans nothing.
+        estimator: An estimator of ringspark. Its `gradientAccumulation` is tried first.
+        budget: Bytes per worker, as an int or a Spark size ("4g"); None takes the estimator's `memoryBudget`,
+            and plans nothing without one.
 
     Raises:
-        ValueError: An argument does not suit, or the smallest micro-batch does not fit; the message says why.
+        ValueError: An argument is invalid, or the smallest micro-batch does not fit.
         WorkerError: A worker failed for another reason.
     """
     check_estimator(estimator, "batch_that_fits")
@@ -90,7 +89,7 @@ def batch_that_fits(estimator: Any, df: DataFrame, budget: int | str | None = No
     count, wanted = rows.count(), (_STEPS + is_validated) * batch
     if not count:
         raise ValueError("batch_that_fits needs training rows, got none")
-    # A tenth more, as the sample's size is itself drawn.
+    # A tenth more, because the size of a sample is random.
     sample = rows.sample(1.1 * wanted / count, seed) if count > 1.2 * wanted else rows
     trial = plain_copy(estimator).setParams(epochs=1, batchSize=batch, maxRestarts=0, lrSchedule="constant")
     trial.clear(trial.memoryBudget)
@@ -98,28 +97,28 @@ def batch_that_fits(estimator: Any, df: DataFrame, budget: int | str | None = No
         trial.setParams(validationFraction=1 / (_STEPS + 1))
     sample = sample.limit(wanted).persist()
     try:
-        return _found(estimator, trial, sample, limit)
+        return _search(estimator, trial, sample, limit)
     finally:
         sample.unpersist()
 
 
-def _found(estimator: Any, trial: Any, sample: DataFrame, limit: int | None) -> BatchFit:
+def _search(estimator: Any, trial: Any, sample: DataFrame, limit: int | None) -> BatchFit:
     fit = CheckedFit.of(trial, sample)
     tries: list[dict[str, Any]] = []
     with SharedShards(sample, [fit.data]).shards(fit.data) as manifest:
-        # A worker's part of a step: no more than there are rows.
+        # A worker's part of a step: at most the existing rows.
         per_worker = math.ceil(
             min(fit.config.batch_size, manifest.select("train").num_rows) / fit.config.num_workers
         )
-        # Every worker has a row in each micro-batch of a whole batch, also of the smallest.
+        # Every worker has a row in each micro-batch of a full batch, even of the smallest batch.
         most = min(per_worker, _sizes(estimator).smallest // fit.config.num_workers)
         parts = min(fit.config.gradient_accumulation, most)
         while True:
-            needed = None if limit is None else _planned(fit, manifest, parts)
+            needed = None if limit is None else _plan_bytes(fit, manifest, parts)
             if limit is not None and needed is not None and needed > limit:
                 outcome = f"the plan needs {show_bytes(needed)}, the budget is {show_bytes(limit)}"
             else:
-                outcome = _trained(trial, sample, manifest, parts)
+                outcome = _try_training(trial, sample, manifest, parts)
             found = {"gradient_accumulation": parts, "rows": math.ceil(per_worker / parts)}
             tries.append({**found, "planned_bytes": needed, "outcome": outcome or "fits"})
             if not outcome:
@@ -128,26 +127,23 @@ def _found(estimator: Any, trial: Any, sample: DataFrame, limit: int | None) -> 
             if parts >= most:
                 raise ValueError(
                     f"the smallest micro-batch, of {found['rows']} rows on a worker, does not fit its memory "
-                    f"({outcome}); set gradientCheckpointing or sharding, or take a smaller network: see "
+                    f"({outcome}); set gradientCheckpointing or sharding, or use a smaller network: see "
                     "plan_memory"
                 )
             parts = min(2 * parts, most)
             _log.warning(
-                "micro-batches of %d rows per worker do not fit (%s); trying %d rows, "
-                "gradientAccumulation=%d",
-                found["rows"],
-                outcome,
-                math.ceil(per_worker / parts),
-                parts,
-            )
+                "micro-batches of %d rows per worker do not fit (%s); "
+                "trying %d rows, gradientAccumulation=%d",
+                found["rows"], outcome, math.ceil(per_worker / parts), parts,
+            )  # fmt: skip
 
 
 def _sizes(estimator: Any) -> BatchSizes:
     return BatchSizes.of(estimator.getBatchSize(), estimator.getBatchSizeSchedule(), estimator.getEpochs())
 
 
-def _planned(fit: CheckedFit, manifest: ShardManifest, parts: int) -> int | None:
-    """Returns the bytes of a step by the plan; None if the network does not run without data."""
+def _plan_bytes(fit: CheckedFit, manifest: ShardManifest, parts: int) -> int | None:
+    """Returns the planned bytes of a step; None if the network does not run without data."""
     config = replace(fit.config, shards_uri=manifest.uri, gradient_accumulation=parts)
     config = check_training(config, fit.objects, manifest, fit.heads).config
     rows = math.ceil(config.batch_size / config.num_workers)
@@ -157,12 +153,11 @@ def _planned(fit: CheckedFit, manifest: ShardManifest, parts: int) -> int | None
     )
     try:
         return Planner(config, fit.objects, inputs, labels).plan().peak
-    # What fails only without data says nothing about the memory.
-    except Exception:
+    except Exception:  # a failure without data does not concern the memory
         return None
 
 
-def _trained(trial: Any, sample: DataFrame, manifest: ShardManifest, parts: int) -> str:
+def _try_training(trial: Any, sample: DataFrame, manifest: ShardManifest, parts: int) -> str:
     """Trains with a number of micro-batches; returns how memory ran out, or an empty text."""
     fit = CheckedFit.of(trial.copy({trial.gradientAccumulation: parts}), sample)
     run = RunFolder.new(fit.data.root)

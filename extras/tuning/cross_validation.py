@@ -1,4 +1,4 @@
-"""`cross_validate`: what an estimator reaches on each of several folds, as a table."""
+"""`cross_validate`: evaluates an estimator on several folds, as a table."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _FOLD, _SECONDS = "fold", "seconds"
 def cross_validate(
     estimator: Any, folds: Iterable[tuple[DataFrame, DataFrame]], evaluator: Any
 ) -> pd.DataFrame:
-    """Fits an estimator on each fold, one after the other, and evaluates its model on the fold's other rows.
+    """Fits an estimator on each fold, one after the other, and evaluates its model on the validation rows.
 
-    The models are not kept, nor are the folders of their runs; a search of Spark's leaves those of the models
-    that it did not choose in the estimator's storageUri. For a search over settings with folds, give
-    the column of `stratified_folds` or `grouped_folds` to Spark's `CrossValidator` as its `foldCol`.
+    Models and the folders of their runs are not kept. Spark's searches leave the folders of models that they
+    did not choose in the estimator's storageUri. For a search over settings with folds, pass the column of
+    `stratified_folds` or `grouped_folds` to Spark's `CrossValidator` as `foldCol`.
 
     Args:
-        estimator: Any Spark ML estimator, also a `Pipeline` or a search.
-        folds: (training rows, validation rows) of each fold, as `fold_pairs` and `time_folds` return.
+        estimator: Any Spark ML estimator, including a `Pipeline` or a search.
+        folds: (training rows, validation rows) of each fold, as from `fold_pairs` and `time_folds`.
         evaluator: A Spark ML evaluator, or a mapping of names to evaluators.
 
     Returns:
-        A row for each fold: "fold", the metrics by the evaluators' names for them, and "seconds".
+        One row per fold: "fold", the metrics by name, and "seconds".
 
     Raises:
-        ValueError: An argument does not suit; the message says why.
+        ValueError: An argument is invalid.
     """
-    evaluators = _named(evaluator)
+    evaluators = _name_evaluators(evaluator)
     for stage in _stages(estimator):
         if getattr(stage, "hasParam", lambda _: False)("runUri") and stage.isSet("runUri"):
             raise ValueError(
@@ -60,7 +60,7 @@ def _row(
     number: int, estimator: Any, train: DataFrame, validation: DataFrame, evaluators: Mapping[str, Any]
 ) -> dict[str, float]:
     begun = time.monotonic()
-    # A Pipeline may hold models that were fitted before; their folders are not ours.
+    # A Pipeline may hold models that were fitted before; their folders stay.
     known = set(_runs_of(estimator))
     model = estimator.fit(train)
     try:
@@ -77,13 +77,13 @@ def _row(
 
 
 def _runs_of(whole: Any) -> list[str]:
-    """Returns the folders of the trainings of the models in an estimator or a model."""
+    """Returns the run folders of the models in an estimator or a model."""
     models = [stage for stage in _stages(whole) if isinstance(stage, TorchModel)]
     return [model.summary.run_uri for model in models if model.hasSummary]
 
 
 def _stages(whole: Any) -> list[Any]:
-    """Returns the parts of an estimator or a model: of a Pipeline its stages, of a search its best model."""
+    """Returns the parts of an estimator or a model: the stages of a Pipeline, the best model of a search."""
     for name in ("getStages", "stages", "bestModel"):
         found = getattr(whole, name, None)
         if found is not None:
@@ -93,7 +93,7 @@ def _stages(whole: Any) -> list[Any]:
     return [whole]
 
 
-def _named(evaluator: Any) -> dict[str, Any]:
+def _name_evaluators(evaluator: Any) -> dict[str, Any]:
     if isinstance(evaluator, Mapping):
         named = dict(evaluator)
     elif hasattr(evaluator, "getMetricName"):

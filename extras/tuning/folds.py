@@ -1,13 +1,13 @@
-"""Folds as a column of numbers 0..k-1, which Spark's `CrossValidator(foldCol=...)` and `fold_pairs` read.
+"""Folds as a column of numbers 0..k-1, for Spark's `CrossValidator(foldCol=...)` and `fold_pairs`.
 
-The fold of a row follows from the rows and the seed alone, not from their order or partitions. Both functions
-deal in an order and not by a hash modulo k, so that they can promise how large the folds are:
+A row's fold depends only on the rows and the seed, not on order or partitions. Both functions deal rows in an
+order instead of taking a hash modulo k, so they can guarantee the sizes of the folds:
 
-- `stratified_folds`: the rows of a class are ordered by a 128-bit hash over seed and all columns (after one
-  over `keyCols`, if given) and dealt in turn, each class from where the one before ended. Any two folds
-  differ by at most one row in each class, and by at most one row in all.
-- `grouped_folds`: the groups are ordered by size, largest first, and by a hash over seed and key, and dealt
-  in turn. Any two folds differ by at most the largest group.
+- `stratified_folds`: the rows of a class are ordered by a 128-bit hash of seed and all columns (after a hash
+  of `keyCols`, if set) and dealt in turn, each class starting after the previous one. Any two folds differ by
+  at most one row in each class, and by at most one row in total.
+- `grouped_folds`: groups are ordered by size, largest first, and by a hash of seed and key, and dealt in
+  turn. Any two folds differ by at most the largest group.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def stratified_folds(
     Runs one job, which counts the classes.
 
     Args:
-        df: The rows. If it is not the same each time it is computed, neither are the folds.
+        df: The rows. If each computation gives other rows, the folds differ too.
         k: Number of folds, at least 2.
-        keyCols: Columns by whose hash the rows are dealt, such as an id: then rows keep their folds when
-            other columns are added, as long as the key tells them apart. None takes all columns.
+        keyCols: Columns whose hash orders the rows, such as an id: then rows keep their folds when other
+            columns are added, if the key is unique. None takes all columns.
         foldCol: Name of the new column, of integers from 0.
 
     Raises:
-        ValueError: An argument or the rows do not suit; the message says why.
+        ValueError: An argument or the rows are invalid.
     """
-    label = _checked(df, "stratified_folds", "labelCol", labelCol, k, foldCol)
+    label = _check(df, "stratified_folds", "labelCol", labelCol, k, foldCol)
     exact = is_case_sensitive(df.sparkSession)
     if keyCols is not None and (isinstance(keyCols, str) or not keyCols):
         raise ValueError(f"keyCols must be a list of at least one column, got {keyCols!r}; None takes all")
@@ -65,12 +65,12 @@ def stratified_folds(
         found = "no rows" if smallest is None else f"{smallest[_ROWS]} of class {smallest[_KEY]!r}"
         raise ValueError(
             f"stratified_folds needs at least one row of each class per fold ({k}), got {found}; lower k, or "
-            "drop or join rare classes"
+            "drop or merge rare classes"
         )
-    # The classes' starts; one row each, so one partition holds them.
+    # The start of each class; one row per class, so one partition holds them.
     before = Window.orderBy(_KEY).rowsBetween(Window.unboundedPreceding, -1)
     starts = classes.select(_KEY, F.coalesce(F.sum(_ROWS).over(before), F.lit(0)).alias(_START))
-    # Rows of one key are told apart by all columns, so that the order in which they come decides nothing.
+    # Rows of one key are ordered by all columns, so their input order has no effect.
     every = _hashed_parts(df, df.columns)
     hashed = df.select(
         "*",
@@ -85,22 +85,22 @@ def stratified_folds(
 
 
 def grouped_folds(df: DataFrame, groupCol: str, k: int, seed: int = 0, *, foldCol: str = FOLD) -> DataFrame:
-    """Adds a column of folds of which no two have rows of one group.
+    """Adds a column of folds that never splits a group.
 
     Runs one job, which counts the groups.
 
     Args:
-        df: The rows. If it is not the same each time it is computed, neither are the folds.
+        df: The rows. If each computation gives other rows, the folds differ too.
         k: Number of folds, at least 2.
         foldCol: Name of the new column, of integers from 0.
 
     Raises:
-        ValueError: An argument or the rows do not suit; the message says why.
+        ValueError: An argument or the rows are invalid.
     """
-    group = _checked(df, "grouped_folds", "groupCol", groupCol, k, foldCol)
+    group = _check(df, "grouped_folds", "groupCol", groupCol, k, foldCol)
     groups = df.groupBy(F.col(quote(group)).alias(_KEY)).agg(F.count(F.lit(1)).alias(_ROWS))
     _refuse_nulls(groups, "groupCol", group)
-    # Counts no further than needed.
+    # Counts at most k groups.
     found = groups.limit(k).count()
     if found < k:
         raise ValueError(
@@ -113,34 +113,34 @@ def grouped_folds(df: DataFrame, groupCol: str, k: int, seed: int = 0, *, foldCo
 
 
 def check_count(name: str, k: Any) -> None:
-    """Raises ValueError if `k` is no number of folds."""
+    """Raises ValueError if `k` is not a number of folds."""
     if isinstance(k, bool) or not isinstance(k, int) or k < 2:
         raise ValueError(f"k of {name} must be a whole number of at least 2 folds, got {k!r}")
 
 
-def _checked(df: DataFrame, name: str, param: str, column: str, k: int, fold_col: str) -> str:
-    """Checks what both functions are given; returns the column's name as the DataFrame has it."""
+def _check(df: DataFrame, name: str, param: str, column: str, k: int, fold_col: str) -> str:
+    """Checks the arguments of both functions; returns the column's name in the DataFrame."""
     check_frame(df, name)
     check_count(name, k)
     exact = is_case_sensitive(df.sparkSession)
     if fields_named(fold_col, df.schema, exact):
-        raise ValueError(f"foldCol {fold_col!r} is a column of the DataFrame already; give another name")
+        raise ValueError(f"foldCol {fold_col!r} is already a column of the DataFrame; choose another name")
     field = field_named(column, param, df.schema, exact)
     if not _has_hash(field.dataType):
         raise ValueError(
             f"{param} {field.name!r} must have values that can be compared, got "
-            f"{field.dataType.simpleString()}; take another column"
+            f"{field.dataType.simpleString()}; use another column"
         )
     return field.name
 
 
 def _hashed_parts(df: DataFrame, names: Sequence[str]) -> list[Column]:
-    """Returns what a hash takes of some columns."""
+    """Returns the hash arguments for some columns."""
     types = {field.name: field.dataType for field in df.schema.fields}
     found = []
     for name in names:
         column = F.col(quote(name))
-        # A hash takes no maps, and passes over nulls: (null, 1) and (1, null) would be alike.
+        # A hash takes no maps, and skips nulls: (null, 1) and (1, null) would be equal.
         hashable = column if _has_hash(types[name]) else F.to_json(F.struct(column))
         found += [hashable, F.isnull(column)]
     return found

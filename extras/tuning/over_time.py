@@ -1,9 +1,9 @@
-"""Folds of a time series: each validates on rows that come after all of its training rows, with a gap.
+"""Folds of a time series: each validates on rows after all its training rows, with a gap.
 
 The k + 1 blocks of time have about the same number of rows. Fold i trains on the blocks up to the i-th and
-validates on the next one: the training rows grow, as they do where a model is trained again and again.
+validates on the next one, so the training rows grow, as if a model were trained repeatedly.
 
-Invariant: of every fold, a training row lies more than `gap` before any validation row. The gap is for labels
+Invariant: in every fold, a training row is more than `gap` before any validation row. The gap is for labels
 that look ahead and features that look back, such as "departures of the next 3 hours".
 """
 
@@ -30,12 +30,13 @@ class Fold(NamedTuple):
 
 
 def fold_pairs(df: DataFrame, k: int, foldCol: str = FOLD) -> list[Fold]:
-    """Returns the folds of a column that `stratified_folds`, `grouped_folds` or you have made.
+    """Returns the folds of a column of `stratified_folds`, of `grouped_folds` or of your own.
 
-    The rows keep the column. Fold i validates on the rows with number i and trains on all others.
+    The rows keep the column. Fold i validates on the rows with number i and trains on all other rows.
 
     Raises:
-        ValueError: The column is missing, or has null or another number than 0 to k-1, or lacks one of them.
+        ValueError: The column is missing, holds null or a number outside 0 to k-1, or lacks one of these
+            numbers.
     """
     check_frame(df, "fold_pairs")
     check_count("fold_pairs", k)
@@ -52,21 +53,21 @@ def fold_pairs(df: DataFrame, k: int, foldCol: str = FOLD) -> list[Fold]:
 
 
 def time_folds(df: DataFrame, timeCol: str, k: int, gap: float | timedelta = 0) -> list[Fold]:
-    """Cuts a time series into k folds, each with its training rows before its validation rows.
+    """Splits a time series into k folds, each with its training rows before its validation rows.
 
-    Runs two jobs. Rows of one time are never parted. The cuts are exact quantiles of the rows' times, so they
-    depend on neither order nor partitions; Spark gathers one count per time that occurs.
+    Runs two jobs. Rows with equal times stay together. The splits are exact quantiles of the times, so they
+    depend on neither order nor partitions; Spark collects one count per distinct time.
 
     Args:
         timeCol: A column of numbers, dates or timestamps.
-        gap: What lies at least between training and validation, in the column's unit; for dates and
-            timestamps a `timedelta`.
+        gap: Least distance between training and validation, in the column's unit; a `timedelta` for dates and
+            timestamps.
 
     Returns:
         The folds, the earliest first.
 
     Raises:
-        ValueError: An argument or the rows do not suit; the message says why.
+        ValueError: An argument or the rows are invalid.
     """
     check_frame(df, "time_folds")
     check_count("time_folds", k)
@@ -79,7 +80,7 @@ def time_folds(df: DataFrame, timeCol: str, k: int, gap: float | timedelta = 0) 
     cuts, nulls = measured.collect()[0]
     if nulls:
         raise ValueError(
-            f"timeCol {field.name!r} must have a value in every row, got {nulls} rows without; drop or "
+            f"timeCol {field.name!r} must have a value in every row, got {nulls} rows without one; drop or "
             "fill them"
         )
     if cuts is None:
@@ -108,7 +109,7 @@ def _conditions(time: Column, cuts: Sequence[float], width: float) -> list[tuple
 
 
 def _number(name: str, data_type: DataType) -> Column:
-    """Returns the column's times as doubles: microseconds, days, or what the numbers count."""
+    """Returns the column's times as doubles: microseconds, days, or the numbers themselves."""
     column = F.col(quote(name))
     if isinstance(data_type, TimestampType):
         return F.unix_micros(column).cast("double")
@@ -130,7 +131,7 @@ def _width(gap: Any, name: str, data_type: DataType) -> float:
     if isinstance(gap, bool) or not (isinstance(gap, kind) or gap == 0):
         words = "a number" if is_number else "a datetime.timedelta"
         raise ValueError(
-            f"gap must be {words}, since timeCol {name!r} is {data_type.simpleString()}, got {gap!r}"
+            f"gap must be {words}, because timeCol {name!r} is {data_type.simpleString()}, got {gap!r}"
         )
     width = gap / timedelta(microseconds=1) if isinstance(gap, timedelta) else float(gap)
     if isinstance(data_type, DateType):

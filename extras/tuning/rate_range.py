@@ -1,8 +1,8 @@
 """`lr_range_test`: one short training whose learning rate rises from step to step (Smith 2015).
 
-The rate rises exponentially, so that each step multiplies it by the same factor. The sweep is a training
-like any other: by `fit`, on the gang that the estimator's settings ask for, with a schedule of its own and
-the loss recorded after every step. Its epochs are short, because a training ends early only between epochs.
+The rate rises exponentially: each step multiplies it by the same factor. The sweep is an ordinary `fit` on
+the gang of the estimator's settings, with its own schedule and the loss recorded after every step. Its epochs
+are short, because a training ends early only between epochs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ringspark.estimators.training.step_log import read_steps
 from ringspark.extras.tuning.short_training import check_estimator, plain_copy, training_rows
 from ringspark.pipelines.columns import check_frame
 
-# Of the lowest loss so far: a mean loss above is divergence, one below twice the lowest is still calm.
+# Relative to the lowest loss: a mean loss above 1 + 3 times it is divergence, below 1 + 1 times it is still
+# stable.
 _DIVERGED, _CALM = 3.0, 1.0
 # Parts of the sweep after which it may end.
 _PARTS = 10
@@ -30,7 +31,7 @@ _REASON = "the loss diverged"
 
 @dataclass(frozen=True)
 class Sweep:
-    """The schedule: rises from `first` in step 0 to 1 in the last step, by the same factor each step."""
+    """The schedule: rises from `first` in step 0 to 1 in the last step, by the same factor per step."""
 
     first: float
 
@@ -39,7 +40,7 @@ class Sweep:
 
 
 class StopsDiverged(Callback):
-    """Ends the sweep once an epoch's mean loss, which every rank sees alike, is far above the lowest."""
+    """Ends the sweep when an epoch's mean loss, which is equal on every rank, is far above the lowest."""
 
     def on_epoch_end(self, state: TrainingState) -> None:
         losses = [record.train_loss for record in state.history]
@@ -53,11 +54,11 @@ class RateRange:
     """The result of a learning-rate range test.
 
     Attributes:
-        table: A row per step: "step", "learning_rate", "train_loss" over all workers (NaN where the step was
-            skipped because it was not finite) and "smoothed", its mean over the steps around it.
-        suggestion: The rate at which the smoothed loss fell most steeply; None if it never fell.
-        diverges_at: The last rate at which the smoothed loss was at most twice its lowest, if it diverged
-            after that; None if it did not up to the highest rate.
+        table: One row per step: "step", "learning_rate", "train_loss" over all workers (NaN if the step was
+            skipped because it was not finite) and "smoothed", its moving mean.
+        suggestion: Rate at which the smoothed loss fell most steeply; None if it never fell.
+        diverges_at: Last rate at which the smoothed loss was at most twice its lowest, if it diverged after
+            that; None if it did not diverge up to the highest rate.
     """
 
     table: pd.DataFrame
@@ -65,7 +66,7 @@ class RateRange:
     diverges_at: float | None
 
     def plot(self, ax: Any = None) -> Any:
-        """Draws loss over rate with matplotlib, on `ax` or a new figure; returns the axes."""
+        """Plots loss over rate with matplotlib, on `ax` or a new figure; returns the axes."""
         if ax is None:
             from matplotlib.figure import Figure
 
@@ -83,19 +84,19 @@ class RateRange:
 def lr_range_test(
     estimator: Any, df: DataFrame, lowest: float = 1e-6, highest: float = 10.0, steps: int = 100
 ) -> RateRange:
-    """Trains for a short while with a rising learning rate, and suggests a rate.
+    """Runs a short training with a rising learning rate, and suggests a rate.
 
-    Trains on a sample of the rows, with the estimator's own batch, optimizer and workers. Ends early when the
-    loss diverges. Leaves no folder behind, and the estimator as it was.
+    Trains on a sample of the rows, with the estimator's batch, optimizer and workers. Ends early if the loss
+    diverges. Leaves no folder behind and does not change the estimator.
 
     Args:
         estimator: An estimator of ringspark whose `optimizer` is a name.
         lowest: Rate of the first step.
         highest: Rate of the last step.
-        steps: Optimizer steps of the sweep, up to the rounding to whole epochs.
+        steps: Optimizer steps of the sweep, rounded to whole epochs.
 
     Raises:
-        ValueError: An argument does not suit; the message says why.
+        ValueError: An argument is invalid.
         WorkerError: A worker failed.
     """
     _check(estimator, lowest, highest, steps)
@@ -126,12 +127,14 @@ def lr_range_test(
 
 
 def rate_range(rates: list[float], losses: list[float], has_diverged: bool = False) -> RateRange:
-    """Judges the losses of a sweep.
+    """Evaluates the losses of a sweep.
 
     Args:
-        rates: The rate of each step, rising.
-        losses: The loss of each step; one that is not finite is left out, or divergence if none follows.
-        has_diverged: Whether the sweep ended early for that; it may have, before the smoothed loss shows it.
+        rates: Increasing rate of each step.
+        losses: Loss of each step. A loss that is not finite is left out, or is divergence if no finite one
+            follows.
+        has_diverged: Whether the sweep ended early because of divergence, maybe before the smoothed loss
+            shows it.
     """
     loss = np.asarray(losses, float)
     table = pd.DataFrame({"step": range(1, len(rates) + 1), "learning_rate": rates, "train_loss": loss})
@@ -140,7 +143,7 @@ def rate_range(rates: list[float], losses: list[float], has_diverged: bool = Fal
     # Centered, so that it does not lag behind the rate.
     smoothed = table["train_loss"].where(finite).rolling(width, center=True, min_periods=1).mean()
     table["smoothed"] = smoothed
-    # A bad batch is skipped and the sweep goes on; after a divergence no loss is finite any more.
+    # After a bad batch the sweep continues; after divergence no loss is finite.
     end = int(np.flatnonzero(finite)[-1]) + 1 if finite.any() else 0
     judged = smoothed[:end].interpolate(limit_direction="both").to_numpy()
     if not len(judged):
@@ -168,6 +171,6 @@ def _check(estimator: Any, lowest: Any, highest: Any, steps: Any) -> None:
         raise ValueError(f"steps must be a whole number of at least 10, got {steps!r}")
     if not isinstance(estimator.getOrDefault("optimizer"), str):
         raise ValueError(
-            "lr_range_test needs an optimizer given by its name, since a factory sets its own rate; set "
+            "lr_range_test needs the name of an optimizer, because a factory sets its own rate; set "
             "optimizer='sgd' or another name"
         )

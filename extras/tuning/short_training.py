@@ -1,4 +1,4 @@
-"""Short trainings that try something out: the estimator's own, without what has no place in them."""
+"""Short trials of an estimator's training, without the settings that only a full training needs."""
 
 from __future__ import annotations
 
@@ -37,11 +37,7 @@ _CLEARED: tuple[Setting[Any], ...] = (
 
 
 def check_estimator(estimator: Any, function: str) -> None:
-    """Refuses what is no estimator of ringspark.
-
-    Raises:
-        ValueError: See above.
-    """
+    """Raises ValueError if this is not an estimator of ringspark."""
     if not isinstance(estimator, _TorchEstimator):
         raise ValueError(
             f"{function} needs an estimator of ringspark, such as a TorchClassifier, got "
@@ -50,9 +46,8 @@ def check_estimator(estimator: Any, function: str) -> None:
 
 
 def plain_copy(estimator: Any) -> Any:
-    """Returns a copy of one batch size, without whatever a short training has no use for.
-
-    It has no folder, checkpoints, validation, warm-up, scaled rate, trackers and progress.
+    """Returns a copy with one batch size and without folder, checkpoints, validation, warm-up, scaled rate,
+    trackers and progress.
     """
     made = estimator.copy()
     for setting in _CLEARED:
@@ -63,10 +58,8 @@ def plain_copy(estimator: Any) -> Any:
 
 
 def training_rows(estimator: Any, df: DataFrame) -> DataFrame:
-    """Returns the rows that `validationIndicatorCol` leaves for the training.
-
-    Raises:
-        ValueError: The settings or the columns cannot be used; the message says why.
+    """Returns the rows that `validationIndicatorCol` leaves for the training. Raises ValueError for invalid
+    settings.
     """
     indicator = CheckedFit.of(estimator, df).data.validation_col
     return df if indicator is None else df.where(~F.col(quote(indicator)).cast("boolean"))

@@ -1,1 +1,1 @@
-"""Rows of one key, in the order of their time, as sequences for a network."""
+"""Windows over time series: the rows of each key, in time order, as sequences for a network."""

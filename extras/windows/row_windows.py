@@ -1,13 +1,13 @@
-"""Windows over the rows of a series, in Spark SQL: the last values of each row's key, and the next ones.
+"""Windows over the rows of a series, in Spark SQL: each row's last values, and the next ones.
 
-Three steps over one ordering (the keys, then the time), so that Spark shuffles and sorts once, and spills
-what does not fit into memory. The first numbers the rows of each series. The second finds where each unbroken
-run begins. The third collects the values: by `collect_list` over a frame of rows, which holds one window at a
+Three steps use one ordering (the keys, then the time), so Spark shuffles and sorts once, and spills to disk
+if memory is short. The first step numbers the rows of each series. The second finds where each unbroken run
+begins. The third collects the values with `collect_list` over a frame of rows, which holds one window at a
 time and was twice as fast as an array of lags.
 
 Times are compared as whole numbers, the microseconds or days since 1970. A day on which the clock of the
-session's time zone is set back has 25 hours; with a `maxGap` of one day, rows a day apart are no gap there
-either. Rows that a series cannot order raise an error when the plan runs.
+session's time zone is set back has 25 hours; with a `maxGap` of one day, rows one day apart are still no gap.
+Rows that a series cannot order raise an error when the plan runs.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ _SINGLE = ("byte", "short", "float", "boolean")
 
 @dataclass(frozen=True, kw_only=True)
 class RowWindows:
-    """Which windows a DataFrame's rows end; all columns are of that DataFrame.
+    """The windows over a DataFrame's rows; all columns belong to that DataFrame.
 
     Attributes:
-        values: The columns of the history.
-        target: Column of the values behind the window; None if windows have no target.
-        stride: Distance of the ends of two windows of one run, in rows.
-        max_gap: Largest distance of two rows of one run, in what `time` counts (microseconds, days); or None.
+        values: Columns of the history.
+        target: Column of the values after the window; None if windows have no target.
+        stride: Rows between the ends of two windows of one run.
+        max_gap: Largest distance between two rows of one run, in units of `time` (microseconds, days); or
+            None.
         gap_days: Calendar days in `max_gap`. In the session's time zone such a day may last 25 hours; it
             never counts as less than 24.
-        skips_invalid: Whether windows with a null, and rows without key or time, are left out.
+        skips_invalid: Whether windows with a null, and rows without key or time, are dropped.
         keeps_unlabeled: Whether windows without all their targets are kept.
     """
 
@@ -66,11 +67,11 @@ class RowWindows:
     keeps_unlabeled: bool
 
     def over(self, frame: DataFrame, outputs: dict[str, Column], targets: dict[str, Column]) -> DataFrame:
-        """Returns the rows that end a window, with more columns; lazy.
+        """Returns the rows that end a window, with additional columns; lazy.
 
         Args:
-            outputs: Name of a column -> expression for one row, which becomes the array of the last `steps`.
-            targets: Name of a column -> expression for what `label` and `end` give.
+            outputs: Column name -> expression for one row, collected into an array of the last `steps` rows.
+            targets: Column name -> expression over `label` and `end`.
         """
         histories = {
             name: F.collect_list(value).over(self._order.rowsBetween(1 - self.steps, 0))
@@ -85,7 +86,7 @@ class RowWindows:
         )
 
     def counts(self, frame: DataFrame) -> DataFrame:
-        """Returns the number of rows by why they end no window, which is null for those that do."""
+        """Counts rows by the reason why they end no window; the reason is null for rows that end one."""
         rows = self._judged(frame, {}).groupBy(F.col(_REASON).alias("reason")).count()
         if not self.skips_invalid:
             return rows
@@ -93,17 +94,17 @@ class RowWindows:
         return rows.unionByName(unplaced.select(F.lit("null").alias("reason"), "count"))
 
     def label(self) -> Column:
-        """Returns the next value of the target, or the array of the next `horizon`."""
+        """Returns the next value of the target, or the array of the next `horizon` values."""
         return F.col(_TARGETS) if self.horizon > 1 else F.get(F.col(_TARGETS), F.lit(0))
 
     def end(self) -> Column:
         """Returns the time of the last target."""
         return F.col(_END)
 
-    # ------------------------------------------------------------------------------ the three steps
-
     def _judged(self, frame: DataFrame, more: dict[str, Column]) -> DataFrame:
-        """Adds the columns of the three steps, `more` with the third, and why a row ends no window."""
+        """Adds the columns of the three steps, `more` with the third, and the reason why a row ends no
+        window.
+        """
         if self.skips_invalid:
             frame = frame.where(~self._unplaced())
         checked = [self.time, *self.values, *([self.target] if self.target else [])]
@@ -144,12 +145,12 @@ class RowWindows:
         return Window.partitionBy(*(_col(key) for key in self.keys)).orderBy(_NOW)
 
     def _targets(self) -> dict[str, Column]:
-        """Returns the columns of what comes behind a window, in the same run."""
+        """Returns the columns of the values after a window, in the same run."""
         if self.target is None:
             return {}
         ahead = self._order.rowsBetween(1, self.horizon)
         return {
-            # Without the nulls, and arrays that hold one: fewer than `horizon` are incomplete.
+            # Nulls, and arrays that hold a null, are left out: fewer than `horizon` values are incomplete.
             _TARGETS: F.collect_list(F.when(~_holds_null(self.target), _col(self.target))).over(ahead),
             _END: F.lead(_col(self.time), self.horizon).over(self._order),
             _END + "_start": F.lead(_START, self.horizon).over(self._order),
@@ -158,12 +159,12 @@ class RowWindows:
     def _has_targets(self) -> Column:
         if self.target is None:
             return F.lit(True)
-        # A run that goes on has the same start `horizon` rows later.
-        goes_on = F.coalesce(F.col(_END + "_start") == F.col(_START), F.lit(False))
-        return goes_on & (F.size(_TARGETS) == self.horizon)
+        # If the run continues, it has the same start `horizon` rows later.
+        continues = F.coalesce(F.col(_END + "_start") == F.col(_START), F.lit(False))
+        return continues & (F.size(_TARGETS) == self.horizon)
 
     def _reason(self) -> Column:
-        """Returns why a row ends no window, null if it does; raises on rows that cannot be in a series."""
+        """Returns why a row ends no window, or null; raises an error for rows that no series can hold."""
         position = F.col(_NUMBER) - F.col(_START) + 1  # in the run, from 1
         rules = []
         if not self.skips_invalid:
@@ -178,14 +179,11 @@ class RowWindows:
             rules.append((~self._has_targets(), F.lit("unlabeled")))
         return F.coalesce(*(F.when(applies, why) for applies, why in rules))
 
-    # ------------------------------------------------------------------------------ the refusals
-
     def _unplaced(self) -> Column:
-        """Whether a row has no place in a series: its key or its time is null."""
+        """Returns whether a row has no place in a series: its key or its time is null."""
         return _any_null([*self.keys, self.time])
 
     def _where(self) -> Column:
-        """Returns the text of a row's key and time."""
         parts = [
             F.concat(F.lit(f"{field.name}="), F.coalesce(_col(field).cast("string"), F.lit("null")))
             for field in [*self.keys, self.time]
@@ -198,9 +196,8 @@ class RowWindows:
             F.lit(f"{MARK}two rows have "),
             self._where(),
             F.lit(
-                ", so their order is not known; make one row of them first, e.g. with "
-                f"df.groupBy({names}).agg(...), or name in keyCols what tells their "
-                "series apart"
+                ", so their order is unknown; merge them first, e.g. with "
+                f"df.groupBy({names}).agg(...), or add the column that separates their series to keyCols"
             ),
         )
 
@@ -210,9 +207,9 @@ class RowWindows:
         return F.concat(
             F.lit(MARK),
             F.concat_ws(", ", *by_name.values()),
-            F.lit(" is null where "),
+            F.lit(" is null at "),
             self._where(),
-            F.lit("; fill or drop it first, or leave such rows out by handleInvalid='skip'"),
+            F.lit("; fill or drop it first, or skip such rows with handleInvalid='skip'"),
         )
 
 
@@ -227,22 +224,18 @@ def number_type(fields: Sequence[StructField]) -> str:
 def numbers_of(fields: Sequence[StructField]) -> Column:
     """Returns one array with the numbers of all fields of a row."""
     to = number_type(fields)
-    arrays = []
-    for field in fields:
-        if isinstance(field.dataType, VectorUDT):
-            arrays.append(vector_to_array(_col(field), "float32").cast(f"array<{to}>"))
-        elif isinstance(field.dataType, ArrayType):
-            arrays.append(_col(field).cast(f"array<{to}>"))
-        else:
-            arrays.append(F.array(_col(field).cast(to)))
-    # Of numbers alone, one array: a concatenation of many would copy each of them.
+    # Without arrays, one array: concatenating many arrays of one number would copy each of them.
     if not any(isinstance(field.dataType, VectorUDT | ArrayType) for field in fields):
         return F.array(*(_col(field).cast(to) for field in fields))
+    arrays = []
+    for field in fields:
+        is_array = isinstance(field.dataType, VectorUDT | ArrayType)
+        arrays.append(value_of(field).cast(f"array<{to}>") if is_array else F.array(_col(field).cast(to)))
     return F.concat(*arrays)
 
 
 def value_of(field: StructField) -> Column:
-    """Returns the numbers of one field of a row, in its own type; those of a vector as floats."""
+    """Returns the numbers of one field of a row, in its own type; floats for a vector."""
     if isinstance(field.dataType, VectorUDT):
         return vector_to_array(_col(field), "float32")
     return _col(field)

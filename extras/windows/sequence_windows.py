@@ -1,8 +1,8 @@
-"""`SequenceWindows`: rows of a table become sequences for a network, as a stage before it.
+"""`SequenceWindows`: a stage that turns rows of a table into sequences for a network.
 
-Each row of a series (the rows of one key, in the order of their time) ends a window: the last `steps` values
-beside it become an array column, and the next `horizon` values of another column its label. All of it is
-Spark SQL over window frames: nothing is collected, and a label is always later than its window.
+Each row of a series (the rows of one key, in time order) ends a window: its last `steps` values become an
+array column, and the next `horizon` values of another column its label. Everything is Spark SQL over window
+frames: nothing is collected, and a label is always later than its window.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _NUMBERS = {"bigint": LongType(), "float": FloatType(), "double": DoubleType()}
 
 
 class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["SequenceWindows"]):
-    """Makes windows over the rows of a table; the keywords of the constructor are the Params.
+    """Creates windows over the rows of a table; the keywords of the constructor are the Params.
 
-    Of each window the row that ends it stays, with all its columns, and `outputCol` (or `outputCols`) and
-    `labelCol` are added. A row that ends no window is left out; `countWindows` says how many, and why.
+    The row that ends a window stays, with all its columns, and `outputCol` (or `outputCols`) and `labelCol`
+    are added. A row that ends no window is dropped; `countWindows` counts them by reason.
 
         SequenceWindows(keyCols=["origin"], timeCol="time_hour", valueCols=["flights", "temp"], steps=48,
                         targetCol="flights", maxGap="1 hour")
@@ -65,10 +65,10 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
         return self
 
     def countWindows(self, dataset: DataFrame) -> dict[str, int]:
-        """Returns how many rows end a window and how many do not, by reason. Runs one or two Spark jobs.
+        """Counts rows that end a window, and rows that do not, by reason. Runs one or two Spark jobs.
 
-        The reasons: "short" (fewer than `steps` rows since the series began or had a gap), "stride",
-        "null" (one in the window, or in key or time), "unlabeled" (targets are missing).
+        The reasons: "short" (fewer than `steps` rows since the series began or had a gap), "stride", "null"
+        (in the window, key or time), "unlabeled" (targets are missing).
 
         Raises:
             ValueError: As `transform`.
@@ -79,7 +79,7 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
         return counts
 
     def transformSchema(self, schema: StructType) -> StructType:
-        """Returns the schema of what `transform` makes of a DataFrame with this one."""
+        """Returns the schema of the result of `transform` for a DataFrame with this schema."""
         plan = self._windows(schema)
         return StructType([*schema.fields, *self._added(plan, schema, exact=False)])
 
@@ -109,16 +109,14 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
         check_frame(dataset, method)
         if dataset.isStreaming:
             raise ValueError(
-                "SequenceWindows takes no stream, as Spark orders no rows of one; call it on each batch in "
-                "foreachBatch, joined with the stored last rows of each key"
+                "SequenceWindows takes no stream, because Spark cannot order its rows; call it on each batch "
+                "in foreachBatch, together with the stored last rows of each key"
             )
         return self._windows(dataset.schema, is_case_sensitive(dataset.sparkSession))
 
     def _windows(self, schema: StructType, exact: bool = False) -> RowWindows:
-        """Returns the plan for a schema.
-
-        Raises:
-            ValueError: A Param is missing, or a column is, or has a type that cannot be used.
+        """Returns the plan for a schema. Raises ValueError if a Param or column is missing, or a type is
+        unusable.
         """
         for name in ("keyCols", "timeCol", "valueCols", "steps"):
             if not self.isSet(name):
@@ -151,7 +149,7 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
         )
 
     def _added(self, plan: RowWindows, schema: StructType, exact: bool) -> list[StructField]:
-        """Returns the columns that `transform` adds, of which none may be there."""
+        """Returns the columns that `transform` adds. Raises ValueError if one exists."""
         if self.isSet(self.outputCols):
             names = self.getOutputCols()
             if len(names) != len(plan.values):
@@ -184,28 +182,26 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
 
 
 def _never_null(fields: Sequence[StructField]) -> bool:
-    """Whether Spark knows that no number of a row is null; it does not look into arrays that are joined."""
+    """Returns whether Spark knows that no number of a row is null; it ignores concatenated arrays."""
     return not any(f.nullable or isinstance(f.dataType, ArrayType | VectorUDT) for f in fields)
 
 
 def _check_values(fields: Sequence[StructField]) -> None:
-    """Refuses a column of the history that holds no numbers."""
     for field in fields:
         leaf = field.dataType
         while isinstance(leaf, ArrayType):
             leaf = leaf.elementType
         if not isinstance(leaf, NumericType | BooleanType | VectorUDT):
             raise ValueError(
-                f"valueCols {field.name!r} has type {field.dataType.simpleString()}, which is no number, "
-                "array or vector; turn it into one first, e.g. with StringIndexer"
+                f"valueCols {field.name!r} has type {field.dataType.simpleString()}, not a number, array or "
+                "vector; convert it first, e.g. with StringIndexer"
             )
 
 
 def _ticks(gap: str | int | None, time: StructField) -> tuple[int | None, int]:
-    """Returns `maxGap` in the unit by which times are compared, and the number of calendar days in it.
+    """Returns `maxGap` in the unit in which times are compared, and the number of calendar days in it.
 
-    Raises:
-        ValueError: The column holds no times, or the gap has not its unit.
+    Raises ValueError if the column holds no times, or the gap has another unit.
     """
     name = time.dataType.typeName()
     if name not in (*WHOLE, "date", "timestamp", "timestamp_ntz"):
@@ -218,8 +214,8 @@ def _ticks(gap: str | int | None, time: StructField) -> tuple[int | None, int]:
     if (name in WHOLE) != isinstance(gap, int):
         wanted = "a whole number" if name in WHOLE else "a duration such as '1 hour'"
         raise ValueError(
-            f"maxGap must be {wanted}, as timeCol {time.name!r} has type {time.dataType.simpleString()}, "
-            f"got {gap!r}"
+            f"maxGap must be {wanted}, because timeCol {time.name!r} has type "
+            f"{time.dataType.simpleString()}, got {gap!r}"
         )
     if isinstance(gap, int):
         return gap, 0
@@ -228,5 +224,5 @@ def _ticks(gap: str | int | None, time: StructField) -> tuple[int | None, int]:
     if name != "date":
         return micros, days if name == "timestamp" else 0
     if micros % MICROSECONDS_PER_DAY:
-        raise ValueError(f"maxGap must be whole days, as timeCol {time.name!r} holds dates, got {gap!r}")
+        raise ValueError(f"maxGap must be whole days, because timeCol {time.name!r} holds dates, got {gap!r}")
     return micros // MICROSECONDS_PER_DAY, 0

@@ -1,4 +1,4 @@
-"""The Params of `SequenceWindows`, and the durations that one of them takes."""
+"""Params of `SequenceWindows`, and the parser of its durations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def days_and_microseconds(text: str) -> tuple[int, int]:
     """Parses a duration such as "1 hour" or "1 day 12 hours".
 
     Returns:
-        Its days, including its weeks, and the other units in microseconds.
+        Its days, including its weeks, and its other units in microseconds.
     """
     days, rest, place = 0, 0, 0
     while part := _PART.match(text, place):
@@ -42,13 +42,13 @@ def days_and_microseconds(text: str) -> tuple[int, int]:
     if place < len(text) or not days + rest:
         raise ValueError(
             "maxGap must be a duration such as '1 hour' or '2 days 12 hours', of microseconds to weeks, or a "
-            f"whole number where timeCol holds whole numbers, got {text!r}"
+            f"whole number if timeCol holds whole numbers, got {text!r}"
         )
     return days, rest
 
 
 def _gap(value: Any) -> str | int:
-    """Returns a gap as a stage keeps it: a duration's text, or a whole number."""
+    """Returns a gap in the form that a stage keeps: the text of a duration, or a whole number."""
     if isinstance(value, timedelta):
         rest = (value - timedelta(days=value.days)) // timedelta(microseconds=1)
         value = f"{value.days} days {rest} microseconds"
@@ -75,38 +75,32 @@ _OUTPUT_COLS = _setting(
 _LABEL_COL = _setting(
     "labelCol", "column of the label: the target's next value, or an array", default="label"
 )
-_STRIDE = _setting(
-    "stride", "rows from the end of one window to that of the next", default=1, accepts=at_least(1)
-)
+_STRIDE = _setting("stride", "rows between the ends of two windows", default=1, accepts=at_least(1))
 _HORIZON = _setting(
     "horizon",
-    "rows of the target behind a window: 1 makes a value, more make an array",
+    "rows of the target after a window: 1 gives a value, more give an array",
     default=1,
     accepts=at_least(1),
 )
 _HANDLE_INVALID = _setting(
     "handleInvalid",
-    "nulls in keys, time, values or target: 'error', or 'skip' to leave out the rows without key or time "
-    "and the windows that hold a null",
+    "nulls in keys, time, values or target: 'error', or 'skip' to drop rows without key or time and windows "
+    "that hold a null",
     default="error",
     accepts=one_of(("error", "skip")),
 )
 _HANDLE_UNLABELED = _setting(
     "handleUnlabeled",
-    "windows behind which targets are missing, as behind the newest rows: 'skip' to leave them out, 'keep' "
-    "to keep them with a null label, to forecast",
+    "windows with missing targets, such as those of the newest rows: 'skip' to drop them, 'keep' to keep "
+    "them with a null label, for a forecast",
     default="skip",
     accepts=one_of(("skip", "keep")),
 )
 
 
 class _WindowParams(DeclaredParams, HasOutputCol, HasOutputCols, HasLabelCol):
-    """The Params of `SequenceWindows`."""
-
     keyCols, getKeyCols, setKeyCols = declared(
-        _setting(
-            "keyCols", "columns that tell one series from another; an empty list for one series", kind="names"
-        )
+        _setting("keyCols", "columns that identify a series; an empty list for one series", kind="names")
     )
     timeCol, getTimeCol, setTimeCol = declared(
         _setting("timeCol", "column that orders a series: timestamp, date or whole numbers", kind="str")
@@ -128,7 +122,7 @@ class _WindowParams(DeclaredParams, HasOutputCol, HasOutputCols, HasLabelCol):
         _setting(
             "maxGap",
             "longest time between neighbours in a window and its targets, such as '1 hour'; after a longer "
-            "one the series starts anew. Without it rows are any time apart",
+            "gap the series starts again. Without it any gap is allowed",
             convert=_gap,
         )
     )

@@ -78,5 +78,5 @@ def test_bad_input_is_refused_in_one_sentence(spark: Any) -> None:
     with pytest.raises(ValueError, match="steps must be a whole number of at least 10, got 5"):
         lr_range_test(estimator, df, steps=5)
     own = TorchRegressor(model=network, optimizer=lambda parameters: None)
-    with pytest.raises(ValueError, match="needs an optimizer given by its name"):
+    with pytest.raises(ValueError, match="needs the name of an optimizer"):
         lr_range_test(own, df)

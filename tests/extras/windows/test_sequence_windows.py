@@ -297,9 +297,9 @@ def test_spark_shuffles_and_sorts_once(table: Any) -> None:
             "if(id = 8, timestamp_seconds(0), t) as t",
             r"two rows have k=s0, t=1970-01-01 .*groupBy\('k', 't'\)",
         ),
-        ("if(id = 8, null, k) as k", r"'k' is null where k=null, t=1970-01-01 .*handleInvalid='skip'"),
-        ("if(id = 8, null, t) as t", r"'t' is null where k=s0, t=null; fill or drop it first"),
-        ("if(id = 8, null, v) as v", r"'v' is null where k=s0, t=1970-01-01"),
+        ("if(id = 8, null, k) as k", r"'k' is null at k=null, t=1970-01-01 .*handleInvalid='skip'"),
+        ("if(id = 8, null, t) as t", r"'t' is null at k=s0, t=null; fill or drop it first"),
+        ("if(id = 8, null, v) as v", r"'v' is null at k=s0, t=1970-01-01"),
     ],
 )
 def test_rows_that_no_series_can_hold_are_refused(
@@ -328,8 +328,8 @@ def test_what_cannot_be_windows_is_refused_before_any_job(spark: Any, table: Any
         ({"valueCols": []}, "valueCols must name at least one column"),
         ({"valueCols": ["v", "k"]}, "valueCols 'k' has type string.*StringIndexer"),
         ({"timeCol": "v"}, "timeCol 'v' has type double; make it a timestamp"),
-        ({"maxGap": 3600}, "maxGap must be a duration such as '1 hour', as timeCol 't' has type timestamp"),
-        ({"timeCol": "id", "maxGap": "1 hour"}, "maxGap must be a whole number, as timeCol 'id'"),
+        ({"maxGap": 3600}, "maxGap must be a duration such as '1 hour', because timeCol 't' has"),
+        ({"timeCol": "id", "maxGap": "1 hour"}, "maxGap must be a whole number, because timeCol 'id'"),
         ({"outputCols": ["a", "b"]}, "outputCols must name a column for each of the 1 valueCols"),
         ({"outputCol": "v"}, "Output column v already exists; drop it first"),
         ({"targetCol": "d", "labelCol": "features"}, "the output columns must differ"),
@@ -337,7 +337,7 @@ def test_what_cannot_be_windows_is_refused_before_any_job(spark: Any, table: Any
         with pytest.raises(ValueError, match=sentence):
             _stage(**params).transform(table)
     days = table.withColumn("t", F.to_date("t"))
-    with pytest.raises(ValueError, match="maxGap must be whole days, as timeCol 't' holds dates"):
+    with pytest.raises(ValueError, match="maxGap must be whole days, because timeCol 't' holds dates"):
         _stage(maxGap="36 hours").transform(days)
     with pytest.raises(ValueError, match=r"takes no stream, .* foreachBatch"):
         _stage(timeCol="timestamp", valueCols="value", keyCols=[]).transform(

@@ -130,11 +130,11 @@ def words_of(place: Place, **settings: Any) -> Any:
 # fmt: off
 WINDOWS = [
     R("windows: null key", lambda p: fit_windows(p, keyCols="holey"),
-      "'holey' is null where holey=null, many=7", "fill or drop it first, or .* handleInvalid='skip'"),
+      "'holey' is null at holey=null, many=7", "fill or drop it first, or .* handleInvalid='skip'"),
     R("windows: two rows of one time", lambda p: fit_windows(p, timeCol="zero_whole"),
       "two rows have never=false, zero_whole=0", "make one row of them first"),
     R("windows: null value", lambda p: fit_windows(p, valueCols="holey"),
-      "'holey' is null where never=false, many=7", "fill or drop it first"),
+      "'holey' is null at never=false, many=7", "fill or drop it first"),
     R("windows: no rows", lambda p: fit_windows(p, steps=0), "steps must be", "at least 1, got 0"),
     R("windows: no such key", lambda p: fit_windows(p, keyCols="nevr"),
       "keyCols 'nevr' is not a column", "did you mean 'never'"),
