@@ -1,6 +1,6 @@
-"""Hyperparameter search over gangs: trainings beside each other on one write of the data.
+"""Hyperparameter search over gangs: concurrent trainings on one write of the data.
 
-Each name is imported when it is asked for; only `OptunaSearch` needs optuna.
+Each name is imported on first use; only `OptunaSearch` needs optuna.
 """
 
 from typing import TYPE_CHECKING

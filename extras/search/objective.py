@@ -1,8 +1,8 @@
-"""What a search compares trials by.
+"""The value by which a search compares trials.
 
-Without an evaluator, a trial's value is that of `monitor` in the history of its training, at the epoch whose
-weights its model has. With one, it is the evaluator's metric of the model's predictions for held-out rows.
-The values that a pruner sees after each epoch are those of `monitor` in both cases.
+Without an evaluator, a trial's value is `monitor` in the history of its training, at the epoch of its model's
+weights. With an evaluator, it is the evaluator's metric of the model's predictions for held-out rows. In both
+cases, the pruner sees `monitor` after each epoch.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Objective:
 
     Attributes:
         monitor: Entry of the history.
-        monitor_is_larger_better: Whether more of it is better.
+        monitor_is_larger_better: Whether a larger value is better.
         evaluator: The evaluator, or None.
-        held_out: The rows that it sees, or None.
+        held_out: Rows for the evaluator, or None.
     """
 
     monitor: str
@@ -46,12 +46,12 @@ class Objective:
         evaluator: Any,
         held_out: DataFrame | None,
     ) -> Objective:
-        """Resolves `monitor` as a training would, from settings and data of the estimator as it was given.
+        """Resolves `monitor` as a training would, from settings and data of the given estimator.
 
         Raises:
             ValueError: The settings cannot be trained with, or the history will have no such entry.
         """
-        # A pretrained checkpoint changes nothing here, and its folder is for the trials to resolve.
+        # A pretrained checkpoint has no effect here; each trial resolves its folder.
         config = replace(fit.config, shards_uri=manifest.uri, keep="best", pretrained=None)
         if monitor is not None:
             config = replace(config, monitor=monitor)
@@ -72,11 +72,11 @@ class Objective:
 
     @property
     def text(self) -> str:
-        """The comparison in words that two equal ones share."""
+        """Description of the objective; equal objectives have equal text."""
         if self.evaluator is None:
             return self.monitor
         metric = self.evaluator.getMetricName() if hasattr(self.evaluator, "getMetricName") else "metric"
-        # Params that the user has set, because metricLabel or labelCol, for example, make another metric.
+        # Params that the user has set, because metricLabel or labelCol, for example, change the metric.
         given = getattr(self.evaluator, "_paramMap", {}).items()
         settings = sorted(
             f"{param.name}={value!r}"
@@ -84,11 +84,11 @@ class Objective:
             # The text of any other object may differ between drivers.
             if param.name != "metricName" and isinstance(value, bool | int | float | str | list | None)
         )
-        told = f" with {', '.join(settings)}" if settings else ""
-        return f"{metric} of {type(self.evaluator).__name__}{told}, pruned by {self.monitor}"
+        suffix = f" with {', '.join(settings)}" if settings else ""
+        return f"{metric} of {type(self.evaluator).__name__}{suffix}, pruned by {self.monitor}"
 
     def of_epoch(self, record: EpochRecord) -> float:
-        """Returns what a pruner sees of an epoch: better in the direction of the search."""
+        """Returns the pruner's value of an epoch, in the direction of the search."""
         return self.turn(record.value(self.monitor))
 
     def turn(self, value: float) -> float:

@@ -1,4 +1,4 @@
-"""One training of a search: of a copy that a file stops, on rows that all its trainings share."""
+"""Runs one training of a search: of a copy that a file can stop, on rows that all trainings share."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def train_in(
     data: TrialData,
     begin: Callable[[CheckedFit, str], TrainConfig],
 ) -> Any:
-    """Trains in a folder, unless that has been done; returns the model.
+    """Trains in a folder, unless the training is finished; returns the model.
 
     Args:
-        begin: Told of the settings and of the file that stops the gang, just before it starts; returns the
+        begin: Receives the settings and the file that stops the gang, just before it starts; returns the
             settings to train with.
     """
     stop_uri = storage.join(run.uri, run_layout.STOP)

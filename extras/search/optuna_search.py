@@ -1,7 +1,7 @@
-"""`OptunaSearch`: an estimator that searches the settings of another one.
+"""`OptunaSearch`: an estimator that searches the settings of another estimator.
 
-`fit` promises this order: it checks names, ranges and the estimator's settings with the schema; it writes the
-rows once, and checks them with the network; only then does a trial start.
+`fit` guarantees this order: it checks names, ranges and the estimator's settings against the schema; it
+writes the rows once, and checks them with the network; only then does a trial start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ringspark.pipelines.columns import check_frame
 
 
 class OptunaSearch(_OptunaParams, SearchStage):
-    """Fits copies of an estimator with settings that optuna draws; the best one is the model.
+    """Fits copies of an estimator with settings from optuna; the best copy is the model.
 
         search = OptunaSearch(
             estimator=TorchClassifier(model=network, validationFraction=0.2, metrics=["auroc"], epochs=8),
@@ -97,8 +97,8 @@ class OptunaSearch(_OptunaParams, SearchStage):
     def _check_store(self, run_uri: str) -> None:
         if not storage.is_local(run_uri):
             raise ValueError(
-                f"runUri of a search must lie on a disk, mounted where need be, since optuna appends to its "
-                f"journal there, got {run_uri!r}; the estimator itself may train in any store"
+                f"runUri of a search must be on a disk or mount, because optuna appends to its journal "
+                f"there, got {run_uri!r}; the estimator itself may train in any store"
             )
 
 

@@ -1,7 +1,8 @@
-"""The decisions of population based training (Jaderberg et al. 2017): who copies whom, and what changes.
+"""Decisions of population based training (Jaderberg et al. 2017): which member copies which, and what
+changes.
 
-They follow from the seed, the round, the member's number and the values of the round before, and from
-nothing else. So a search whose driver was killed decides the same again.
+They depend only on the seed, the round, the member's number and the values of the previous round. So a search
+whose driver was killed makes the same decisions again.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ringspark.extras.search.ranges import Range
+from ringspark.extras.search.ranges import SearchRange
 
-# Of the settings that a member takes over, the share that is drawn anew and not scaled.
+# Share of a copied member's settings that are drawn again instead of scaled.
 REDRAW_SHARE = 0.25
 
 
@@ -27,7 +28,7 @@ class Member:
     Attributes:
         number: From 0.
         settings: Values by name of the space.
-        copied_from: Member whose checkpoint of the round before it goes on from; its own unless it was one
+        copied_from: Member whose checkpoint of the previous round it resumes from; its own, unless it was one
             of the worst. None in the first round.
     """
 
@@ -38,9 +39,9 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Population:
-    """A population's rules; the Params of `PopulationSearch` say what each is."""
+    """The rules of a population; see the Params of `PopulationSearch`."""
 
-    ranges: Mapping[str, Range]
+    ranges: Mapping[str, SearchRange]
     size: int
     quantile: float
     perturbation: float
@@ -60,10 +61,10 @@ class Population:
 
         Args:
             number: The finished round, from 0.
-            values: The value of each member in it; None of one that failed, which is worse than any other.
+            values: Value of each member in it; None for a failed member, which is worse than any other.
 
         Raises:
-            ValueError: All have failed.
+            ValueError: All members failed.
         """
         ranked = self.ranked(values)
         if not ranked:
@@ -83,7 +84,7 @@ class Population:
         return found
 
     def ranked(self, values: Sequence[float | None]) -> list[int]:
-        """Returns the members that did not fail, the best first; of equal ones that of the lower number."""
+        """Returns the members that did not fail, the best first; of equal members, the lower number first."""
         sign = -1.0 if self.is_larger_better else 1.0
         rated = [(sign * value, number) for number, value in enumerate(values) if value is not None]
         return [number for _, number in sorted(rated)]
@@ -91,7 +92,7 @@ class Population:
     def _explored(self, settings: Mapping[str, Any], generator: np.random.Generator) -> dict[str, Any]:
         found = {}
         for name, values in self.ranges.items():
-            # Drawn for every name alike, so that one range more does not change what the others do.
+            # Equally many draws per name, so that an additional range does not change the other settings.
             is_new, is_up = generator.random() < REDRAW_SHARE, generator.random() < 0.5
             drawn = values.suggest(_Draws(generator), name)
             factor = self.perturbation if is_up else 1 / self.perturbation
@@ -103,7 +104,7 @@ class Population:
 
 
 class _Draws:
-    """Draws for a range what an optuna trial suggests, uniformly, from a generator."""
+    """Draws uniformly for a range, like an optuna trial, but from a generator."""
 
     def __init__(self, generator: np.random.Generator) -> None:
         self._generator = generator
@@ -112,7 +113,7 @@ class _Draws:
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
     ) -> float:
         if step is not None:
-            # As many steps as fit: the sum of floats may end just below `high`.
+            # As many steps as fit: a sum of floats may end just below `high`.
             return min(high, low + step * self._whole(math.floor((high - low) / step + 1e-9)))
         if log:
             drawn = math.exp(self._generator.uniform(math.log(low), math.log(high)))
@@ -121,7 +122,7 @@ class _Draws:
 
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
         if log:
-            # A number stands for all that round to it, so the lowest is as likely as its share of them.
+            # A whole number stands for all numbers that round to it, so the lowest has its fair share.
             drawn = math.exp(self._generator.uniform(math.log(low - 0.5), math.log(high + 0.5)))
             return min(high, max(low, round(drawn)))
         return low + step * self._whole((high - low) // step)

@@ -1,8 +1,8 @@
-"""The rounds of a population: all members train, then the worst go on from the best.
+"""The rounds of a population: all members train, then the worst resume from the best.
 
-Each member trains each round in a folder of its own, which begins with a copy of a checkpoint of the round
-before: weights, optimizer, random states and history. What a round has ended with is noted once; what a
-killed driver had not noted is taken up again.
+Each member trains each round in its own folder, which begins with a copy of a checkpoint of the previous
+round: weights, optimizer, random states and history. The result of a round is saved once; a killed driver's
+unsaved round is resumed.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a member has reached in a round.
+    """A member's result in a round.
 
     Attributes:
         value: None if it failed.
-        steps: Optimizer steps so far, over all rounds: the checkpoint that the next round goes on from.
-        epochs: Epochs so far, over all rounds.
+        steps: Optimizer steps over all rounds so far; names the checkpoint that the next round resumes from.
+        epochs: Epochs over all rounds so far.
         seconds: Wall time of this round, in seconds.
         reason: Why it failed; empty if it did not.
     """
@@ -67,7 +67,7 @@ class _State:
     """Content of `population.json`.
 
     Attributes:
-        about: Settings, as text, that must be equal in a resumed search.
+        about: Settings, as text, that a resumed search must repeat.
         rounds: Finished rounds, each with one entry per member.
     """
 
@@ -76,7 +76,7 @@ class _State:
 
 
 class PopulationLoop:
-    """Trains a population for some rounds."""
+    """Trains a population for several rounds."""
 
     def __init__(
         self,
@@ -91,10 +91,10 @@ class PopulationLoop:
         epochs: int,
         epochs_per_round: int,
     ) -> None:
-        """Reads what an earlier driver has noted in `run_uri`.
+        """Reads the state that an earlier driver saved in `run_uri`.
 
         Args:
-            about: What must be equal where a search goes on, in words.
+            about: Settings, as text, that a resumed search must repeat.
             epochs: Epochs of all rounds together.
 
         Raises:
@@ -113,10 +113,10 @@ class PopulationLoop:
         self._rounds: list[list[Trained]] = self._noted()
 
     def run(self, parallelism: int) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
-        """Trains the rounds that are missing; returns the best model, its settings, and the table's rows.
+        """Trains the missing rounds; returns the best model, its settings, and the table's rows.
 
         Raises:
-            TrainingCancelledError: Somebody cancelled a training's Spark job.
+            TrainingCancelledError: A training's Spark job was cancelled.
             RuntimeError: All members failed, or another driver has taken over the search.
         """
         if self._run_uri is not None:
@@ -175,7 +175,7 @@ class PopulationLoop:
             discard(self._folders.pop(key))
 
     def _end(self, error: BaseException) -> None:
-        """Lets no training begin any more, and asks those that run to stop."""
+        """Starts no more trainings, and asks the running ones to stop."""
         with self._lock:
             self._errors.append(error)
             running = list(self._running)
@@ -240,7 +240,7 @@ class PopulationLoop:
         return uri
 
     def _discard_all(self, kept: tuple[int, int] | None) -> None:
-        """Removes the folders of trainings but one, also those that a killed driver left."""
+        """Removes the folders of all trainings except one, including those of a killed driver."""
         if self._run_uri is None:
             for key, uri in self._folders.items():
                 if key != kept:
@@ -276,8 +276,8 @@ class PopulationLoop:
         ]
         if changed:
             raise ValueError(
-                f"the search in {self._run_uri!r} cannot go on, since it was begun with others: "
-                f"{'; '.join(changed)}; set them back, or give another runUri"
+                f"cannot resume the search in {self._run_uri!r}, because its settings differ: "
+                f"{'; '.join(changed)}; restore them, or set another runUri"
             )
         for number, entries in enumerate(known.rounds):
             if len(entries) != self._population.size:
@@ -288,7 +288,7 @@ class PopulationLoop:
 
     def _damaged(self, problem: str) -> ValueError:
         return ValueError(
-            f"cannot resume the search in {self._run_uri!r}, because {STATE} is damaged ({problem}); give "
+            f"cannot resume the search in {self._run_uri!r}, because {STATE} is damaged ({problem}); set "
             "another runUri"
         )
 

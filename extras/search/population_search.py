@@ -1,7 +1,7 @@
-"""`PopulationSearch`: an estimator that changes the settings of another one while it trains.
+"""`PopulationSearch`: an estimator that changes another estimator's settings while it trains.
 
-`fit` promises the order of `OptunaSearch.fit`: names, ranges and settings with the schema; the rows, once;
-only then does a training start.
+`fit` checks in the order of `OptunaSearch.fit`: names, ranges and settings against the schema; then the rows,
+once; only then does a training start.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ringspark.extras.search.trial_data import TrialData
 from ringspark.models.meta_device import build_on_meta
 from ringspark.pipelines.columns import check_frame
 
-# Params that a training takes from its settings and not from the checkpoint that it goes on from.
+# Params that a resumed training takes from its settings and not from its checkpoint.
 _CHANGEABLE = ("learningRate", "maxGradNorm")
 _SPEC = "model."
 
 
 class PopulationSearch(_PopulationParams, SearchStage):
-    """Population based training: copies of an estimator train beside each other and learn from the best.
+    """Population based training: copies of an estimator train concurrently and learn from the best.
 
-    After each round the worst members go on from the checkpoint of one of the best, with its settings
-    changed a little. What is found is a course of settings over the training, not one setting.
+    After each round the worst members resume from the checkpoint of one of the best, with slightly changed
+    settings. The result is a schedule of settings over the training, not one setting.
 
         search = PopulationSearch(
             estimator=TorchClassifier(model=network, validationFraction=0.2, metrics=["auroc"], epochs=12),
@@ -47,9 +47,9 @@ class PopulationSearch(_PopulationParams, SearchStage):
         model = search.fit(df)
         model.trials  # a line per round and member
 
-    The estimator's `epochs` are those of all rounds, so its schedule runs over the whole training. Members
-    start from the same weights and see the rows in the same order. All of a checkpoint is carried over:
-    weights, the optimizer's state, random states, the history. Callbacks start and end with each round.
+    The estimator's `epochs` cover all rounds, so its schedule spans the whole training. Members start from
+    the same weights and see the rows in the same order. A copied checkpoint is complete: weights, the
+    optimizer's state, random states, the history. Callbacks start and end with each round.
 
     The keywords of the constructor are the Params: see `explainParams()`.
     """
@@ -72,7 +72,7 @@ class PopulationSearch(_PopulationParams, SearchStage):
         fit = CheckedFit.of(estimator, dataset)
         if fit.config.looks_for_best:
             raise ValueError(
-                "the estimator of a PopulationSearch must keep the last epoch, from which members go on; "
+                "the estimator of a PopulationSearch must keep the last epoch, from which members resume; "
                 "leave patience unset and keep at 'last'"
             )
         choose_daemon(dataset.sparkSession, fit.config.use_gpu)
@@ -116,31 +116,27 @@ class PopulationSearch(_PopulationParams, SearchStage):
 
 
 def _check_changeable(space: Space, estimator: Any) -> None:
-    """Refuses what a training that goes on from a checkpoint cannot change.
-
-    Raises:
-        ValueError: See above.
-    """
+    """Raises ValueError for settings that a training resumed from a checkpoint cannot change."""
     if space.varies("learningRate") and not space.ranges:
         raise ValueError("space of a PopulationSearch must be a dict from Params to ranges, got a callable")
     own_rate = not isinstance(estimator.getOrDefault("optimizer"), str)
     for name, values in space.ranges.items():
         if name == "learningRate" and own_rate:
             raise ValueError(
-                "space names 'learningRate', which the optimizer's factory sets; give optimizer as a name"
+                "space names 'learningRate', which the optimizer's factory sets; set optimizer to a name"
             )
         if name in _CHANGEABLE:
             continue
         if not name.startswith(_SPEC):
             raise ValueError(
                 f"space of a PopulationSearch must hold {', '.join(_CHANGEABLE)}, or 'model.x' for an "
-                f"argument that leaves the shapes of the weights, got {name!r}; search it by OptunaSearch"
+                f"argument that keeps the shapes of the weights, got {name!r}; search it with OptunaSearch"
             )
         shapes = [_shapes(space.applied({name: end}).getModel()) for end in values.ends()]
         if any(found != shapes[0] for found in shapes):
             raise ValueError(
-                f"space gives {name!r} values with which the network's weights have other shapes, so that no "
-                "member could go on from another one; search it by OptunaSearch"
+                f"space gives {name!r} values that change the shapes of the network's weights, so no member "
+                "could resume from another; search it with OptunaSearch"
             )
 
 

@@ -1,6 +1,6 @@
-"""The ranges of a search's space: thin declarations, of which optuna draws a trial's values.
+"""Ranges of a search's space: plain declarations from which optuna draws a trial's values.
 
-A range of plain data has a JSON form, so that a search is saved without pickle.
+A range of plain data has a JSON form, so a search is saved without pickle.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 
-class Range(Protocol):
-    """What a space holds for one name."""
+class SearchRange(Protocol):
+    """The range of one name in a space."""
 
     def suggest(self, trial: Any, name: str) -> Any:
-        """Returns the trial's value, which optuna draws at the first call."""
+        """Returns the trial's value; optuna draws it at the first call."""
 
     def scaled(self, value: Any, factor: float) -> Any:
-        """Returns the value times a factor, within the range; as it is if it is no number."""
+        """Returns the value times a factor, within the range; unchanged if it is not a number."""
 
     def ends(self) -> list[Any]:
-        """Returns the values whose acceptance shows that the whole range is accepted."""
+        """Returns the values that show, if accepted, that the whole range is accepted."""
 
     def to_json(self) -> dict[str, Any] | None:
         """Returns the JSON form; None if there is none."""
@@ -30,7 +30,7 @@ class Range(Protocol):
 
 @dataclass(frozen=True)
 class Uniform:
-    """Real numbers from `low` to `high`, with `log` uniform in their logarithm, with `step` on a grid."""
+    """Real numbers from `low` to `high`; `log` draws uniformly in the logarithm, `step` on a grid."""
 
     low: float
     high: float
@@ -49,10 +49,7 @@ class Uniform:
     def scaled(self, value: float, factor: float) -> float:
         scaled = value * factor
         if self.step is not None:
-            moved = round((scaled - value) / self.step) or (
-                1 if scaled > value else -1 if scaled < value else 0
-            )
-            scaled = value + moved * self.step
+            scaled = value + _count_steps(value, scaled, self.step) * self.step
             last = self.low + math.floor((self.high - self.low) / self.step + 1e-9) * self.step
             return min(last, max(float(self.low), scaled))
         return float(min(self.high, max(self.low, scaled)))
@@ -85,7 +82,7 @@ class IntRange:
     def scaled(self, value: int, factor: float) -> int:
         scaled = value * factor
         last = self.low + (self.high - self.low) // self.step * self.step
-        return min(last, max(self.low, value + _moved(value, scaled, self.step) * self.step))
+        return min(last, max(self.low, value + _count_steps(value, scaled, self.step) * self.step))
 
     def ends(self) -> list[Any]:
         return [self.low, self.high]
@@ -94,7 +91,7 @@ class IntRange:
         return {"int_range": asdict(self)}
 
 
-def _moved(old: float, new: float, step: float) -> int:
+def _count_steps(old: float, new: float, step: float) -> int:
     """Returns the steps from one value to another: at least one, or small numbers would never change."""
     return round((new - old) / step) or (new > old) - (new < old)
 
@@ -113,7 +110,7 @@ def _check(given: Uniform | IntRange, low: float) -> None:
 
 @dataclass(frozen=True, init=False)
 class Choice:
-    """One of some values, which may be anything that the Param takes: numbers, texts, lists, ModelSpecs."""
+    """One of several values of any type that the Param accepts: numbers, texts, lists, ModelSpecs."""
 
     values: tuple[Any, ...]
 
@@ -140,11 +137,11 @@ class Choice:
         return {"choice": {"values": list(self.values)}} if is_plain else None
 
     def _labels(self) -> list[Any]:
-        """Returns what stands for each value in optuna's records: the value itself where they can hold it."""
+        """Returns the label of each value in optuna's records: the value itself, if they can hold it."""
         labels: list[Any] = []
         for number, value in enumerate(self.values):
             label = value if value is None or type(value) in (bool, int, float, str) else _text(value)
-            # 1, 1.0 and True are one label to a dict.
+            # 1, 1.0 and True are one key of a dict.
             is_new = all(label != known for known in labels)
             labels.append(label if is_new else f"{number}: {label}")
         return labels
@@ -157,18 +154,14 @@ def _text(value: Any) -> str:
         return str(getattr(value, "__qualname__", None) or repr(value))
 
 
-def from_json(form: dict[str, Any]) -> Range:
-    """Reads the JSON form of a range.
-
-    Raises:
-        ValueError: It is none.
-    """
+def from_json(form: dict[str, Any]) -> SearchRange:
+    """Reads the JSON form of a range. Raises ValueError if it is not one."""
     kinds: dict[str, Any] = {"uniform": Uniform, "int_range": IntRange, "choice": Choice}
     ((kind, fields),) = form.items()
     if kind not in kinds:
-        raise ValueError(f"{kind!r} is no range; there are {', '.join(kinds)}")
+        raise ValueError(f"{kind!r} is not a range; choose one of {', '.join(kinds)}")
     try:
-        found: Range = kinds[kind](**fields)
+        found: SearchRange = kinds[kind](**fields)
     except TypeError as error:
         raise ValueError(f"the range {form} cannot be read: {error}") from None
     return found

@@ -1,4 +1,4 @@
-"""A trial that trains now: its epochs become reports to optuna, whose pruner may end it."""
+"""A running trial: its epochs are reported to optuna, whose pruner may end it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ringspark.models.process_state import ignore_warnings
 
 
 class RunningTrial:
-    """The driver's view of one training. All methods may be called from any thread.
+    """The driver's view of one training. Thread-safe.
 
     Attributes:
         trial: optuna's trial.
-        is_pruned: Whether the pruner has ended it. The verdict follows from the values of the epochs alone,
-            in their order, and not from how far the training was when the driver read them.
-        num_epochs: Number of epochs that counted: those up to the verdict.
+        is_pruned: Whether the pruner has ended it. The decision depends only on the values of the epochs, in
+            their order, not on the training's progress when the driver read them.
+        num_epochs: Number of epochs up to the decision.
     """
 
     def __init__(self, trial: Any, run_uri: str, stop_uri: str, epochs: int, objective: Objective) -> None:
@@ -31,17 +31,17 @@ class RunningTrial:
         self._epochs, self._objective = epochs, objective
         self._lock = threading.Lock()
         reported = trial.study._storage.get_trial(trial._trial_id).intermediate_values
-        # Those of an earlier driver, whose training goes on or begins anew with the same values.
+        # Values from an earlier driver, whose training resumes or starts again with the same values.
         self._last_reported = max(reported, default=0)
 
     def look(self) -> None:
-        """Reports the epochs that the run's folder shows by now."""
-        # The store may fail for a moment; the next look, or the end of the training, shows the same.
+        """Reports the epochs in the run's folder."""
+        # The store may fail for a moment; the next call, or the end of the training, reads the same.
         with suppress(OSError, ValueError):
             self.report(read_history(self._run_uri))
 
     def report(self, history: Sequence[EpochRecord]) -> None:
-        """Reports the epochs that are new, and asks the gang to stop if the pruner says so."""
+        """Reports new epochs, and asks the gang to stop if the pruner ends the trial."""
         with self._lock:
             for record in history[self.num_epochs :]:
                 if self.is_pruned:
@@ -49,7 +49,6 @@ class RunningTrial:
                 self._report(record)
 
     def stop(self) -> None:
-        """Asks the gang to stop."""
         with suppress(OSError):
             ask_to_stop(self._stop_uri)
 
@@ -57,10 +56,11 @@ class RunningTrial:
         self.num_epochs = record.epoch
         if record.epoch > self._last_reported:
             self.trial.report(self._objective.of_epoch(record), record.epoch)
-        # The last epoch has been paid for; one before the last report has been judged by that driver.
+        # The last epoch is already trained, and the earlier driver has judged the epochs before its last
+        # report.
         if record.epoch < max(self._last_reported, 1) or record.epoch >= self._epochs:
             return
-        # numpy warns of NaN; a trial with NaN is pruned, so the warning helps nobody.
+        # numpy warns about NaN, but a trial with NaN is pruned anyway.
         with ignore_warnings(category=RuntimeWarning):
             self.is_pruned = bool(self.trial.should_prune())
         if self.is_pruned:

@@ -1,7 +1,7 @@
-"""Saves stages that hold other stages: each of these lies in a folder of its own inside.
+"""Saves stages that hold other stages, each in its own subfolder.
 
-<part>/          estimator/, evaluator/ of a search; best-model/ of its result
-metadata/, ringspark.json, ...   the stage itself, see `persistence`
+<part>/          estimator/, evaluator/ of a search; best-model/ of its result metadata/, ringspark.json, ...
+the stage itself, see `persistence`
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SearchWriter(StageWriter):
         for name, part in self._parts.items():
             if not isinstance(part, MLWritable):
                 raise ValueError(
-                    f"{name} {type(part).__name__} cannot be saved, since it is not MLWritable; derive "
+                    f"{name} {type(part).__name__} cannot be saved, because it is not MLWritable; derive "
                     "its class from DefaultParamsWritable and DefaultParamsReadable"
                 )
 
@@ -44,7 +44,7 @@ class SearchWriter(StageWriter):
                 writer._write(storage.join(uri, name))
             else:
                 writer.save(to_spark_uri(active_session(), storage.join(uri, name)))
-        # Last: its description says that the stage is complete.
+        # Last, because its description marks the stage as complete.
         super()._write(uri)
 
 
@@ -56,8 +56,8 @@ def load_part(uri: str, name: str) -> Any:
     """Loads a part of a saved stage; None if there is none.
 
     Raises:
-        ValueError: The part cannot be loaded. Or its class is neither ringspark's nor an evaluator of Spark
-            ML, and the user has not allowed other code.
+        ValueError: The part cannot be loaded, or its class is neither from ringspark nor an evaluator of
+            Spark ML, and the user has not allowed other code.
     """
     folder = storage.join(uri, name)
     if not storage.exists(storage.join(folder, METADATA)):
@@ -72,10 +72,10 @@ def load_part(uri: str, name: str) -> Any:
     is_ours = module.startswith(_OURS)
     if is_ours or module.startswith("pyspark.ml."):
         known = getattr(import_module(module), kind, None)
-    # Of Spark ML only evaluators: a Pipeline, for example, imports the classes that its folder names.
+    # From Spark ML only evaluators: a Pipeline, for example, imports the classes that its folder names.
     base = Params if is_ours else Evaluator
     is_known = isinstance(known, type) and issubclass(known, base)
-    # A class of ours that has moved is found by its old name too.
+    # A class of ringspark that has moved is also found by its old name.
     if not is_known or not (known.__module__ == module or (is_ours and known.__module__.startswith(_OURS))):
         raise ValueError(
             f"{path} names the class {found!r}, which is neither ringspark's nor an evaluator of Spark ML; "

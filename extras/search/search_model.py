@@ -1,4 +1,4 @@
-"""`SearchModel`: the model that a search found, and what became of all its trainings."""
+"""`SearchModel`: the best model of a search, and the results of all its trainings."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ BEST_MODEL = "best-model"
 
 @dataclass(frozen=True, kw_only=True)
 class SearchDescription(Description):
-    """The description of a saved search's result.
+    """The description of a saved search result.
 
     Attributes:
         trials: One entry per training, see `trial_table`.
-        best_params: Values of the best training, in words where JSON has no form of them.
+        best_params: Values of the best training, as text if JSON has no form of them.
     """
 
     trials: tuple[dict[str, Any], ...]
@@ -34,7 +34,7 @@ class SearchDescription(Description):
 
 
 class SearchModel(DeclaredParams, Model, MLWritable, MLReadable["SearchModel"]):
-    """The result of a search. `transform` is the best model's."""
+    """The result of a search. `transform` uses the best model."""
 
     _description = SearchDescription
 
@@ -46,14 +46,14 @@ class SearchModel(DeclaredParams, Model, MLWritable, MLReadable["SearchModel"]):
 
     @property
     def bestModel(self) -> Any:
-        """The best training's model."""
+        """Model of the best training."""
         if self._best_model is None:
             raise ValueError("SearchModel has no model; get one from a search's fit or from load()")
         return self._best_model
 
     @property
     def bestParams(self) -> dict[str, Any]:
-        """The best training's values by name."""
+        """Values of the best training, by name."""
         return dict(self._best_params)
 
     @property
@@ -61,13 +61,13 @@ class SearchModel(DeclaredParams, Model, MLWritable, MLReadable["SearchModel"]):
         """One line per training: its state, value, parameters, seconds, epochs, and why it failed.
 
         The state is "complete", "pruned" or "failed". The value of a pruned trial is `monitor` after the last
-        epoch that the pruner saw, even if an evaluator rates the complete trials. `OptunaSearch` numbers its
+        epoch that the pruner saw, even if an evaluator rates complete trials. `OptunaSearch` numbers its
         trials. For `PopulationSearch` a line is one member in one round, with the member that it copied.
         """
         return table_of(self._rows)
 
     def copy(self, extra: Any = None) -> SearchModel:
-        """Returns a copy; `extra` goes to the copy of the best model."""
+        """Returns a copy; `extra` is passed to the copy of the best model."""
         made: SearchModel = super().copy(None)
         if self._best_model is not None:
             made._best_model = self._best_model.copy(extra)

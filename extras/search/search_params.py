@@ -1,4 +1,4 @@
-"""The Params of the searches: those that all have, and those of each."""
+"""The Params of the searches: common ones, and those of each search."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ _SPACE = _setting(
 )
 _NUM_TRIALS = _setting(
     "numTrials",
-    "trials of the search, those that are pruned or fail included",
+    "trials of the search, including pruned and failed ones",
     default=20,
     accepts=at_least(1),
 )
 _PARALLELISM = _setting(
     "parallelism",
-    "trainings beside each other, as far as slots are free",
+    "concurrent trainings, as far as slots are free",
     default=1,
     accepts=at_least(1),
 )
 _TRAIN_RATIO = _setting(
     "trainRatio",
-    "share of the rows to train on where an evaluator judges and the estimator has no validationIndicatorCol",
+    "share of the training rows if there is an evaluator and the estimator has no validationIndicatorCol",
     default=0.75,
     accepts=ValueRange(lambda value: 0 < value < 1, lambda: "must be between 0 and 1"),
 )
@@ -67,7 +67,7 @@ _PRUNER = _setting(
     default="median",
     convert=_any,
 )
-_SEED = _setting("seed", "seed of all that the search draws, and of the rows held out", default=0)
+_SEED = _setting("seed", "seed of all random choices of the search, and of the held-out rows", default=0)
 _POPULATION = _setting(
     "population",
     "members that train in each round",
@@ -76,32 +76,30 @@ _POPULATION = _setting(
 )
 _EPOCHS_PER_ROUND = _setting(
     "epochsPerRound",
-    "epochs that members train between two comparisons; the estimator's epochs are those of all rounds",
+    "epochs that members train between two comparisons; the estimator's epochs cover all rounds",
     default=1,
     accepts=at_least(1),
 )
 _QUANTILE = _setting(
     "quantile",
-    "share of the population at either end: after a round, each of the worst goes on from one of the best",
+    "share of the population at either end: after a round, each of the worst resumes from one of the best",
     default=0.25,
     accepts=ValueRange(lambda value: 0 < value <= 0.5, lambda: "must be above 0 and at most 0.5"),
 )
 _PERTURBATION = _setting(
     "perturbation",
-    "factor by which a member that goes on from another one multiplies or divides each of its numbers",
+    "factor by which a member that copies another multiplies or divides each of its numbers",
     default=1.2,
     accepts=ValueRange(lambda value: 1 < value < math.inf, lambda: "must be above 1 and finite"),
 )
 
 
 def named_pruner(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns Params by name with "none" for a pruner that is None, which else would be the default."""
+    """Returns the Params with "none" for a pruner of None, which otherwise would mean the default."""
     return values | ({"pruner": "none"} if "pruner" in values and values["pruner"] is None else {})
 
 
 class _SearchParams(DeclaredParams):
-    """The Params of every search."""
-
     estimator, getEstimator, setEstimator = declared(
         _setting(
             "estimator",
@@ -131,8 +129,8 @@ class _SearchParams(DeclaredParams):
     runUri, getRunUri, setRunUri = declared(
         _setting(
             "runUri",
-            "folder of this one search; a fit with the same folder goes on with it. Unset: a search whose "
-            "driver died is lost",
+            "folder of this search; a fit with the same folder resumes it. Unset: a search whose driver died "
+            "is lost",
             convert=without_secrets,
         )
     )
@@ -167,7 +165,7 @@ class _OptunaParams(_SearchParams):
         self._set_defaults(_NUM_TRIALS, _SAMPLER, _PRUNER)
 
     def _set(self: S, **values: Any) -> S:
-        """Sets Params by name. None clears one, but as a pruner it means what it says: no pruning."""
+        """Sets Params by name. None clears a Param, but as a pruner it means no pruning."""
         return super()._set(**named_pruner(values))
 
 

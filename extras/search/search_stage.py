@@ -1,4 +1,4 @@
-"""What the searches share as Spark ML stages: copying, saving, and what `fit` checks and splits first."""
+"""The common part of the searches as Spark ML stages: copying, saving, and the checks and splits of `fit`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
     """Base class of the searches."""
 
     def copy(self: S, extra: Any = None) -> S:
-        """Returns a copy with a copy of the estimator, which takes its own Params of `extra`."""
+        """Returns a copy with a copy of the estimator, which takes its Params of `extra`."""
         extra = dict(extra or {})
         own = {param: value for param, value in extra.items() if param.parent == self.uid}
         made: S = super().copy(own)
@@ -72,8 +72,8 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
         for name in ("runUri", "resume"):
             if estimator.isSet(name):
                 raise ValueError(f"the estimator of a search must not set {name}; give the search a runUri")
-        # A copy remembers for its trackers what only this thread knows, such as the active run of MLflow,
-        # which the trainings, fitted in other threads, then have as their parent.
+        # A copy stores for its trackers what only this thread knows, such as MLflow's active run, so that it
+        # becomes the parent of trainings in other threads.
         return estimator.copy()
 
     def _held_space(self) -> Any:
@@ -85,10 +85,10 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
         return self.getOrDefault(self.space)
 
     def _checked_run(self, dataset: DataFrame, *known: str) -> str | None:
-        """Returns the folder of the search, made if need be; None if the user named none.
+        """Returns the folder of the search, created if needed; None if the user named none.
 
         Args:
-            known: Beginnings of the names in the folder of a search that goes on.
+            known: Prefixes of the names in the folder of a search to resume.
 
         Raises:
             ValueError: It holds something else, or cannot be written.
@@ -107,17 +107,17 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
         if others:
             raise ValueError(
                 f"runUri must be a new or empty folder or hold a search by {type(self).__name__}, but "
-                f"{run_uri!r} holds {others[0]!r}; give another folder"
+                f"{run_uri!r} holds {others[0]!r}; set another folder"
             )
         storage.make_dirs(run_uri)
         return run_uri
 
     def _check_store(self, run_uri: str) -> None:
-        """Refuses a folder in a store that the search cannot use."""
+        """Raises ValueError for a folder in a store that the search cannot use."""
 
     @contextmanager
     def _split(self, dataset: DataFrame, fit: CheckedFit) -> Iterator[tuple[DataFrame, DataFrame | None]]:
-        """Yields the rows to train on, and those that the evaluator judges by."""
+        """Yields the training rows, and the rows for the evaluator."""
         if self.getEvaluator() is None:
             yield dataset, None
             return
@@ -125,8 +125,8 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
         if indicator is not None:
             yield dataset, dataset.where(F.col(quote(indicator)).cast("boolean"))
             return
-        # By a hash, as the estimator's validationFraction: a row stays on its side if Spark computes it anew.
-        # Of another seed, so that a fraction of the one part is not drawn by what made it that part.
+        # By a hash, like the estimator's validationFraction: a row keeps its side if Spark computes it again.
+        # With another seed, so that the estimator's fraction is independent of this split.
         seed = zlib.crc32(f"held out {self.getSeed()}".encode())
         is_held_out = split_expression(dataset, None, None, 1 - self.getTrainRatio(), seed)
         assert is_held_out is not None

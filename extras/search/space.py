@@ -1,6 +1,6 @@
 """The space of a search: which Params of the estimator vary, and over which ranges.
 
-A name is a Param's, or "model.x" for the argument x of the estimator's ModelSpec. Names and the ends of all
+A name is a Param, or "model.x" for the argument x of the estimator's ModelSpec. Names and the ends of all
 ranges are checked before anything starts; a callable is checked with each of its trials.
 """
 
@@ -18,22 +18,22 @@ from ringspark.estimators.names import nearest
 from ringspark.estimators.run.identity import identity_of
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.extras.search import ranges
-from ringspark.extras.search.ranges import Choice, IntRange, Range, Uniform
+from ringspark.extras.search.ranges import Choice, IntRange, SearchRange, Uniform
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 from ringspark.pipelines import ShardManifest
 
-# What a search gives each trial itself.
-_OWN = {"runUri": "folder", "resume": "way of going on", "storageUri": "place", "showProgress": "output"}
+# Params that a search sets for each trial.
+_OWN = {"runUri": "folder", "resume": "way to resume", "storageUri": "place", "showProgress": "output"}
 
 _SPEC = "model."
 
 
 def as_param(given: Any) -> Any:
-    """Returns a space as the Param holds it: names, and ranges in their JSON form where they have one.
+    """Returns a space in the Param's form: names, and ranges in their JSON form if they have one.
 
     Raises:
-        TypeError: It is no space.
+        TypeError: It is not a space.
     """
     if callable(given):
         return given
@@ -48,7 +48,7 @@ def as_param(given: Any) -> Any:
             try:
                 value = ranges.from_json(dict(value))
             except ValueError as error:
-                raise TypeError(f"space gives {name!r} what is no range: {error}") from None
+                raise TypeError(f"space gives {name!r} something that is not a range: {error}") from None
         if not isinstance(value, Uniform | IntRange | Choice):
             raise TypeError(
                 f"space must give {name!r} a range, such as Uniform(1e-4, 1e-1, log=True), IntRange(16, 256) "
@@ -65,46 +65,46 @@ class Space:
         """Checks names and ranges.
 
         Args:
-            held: What `as_param` returned.
+            held: Result of `as_param`.
             estimator: The estimator whose Params vary.
 
         Raises:
-            ValueError: A name is no Param, or an end of a range is refused by it.
+            ValueError: A name is not a Param, or a Param refuses an end of its range.
         """
         self._estimator = estimator
         self._draw: Callable[[Any], Mapping[Any, Any]] | None = held if callable(held) else None
-        self._ranges: dict[str, Range] = {}
+        self._ranges: dict[str, SearchRange] = {}
         if self._draw is not None:
             return
         for name, value in held.items():
             found = ranges.from_json(dict(value)) if isinstance(value, Mapping) else value
             self._ranges[name] = found
             self._check_name(name)
-        # A model of the space itself comes first: entries of the spec change it.
+        # A model of the space comes first, because entries of its spec change it.
         for name, found in sorted(self._ranges.items(), key=lambda pair: pair[0] != "model"):
             for end in found.ends():
                 self._check_value(name, end)
 
     @property
     def text(self) -> str:
-        """The space in words that two equal spaces share."""
+        """Description of the space; equal spaces have equal text."""
         if self._draw is not None:
             return str(getattr(self._draw, "__qualname__", type(self._draw).__qualname__))
         return ", ".join(f"{name}: {value!r}" for name, value in sorted(self._ranges.items()))
 
     @property
-    def ranges(self) -> dict[str, Range]:
-        """The ranges by name; none of a callable."""
+    def ranges(self) -> dict[str, SearchRange]:
+        """Ranges by name; empty for a callable."""
         return dict(self._ranges)
 
     def fixed_settings(self, fit: CheckedFit, manifest: ShardManifest) -> dict[str, str]:
-        """Returns the settings and the model that all trainings share, in words, by the names users know.
+        """Returns the settings and the model that all trainings share, as text, by the names that users know.
 
         Raises:
             ValueError: The settings cannot be trained with.
         """
         if self._draw is not None:
-            return {}  # nobody knows what it leaves
+            return {}  # a callable may change any setting
         config = replace(fit.config, shards_uri=manifest.uri)
         config = check_training(config, fit.objects, manifest, fit.heads).config
         identity = identity_of(config, fit.objects, manifest)
@@ -116,11 +116,11 @@ class Space:
         return {name: json.dumps(value) for name, value in settings.items() if name not in varied}
 
     def varies(self, name: str) -> bool:
-        """Whether trials may differ in this Param; of a callable nobody knows."""
+        """Returns whether trials may differ in this Param; always True for a callable."""
         return self._draw is not None or name in self._ranges
 
     def values(self, trial: Any) -> dict[str, Any]:
-        """Returns the values of an optuna trial by name, which are drawn unless the trial has them."""
+        """Returns the values of an optuna trial by name; draws those that the trial lacks."""
         if self._draw is None:
             return {name: found.suggest(trial, name) for name, found in self._ranges.items()}
         drawn = self._draw(trial)
@@ -132,11 +132,7 @@ class Space:
         return named
 
     def applied(self, values: Mapping[str, Any]) -> Any:
-        """Returns a copy of the estimator with these values.
-
-        Raises:
-            ValueError: A Param refuses its value.
-        """
+        """Returns a copy of the estimator with these values. Raises ValueError if a Param refuses one."""
         estimator = self._estimator
         extra = {
             estimator.getParam(name): self._converted(name, value)
@@ -172,7 +168,7 @@ class Space:
         if name not in names:
             hint = nearest(name, names) or f"; its Params are {names}"
             raise ValueError(
-                f"space names {name!r}, which is no Param of {type(self._estimator).__name__}{hint}"
+                f"space names {name!r}, which is not a Param of {type(self._estimator).__name__}{hint}"
             )
 
     def _check_value(self, name: str, value: Any) -> None:
@@ -180,7 +176,7 @@ class Space:
             self._converted(name, value)
             return
         if "model" in self._ranges:
-            return  # which of its models a trial has is not known yet
+            return  # a trial's model is not known yet
         changed = self.applied({name: value}).getModel()
         try:
             build_on_meta(changed.build)
@@ -193,6 +189,6 @@ class Space:
 def _check_spec(model: Any, name: str) -> None:
     if not isinstance(cast(object, model), ModelSpec):
         raise ValueError(
-            f"space names 'model.{name}', an argument of a ModelSpec, and the model is a "
+            f"space names 'model.{name}', an argument of a ModelSpec, but the model is a "
             f"{type(model).__name__}; give the estimator a ModelSpec, or 'model' a Choice of networks"
         )

@@ -1,8 +1,8 @@
-"""A trial is stopped by a file in its run folder, which rank 0 looks for.
+"""A file in a trial's run folder stops the trial; rank 0 looks for it.
 
-The gang then ends as it does after an error of user code: every rank returns its failure as its row, Spark's
-job ends by itself, no process is killed and the slots are free. A gang that waits for its turn stops as soon
-as it has started, and one that hangs is the hang detector's.
+The gang then ends as after an error of user code: every rank returns its failure as its row, Spark's job ends
+by itself, no process is killed, and the slots are free. A gang in the queue stops once it has started, and
+the hang detector ends a hanging gang.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import suppress
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.pipelines import storage
 
-# Seconds between two looks: a store may be slow.
+# Seconds between two checks, because a store may be slow.
 LOOK_SECONDS = 0.25
 
 
@@ -22,7 +22,7 @@ class TrialStoppedError(RuntimeError):
 
 
 class StopFile(Callback):
-    """Ends the training when the driver has written the file. Looks on rank 0 alone."""
+    """Ends the training when the driver has written the file. Only rank 0 checks."""
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
@@ -55,6 +55,6 @@ def ask_to_stop(uri: str) -> None:
 
 
 def forget_stop(uri: str) -> None:
-    """Removes the file that an earlier driver left. Runs on the driver."""
+    """Removes an earlier driver's file. Runs on the driver."""
     with suppress(FileNotFoundError):
         storage.remove(uri)

@@ -1,7 +1,7 @@
-"""optuna's part of a search: samplers and pruners by name, and the study with its journal.
+"""The optuna part of a search: samplers and pruners by name, and the study with its journal.
 
-Each trial has a sampler of its own, seeded by the search's seed and the trial's number. So trials that run
-one after the other are the same in every search of one seed, also in one whose driver was killed.
+Each trial has its own sampler, seeded by the search's seed and the trial's number. So consecutive trials are
+equal in every search with one seed, even after a driver was killed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ringspark.models.process_state import ignore_warnings
 from ringspark.pipelines import storage
 
 JOURNAL = "journal.log"
-# Part of Hyperband's choice of a bracket, so it is the same in all searches.
+# Constant, because Hyperband's choice of a bracket depends on it.
 NAME = "search"
 _ABOUT = "ringspark"
 
 SAMPLERS: dict[str, Callable[[Any, int], Any]] = {
-    # What running trials may give counts as bad, so that trials beside each other differ.
+    # Running trials count as bad, so that concurrent trials differ.
     "tpe": lambda optuna, seed: optuna.samplers.TPESampler(seed=seed, constant_liar=True),
     "random": lambda optuna, seed: optuna.samplers.RandomSampler(seed=seed),
 }
@@ -38,11 +38,7 @@ PRUNERS: dict[str, Callable[[Any, int | str], Any]] = {
 
 
 def import_optuna() -> Any:
-    """Returns the module.
-
-    Raises:
-        ValueError: It is not installed.
-    """
+    """Returns the module. Raises ValueError if it is not installed."""
     try:
         import optuna
     except ImportError:
@@ -53,11 +49,7 @@ def import_optuna() -> Any:
 
 
 def check_choices(sampler: Any, pruner: Any) -> None:
-    """Refuses an unknown name, and what is neither a name nor optuna's.
-
-    Raises:
-        ValueError: See above.
-    """
+    """Raises ValueError for an unknown name, or an object that is not optuna's."""
     optuna = import_optuna()
     kinds = (
         ("sampler", sampler, SAMPLERS, optuna.samplers.BaseSampler),
@@ -71,25 +63,25 @@ def check_choices(sampler: Any, pruner: Any) -> None:
 
 
 def sampler_of(sampler: Any, seed: int, number: int) -> Any:
-    """Returns the sampler of one trial; one that the user made is used as it is."""
+    """Returns the sampler of one trial; a sampler of the user is used unchanged."""
     if not isinstance(sampler, str):
         return sampler
-    # optuna 4 warns of a parameter that its version 5 sets by itself.
+    # optuna 4 warns about a parameter that version 5 sets itself.
     with ignore_warnings(".*constant_liar"):
         return SAMPLERS[sampler](import_optuna(), zlib.crc32(f"{seed} {number}".encode()))
 
 
 def pruner_of(pruner: Any, epochs: int | None) -> Any:
-    """Returns the pruner of a search; `epochs` is None if they differ between the trials."""
+    """Returns the pruner of a search; `epochs` is None if they differ between trials."""
     return PRUNERS[pruner](import_optuna(), epochs or "auto") if isinstance(pruner, str) else pruner
 
 
 def open_study(run_uri: str | None, is_larger_better: bool, pruner: Any, about: dict[str, str]) -> Any:
-    """Returns the study: that of the journal in the search's folder, or a new one.
+    """Returns the study: from the journal in the search's folder, or a new one.
 
     Args:
         run_uri: Folder of the search on a disk; None keeps the study in memory.
-        about: What must be equal where a search goes on, in words.
+        about: Settings, as text, that a resumed search must repeat.
 
     Raises:
         ValueError: The folder holds another search, or its journal is damaged.
@@ -101,13 +93,13 @@ def open_study(run_uri: str | None, is_larger_better: bool, pruner: Any, about: 
         journal = optuna.storages.journal
         file = os.path.join(storage.filesystem(run_uri)[1], JOURNAL)
         # Optuna's default lock needs symbolic links, which BlobFuse, SMB and the DBFS mount lack. Optuna
-        # itself releases the lock of a killed driver after half a minute.
+        # releases the lock of a killed driver after half a minute.
         backend = journal.JournalFileBackend(file, journal.JournalFileOpenLock(file))
         try:
             kept = optuna.storages.JournalStorage(backend)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"cannot resume the search in {run_uri!r}, because {JOURNAL} is damaged ({error}); give "
+                f"cannot resume the search in {run_uri!r}, because {JOURNAL} is damaged ({error}); set "
                 "another runUri"
             ) from None
     try:
@@ -130,7 +122,7 @@ def open_study(run_uri: str | None, is_larger_better: bool, pruner: Any, about: 
     ]
     if changed:
         raise ValueError(
-            f"the search in {run_uri!r} cannot go on, since it was begun with others: {'; '.join(changed)}; "
-            "set them back, or give another runUri"
+            f"cannot resume the search in {run_uri!r}, because its settings differ: {'; '.join(changed)}; "
+            "restore them, or set another runUri"
         )
     return study

@@ -1,7 +1,7 @@
-"""The rows of a search, written once for all trials that read the same.
+"""The rows of a search, written once for all trials that read the same rows.
 
-A search that the user named keeps them in its folder, and one that goes on reads those that it began with:
-in another Spark application the DataFrame is written once more, and compared.
+A search with a folder keeps them there, and a resumed search reads its original rows: in another Spark
+application the DataFrame is written again and compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHARDS = "shards"
 
 
 class TrialData:
-    """The shards of one search. All methods may be called from any thread."""
+    """The shards of one search. Thread-safe."""
 
     def __init__(self, dataset: DataFrame, run_uri: str | None) -> None:
         self._dataset = dataset
@@ -37,7 +37,7 @@ class TrialData:
         self._written: dict[FitData, ShardManifest] = {}
 
     def manifest(self, data: FitData) -> ShardManifest:
-        """Returns the shards of a fit, after writing them if no trial needed them yet.
+        """Returns the shards of a fit; writes them at the first call.
 
         Raises:
             ValueError: The DataFrame has other rows than the search began with.
@@ -52,7 +52,7 @@ class TrialData:
             return self._written[data]
 
     def close(self) -> None:
-        """Removes the rows, unless the search was named."""
+        """Removes the rows, unless the search has a folder."""
         if self._run_uri is None:
             for manifest in self._written.values():
                 discard(manifest.uri)
@@ -65,7 +65,7 @@ class TrialData:
         uri = storage.join(run_uri, f"{SHARDS}-{digest}")
         key = rows_key(self._dataset, **settings)
         if not storage.exists(storage.join(uri, MANIFEST_NAME)):
-            discard(uri)  # of a driver that was killed while it wrote
+            discard(uri)  # from a driver that was killed while it wrote
             manifest = data.write(self._dataset, uri)
             self._note(run_uri, digest, key)
             return manifest
@@ -79,8 +79,8 @@ class TrialData:
                 discard(again)
             if changed:
                 raise ValueError(
-                    f"the search in {run_uri!r} cannot go on, since it was begun with other data: "
-                    f"{'; '.join(changed[:5])}; fit the same rows, or give another runUri"
+                    f"cannot resume the search in {run_uri!r}, because its data differ: "
+                    f"{'; '.join(changed[:5])}; fit the same rows, or set another runUri"
                 )
             self._note(run_uri, digest, key)
         manifest.verify_files()

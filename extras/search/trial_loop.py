@@ -1,7 +1,7 @@
-"""The trials of one search: gangs beside each other, from threads, with one thread that watches them all.
+"""The trials of one search: concurrent gangs, started by threads, with one thread that watches them all.
 
-A trial's end is told to optuna once: what is told is finished, and what a killed driver had not told is
-taken up again, from its checkpoint if it has one. Only the best trial keeps its folder.
+A trial's end is reported to optuna once. A reported trial is finished; a killed driver's unreported trial is
+resumed, from its checkpoint if it has one. Only the best trial keeps its folder.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ class TrialLoop:
         self._lock = threading.Lock()
         self._running: dict[int, RunningTrial] = {}
         self._is_over = False
-        # A sampler that has drawn all that it wants to, such as optuna's GridSampler, says so by this call.
+        # A sampler without further values, such as optuna's GridSampler, calls this.
         self._has_all = False
         study.stop = self._draw_no_more
         self._errors: list[BaseException] = []
         self._best: tuple[int, Any, str] | None = None
-        # Begun by a driver that did not end them.
+        # Started by an earlier driver, but not ended.
         self._unfinished = [t for t in study.get_trials(deepcopy=False) if not t.state.is_finished()]
 
     def run(self, num_trials: int, parallelism: int) -> None:
-        """Runs the trials that are missing; blocks until all have ended.
+        """Runs the missing trials; blocks until all have ended.
 
         Raises:
-            TrainingCancelledError: Somebody cancelled a trial's Spark job.
+            TrainingCancelledError: A trial's Spark job was cancelled.
             RuntimeError: Another driver has taken over the search.
         """
         if self._run_uri is not None:
@@ -88,7 +88,7 @@ class TrialLoop:
             raise self._errors[0]
 
     def best(self) -> tuple[Any, dict[str, Any]]:
-        """Returns the best trial's model and values; the model of an earlier driver's trial from its folder.
+        """Returns the best trial's model and values; reads an earlier driver's model from its folder.
 
         Raises:
             RuntimeError: No trial has finished.
@@ -113,7 +113,7 @@ class TrialLoop:
             each.look()
 
     def _end(self, error: BaseException) -> None:
-        """Lets no trial begin any more, and asks those that run to stop."""
+        """Starts no more trials, and asks the running ones to stop."""
         with self._lock:
             self._is_over = True
             self._errors.append(error)
@@ -134,7 +134,7 @@ class TrialLoop:
             self._end(error)
 
     def _next(self, num_trials: int) -> tuple[Any, dict[str, Any]] | None:
-        """Returns a trial to run and its values: one that an earlier driver has begun, or a new one."""
+        """Returns a trial to run and its values: an earlier driver's unfinished trial, or a new one."""
         number = len(self._study.get_trials(deepcopy=False))
         if self._unfinished:
             frozen = self._unfinished.pop(0)
@@ -166,10 +166,10 @@ class TrialLoop:
                 value = self._objective.of_trial(model)
                 reason = "" if math.isfinite(value) else f"its value is {value}"
         except RunRefusedError:
-            raise  # not the trial's fault: every trial that an earlier driver began would be refused
+            raise  # not the trial's fault: every trial of an earlier driver would be refused
         except (WorkerError, ValueError) as error:
             if self._is_over:
-                return  # unfinished: a later fit takes it up again
+                return  # unfinished: a later fit resumes it
             reason = _first_line(error)
         finally:
             with self._lock:
@@ -188,7 +188,7 @@ class TrialLoop:
     def _train(
         self, trial: Any, values: dict[str, Any], running: list[RunningTrial] | None
     ) -> tuple[Any, str]:
-        """Trains one trial, unless it has been trained; returns its model and its folder."""
+        """Trains one trial, unless it is finished; returns its model and its folder."""
         estimator = self._space.applied(values)
         if self._run_uri is None:
             run = RunFolder.new(estimator._storage_root(self._spark))
@@ -228,7 +228,9 @@ class TrialLoop:
             discard(last[2])
 
     def _best_number(self) -> int | None:
-        """Returns the best trial so far, of equal ones the first: not the one that happened to end first."""
+        """Returns the best trial so far; of equal trials the first one, not the one that happened to end
+        first.
+        """
         states = import_optuna().trial.TrialState
         done = [t for t in self._study.get_trials(deepcopy=False) if t.state == states.COMPLETE]
         if not done:
@@ -238,7 +240,7 @@ class TrialLoop:
         return int(min(t.number for t in done if t.value == value))
 
     def _discard_others(self) -> None:
-        """Removes folders that a killed driver left."""
+        """Removes folders of a killed driver."""
         if self._run_uri is None or self._best is None:
             return
         folder = storage.join(self._run_uri, TRIALS)
@@ -247,7 +249,7 @@ class TrialLoop:
                 discard(storage.join(folder, name))
 
     def _check_owner(self) -> None:
-        """Refuses to go on with a search that another driver has taken over: nothing may count twice."""
+        """Raises RuntimeError if another driver has taken over the search, so that nothing counts twice."""
         if self._run_uri is None:
             return
         owner = read_owner(self._run_uri)

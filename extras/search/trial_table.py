@@ -16,7 +16,7 @@ _STATES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNIN
 
 
 def rows_of(study: Any, objective: Objective) -> list[dict[str, Any]]:
-    """Returns one entry per trial, in JSON's types."""
+    """Returns one entry per trial, in JSON types."""
 
     def value_of(trial: Any) -> float | None:
         if trial.value is None:
@@ -38,7 +38,7 @@ def rows_of(study: Any, objective: Objective) -> list[dict[str, Any]]:
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """Returns the table: a line per row, a column per entry, and one per parameter in place of "params"."""
+    """Returns the table: a line per row, a column per entry, and one per parameter instead of "params"."""
     names = list(dict.fromkeys(name for row in rows for name in row["params"]))
     lines = []
     for row in rows:
@@ -50,6 +50,6 @@ def table_of(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
 
 
 def in_words(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns values by name, in words where JSON has no form of them."""
+    """Returns values by name, as text if JSON has no form of them."""
     plain = (bool, int, float, str, list, dict, type(None))
     return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Threads that train beside each other, each with its own Spark jobs, and a driver that waits for them."""
+"""Threads that train concurrently, each with its own Spark jobs, and a driver that waits for them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def run_in_threads(
     watch: Callable[[], None],
     end: Callable[[BaseException], None],
 ) -> None:
-    """Runs `work` in `number` threads; blocks until all have ended, also after an error or an interrupt.
+    """Runs `work` in `number` threads; blocks until all have ended, even after an error or an interrupt.
 
     Args:
         work: Must not raise; it keeps its errors.
         watch: Called every `POLL_SECONDS` in the calling thread.
-        end: Told of an error of the calling thread, such as a KeyboardInterrupt: makes `work` return soon.
+        end: Receives an error of the calling thread, such as a KeyboardInterrupt, and makes `work` return
+            soon.
     """
     kind = threading.Thread if is_remote(spark) else InheritableThread
     threads = [kind(target=work, name=f"ringspark-search-{i}", daemon=True) for i in range(number)]

@@ -54,7 +54,7 @@ def test_a_damaged_state_is_refused_in_one_sentence(
     tmp_path: Path, state: dict[str, Any], problem: str
 ) -> None:
     (tmp_path / "population.json").write_text(json.dumps(state))
-    sentence = rf"cannot resume .* population.json is damaged \({re.escape(problem)}.*\); give another runUri"
+    sentence = rf"cannot resume .* population.json is damaged \({re.escape(problem)}.*\); set another runUri"
     with pytest.raises(ValueError, match=sentence):
         _loop(tmp_path)
 

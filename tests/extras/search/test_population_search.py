@@ -38,7 +38,7 @@ def table(spark: Any) -> Any:
             {"space": {"weightDecay": Uniform(0, 1)}},
             "must hold learningRate, maxGradNorm, or .* got 'weightDecay'",
         ),
-        ({"space": {"model.hidden": Choice([[4], [8]])}}, "weights have other shapes"),
+        ({"space": {"model.hidden": Choice([[4], [8]])}}, "change the shapes of the network's weights"),
         ({"space": lambda trial: {}}, "must be a dict from Params to ranges, got a callable"),
         ({"population": 1}, "population must be at least 2"),
         ({"quantile": 0.6}, "quantile must be above 0 and at most 0.5, got 0.6"),
@@ -157,9 +157,9 @@ def test_a_killed_search_goes_on_to_the_rounds_of_an_undisturbed_one(table: Any,
     assert not list(tmp_path.glob("model/**/objects.pkl"))
     pd.testing.assert_frame_equal(SearchModel.load(str(tmp_path / "model")).trials, resumed.trials)
     assert PopulationSearch.load(str(tmp_path / "stage")).getSpace() == RATES
-    with pytest.raises(ValueError, match=r"begun with others: seed: 1 -> 2; set them back"):
+    with pytest.raises(ValueError, match=r"its settings differ: seed: 1 -> 2; restore them"):
         search.copy({search.seed: 2}).fit(table)
-    with pytest.raises(ValueError, match=r"begun with others: batchSize: 32 -> 16; set them back"):
+    with pytest.raises(ValueError, match=r"its settings differ: batchSize: 32 -> 16; restore them"):
         search.copy({trainer.batchSize: 16}).fit(table)
 
 

@@ -135,7 +135,7 @@ def test_a_search_and_its_result_survive_a_save_without_pickle(
     [
         (
             {"space": {"learningrate": Uniform(0, 1)}},
-            "no Param of TorchClassifier; did you mean",
+            "not a Param of TorchClassifier; did you mean",
         ),
         ({"space": {"learningRate": Uniform(0, 1)}}, "learningRate must be above 0 and finite, got 0.0"),
         ({"space": {"epochs": Choice([1, "two"])}}, "epochs must be a whole number, got 'two'"),
@@ -144,7 +144,7 @@ def test_a_search_and_its_result_survive_a_save_without_pickle(
         ({"pruner": "medan"}, "pruner must be one of .* got 'medan'; did you mean 'median'"),
         ({"sampler": 3}, "sampler must be a name or an optuna sampler, got 3"),
         ({"monitor": "validation_auc"}, "monitor 'validation_auc' is no entry of this training's history"),
-        ({"runUri": "s3://bucket/search"}, "runUri of a search must lie on a disk"),
+        ({"runUri": "s3://bucket/search"}, "runUri of a search must be on a disk"),
         ({"estimator": BinaryClassificationEvaluator}, "estimator must be an estimator"),
         ({"space": None}, "OptunaSearch needs a space"),
         ({"space": {"learningRate": 0.1}}, "space must give 'learningRate' a range"),
@@ -177,7 +177,7 @@ def test_the_folder_of_a_training_or_of_another_search_is_refused(
         (tmp_path / name).write_text("{}")
     before = sorted(tmp_path.rglob("*"))
     search = kind(estimator=estimator(tmp_path), space={"learningRate": Uniform(0.01, 0.1)})
-    with pytest.raises(ValueError, match=f"a search by {kind.__name__}, but .* holds '{told}'; give another"):
+    with pytest.raises(ValueError, match=f"a search by {kind.__name__}, but .* holds '{told}'; set another"):
         search.copy({search.runUri: str(tmp_path)}).fit(table)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -415,7 +415,7 @@ def test_a_killed_search_goes_on_to_the_trials_of_an_undisturbed_one(table: Any,
     pd.testing.assert_frame_equal(once_more.trials, resumed.trials, check_exact=True)
     more = search.copy({search.numTrials: 7}).fit(table)
     assert len(more.trials) == 7
-    with pytest.raises(ValueError, match=r"begun with others: seed: 1 -> 2; set them back"):
+    with pytest.raises(ValueError, match=r"its settings differ: seed: 1 -> 2; restore them"):
         search.copy({search.seed: 2}).fit(table)
-    with pytest.raises(ValueError, match=r"begun with other data: train rows: 192 -> 191"):
+    with pytest.raises(ValueError, match=r"its data differ: train rows: 192 -> 191"):
         search.fit(table.where("id > 1"))

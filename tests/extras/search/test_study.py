@@ -67,5 +67,5 @@ def test_the_lock_of_a_living_driver_is_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lines", ['{"op_code": 0\n{}\n', "{}\n", "3\n"])
 def test_a_damaged_journal_is_refused_in_one_sentence(tmp_path: Path, lines: str) -> None:
     (tmp_path / "journal.log").write_text(lines)
-    with pytest.raises(ValueError, match=r"cannot resume .* journal.log is damaged \(.*\); give another"):
+    with pytest.raises(ValueError, match=r"cannot resume .* journal.log is damaged \(.*\); set another"):
         open_study(str(tmp_path), False, optuna.pruners.NopPruner(), {"seed": "0"})
