@@ -3,7 +3,7 @@
     from ringspark.extras.report import report
     report(run_uri, "page.html")
 
-A run that trains, failed or finished is reported alike. `model.summary.report` adds what held-out rows tell.
+Running, failed and finished runs get the same report. `model.summary.report` adds results on held-out rows.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 def report(run_uri: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Writes the page about the run in the folder `run_uri` to the file `path`, on any store.
 
-    No Spark is asked: a path without a scheme is this machine's disk.
+    Uses no Spark session: a path without a scheme is on the local disk.
 
     Raises:
         ImportError: jinja2 or matplotlib is not installed.
         ValueError: The folder holds no run.
     """
-    # Imported here, so that this room costs nothing before a page is asked for.
+    # Imported here, so that importing this package is cheap.
     from ringspark.estimators.run.facts import read_run
     from ringspark.extras.report.facts import Facts
 
@@ -37,7 +37,7 @@ def report(run_uri: str | os.PathLike[str], path: str | os.PathLike[str]) -> Non
 def report_summary(summary: Any, path: str | os.PathLike[str], held_out: HeldOut | None = None) -> None:
     """Writes the page about a finished training to the file `path`, on any store.
 
-    The page shows the summary's numbers, and whatever the run folder still holds.
+    The page shows the summary's numbers, and the remaining files of the run folder.
 
     Args:
         summary: The `TrainingSummary`.
@@ -53,7 +53,7 @@ def report_summary(summary: Any, path: str | os.PathLike[str], held_out: HeldOut
 
 
 def loss_figure(summary: Any) -> Figure:
-    """Returns a figure of a `TrainingSummary`'s losses and learning rate by epoch; reads no file.
+    """Returns a figure of a `TrainingSummary`'s losses and learning rate per epoch; reads no file.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -71,11 +71,7 @@ def loss_figure(summary: Any) -> Figure:
 
 
 def write_report(facts: Facts, path: str | os.PathLike[str]) -> None:
-    """Writes the page to a file on any store.
-
-    Raises:
-        ImportError: jinja2 or matplotlib is not installed.
-    """
+    """Writes the page to a file on any store. Raises ImportError if jinja2 or matplotlib is not installed."""
     from ringspark.extras.report.page import check_packages, write_page
 
     check_packages()

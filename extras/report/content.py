@@ -1,4 +1,4 @@
-"""What a section of a report is made of. The template turns each block into HTML and escapes every text."""
+"""Blocks of a report's sections. The template turns each block into HTML and escapes all text."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class Block:
-    """One block of a section; `kind` chooses its form in the template."""
+    """One block of a section; `kind` selects its part of the template."""
 
     kind: ClassVar[str]
 
 
 @dataclass(frozen=True)
 class Text(Block):
-    """A paragraph; `warns` sets it off."""
+    """A paragraph, highlighted if `warns`."""
 
     text: str
     warns: bool = False
@@ -28,7 +28,7 @@ class Text(Block):
 
 @dataclass(frozen=True)
 class Cards(Block):
-    """A few figures, each with its name."""
+    """A few figures with their names."""
 
     entries: Sequence[tuple[str, str]]
     kind: ClassVar[str] = "cards"
@@ -36,11 +36,11 @@ class Cards(Block):
 
 @dataclass(frozen=True)
 class Table(Block):
-    """A table of texts; columns in `words` are set to the left, all others to the right.
+    """A table of text; columns in `words` are left-aligned, the others right-aligned.
 
     Attributes:
-        note: What is left out, or how to read it.
-        marked: Numbers of the rows that are set off.
+        note: What is omitted, or how to read the table.
+        marked: Numbers of the highlighted rows.
     """
 
     header: Sequence[str]
@@ -54,7 +54,7 @@ class Table(Block):
 
 @dataclass(frozen=True)
 class Chart(Block):
-    """A drawing: SVG of our own making, and what it shows, for those who cannot see it."""
+    """A drawing as SVG, and a caption that describes it."""
 
     svg: str
     caption: str
@@ -67,7 +67,7 @@ class Section:
 
     Attributes:
         name: Anchor in the page.
-        make: Returns its blocks; without any, the section is left out.
+        make: Returns the section's blocks; a section without blocks is omitted.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Section:
 
 
 def show(value: Any) -> str:
-    """Returns a value as people read it: 12,345, 0.01234, 1.2e-07, "" for None."""
+    """Formats a value for people: 12,345, 0.01234, 1.2e-07, "" for None."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -92,7 +92,7 @@ def show(value: Any) -> str:
 
 
 def seconds(value: float) -> str:
-    """Returns a time such as "4.21 s" or "1 h 02 min"."""
+    """Formats a time: "4.21 s" or "1 h 02 min"."""
     if value < 60:
         return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
     minutes = round(value / 60)
@@ -102,7 +102,7 @@ def seconds(value: float) -> str:
 
 
 def first_and_last(count: int, most: int) -> list[int]:
-    """Returns the places of at most `most` of `count` entries: a fifth of them the first, then the last."""
+    """Returns at most `most` of `count` indexes: a fifth of them from the start, the rest from the end."""
     if count <= most:
         return list(range(count))
     first = most // 5
@@ -110,5 +110,4 @@ def first_and_last(count: int, most: int) -> list[int]:
 
 
 def shorten(text: str, most: int = 120) -> str:
-    """Returns a text of bounded length."""
     return text if len(text) <= most else f"{text[: most - 3]}..."

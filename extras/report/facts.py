@@ -10,7 +10,7 @@ from ringspark.extras.report.held_out.findings import HeldOut
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """A run, and what its model predicts for held-out rows; None if no rows were given."""
+    """A run, and its model's predictions for held-out rows; None if no rows were given."""
 
     run: RunFacts
     held_out: HeldOut | None = None

@@ -1,4 +1,4 @@
-"""Puts the sections together and writes the page, whole or not at all."""
+"""Assembles the sections and writes the page atomically."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ from ringspark.pipelines import storage
 
 
 def check_packages(subject: str = "a report", names: Sequence[str] = ("jinja2", "matplotlib")) -> None:
-    """Refuses to begin without the packages of a report.
-
-    Args:
-        subject: What needs them, for the message.
-
-    Raises:
-        ImportError: One is not installed; the message says how to install it.
-    """
+    """Raises ImportError with the remedy if a package is not installed; `subject` needs the packages."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise ImportError(
@@ -29,12 +22,10 @@ def check_packages(subject: str = "a report", names: Sequence[str] = ("jinja2", 
 
 
 def write_page(facts: Facts, path: str) -> None:
-    """Writes the page to a file on any store."""
     storage.write_atomic(storage.normalize(path), make_page(facts).encode("utf-8", "replace"))
 
 
 def make_page(facts: Facts) -> str:
-    """Returns the page's HTML."""
     from jinja2 import Environment, StrictUndefined
 
     template = Environment(

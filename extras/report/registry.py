@@ -1,4 +1,4 @@
-"""The sections of a report, in the order of the page; each has a file of its own."""
+"""The sections of a report, in the order of the page; each has its own file."""
 
 from __future__ import annotations
 

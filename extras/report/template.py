@@ -1,6 +1,7 @@
-"""The page as a jinja2 template; it is part of the code, so that it is in the wheel and in the zip.
+"""The page as a jinja2 template; as Python code, it is in the wheel and in the zip.
 
-Every text is escaped by jinja2; only our own SVG is not. The browser is told to load nothing from anywhere.
+jinja2 escapes all text; only our SVG is inserted unescaped. The browser is told to load nothing from the
+network.
 """
 
 PAGE = """<!DOCTYPE html>

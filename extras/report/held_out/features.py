@@ -1,7 +1,7 @@
-"""Which values of a network's inputs make one feature, so that a feature can be shuffled or summed up.
+"""Groups the values of a network's inputs into features, which can be shuffled or summed.
 
-A feature is one number of a row where a column has few, else the column as a whole. The arrays of one column
-(its values, their lengths, the mask of its nulls) belong together: a row's are shuffled together.
+A feature is one number of a row if a column has few numbers, otherwise the whole column. The arrays of one
+column (its values, lengths and null mask) belong together: a row's arrays are shuffled together.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ringspark.estimators.training.feed import Array
 
-# Numbers of a row that are features of their own, over all columns; beyond, columns count as wholes.
+# Columns with more numbers per row than this are one feature.
 MOST_FEATURES = 200
 
 
@@ -20,8 +20,8 @@ class Feature:
     """One feature.
 
     Attributes:
-        inputs: Places of the input arrays that belong to it.
-        entry: Place of its number in a row of the one array; None for all of the row.
+        inputs: Indexes of its input arrays.
+        entry: Index of its number in a row of its only array; None for the whole row.
     """
 
     name: str
@@ -35,9 +35,9 @@ def features_of(
     """Returns the features of a network's inputs.
 
     Args:
-        columns: Name of the column that each array is made from.
+        columns: Column name of each array.
         arrays: The inputs, each (rows, ...).
-        names: Names of the numbers of a row of each array; empty if they have none.
+        names: Names of the numbers in a row of each array; empty if they have none.
     """
     found: list[Feature] = []
     for column in dict.fromkeys(columns):

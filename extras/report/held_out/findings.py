@@ -1,4 +1,4 @@
-"""What a model says of rows that it was not trained on, as numbers: what the sections draw."""
+"""Results of a model on held-out rows, as numbers for the sections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
-# Bins of equal width of the confidence, for calibration.
+# Bins of equal width for the calibration of the confidence.
 CONFIDENCE_BINS = 15
 
 
@@ -23,13 +23,13 @@ class ClassFindings:
     Attributes:
         confusion: (true class, predicted class) -> rows.
         names: Names of the classes; empty if they are numbers.
-        confidence: (bins, 3): rows, sum of the confidence, rows that were right. For two classes the
-            probability of class 1 stands for the confidence, and rows of class 1 for those that were right.
-        roc: Rates of false and of true positives, from the highest threshold to the lowest; None of more than
-            two classes, and where the rows hold one class only.
-        log_loss: Mean of the negative logarithm of the true class's probability.
-        skipped: Rows that got no prediction, or whose label does not count.
-        has_thresholds: Whether the predicted class was decided by the model's thresholds.
+        confidence: Rows, sum of confidences, and correct rows per bin; (bins, 3). For two classes, the
+            probability of class 1 is the confidence, and rows of class 1 are the correct rows.
+        roc: Rates of false and true positives, from the highest threshold to the lowest; None for more than
+            two classes, or if the rows hold only one class.
+        log_loss: Mean negative logarithm of the true class's probability.
+        skipped: Rows without a prediction, or whose label does not count.
+        has_thresholds: Whether the model's thresholds decided the predicted class.
     """
 
     num_classes: int
@@ -52,7 +52,9 @@ class ClassFindings:
 
     @property
     def expected_calibration_error(self) -> float:
-        """Mean distance of confidence and share of right rows over bins, by rows (Naeini et al., 2015)."""
+        """Mean distance between confidence and share of correct rows over bins, weighted by rows (Naeini et
+        al., 2015).
+        """
         rows, confidence, right = self.confidence.T
         total = rows.sum()
         return float(np.abs(confidence - right).sum() / total) if total else math.nan
@@ -63,7 +65,7 @@ class ClassFindings:
 
     @property
     def roc_auc(self) -> float:
-        """Area under the curve, where equal scores count half; NaN without a curve."""
+        """Area under the ROC curve, where equal scores count half; NaN without a curve."""
         if self.roc is None:
             return math.nan
         false, true = self.roc
@@ -72,16 +74,16 @@ class ClassFindings:
 
 @dataclass(frozen=True, kw_only=True)
 class NumberFindings:
-    """A regression of the sample; of labels with several numbers a row, over all of them.
+    """A regression of the sample; over all numbers if labels have several per row.
 
     Attributes:
-        numbers: Numbers predicted.
-        total_squares: Sum of the squared distances of the labels from their mean.
+        numbers: Count of predicted numbers.
+        total_squares: Sum of squared distances of the labels from their mean.
         residual_edges: Edges of the residuals' bins (prediction minus label).
-        residual_counts: Numbers in each.
-        bin_predicted: Mean prediction in each bin of the prediction; NaN in an empty one.
+        residual_counts: Numbers per bin.
+        bin_predicted: Mean prediction per bin of the prediction; NaN for an empty bin.
         bin_true: Mean label in the same bins.
-        sample: (numbers, 2): prediction and label of some of them, drawn at random.
+        sample: Prediction and label of some random numbers; (numbers, 2).
         skipped: Rows without a prediction.
     """
 
@@ -117,16 +119,16 @@ class NumberFindings:
 
 @dataclass(frozen=True, kw_only=True)
 class Attribution:
-    """How much each feature decides, over a sample of the rows.
+    """Importance of each feature, over a sample of the rows.
 
     Attributes:
         method: "permutation" or "integrated_gradients".
         features: Names of the features.
         values: One number per feature.
-        spread: Standard deviation of each over the repetitions; empty without them.
+        spread: Standard deviation of each value over the repetitions; empty without repetitions.
         rows: Rows of the sample.
-        unit: What the numbers are.
-        note: What was left out.
+        unit: Unit of the values.
+        note: What is omitted.
     """
 
     method: str
@@ -140,7 +142,7 @@ class Attribution:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """What a report tells of held-out rows."""
+    """The results of a report on held-out rows."""
 
     classes: ClassFindings | None = None
     numbers: NumberFindings | None = None

@@ -1,4 +1,5 @@
-"""Integrated gradients by captum: how much each feature moved the output, from a mean row to the row itself.
+"""Integrated gradients with captum: how much each feature moves the output, from a mean row to the actual
+row.
 
 Sundararajan, Taly and Yan, Axiomatic Attribution for Deep Networks (2017).
 """
@@ -18,16 +19,12 @@ from ringspark.extras.report.held_out.features import Feature
 from ringspark.extras.report.held_out.findings import Attribution
 from ringspark.models.outputs import as_outputs
 
-# Rows of a pass; captum makes 50 points of each.
+# Rows per pass; captum computes 50 points of each.
 ROWS_AT_ONCE = 16
 
 
 def check_captum() -> None:
-    """Refuses to begin without the package.
-
-    Raises:
-        ImportError: It is not installed; the message says how to install it.
-    """
+    """Raises ImportError with the remedy if captum is not installed."""
     if find_spec("captum") is None:
         raise ImportError(
             "attributions='captum' needs captum, which is not installed; "
@@ -38,19 +35,18 @@ def check_captum() -> None:
 def integrated_gradients(
     module: nn.Module, arrays: Sequence[Array], features: Sequence[Feature], *, is_classifier: bool
 ) -> Attribution:
-    """Returns the mean absolute attribution of each feature whose values are real numbers.
+    """Returns the mean absolute attribution of each feature with real-valued inputs.
 
-    The output that is explained is the logit of the class which the model predicts, or the prediction; of
-    several numbers a row, their sum.
+    Explains the logit of the predicted class, or the prediction; the sum of several numbers per row.
 
     Args:
-        module: In eval mode, on the CPU; it gives one output.
-        arrays: The inputs, each (rows, ...); those of whole numbers stay as they are.
+        module: In eval mode, on the CPU, with one output.
+        arrays: The inputs, each (rows, ...); whole numbers stay unchanged.
     """
     from captum.attr import IntegratedGradients
 
     real = [place for place, array in enumerate(arrays) if array.dtype.kind == "f"]
-    told = [feature for feature in features if set(feature.inputs) <= set(real)]
+    explained = [feature for feature in features if set(feature.inputs) <= set(real)]
     sums = [np.zeros(arrays[place].shape[1:]) for place in real]
     means = [torch.from_numpy(arrays[place].mean(axis=0, keepdims=True)) for place in real]
     rows = len(arrays[0])
@@ -58,15 +54,15 @@ def integrated_gradients(
     others = [place for place in range(len(arrays)) if place not in real]
 
     def network(*inputs: torch.Tensor) -> torch.Tensor:
-        # captum hands what stays as it is behind what it changes.
+        # captum passes the unchanged inputs after the changed ones.
         given = dict(zip([*real, *others], inputs, strict=True))
         return as_outputs(module(*(given[place] for place in range(len(arrays)))))[0].flatten(1)
 
-    def explained(*inputs: torch.Tensor) -> torch.Tensor:
+    def weighted_output(*inputs: torch.Tensor) -> torch.Tensor:
         return (network(*inputs[:-1]) * inputs[-1]).sum(dim=1)
 
-    if real and told:
-        method: Any = IntegratedGradients(explained)
+    if real and explained:
+        method: Any = IntegratedGradients(weighted_output)
         for start in range(0, rows, ROWS_AT_ONCE):
             pieces = [torch.from_numpy(array[start : start + ROWS_AT_ONCE]) for array in arrays]
             changed, kept = tuple(pieces[p] for p in real), tuple(pieces[p] for p in others)
@@ -86,13 +82,13 @@ def integrated_gradients(
             for place in feature.inputs
         )
         / rows
-        for feature in told
+        for feature in explained
     ]
-    left_out = [feature.name for feature in features if feature not in told]
-    note = f"Not told of whole numbers: {', '.join(left_out[:10])}." if left_out else ""
+    left_out = [feature.name for feature in features if feature not in explained]
+    note = f"Whole numbers are not explained: {', '.join(left_out[:10])}." if left_out else ""
     return Attribution(
         method="integrated_gradients",
-        features=[feature.name for feature in told],
+        features=[feature.name for feature in explained],
         values=values,
         rows=rows,
         unit="mean absolute attribution",
@@ -101,10 +97,10 @@ def integrated_gradients(
 
 
 def _factors(outputs: torch.Tensor, is_classifier: bool) -> torch.Tensor:
-    """Returns how each number of the output counts in what is explained, for each row."""
+    """Returns the weight of each output number in the explained sum, per row."""
     if not is_classifier:
         return torch.ones_like(outputs)
-    # One logit speaks for class 1, and against class 0.
+    # A single logit counts for class 1 and against class 0.
     if outputs.shape[1] == 1:
         return torch.where(outputs > 0, 1.0, -1.0)
     return torch.nn.functional.one_hot(outputs.argmax(dim=1), outputs.shape[1]).to(outputs.dtype)

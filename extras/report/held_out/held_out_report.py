@@ -1,7 +1,7 @@
-"""What a model says of held-out rows, for its report: the driver predicts a bounded random sample.
+"""A model's results on held-out rows, for its report: the driver predicts a bounded random sample.
 
-One Spark job, which brings the model's inputs and the label of the sampled rows alone. The same seed on the
-same DataFrame gives the same sample.
+One Spark job collects only the model's inputs and the labels of the sampled rows. The same seed on the same
+DataFrame gives the same sample.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from ringspark.pipelines.kinds.structs import join_path
 
 Attributions = Literal["permutation", "captum", "none"]
 
-# Rows of which attributions are computed: a pass over them for each feature and each repetition.
+# Rows for attributions, which need a pass over them per feature and repetition.
 ATTRIBUTED_ROWS = 2_000
 _ORDER = "__ringspark_order"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A model and what is asked of it.
+    """A model and the settings of its evaluation.
 
     Attributes:
         inputs: The model's inputs.
-        fields: The column of the DataFrame that each is made from.
+        fields: The DataFrame's column of each input.
         evaluation: Judge of the labels.
         classes: Form of a classifier's predictions; None for a regression.
         names: Names of the classes; empty if they are numbers.
@@ -61,11 +61,11 @@ class Question:
 
 
 def check_choices(attributions: str, rows: int, seed: int) -> None:
-    """Refuses what `report` was asked, before anything is computed.
+    """Checks the options of `report` before anything is computed.
 
     Raises:
         ValueError: A value is out of its range.
-        ImportError: captum is asked for, and not installed.
+        ImportError: captum is needed, but not installed.
     """
     choices = ("permutation", "captum", "none")
     if attributions not in choices:
@@ -106,7 +106,7 @@ class HeldOutReport:
 
         Args:
             summary: The `TrainingSummary`.
-            columns: The predictor's inputs, as `prediction_expression` takes them.
+            columns: The predictor's inputs, as for `prediction_expression`.
             label: Label of each row.
             question: The attributes of `Question`.
 
@@ -127,18 +127,18 @@ def held_out_findings(
     rows: int,
     seed: int,
 ) -> HeldOut:
-    """Returns what the model says of a sample of a DataFrame's rows.
+    """Returns the model's results on a sample of a DataFrame's rows.
 
     Args:
-        columns: What the predictor needs of each row, as `prediction_expression` takes it.
+        columns: The predictor's inputs, as for `prediction_expression`.
 
     Raises:
-        ValueError: A label is null, no class number, or of another shape than the output.
+        ValueError: A label is null, not a class number, or of another shape than the output.
     """
     row_bytes = sum(item.column.kind.row_bytes for item in question.inputs if item.column is not None)
     asked, rows = rows, max(1, min(rows, PIECE_BYTES // max(1, row_bytes)))
     *pieces, labels = _sample(dataset, [*columns, label], rows + 1, seed)
-    # One row more than wanted tells whether there are more.
+    # One additional row shows whether there are more.
     is_part = len(labels) > rows
     pieces, labels = [piece[:rows] for piece in pieces], labels[:rows]
     arrays, valid = inputs_of(question.predictor, pieces)
@@ -154,11 +154,11 @@ def held_out_findings(
         return question.predictor.predict(module, inputs)
 
     outputs = outputs_of(arrays)
-    notes = [_told_of_sample(len(outputs), is_part, asked, rows, seed)]
+    notes = [_describe_sample(len(outputs), is_part, asked, rows, seed)]
     of_rows = given.reshape(len(outputs), -1)
     finite = np.isfinite(outputs).all(axis=1) & np.isfinite(of_rows).all(axis=1)
     if not finite.all():
-        # They have no place in a mean or a bin.
+        # They would spoil means and bins.
         outputs, given, infinite = outputs[finite], of_rows[finite].reshape(-1), int((~finite).sum())
         skipped += infinite
         notes.append(f"{infinite:,} of them, whose prediction or label is not finite, are left out below.")
@@ -183,7 +183,7 @@ def held_out_findings(
     if attributions == "none" or not len(outputs):
         return found
     if question.predictor.layout:
-        notes.append("Rows vary in length, so there is no account of the features.")
+        notes.append("Rows vary in length, so feature attributions are not available.")
         return found
     told = [array[finite][:ATTRIBUTED_ROWS] for array in arrays]
     names = [_entry_names(item, field) for item, field in zip(question.inputs, question.fields, strict=True)]
@@ -208,18 +208,18 @@ def held_out_findings(
 
 
 def _sample(dataset: DataFrame, columns: Sequence[Column], rows: int, seed: int) -> list[pa.Array]:
-    """Returns at most this many rows of the columns, drawn at random. Runs one Spark job."""
+    """Returns at most this many random rows of the columns. Runs one Spark job."""
     names = [f"c{number}" for number in range(len(columns))]
     given = [column.alias(name) for column, name in zip(columns, names, strict=True)]
     drawn = dataset.select(*given, F.rand(seed).alias(_ORDER)).orderBy(_ORDER).limit(rows).select(*names)
-    # As bytes of Arrow, which every Spark and every client hands over as they are.
+    # As Arrow bytes, which every Spark version and client passes unchanged.
     batches = [
         batch
         for row in drawn.mapInArrow(_packed, "data binary").collect()
         for batch in pa.ipc.open_stream(bytes(row["data"]))
     ]
     if not batches:
-        raise ValueError("report needs held-out rows, and data has none; give others, or leave it out")
+        raise ValueError("report needs held-out rows, but data has none; pass other rows, or omit data")
     table = pa.Table.from_batches(batches)
     return [pa.concat_arrays(column.chunks) for column in table.columns]
 
@@ -235,7 +235,7 @@ def _packed(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield pa.RecordBatch.from_pydict({"data": [sink.getvalue().to_pybytes()]})
 
 
-def _told_of_sample(count: int, is_part: bool, asked: int, rows: int, seed: int) -> str:
+def _describe_sample(count: int, is_part: bool, asked: int, rows: int, seed: int) -> str:
     if not is_part:
         return f"Held-out rows: all {count:,} of the DataFrame that was given."
     why = f", fewer than the {asked:,} asked for, as they are large" if rows < asked else ""
@@ -243,7 +243,7 @@ def _told_of_sample(count: int, is_part: bool, asked: int, rows: int, seed: int)
 
 
 def _entry_names(item: ModelInput, field: StructField) -> list[str]:
-    """Returns the names of the numbers of a row: those of a struct's fields, or a VectorAssembler's."""
+    """Returns the names of the numbers of a row: of a struct's fields, or from a VectorAssembler."""
     if item.column is not None and isinstance(item.column.kind, Struct):
         return [join_path((field.name, *path)) for path in item.column.kind.fields]
     groups: Any = (field.metadata or {}).get("ml_attr", {}).get("attrs", {})

@@ -1,7 +1,8 @@
-"""Permutation importance: how much worse a model gets when one feature is shuffled among the rows.
+"""Permutation importance: how much the loss grows when one feature is shuffled among the rows.
 
 Breiman, Random Forests (2001); Fisher, Rudin and Dominici (2019). A feature that the network does not read
-has exactly 0. Of two features that say the same, each stands in for the other, and both look unimportant.
+has exactly
+0. Two features with the same information replace each other, and both look unimportant.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ def permutation_importance(
     Args:
         loss: Loss of the model on the same rows with these inputs.
         arrays: The inputs, each (rows, ...).
-        unit: Name of what grows, such as "log loss".
+        unit: Name of the loss, such as "log loss".
     """
     before, rows = loss(arrays), len(arrays[0])
     growth = np.zeros((len(features), REPEATS))
     for number, feature in enumerate(features):
-        # Of its own, so that a feature's value does not depend on which others there are.
-        drawn = np.random.default_rng([seed, number])
+        # One generator per feature, so that a feature's value does not depend on the other features.
+        generator = np.random.default_rng([seed, number])
         for repeat in range(REPEATS):
-            growth[number, repeat] = loss(_shuffled(arrays, feature, drawn.permutation(rows))) - before
+            growth[number, repeat] = loss(_shuffle(arrays, feature, generator.permutation(rows))) - before
     return Attribution(
         method="permutation",
         features=[feature.name for feature in features],
@@ -50,7 +51,7 @@ def permutation_importance(
     )
 
 
-def _shuffled(arrays: Sequence[Array], feature: Feature, order: Array) -> list[Array]:
+def _shuffle(arrays: Sequence[Array], feature: Feature, order: Array) -> list[Array]:
     changed = list(arrays)
     for place in feature.inputs:
         if feature.entry is None:

@@ -1,4 +1,4 @@
-"""Compares predictions with labels: the findings that a report shows of held-out rows. Pure functions."""
+"""Compares predictions with labels, for a report on held-out rows. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ringspark.extras.report.held_out.findings import (
     Numbers,
 )
 
-# The least probability of which a logarithm is taken: that of float64 is not finite at 0.
+# Lower limit of probabilities, because the logarithm of 0 is not finite.
 LEAST_PROBABILITY = 1e-15
 RESIDUAL_BINS = 41
 PREDICTION_BINS = 20
-# A mean of few rows would say more about them than about the model.
+# Fewest rows per bin: a mean of few rows is noise.
 BIN_ROWS = 20
 # Points of the scatter plot; each is an element of the page.
 MOST_POINTS = 1000
@@ -37,8 +37,8 @@ def class_findings(
 
     Args:
         probabilities: (rows, classes).
-        predicted: (rows,), the classes that the model gives.
-        labels: (rows,), the true classes.
+        predicted: Predicted class of each row.
+        labels: True class of each row.
     """
     pairs, counts = np.unique(np.stack([labels, predicted], axis=1), axis=0, return_counts=True)
     confidence, right = probabilities.max(axis=1, initial=0.0), probabilities.argmax(axis=1) == labels
@@ -58,7 +58,7 @@ def class_findings(
 
 
 def log_loss(probabilities: Numbers, labels: Counts) -> float:
-    """Returns the mean of the negative logarithm of the true classes' probabilities; NaN without rows."""
+    """Returns the mean negative logarithm of the true classes' probabilities; NaN without rows."""
     if not len(labels):
         return float("nan")
     of_true = probabilities[np.arange(len(labels)), labels]
@@ -68,13 +68,13 @@ def log_loss(probabilities: Numbers, labels: Counts) -> float:
 def roc_curve(
     scores: Numbers, is_positive: np.ndarray[tuple[int], np.dtype[np.bool_]]
 ) -> tuple[Numbers, Numbers] | None:
-    """Returns the rates of false and true positives at each threshold; None if there is one class only."""
+    """Returns the rates of false and true positives per threshold; None if there is only one class."""
     positives = int(is_positive.sum())
     if not 0 < positives < len(scores):
         return None
     order = np.argsort(-scores, kind="stable")
     ordered, found = scores[order], is_positive[order]
-    # Rows of one score pass together: whichever came first, none of them is ranked above another.
+    # Rows with equal scores pass together, because none of them ranks above another.
     last = np.flatnonzero(np.append(np.diff(ordered) != 0, True))
     true = np.concatenate([[0.0], np.cumsum(found)[last] / positives])
     false = np.concatenate([[0.0], np.cumsum(~found)[last] / (len(scores) - positives)])
@@ -88,7 +88,7 @@ def number_findings(
     residuals = predicted - labels
     kept = np.random.default_rng(seed).permutation(len(labels))[:MOST_POINTS]
     counts, edges = np.histogram(residuals, bins=RESIDUAL_BINS, range=_range(residuals))
-    # Bins of equally many predictions; of equal ones some bins are empty.
+    # Bins with equal numbers of predictions; equal predictions leave some bins empty.
     num_bins = min(PREDICTION_BINS, max(1, len(labels) // BIN_ROWS))
     ends: Numbers = np.zeros(0)
     if len(labels):
@@ -111,7 +111,7 @@ def number_findings(
 
 
 def _range(values: Numbers) -> tuple[float, float]:
-    """Returns the ends of a histogram; wider than the values where these differ by rounding alone."""
+    """Returns the ends of a histogram; wider than the values if these differ only by rounding."""
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
     least = 2 * RESIDUAL_BINS * float(np.spacing(max(abs(low), abs(high))))
     if high - low > least:

@@ -1,4 +1,4 @@
-"""Which features decide, over a sample of the held-out rows."""
+"""Importance of the features, over a sample of the held-out rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ringspark.extras.report.content import Block, Chart, Section, Table, show
-from ringspark.extras.report.drawing import BLUE, GRAY, drawn, plain
+from ringspark.extras.report.drawing import BLUE, GRAY, draw_svg, plain
 from ringspark.extras.report.facts import Facts
 from ringspark.extras.report.held_out.findings import Attribution
 
@@ -31,7 +31,7 @@ def _make(facts: Facts) -> Sequence[Block]:
         for i in shown
     ]
     height = 0.9 + 0.24 * len(shown)
-    return [Chart(drawn(lambda figure: _draw(figure, found, shown), height), caption), Table(header, rows)]
+    return [Chart(draw_svg(lambda figure: _draw(figure, found, shown), height), caption), Table(header, rows)]
 
 
 def _draw(figure: Figure, found: Attribution, shown: Sequence[int]) -> None:

@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ringspark.extras.report.content import Block, Cards, Chart, Section, Table, Text, show
-from ringspark.extras.report.drawing import BLUE, GRAY, MOST_POINTS, ORANGE, drawn, plain
+from ringspark.extras.report.drawing import BLUE, GRAY, MOST_POINTS, ORANGE, draw_svg, plain
 from ringspark.extras.report.facts import Facts
 from ringspark.extras.report.held_out.findings import ClassFindings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Classes in the matrix; those with most rows are shown one by one, and all others as one.
+# Classes in the matrix; the largest are shown separately, the others as one.
 MOST_CLASSES = 20
 MOST_CONFUSIONS = 15
 
@@ -51,14 +51,14 @@ def _make(facts: Facts) -> Sequence[Block]:
         caption += f" The {MOST_CLASSES} classes with most rows of {found.num_classes:,}; all others are one."
     blocks: list[Block] = [
         Cards(cards),
-        Chart(drawn(lambda figure: _draw(figure, found), 3.8), _caption(found) + note),
-        Chart(drawn(lambda figure: _draw_matrix(figure, names, matrix), 1.6 + 0.3 * len(names)), caption),
+        Chart(draw_svg(lambda figure: _draw(figure, found), 3.8), _caption(found) + note),
+        Chart(draw_svg(lambda figure: _draw_matrix(figure, names, matrix), 1.6 + 0.3 * len(names)), caption),
     ]
     return [*blocks, _confusions(found)] if found.num_classes > 2 else blocks
 
 
 def shown_matrix(found: ClassFindings) -> tuple[list[str], Matrix]:
-    """Returns names and rows (true, predicted) of the largest classes; all others are the last."""
+    """Returns names and rows (true, predicted) of the largest classes; the last entry sums up all others."""
     sizes: Counter[int] = Counter()
     for (true, _), count in found.confusion.items():
         sizes[true] += count
@@ -107,7 +107,7 @@ def _draw(figure: Figure, found: ClassFindings) -> None:
 
 
 def _draw_matrix(figure: Figure, names: Sequence[str], matrix: Matrix) -> None:
-    # A small matrix does not take the whole width of the page.
+    # A small matrix does not use the whole width of the page.
     part = min(1.0, (3.0 + 0.55 * len(names)) / 10)
     grid = figure.add_gridspec(1, 2, width_ratios=[part, max(0.01, 1 - part)])
     axes = figure.add_subplot(grid[0, 0])

@@ -23,7 +23,7 @@ from ringspark.extras.report.drawing import (
     GREEN,
     MOST_POINTS,
     ORANGE,
-    drawn,
+    draw_svg,
     line,
     maybe_log,
     plain,
@@ -44,9 +44,9 @@ def _make(facts: Facts) -> Sequence[Block]:
     run = facts.run
     blocks: list[Block] = []
     if run.history:
-        blocks.append(Chart(drawn(lambda figure: draw_losses(figure, run), 3.4), _caption(run)))
+        blocks.append(Chart(draw_svg(lambda figure: draw_losses(figure, run), 3.4), _caption(run)))
     if run.steps:
-        blocks.append(Chart(drawn(lambda figure: _draw_steps(figure, run), 2.9), _steps_caption(run)))
+        blocks.append(Chart(draw_svg(lambda figure: _draw_steps(figure, run), 2.9), _steps_caption(run)))
     names = _metrics(run)
     if names:
         shown = names[:MOST_METRICS]
@@ -54,7 +54,7 @@ def _make(facts: Facts) -> Sequence[Block]:
         more = f"; {len(names) - len(shown):,} more are not shown" if len(names) > len(shown) else ""
         blocks.append(
             Chart(
-                drawn(lambda figure: _draw_metrics(figure, run, shown), 2.4 * rows),
+                draw_svg(lambda figure: _draw_metrics(figure, run, shown), 2.4 * rows),
                 f"Metrics by epoch, of the training rows and of those held out{more}.",
             )
         )
@@ -65,7 +65,7 @@ def _make(facts: Facts) -> Sequence[Block]:
 
 
 def draw_losses(figure: Figure, run: RunFacts) -> None:
-    """Draws the losses and the learning rate by epoch, side by side."""
+    """Draws the losses and the learning rate per epoch, side by side."""
     left, right = figure.subplots(1, 2, width_ratios=[2, 1])
     epochs = [record.epoch for record in run.history]
     left.set(title="Loss by epoch", xlabel="epoch", ylabel="mean per row")
@@ -123,7 +123,7 @@ def _finish(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _metrics(run: RunFacts) -> list[str]:
-    """Returns the metrics by the names that the user gave, without the part of the rows."""
+    """Returns the metrics by the user's names, without the name of the split."""
     return list(
         dict.fromkeys(
             name.partition("_")[2]
@@ -150,13 +150,13 @@ def _steps_caption(run: RunFacts) -> str:
 
 
 def _gaps(run: RunFacts) -> list[str]:
-    """Returns a sentence for each of the losses that has values which are not finite."""
+    """Returns a sentence for each loss with values that are not finite."""
     found = []
     for name, title in (("train_loss", "training loss"), ("validation_loss", "validation loss")):
-        told = [r.value(name) for r in run.history if getattr(r, name) is not None]
-        bad = sum(not math.isfinite(value) for value in told)
+        values = [r.value(name) for r in run.history if getattr(r, name) is not None]
+        bad = sum(not math.isfinite(value) for value in values)
         if bad:
-            found.append(f"The {title} was not a finite number in {bad:,} of {len(told):,} epochs.")
+            found.append(f"The {title} was not a finite number in {bad:,} of {len(values):,} epochs.")
     return found
 
 

@@ -1,4 +1,4 @@
-"""The shards: sizes of the splits, kinds and statistics of the columns."""
+"""The shards: sizes of the splits, types and statistics of the columns."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def _make(facts: Facts) -> Sequence[Block]:
     data = facts.run.data
     if data is None:
         return []
-    told = "A table that stands as another writer left it" if data.is_table else "Shards"
-    blocks: list[Block] = [Text(f"{told}: {data.uri}"), _splits(data)]
+    title = "External table" if data.is_table else "Shards"
+    blocks: list[Block] = [Text(f"{title}: {data.uri}"), _splits(data)]
     if data.skipped_rows:
         blocks.append(Text(f"{data.skipped_rows:,} rows were left out because they held a null."))
     blocks.append(_columns(data))
@@ -41,7 +41,7 @@ def _splits(data: DataFacts) -> Table:
 
 
 def _columns(data: DataFacts) -> Table:
-    """Columns with values that are missing or not finite come first; the others in their own order."""
+    """Returns the table of columns; columns with missing or non-finite values come first."""
 
     def bad(name: str) -> int:
         found = [stats[name] for stats in data.stats.values() if name in stats]
@@ -62,7 +62,7 @@ def _columns(data: DataFacts) -> Table:
             )
             rows.append([*map(shorten, first), split, *map(show, numbers)])
     left_out = len(data.columns) - len(shown)
-    note = "Over finite values; those of arrays and vectors together."
+    note = "Over finite values; all values of an array or vector together."
     if left_out:
         note += (
             f" {len(shown)} of {len(data.columns):,} columns are shown, those with missing or infinite "

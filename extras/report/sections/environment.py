@@ -1,4 +1,4 @@
-"""Versions, hosts and devices of the last start; earlier starts in a line each."""
+"""Versions, hosts and devices of the last start; one line per earlier start."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def _hosts(start: GangStart) -> Table:
     rows = []
     for host, count in ranks.most_common(MOST_HOSTS):
         devices = Counter(note.device for note in start.ranks if note.host == host)
-        told = ", ".join(f"{number} x {device}" for device, number in devices.items())
-        rows.append([host, show(count), told, show(first[host].cores), show_bytes(first[host].host_memory)])
+        names = ", ".join(f"{number} x {device}" for device, number in devices.items())
+        rows.append([host, show(count), names, show(first[host].cores), show_bytes(first[host].host_memory)])
     more = len(ranks) - MOST_HOSTS
     note = f"{more:,} more hosts are not shown." if more > 0 else ""
-    header = ["host", "ranks", "devices", "cores of a rank", "memory"]
+    header = ["host", "ranks", "devices", "cores per rank", "memory"]
     return Table(header, rows, words=frozenset({0, 2}), note=note)
 
 

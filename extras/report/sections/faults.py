@@ -1,4 +1,4 @@
-"""What went wrong on the way: restarts, checkpoints that were not written, steps that were not finite."""
+"""Faults of a run: restarts, failed checkpoints, steps that were not finite."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def _make(facts: Facts) -> Sequence[Block]:
                 ["rank", "host", "last phase", "failure"],
                 rows,
                 words=frozenset({1, 2, 3}),
-                title="Last signs of the ranks",
+                title="Last heartbeats of the ranks",
                 note=f"The first {MOST} of {len(run.signs):,} ranks." if len(run.signs) > MOST else "",
             )
         )
     if not blocks:
         blocks.append(
             Text(
-                "None: no restart, no checkpoint that failed, no step that was not finite."
+                "None: no restart, no failed checkpoint, no step that was not finite."
                 if run.outcome is not None
-                else "Restarts and their reasons are noted when a run has finished."
+                else "Restarts and their reasons are recorded when a run finishes."
             )
         )
     return blocks

@@ -1,4 +1,4 @@
-"""The first lines: whether the run finished, how much it did, and what came out."""
+"""The summary: whether the run finished, its size, and its results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def entries_of(run: RunFacts) -> list[str]:
 
 
 def higher_is_better(entry: str, config: TrainConfig | None) -> bool | None:
-    """Returns whether a larger value of an entry of the history is better; None if nobody said."""
+    """Returns whether a larger value of a history entry is better; None if unknown."""
     name = entry.partition("_")[2]
     if config is not None:
         metric = find_metric(name, config.metrics)
@@ -45,13 +45,13 @@ def _make(facts: Facts) -> Sequence[Block]:
         ("epochs", f"{len(run.history):,}" + (f" of {planned:,}" if planned else "")),
         ("optimizer steps", show(run.num_steps)),
         ("rows seen", show(run.rows)),
-        ("training time, start included", seconds(run.seconds)),
+        ("training time, including start", seconds(run.seconds)),
         ("rows/s in epochs", f"{rate:,.0f}" if math.isfinite(rate) else ""),
     ]
     if run.config is not None:
         cards.append(("workers", show(run.config.num_workers)))
     if run.outcome is not None:
-        cards.append(("the model is of epoch", show(run.outcome.model_epoch)))
+        cards.append(("epoch of the model", show(run.outcome.model_epoch)))
         cards.append(("restarts", show(len(run.outcome.restart_reasons))))
     blocks: list[Block] = [Cards(cards)]
     if run.outcome is None:
@@ -62,8 +62,8 @@ def _make(facts: Facts) -> Sequence[Block]:
         blocks.extend(Text(note) for note in facts.held_out.notes)
     blocks.extend(Text(problem, warns=True) for problem in run.problems)
     if run.missing:
-        told = ", ".join(f"{name} ({content})" for name, content in run.missing.items())
-        blocks.append(Text(f"The run's folder does not hold: {told}."))
+        names = ", ".join(f"{name} ({content})" for name, content in run.missing.items())
+        blocks.append(Text(f"The run's folder does not hold: {names}."))
     if run.history:
         blocks.append(_results(run))
     else:
@@ -79,12 +79,12 @@ def _state(run: RunFacts) -> str:
 
 def _unfinished(run: RunFacts) -> str:
     if any(sign.failure for sign in run.signs):
-        return "A rank has failed; what it said stands under faults and restarts."
-    told = ""
+        return "A rank has failed; see faults and restarts for its error."
+    position = ""
     if run.progress is not None:
         p = run.progress
-        told = f" The last position that was noted is step {p.step:,} of {p.num_steps:,}, epoch {p.epoch:,}."
-    return f"The run trains, or it ended before its end; its folder does not tell which.{told}"
+        position = f" The last recorded position is step {p.step:,} of {p.num_steps:,}, epoch {p.epoch:,}."
+    return f"The run is in progress or ended early; its folder does not show which.{position}"
 
 
 def _results(run: RunFacts) -> Table:
@@ -96,7 +96,7 @@ def _results(run: RunFacts) -> Table:
         known = [(value, epoch) for value, epoch in values if not math.isnan(value)]
         best, epoch = "", ""
         if known and is_higher is not None:
-            # The first of equals, as the training chooses.
+            # The first of equal values, like the training's choice.
             value, number = (max if is_higher else min)(known, key=lambda pair: pair[0])
             best, epoch = show(value), show(number)
         rows.append([entry, show(values[-1][0]), best, epoch])

@@ -1,4 +1,4 @@
-"""How much memory the ranks took; left out where nothing is known."""
+"""Memory of the ranks; omitted if it is unknown."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def _make(facts: Facts) -> Sequence[Block]:
     cut = f" The {MOST_RANKS} largest of {len(ranks):,} ranks are shown." if left_out else ""
     return [
         Table(
-            ["rank", "host", "most of its process", "most of its GPU", "memory of the host"],
+            ["rank", "host", "peak of its process", "peak of its GPU", "memory of the host"],
             rows,
             words=frozenset({1}),
-            note="A rank's process is a Python worker that Spark may have used before, libraries included; "
+            note="A rank's process is a Python worker, including libraries, that Spark may have used before; "
             f"ranks of one host may share pages.{cut}",
         )
     ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ringspark.extras.report.content import Block, Cards, Chart, Section, Text, show
-from ringspark.extras.report.drawing import BLUE, GRAY, ORANGE, drawn
+from ringspark.extras.report.drawing import BLUE, GRAY, ORANGE, draw_svg
 from ringspark.extras.report.facts import Facts
 from ringspark.extras.report.held_out.findings import NumberFindings
 
@@ -34,7 +34,7 @@ def _make(facts: Facts) -> Sequence[Block]:
         f"Left: {_of_all(found)}, and the mean label in "
         f"bins of the prediction over all of them. Right: all residuals, prediction minus label.{note}"
     )
-    return [Cards(cards), Chart(drawn(lambda figure: _draw(figure, found), 3.8), caption)]
+    return [Cards(cards), Chart(draw_svg(lambda figure: _draw(figure, found), 3.8), caption)]
 
 
 def _of_all(found: NumberFindings) -> str:

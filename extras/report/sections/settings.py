@@ -1,4 +1,4 @@
-"""The settings of the last start beside their defaults, from the one table that declares them."""
+"""The settings of the last start and their defaults, from the table that declares them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.extras.report.content import Block, Section, Table, shorten
 from ringspark.extras.report.facts import Facts
 
-# Rows that stand beside each other in the table of defaults.
-BESIDE = 3
+# Settings per row in the table of defaults.
+SETTINGS_PER_ROW = 3
 
-# Told elsewhere on the page: the folder of the run.
+# Shown elsewhere on the page.
 _ELSEWHERE = frozenset({"run_uri"})
 
 
-def differing(config: TrainConfig) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
+def split_settings(config: TrainConfig) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
     """Returns the settings that differ from their defaults, and the others: name -> (value, default).
 
-    Each setting is in one of the two, once; None stands for a default that there is not.
+    Each setting is in exactly one of the two; None means that there is no default.
     """
     defaults = {f.name: f.default for f in fields(config)}
     changed: dict[str, tuple[Any, Any]] = {}
@@ -32,7 +32,7 @@ def differing(config: TrainConfig) -> tuple[dict[str, tuple[Any, Any]], dict[str
             continue
         value, default = getattr(config, setting.field), defaults[setting.field]
         if default is MISSING:
-            # Of what every training has: its columns.
+            # The columns, which every training has.
             default = setting.default if setting.default is None else (setting.default,)
         (others if value == default else changed)[name] = (value, default)
     return changed, others
@@ -42,7 +42,7 @@ def _make(facts: Facts) -> Sequence[Block]:
     config = facts.run.config
     if config is None:
         return []
-    changed, others = differing(config)
+    changed, others = split_settings(config)
     rows = [[name, _text(value), _text(default)] for name, (value, default) in changed.items()]
     rest = [[name, _text(value)] for name, (value, _) in sorted(others.items())]
     words = frozenset({0, 1, 2})
@@ -51,20 +51,23 @@ def _make(facts: Facts) -> Sequence[Block]:
             ["setting", "value", "default"],
             rows,
             words=words,
-            title="Other than their defaults",
-            note="As the ranks got them: what a default leaves open is decided here. What ranks need not "
-            "know, such as names of output columns, is not in the run's folder.",
+            title="Changed settings",
+            note="As the ranks received them, with automatic values resolved. Settings that ranks do not "
+            "need, such as names of output columns, are not in the run's folder.",
         ),
         Table(
-            ["setting", "value"] * BESIDE, _beside(rest), words=frozenset(range(2 * BESIDE)), title="Defaults"
+            ["setting", "value"] * SETTINGS_PER_ROW,
+            _wrap(rest),
+            words=frozenset(range(2 * SETTINGS_PER_ROW)),
+            title="Defaults",
         ),
     ]
 
 
-def _beside(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Returns the rows of a long narrow table in fewer and wider ones, to be read column by column."""
-    height = -(-len(rows) // BESIDE)
-    padded = [*rows, *([["", ""]] * (height * BESIDE - len(rows)))]
+def _wrap(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Returns the rows of a long narrow table in fewer and wider rows, to be read column by column."""
+    height = -(-len(rows) // SETTINGS_PER_ROW)
+    padded = [*rows, *([["", ""]] * (height * SETTINGS_PER_ROW - len(rows)))]
     return [[cell for row in padded[place::height] for cell in row] for place in range(height)]
 
 
@@ -74,7 +77,7 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, str) and value.startswith("{"):
-        value = _parsed(value)
+        value = _parse(value)
     if isinstance(value, dict):
         return shorten(", ".join(f"{key}: {_inner(of_key)}" for key, of_key in value.items()), 400)
     if isinstance(value, list | tuple):
@@ -82,8 +85,8 @@ def _text(value: Any) -> str:
     return shorten(str(value), 400)
 
 
-def _parsed(text: str) -> Any:
-    """Returns a network's description, which the config has as JSON text."""
+def _parse(text: str) -> Any:
+    """Returns a network's description, which the config holds as JSON text."""
     try:
         return {key: value for key, value in json.loads(text).items() if value not in ({}, None, "")}
     except ValueError:

@@ -1,4 +1,4 @@
-"""How many rows a second the run trained, by epoch and between the records of steps."""
+"""Trained rows per second, by epoch and between the records of steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ringspark.estimators.run.facts import RunFacts
 from ringspark.extras.report.content import Block, Chart, Section, Table, seconds
-from ringspark.extras.report.drawing import BLUE, GREEN, drawn, line, whole_ticks
+from ringspark.extras.report.drawing import BLUE, GREEN, draw_svg, line, whole_ticks
 from ringspark.extras.report.facts import Facts
 
 if TYPE_CHECKING:
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def rates_by_epoch(run: RunFacts) -> list[tuple[int, float]]:
-    """Returns epoch and rows per second; an epoch's time has its validation in it."""
+    """Returns epoch and rows per second; an epoch's time includes its validation."""
     return [(r.epoch, r.rows / r.seconds) for r in run.history if r.seconds > 0]
 
 
 def rates_by_step(run: RunFacts) -> list[tuple[int, float]]:
-    """Returns step and rows per second since the record before."""
+    """Returns step and rows per second since the previous record."""
     found = []
     for before, after in zip(run.steps, run.steps[1:], strict=False):
         took = after.seconds - before.seconds
@@ -44,31 +44,31 @@ def _make(facts: Facts) -> Sequence[Block]:
         ["fastest epoch", f"{fastest[0]:,}", f"{fastest[1]:,.0f}", f"{fastest[1] / ranks:,.0f}"],
     ]
     took = sum(record.seconds for record in run.history)
-    told = _communication(run)
+    communication = _communication(run)
     return [
         Chart(
-            drawn(lambda figure: _draw(figure, by_epoch, by_step), 2.8),
+            draw_svg(lambda figure: _draw(figure, by_epoch, by_step), 2.8),
             "Rows per second, all ranks together.",
         ),
         Table(
-            ["", "epoch", "rows/s", "rows/s and rank"],
+            ["", "epoch", "rows/s", "rows/s per rank"],
             rows,
-            note=f"The epochs took {seconds(took)}, their validation included. All ranks take equally many "
-            f"of steps and share each batch, so a rank's rate is its share of the whole.{told}",
+            note=f"The epochs took {seconds(took)}, including validation. All ranks take the same steps and "
+            f"share each batch, so a rank's rate is its share of the total.{communication}",
         ),
     ]
 
 
 def _communication(run: RunFacts) -> str:
-    """Returns a sentence about the epochs in which communication was measured; empty if there are none."""
+    """Returns a sentence about the epochs with measured communication; empty if there are none."""
     costs = [r.cost for r in run.history if r.cost is not None and r.cost.communication_seconds is not None]
     total = sum(cost.communication_seconds or 0.0 for cost in costs)
     if not total:
         return ""
     parts = ((c.communication_seconds or 0.0) * (c.communication_hidden or 0.0) for c in costs)
     return (
-        f" In {len(costs):,} epochs a rank communicated for {seconds(total)}, of which "
-        f"{sum(parts) / total:.0%} were hidden: it computed meanwhile."
+        f" In {len(costs):,} epochs a rank communicated for {seconds(total)}, and "
+        f"{sum(parts) / total:.0%} of that overlapped with computation."
     )
 
 

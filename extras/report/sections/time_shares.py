@@ -1,4 +1,4 @@
-"""What each rank spent its time on; left out where no timeline was kept."""
+"""Each rank's time by kind of work; omitted without a timeline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ringspark.extras.report.content import Block, Chart, Section, Table
-from ringspark.extras.report.drawing import COLORS, drawn, plain
+from ringspark.extras.report.drawing import COLORS, draw_svg, plain
 from ringspark.extras.report.facts import Facts
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def _make(facts: Facts) -> Sequence[Block]:
     ]
     return [
         Chart(
-            drawn(lambda figure: _draw(figure, shares, shown, kinds), 1.3 + 0.28 * len(shown)),
+            draw_svg(lambda figure: _draw(figure, shares, shown, kinds), 1.3 + 0.28 * len(shown)),
             f"Share of each rank's time by kind of work. {note}".strip(),
         ),
         Table(["kind of work", "mean of ranks", "least", "most"], rows),

@@ -169,7 +169,7 @@ def test_rows_that_cannot_be_judged_are_refused_in_a_sentence(
     classifier: Any, frame: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "page.html"
-    with pytest.raises(ValueError, match="report needs held-out rows, and data has none"):
+    with pytest.raises(ValueError, match="report needs held-out rows, but data has none"):
         classifier.report(path, frame.limit(0))
     with pytest.raises(ValueError, match="labelCol 'city'"):
         classifier.report(path, frame.drop("city"))

@@ -66,7 +66,7 @@ def test_the_numbers_of_the_page_are_those_of_the_run(make_shards: MakeShards, t
     assert page.cards["rows seen"] == show(result.rows)
     rate = result.rows / sum(record.seconds for record in result.history)
     assert page.cards["rows/s in epochs"] == f"{rate:,.0f}"
-    assert page.cards["training time, start included"] == seconds(result.seconds)
+    assert page.cards["training time, including start"] == seconds(result.seconds)
     (results,) = page.tables["headline"]
     for entry in ("train_loss", "validation_loss", "train_mae", "validation_r2"):
         values = [record.value(entry) for record in result.history]
@@ -85,7 +85,7 @@ def test_the_numbers_of_the_page_are_those_of_the_run(make_shards: MakeShards, t
     told = columns.row("y")
     assert float(told["mean"]) == pytest.approx(labels.mean(), abs=1e-4)
     assert float(told["max"]) == pytest.approx(labels.max(), abs=1e-3)
-    assert result.checkpoint_epoch == int(page.cards["the model is of epoch"])
+    assert result.checkpoint_epoch == int(page.cards["epoch of the model"])
 
 
 def test_of_equally_good_epochs_the_first_is_named() -> None:
@@ -216,5 +216,5 @@ def test_every_rank_is_noted_with_its_host_and_its_memory(make_shards: MakeShard
     page = _report(config, tmp_path)
     (memory,) = page.tables["memory"]
     assert sorted(memory.column("rank")) == ["0", "1"]
-    assert all(text.endswith("MiB") for text in memory.column("most of its process"))
+    assert all(text.endswith("MiB") for text in memory.column("peak of its process"))
     assert page.tables["environment"][1].column("ranks") == ["2"]
