@@ -232,7 +232,7 @@ def _check(file: JobFile, job: TrainJob) -> None:
 
 
 def _from_file(name: str, value: Any) -> Any:
-    """Returns a Param's value from that of a file, where networks and kinds of columns are plain data."""
+    """Returns a Param's value from that of a file, where networks and column types are plain data."""
     import torch
 
     from ringspark.estimators.training.settings.data import COLUMNS
@@ -257,7 +257,7 @@ def _from_file(name: str, value: Any) -> Any:
 
 
 def _kind(given: dict[str, Any]) -> Any:
-    """Returns a kind of column from its name, `kind`, and the attributes that are not its defaults."""
+    """Returns a column type from its name, `kind`, and the attributes that are not its defaults."""
     from ringspark.pipelines.kinds import KINDS, kind_from_json
 
     kind = KINDS.get(str(given.get("kind")))

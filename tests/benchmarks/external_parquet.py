@@ -1,4 +1,4 @@
-"""Reading rows/s of tables as they are, without a copy, against shards of the same rows, by layout.
+"""Reading rows/s of external tables, without a copy, against shards of the same rows, by layout.
 
 Every case reads one shuffled epoch in batches of `BATCH_SIZE` rows by engine "arrow", opening included, in
 turns with the others. Before that, each table is looked at once (its manifest), as `fitOnParquet` does it,

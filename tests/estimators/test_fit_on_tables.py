@@ -1,4 +1,4 @@
-"""`fitOnParquet` and `fitOnDelta`: tables as they are give the trainings that shards of them give."""
+"""`fitOnParquet` and `fitOnDelta`: external tables give the same trainings as their shards."""
 
 from __future__ import annotations
 
