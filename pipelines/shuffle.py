@@ -135,11 +135,6 @@ class Deal(ABC):
     streams: tuple[ShuffleStream, ...]
     stream_cycle: Int64Array
 
-    def stream_of(self, start: int, stop: int) -> Int64Array:
-        """Returns the index into `streams` for each of the owned positions number `start` to `stop`."""
-        streams: Int64Array = self.stream_cycle[np.arange(start, stop) % len(self.stream_cycle)]
-        return streams
-
     @abstractmethod
     def rank(self, position: int) -> int:
         """Returns how many of the positions before `position` the shard owns."""

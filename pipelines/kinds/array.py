@@ -81,7 +81,7 @@ class Array(Kind):
             return lists
         return make_fixed(lists, self.dtype)
 
-    def measured(self, arrays: Sequence[Any]) -> NumpyArray:
+    def measure(self, arrays: Sequence[Any]) -> NumpyArray:
         (array,) = arrays
         if not pa.types.is_fixed_size_binary(array.type):
             return numbers(array)

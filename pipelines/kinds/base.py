@@ -119,7 +119,7 @@ class Kind(ABC):
             ValueError: A value cannot be stored; the message completes "column 'x' ...".
         """
 
-    def measured(self, arrays: Sequence[Any]) -> NumpyArray:
+    def measure(self, arrays: Sequence[Any]) -> NumpyArray:
         """Returns the numbers of the stored arrays that the statistics cover."""
         return numbers(arrays[-1])
 

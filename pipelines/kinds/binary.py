@@ -150,7 +150,7 @@ class Binary(Kind):
                 )
         return Encoded([values.cast(pa.binary())])
 
-    def measured(self, arrays: Sequence[Any]) -> NumpyArray:
+    def measure(self, arrays: Sequence[Any]) -> NumpyArray:
         # Statistics of the sizes are more useful than statistics of the bytes.
         return np.diff(_offsets(arrays[0]))
 

@@ -125,7 +125,7 @@ class Image(Kind):
     def stored(self, name: str) -> dict[str, Any]:
         return {name: self._stored_type}
 
-    def measured(self, arrays: Sequence[Any]) -> NumpyArray:
+    def measure(self, arrays: Sequence[Any]) -> NumpyArray:
         return decode_fixed(arrays[0], "uint8", self.shape).reshape(-1)
 
     def decode(self, columns: Sequence[Any]) -> Rows:

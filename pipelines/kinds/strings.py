@@ -105,7 +105,10 @@ class Vocabulary(_Ids):
     def __repr__(self) -> str:
         # The words of a large vocabulary would fill the screen.
         shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "words"]
-        words = "None" if self.words is None else f"<{len(self.words)} words, {hash_words(self.words)}>"
+        words = "None"
+        if self.words is not None:
+            digest = hashlib.sha256("\0".join(self.words).encode()).hexdigest()[:16]
+            words = f"<{len(self.words)} words, {digest}>"
         return f"Vocabulary(words={words}, {', '.join(shown)})"
 
     def __str__(self) -> str:
@@ -171,10 +174,6 @@ def check_seed(name: str, seed: int) -> None:
     """Raises ValueError for a seed that is not a 64-bit whole number."""
     if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
         raise ValueError(f"{name} must be a whole number of 64 bits, got {seed!r}")
-
-
-def hash_words(words: tuple[str, ...]) -> str:
-    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
 
 
 @lru_cache(maxsize=8)

@@ -183,7 +183,7 @@ class Tokens(Kind):
             )
         return Encoded([make_lists(offsets, np.frombuffer(ids, np.int32), "int32")], range_of(lengths))
 
-    def measured(self, arrays: Sequence[Any]) -> NumpyArray:
+    def measure(self, arrays: Sequence[Any]) -> NumpyArray:
         # Statistics of the lengths are more useful than statistics of the ids.
         lengths: NumpyArray = np.diff(decode_lists(arrays[0], "int32").offsets)
         return lengths

@@ -12,7 +12,6 @@ import os
 import tempfile
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
@@ -45,8 +44,8 @@ class _StoredRowGroup(NamedTuple):
     columns: dict[str, list[_StoredArray]]
 
 
-class RowGroupCache(ABC):
-    """Row groups by index, up to a number of bytes.
+class RowGroupCache:
+    """Cache "memory": row groups by index, up to a number of bytes. Base class of the other caches.
 
     Attributes:
         max_bytes: Most bytes to hold.
@@ -60,14 +59,15 @@ class RowGroupCache(ABC):
         self.max_bytes = max_bytes
         self.keep = keep
         self.num_bytes = 0
+        self._row_groups: dict[int, Any] = {}
 
-    @abstractmethod
     def __contains__(self, index: int) -> bool:
-        """Whether the cache holds the row group."""
+        return index in self._row_groups
 
-    @abstractmethod
     def get(self, index: int) -> RowGroup:
         """Returns a row group that the cache holds."""
+        row_group: RowGroup = self._row_groups[index]
+        return row_group
 
     def put(self, index: int, row_group: RowGroup) -> None:
         """Keeps a row group if it fits."""
@@ -77,32 +77,12 @@ class RowGroupCache(ABC):
         if self.num_bytes + size <= self.max_bytes and self._keep(index, row_group):
             self.num_bytes += size
 
-    @abstractmethod
     def close(self) -> None:
         """Releases the row groups; the cache is not used afterwards."""
-
-    @abstractmethod
-    def _keep(self, index: int, row_group: RowGroup) -> bool:
-        """Returns whether the row group was kept."""
-
-
-class MemoryCache(RowGroupCache):
-    """Cache "memory"."""
-
-    def __init__(self, max_bytes: int, keep: Collection[int] | None = None) -> None:
-        super().__init__(max_bytes, keep)
-        self._row_groups: dict[int, RowGroup] = {}
-
-    def __contains__(self, index: int) -> bool:
-        return index in self._row_groups
-
-    def get(self, index: int) -> RowGroup:
-        return self._row_groups[index]
-
-    def close(self) -> None:
         self._row_groups.clear()
 
     def _keep(self, index: int, row_group: RowGroup) -> bool:
+        """Returns whether the row group was kept."""
         self._row_groups[index] = row_group
         return True
 
@@ -125,10 +105,6 @@ class DiskCache(RowGroupCache):
         self._close = weakref.finalize(self, os.close, self.fd)
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._end = 0
-        self._row_groups: dict[int, _StoredRowGroup] = {}
-
-    def __contains__(self, index: int) -> bool:
-        return index in self._row_groups
 
     def get(self, index: int) -> RowGroup:
         with self._alone():
@@ -194,4 +170,4 @@ class DiskCache(RowGroupCache):
         return memoryview(mmap.mmap(self.fd, length, offset=begin, access=mmap.ACCESS_READ))[skipped:]
 
 
-CACHES: dict[str, type[RowGroupCache]] = {"memory": MemoryCache, "disk": DiskCache}
+CACHES: dict[str, type[RowGroupCache]] = {"memory": RowGroupCache, "disk": DiskCache}

@@ -65,9 +65,6 @@ class PetastormReader(ShardReader):
             reader.stop()
             reader.join()
 
-    def row_groups_of(self, index: int) -> int:
-        return len(self._located[index][0].row_groups)
-
     def opened_files(self) -> Files:
         uri = self.manifest.uri
         if storage.is_local(uri):
@@ -103,7 +100,8 @@ class _OrderedReader(Reader):  # type: ignore[misc]
         self._wanted = [(paths[uri], row_group) for uri, row_group in located]
         files = sorted(paths.values())
         self._row_groups = {
-            path: reader.row_groups_of(index) for (path, _), index in zip(self._wanted, indexes, strict=True)
+            path: len(reader._located[index][0].row_groups)
+            for (path, _), index in zip(self._wanted, indexes, strict=True)
         }
         super().__init__(
             reader.opened_files(),

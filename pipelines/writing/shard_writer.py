@@ -289,7 +289,7 @@ class PartitionWriter:
                 # The fill value of a null is not a value of the column.
                 present = pc.invert(arrays[mask][0])
                 measured = [array.filter(present) for array in stored]
-            collector.add(len(stored[0]), column.kind.measured(measured))
+            collector.add(len(stored[0]), column.kind.measure(measured))
         if not self._refused:
             self._writers[split].add([array for group in arrays for array in group])
 

@@ -175,10 +175,10 @@ def test_null_texts_are_refused_left_out_or_kept_without_a_prediction(table: Any
 
 def test_a_text_that_is_too_long_is_refused_where_that_is_asked_for(table: Any, tmp_path: Path) -> None:
     short = Tokens.of(tokenizer(), max_length=4, too_long="refuse")
-    with pytest.raises(ValueError, match="column 'text' holds a text of 5 tokens where max_length=4 was"):
+    with pytest.raises(ValueError, match="column 'text' holds a text of 5 tokens, but max_length=4 is"):
         classifier(tmp_path, columns={"text": short}).fit(table)
     fitting = table.where("length(text) < 20")
     model = classifier(tmp_path, columns={"text": short}, epochs=1).fit(fitting)
-    with pytest.raises(Exception, match="column 'text' holds a text of 5 tokens where max_length=4 was"):
+    with pytest.raises(Exception, match="column 'text' holds a text of 5 tokens, but max_length=4 is"):
         model.transform(table).collect()
     assert not list(tmp_path.glob("shards-*"))

@@ -67,7 +67,7 @@ def test_describe_and_verify(cache, capsys: pytest.CaptureFixture[str]) -> None:
 def test_remove_takes_a_prefix_or_all(cache, capsys: pytest.CaptureFixture[str]) -> None:
     root, _ = cache
     assert run("remove", str(root), "fff") == 1
-    assert f"give one of: {KEY[:20]}" in capsys.readouterr().err
+    assert f"pass one of: {KEY[:20]}" in capsys.readouterr().err
     assert run("remove", str(root), "0123") == 0
     assert " freed in " in capsys.readouterr().out
     assert list(root.iterdir()) == []

@@ -29,7 +29,8 @@ def shard_rows(plan: EpochPlan, shard: int, start_step: int = 0) -> list[Rows]:
             streams[span.stream].append((span.start, [(read.row_group, row) for row in rows.tolist()]))
     queues = [iter([row for _, rows in sorted(stream) for row in rows]) for stream in streams]
     bounds = part.bounds(start_step, plan.num_steps)
-    order = part.deal.stream_of(bounds[0], bounds[-1]).tolist()
+    cycle = part.deal.stream_cycle
+    order = cycle[np.arange(bounds[0], bounds[-1]) % len(cycle)].tolist()
     sequence = [next(queues[stream]) for stream in order]
     assert all(next(queue, None) is None for queue in queues), "rows were read that no step uses"
     return [sequence[start - bounds[0] : stop - bounds[0]] for start, stop in itertools.pairwise(bounds)]

@@ -34,7 +34,8 @@ def _check(deal: Deal, num_rows: int) -> list[int]:
         owned += [(stream.position + row * stream.step, index) for row in rows.tolist()]
     owned.sort()
     assert deal.rank(num_rows) == len(owned)
-    assert deal.stream_of(0, len(owned)).tolist() == [index for _, index in owned]
+    cycle = deal.stream_cycle
+    assert cycle[np.arange(len(owned)) % len(cycle)].tolist() == [index for _, index in owned]
     positions = [position for position, _ in owned]
     for position in {0, num_rows // 2, num_rows}:
         assert deal.rank(position) == int(np.searchsorted(positions, position))

@@ -40,7 +40,7 @@ def test_at_the_critical_size_a_row_brings_half_and_twice_the_steps_are_needed()
             32,
             "of the critical size of 1,040 rows; batchSize=1024 needs 0.06 times the steps",
         ),
-        (8192, "batchSize=8,192 is 7.88 times the critical size of 1,040 rows, and a row brings 11%"),
+        (8192, "batchSize=8,192 is 7.88 times the critical size of 1,040 rows, so a row gives 11%"),
     ],
 )
 def test_a_batch_far_from_the_critical_size_is_told_what_another_one_costs(

@@ -111,7 +111,7 @@ TEXTS = [
     R("text: too long", lambda p: words_of(p, max_length=4, too_long="cut it"),
       "too_long of Tokens must be 'cut' or 'refuse'", "got 'cut it'"),
     R("text: shorter than the special tokens", lambda p: words_of(p, max_length=2),
-      "max_length of Tokens for column 'text' is 2, and the tokenizer adds 2", "take at least 3"),
+      "max_length of Tokens for column 'text' is 2, but the tokenizer adds 2", "set at least 3"),
     R("text: nothing to learn from",
       lambda p: train_tokenizer(p.table.where("text is null"), "text"), "'text' holds no text", "filter"),
 ]
@@ -132,7 +132,7 @@ WINDOWS = [
     R("windows: null key", lambda p: fit_windows(p, keyCols="holey"),
       "'holey' is null at holey=null, many=7", "fill or drop it first, or .* handleInvalid='skip'"),
     R("windows: two rows of one time", lambda p: fit_windows(p, timeCol="zero_whole"),
-      "two rows have never=false, zero_whole=0", "make one row of them first"),
+      "two rows have never=false, zero_whole=0", "merge them first"),
     R("windows: null value", lambda p: fit_windows(p, valueCols="holey"),
       "'holey' is null at never=false, many=7", "fill or drop it first"),
     R("windows: no rows", lambda p: fit_windows(p, steps=0), "steps must be", "at least 1, got 0"),

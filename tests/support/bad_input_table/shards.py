@@ -47,7 +47,7 @@ WRITING = [
     R("write: compression", lambda p: p.write(compression="zip"), "compression", "one of zstd, .* got 'zip'"),
     R("write: handle_invalid", lambda p: p.write(handle_invalid="drop"), "handle_invalid", "one of error, "),
     R("write: handle_invalid of no column", lambda p: p.write(handle_invalid={"x": "skip"}),
-      "handle_invalid names 'x'", "not among the columns"),
+      "handle_invalid names 'x'", "not a column"),
     R("write: kind of no column", lambda p: p.write(columns={"x": Padded()}), "columns names 'x'", ";"),
     R("write: kind by name", lambda p: p.write(columns={"label": "pad"}), r"columns\['label'\]", "such as"),
     R("write: no validation_col", lambda p: p.write(validation_col="x"),
