@@ -11,11 +11,13 @@ from importlib.metadata import entry_points
 from typing import Any
 
 
-def names_in(group: str) -> list[str]:
+def list_entry_points(group: str) -> list[str]:
     return sorted({point.name for point in entry_points(group=group)})
 
 
-def load_part(group: str, setting: str, name: str, known: Collection[str], needed: Collection[str]) -> Any:
+def load_entry_point(
+    group: str, setting: str, name: str, known: Collection[str], needed: Collection[str]
+) -> Any:
     """Returns the class that a package declares under a name.
 
     Raises ValueError if not exactly one package declares it, it cannot be imported, or it lacks an attribute.
@@ -27,7 +29,7 @@ def load_part(group: str, setting: str, name: str, known: Collection[str], neede
     """
     found = {point.value: point for point in entry_points(group=group, name=name)}
     if not found:
-        names = [*known, *names_in(group)]
+        names = [*known, *list_entry_points(group)]
         raise ValueError(
             f"{setting} must be one of {', '.join(sorted(names))}, got {name!r}; a package that declares "
             f"others in {group!r} must be installed on the driver and on the executors"

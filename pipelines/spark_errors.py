@@ -19,11 +19,11 @@ _MISSING_MODULE = re.compile(r"No module named '(ringspark|pyarrow|pandas|numpy|
 
 
 @contextmanager
-def python_workers() -> Iterator[None]:
+def explain_worker_errors() -> Iterator[None]:
     """Wraps a Spark job that runs our code in Python workers, and explains its known failures.
 
-    Raises RuntimeError if the workers run another Python than the driver, lack the package, or `named` raised
-    an error in a task; ValueError if the plan found rows that it refuses.
+    Raises RuntimeError if the workers run another Python than the driver, lack the package, or
+    `report_task_errors` raised an error in a task; ValueError if the plan found rows that it refuses.
     """
     try:
         yield
@@ -43,7 +43,7 @@ def python_workers() -> Iterator[None]:
 
 
 @contextmanager
-def named(sentence: str) -> Iterator[None]:
+def report_task_errors(sentence: str) -> Iterator[None]:
     """Wraps a task's access to a store, so that its failure reaches the driver as one sentence.
 
     Raises RuntimeError with `sentence` and the cause. Spark retries the task as configured.

@@ -8,7 +8,7 @@ from typing import Any
 
 from ringspark.estimators.collectives.base import Collective, CollectiveError, Meeting, Rendezvous
 from ringspark.estimators.collectives.traffic import Member
-from ringspark.pipelines.entry_points import load_part
+from ringspark.pipelines.entry_points import load_entry_point
 
 # Name -> (module, class, the package it needs). Modules are imported when chosen, not before.
 COLLECTIVES: dict[str, tuple[str, str, str]] = {
@@ -31,7 +31,7 @@ def collective_class(name: str) -> Any:
         ValueError: The name is unknown, its library is not installed, or its package's class is none.
     """
     if name not in COLLECTIVES:
-        return load_part(ENTRY_POINTS, "collective", name, COLLECTIVES, _NEEDED)
+        return load_entry_point(ENTRY_POINTS, "collective", name, COLLECTIVES, _NEEDED)
     module, class_name, package = COLLECTIVES[name]
     if find_spec(package) is None:
         # pip alone does not build it: its sources ask for a C++ older than this torch's headers do.

@@ -19,7 +19,7 @@ from ringspark.estimators.launch.resources import StagePlan, profile_of, stage_p
 from ringspark.estimators.launch.slots import count_slots
 from ringspark.estimators.launch.spark_job import SparkJob
 from ringspark.estimators.stages.session import application_of
-from ringspark.pipelines.spark_errors import python_workers
+from ringspark.pipelines.spark_errors import explain_worker_errors
 
 
 class GangStage:
@@ -46,7 +46,7 @@ class GangStage:
         cpus = self._plan.task_cpus
         profile = {"profile": profile_of(self._spark, cpus)} if cpus else {}
         frame = self._spark.range(0, num_workers, 1, num_workers)
-        with python_workers():
+        with explain_worker_errors():
             rows = job.run(lambda: frame.mapInArrow(task, SCHEMA, barrier=True, **profile).collect())
         return sorted(rows, key=lambda row: int(row.rank))
 

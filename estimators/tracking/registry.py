@@ -11,7 +11,7 @@ from ringspark.estimators.names import nearest
 from ringspark.estimators.tracking.base import Tracker
 from ringspark.estimators.tracking.function_tracker import FunctionTracker
 from ringspark.estimators.training.settings.observation import TRACKER_GROUP
-from ringspark.pipelines.entry_points import load_part
+from ringspark.pipelines.entry_points import load_entry_point
 
 
 def _console() -> type[Tracker]:
@@ -84,7 +84,7 @@ def _made(entry: Any) -> Tracker:
     if name in TRACKERS:
         kind = TRACKERS[name]()
     else:
-        kind = load_part(TRACKER_GROUP, "tracking", name, TRACKERS, ("start",))
+        kind = load_entry_point(TRACKER_GROUP, "tracking", name, TRACKERS, ("start",))
         return kind(**options)  # type: ignore[no-any-return]
     known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
     if unknown := sorted(options.keys() - set(known)):

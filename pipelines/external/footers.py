@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from ringspark.pipelines import storage
 from ringspark.pipelines.external.row_pages import find_leaves, has_page_rows
 from ringspark.pipelines.kinds.base import is_list
-from ringspark.pipelines.spark_errors import python_workers
+from ringspark.pipelines.spark_errors import explain_worker_errors
 from ringspark.pipelines.typed_json import parse_object, record
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def read_footers(spark: SparkSession, uris: Sequence[str], names: Sequence[str])
         with ThreadPoolExecutor(min(_THREADS, len(uris)), thread_name_prefix="ringspark-footer") as pool:
             footers = list(pool.map(partial(read_footer, names=names), uris))
     else:
-        with python_workers():
+        with explain_worker_errors():
             rows = spark.range(0, len(uris)).mapInArrow(partial(_in_task, uris, names), "report string")
             found = [parse_object(row["report"]) for row in rows.collect()]
         footers = [

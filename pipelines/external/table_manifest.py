@@ -29,7 +29,7 @@ from ringspark.pipelines.kinds import Kind, Scalar, Vocabulary
 from ringspark.pipelines.kinds.base import number_type
 from ringspark.pipelines.kinds.strings import fill_vocabulary
 from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest, Split
-from ringspark.pipelines.spark_errors import named, python_workers
+from ringspark.pipelines.spark_errors import explain_worker_errors, report_task_errors
 from ringspark.pipelines.table_files import TableFile
 from ringspark.pipelines.writing.shard_file import ROW_GROUP_BYTES
 from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, HandleInvalid, WritePlan, write_partition
@@ -205,7 +205,7 @@ def _measure_table(
         for (path, _, _), footer, split in zip(listing.files, footers, splits, strict=True)
         for group in range(len(footer.row_groups))
     ]
-    with python_workers():
+    with explain_worker_errors():
         tasks = spark.range(0, len(work)).mapInArrow(partial(_measure, plan, work), REPORT_SCHEMA)
         reports = [json.loads(row["report"]) for row in tasks.collect()]
     rows = sum(report["rows"] for report in reports)
@@ -254,7 +254,11 @@ def _measure(plan: WritePlan, work: Sequence[tuple[str, int, bool]], batches: It
 def _row_group(plan: WritePlan, path: str, group: int, is_held_out: bool) -> Iterator[Any]:
     uri = storage.join(plan.uri, path)
     names = [column.name for column in plan.columns]
-    with named(f"reading {uri!r} failed"), storage.store_errors(uri), storage.open_file(uri) as source:
+    with (
+        report_task_errors(f"reading {uri!r} failed"),
+        storage.store_errors(uri),
+        storage.open_file(uri) as source,
+    ):
         file = pq.ParquetFile(source, coerce_int96_timestamp_unit="us")
         for batch in file.iter_batches(_MEASURED_ROWS, [group], names, use_threads=False):
             arrays = [_given(batch.column(column.name), column) for column in plan.columns]

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import cast
 
-from ringspark.pipelines.entry_points import load_part
+from ringspark.pipelines.entry_points import load_entry_point
 from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.readers.base import Batch, ShardReader
 from ringspark.pipelines.readers.cache import CACHES
@@ -91,7 +91,7 @@ def _reader_class(engine: str) -> type[ShardReader]:
     if engine in READERS:
         module, _, name = READERS[engine].partition(":")
         return cast("type[ShardReader]", getattr(import_module(module), name))
-    part: type[ShardReader] = load_part(ENTRY_POINTS, "reader", engine, READERS, ["read_tables"])
+    part: type[ShardReader] = load_entry_point(ENTRY_POINTS, "reader", engine, READERS, ["read_tables"])
     if not issubclass(part, ShardReader):
         raise ValueError(
             f"reader {engine!r} ({part.__module__}.{part.__qualname__}) must subclass ShardReader"

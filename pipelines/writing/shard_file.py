@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from ringspark.pipelines import storage
 from ringspark.pipelines.kinds.base import is_list, numbers, one_chunk
 from ringspark.pipelines.manifest import ShardFile, Split
-from ringspark.pipelines.spark_errors import named
+from ringspark.pipelines.spark_errors import report_task_errors
 
 ROW_GROUP_BYTES = 4 << 20
 """Target size of a row group; a reader holds at most about 100 decoded row groups (see epoch_plan)."""
@@ -74,12 +74,12 @@ class ShardFileWriter:
         self._buffered_rows += batch.num_rows
         self._buffered_bytes += sum(map(_num_bytes, arrays))
         if self._buffered_rows >= self._group_rows():
-            with self._named():
+            with self._report_errors():
                 self._flush(keep_remainder=True)
 
     def finish(self, split: Split) -> ShardFile | None:
         """Closes the file and returns its entry for the manifest; None without rows."""
-        with self._named():
+        with self._report_errors():
             if self._buffered_rows:
                 self._flush(keep_remainder=False)
             if self._parquet is None:
@@ -105,8 +105,11 @@ class ShardFileWriter:
             self._parquet = None
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
-        with named(f"writing {self._uri!r} failed, nothing is committed"), storage.store_errors(self._uri):
+    def _report_errors(self) -> Iterator[None]:
+        with (
+            report_task_errors(f"writing {self._uri!r} failed, nothing is committed"),
+            storage.store_errors(self._uri),
+        ):
             yield
 
     def _group_rows(self) -> int:

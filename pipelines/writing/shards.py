@@ -33,7 +33,7 @@ from ringspark.pipelines.columns import (
 from ringspark.pipelines.kinds import Kind, Vocabulary
 from ringspark.pipelines.kinds.strings import fill_vocabulary
 from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest, Split
-from ringspark.pipelines.spark_errors import python_workers
+from ringspark.pipelines.spark_errors import explain_worker_errors
 from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.writing.commit import FOLDER_PREFIX, clean, commit, discard, previous_folders
 from ringspark.pipelines.writing.rebalance import RowRange, copy_files, plan_even_files
@@ -161,7 +161,7 @@ def _write(
     is_new = not storage.exists(plan.uri)
     storage.make_dirs(storage.join(plan.uri, plan.folder))
     try:
-        with python_workers():
+        with explain_worker_errors():
             reports = _run(df, plan, chosen)
             _check_reports(plan, reports, validation_col)
             files = _even(df.sparkSession, plan, reports, num_files)

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from ringspark.pipelines import READERS, Column, ShardFile, ShardManifest, check_engine, readers
-from ringspark.pipelines.entry_points import names_in
+from ringspark.pipelines.entry_points import list_entry_points
 from ringspark.pipelines.kinds import Array, Scalar
 from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
 from ringspark.pipelines.writing.task_reports import join_reports
@@ -72,7 +72,7 @@ def ordered_shards(tmp_path: Path) -> MakeShards:
     return make
 
 
-@pytest.fixture(params=[*READERS, *names_in(readers.ENTRY_POINTS)])
+@pytest.fixture(params=[*READERS, *list_entry_points(readers.ENTRY_POINTS)])
 def engine(request: pytest.FixtureRequest) -> str:
     """Every reading engine in turn, also of other packages; one that cannot run here is skipped."""
     name: str = request.param

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ringspark.pipelines.spark_errors import python_workers
+from ringspark.pipelines.spark_errors import explain_worker_errors
 
 SCRIPT = """
 from pyspark.sql import SparkSession
@@ -44,5 +44,5 @@ def test_workers_without_the_package_are_explained(tmp_path: Path) -> None:
 
 
 def test_other_errors_pass_unchanged() -> None:
-    with pytest.raises(KeyError, match="other"), python_workers():
+    with pytest.raises(KeyError, match="other"), explain_worker_errors():
         raise KeyError("other")

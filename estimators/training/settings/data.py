@@ -14,7 +14,7 @@ from ringspark.estimators.options.base import (
 from ringspark.estimators.training.settings.choices import Cache, HandleInvalid, WeightOffload
 from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.pipelines import READERS, default_engine, storage
-from ringspark.pipelines.entry_points import names_in
+from ringspark.pipelines.entry_points import list_entry_points
 from ringspark.pipelines.kinds import Kind, kind_from_json
 
 _DISTINCT = ValueRange(
@@ -165,7 +165,7 @@ READER = Setting(
     words="engine that reads the shards: 'petastorm', 'arrow', or one that a package declares",
     default=default_engine(),
     default_words="`'petastorm'` where installed, else `'arrow'`",
-    accepts=listed(lambda: READERS, lambda: names_in("ringspark.readers")),
+    accepts=listed(lambda: READERS, lambda: list_entry_points("ringspark.readers")),
     may_differ_on_resume=True,
 )
 CACHE = Setting[Cache](

@@ -10,7 +10,7 @@ from ringspark.estimators.options.base import ValueRange, at_least, not_negative
 from ringspark.estimators.training.settings.choices import TrackerName
 from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.pipelines import storage
-from ringspark.pipelines.entry_points import names_in
+from ringspark.pipelines.entry_points import list_entry_points
 
 TRACKER_GROUP = "ringspark.trackers"
 # Option of MLflow's tracker -> remedy by MLflow's own environment variables.
@@ -63,7 +63,7 @@ def _without_secrets(given: dict[str, Any]) -> dict[str, Any]:
 
 def _named(name: str) -> str:
     known = get_args(TrackerName)
-    if name not in known and name not in names_in(TRACKER_GROUP):
+    if name not in known and name not in list_entry_points(TRACKER_GROUP):
         check_name("tracking", name, known)
     return name
 

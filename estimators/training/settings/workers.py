@@ -9,7 +9,7 @@ from ringspark.estimators.options.base import ValueRange, at_least, listed
 from ringspark.estimators.options.mesh import AUTO, Mesh
 from ringspark.estimators.options.sync import AllReduce, LocalTraining, Sync
 from ringspark.estimators.training.settings.declaration import Setting
-from ringspark.pipelines.entry_points import names_in
+from ringspark.pipelines.entry_points import list_entry_points
 
 
 def _collectives() -> Iterable[str]:
@@ -64,7 +64,7 @@ COLLECTIVE = Setting(
     words="library for collectives: 'horovod', 'torch', 'local', or one that a package declares",
     default="torch" if find_spec("horovod") is None else "horovod",
     default_words="`'horovod'` where installed, else `'torch'`; with `useGpu` `'torch'`",
-    accepts=listed(_collectives, lambda: names_in("ringspark.collectives")),
+    accepts=listed(_collectives, lambda: list_entry_points("ringspark.collectives")),
     may_differ_on_resume=True,
 )
 # The modes of torch.compile; those that record CUDA graphs do so on a GPU alone.

@@ -34,10 +34,10 @@ from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.data.data_parallel import synchronize
 from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
 from ringspark.estimators.training.phase import Status
-from ringspark.pipelines.entry_points import names_in
+from ringspark.pipelines.entry_points import list_entry_points
 
 # Those of other packages too, if there are any.
-NAMES = [*COLLECTIVES, *names_in(ENTRY_POINTS)]
+NAMES = [*COLLECTIVES, *list_entry_points(ENTRY_POINTS)]
 SIZES = [(name, 1 if name == "local" else size) for name in NAMES for size in (2, 3)]
 GANGS = [name for name in NAMES if name != "local"]
 
