@@ -153,7 +153,7 @@ def test_on_a_local_default_a_path_means_the_local_disk(
     assert meaning_of("s3://bucket/x/") == "s3://bucket/x"
     assert meaning_of(str(tmp_path / "a%20b")) == str(tmp_path / "a%20b")
     with pytest.raises(
-        ValueError, match=r"'~/x' is a folder named '~' to Spark; pass the whole path, '.+/x'"
+        ValueError, match=r"'~/x' is a folder named '~' to Spark; give the whole path, '.+/x'"
     ):
         meaning_of("~/x")
 
