@@ -52,8 +52,8 @@ class BatchArray:
         dtype: NumPy dtype name.
         shape: Shape without the first dimension.
         varies: Whether a batch may have a smaller shape; `shape` is then the largest.
-        offsets: Batch name of the offsets array for rows of varying length: row i spans offset i to offset i
-            + 1. The offsets array names itself. Empty if the first dimension is the rows.
+        offsets: Batch name of the offsets array for rows of varying length: row i spans
+            offset i to offset i + 1. The offsets array names itself. Empty if the first dimension is rows.
     """
 
     dtype: str
