@@ -41,6 +41,7 @@ DAEMON = ("spark.python.daemon.module", "ringspark.estimators.launch.python_daem
 SLOW_SECONDS = 10.0
 
 EXTRAS = Path(__file__).parent / "extras"
+SUPPORT = Path(__file__).parent / "support"
 
 MakeShards = Callable[..., ShardManifest]
 
@@ -84,7 +85,8 @@ def spark() -> Iterator[Any]:
             .config("spark.ui.showConsoleProgress", "false")
             .config("spark.sql.shuffle.partitions", "4")
             .config("spark.driver.bindAddress", "127.0.0.1")
-            .config(*DAEMON)
+            .config(DAEMON[0], "warm_daemon")
+            .config("spark.executorEnv.PYTHONPATH", str(SUPPORT))
             .getOrCreate()
         )
         session.sparkContext.setLogLevel("OFF")
