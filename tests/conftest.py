@@ -87,6 +87,8 @@ def spark() -> Iterator[Any]:
             .config("spark.driver.bindAddress", "127.0.0.1")
             .config(DAEMON[0], "warm_daemon")
             .config("spark.executorEnv.PYTHONPATH", str(SUPPORT))
+            # Spark sets it for most Python tasks, and starts one more daemon for those without it.
+            .config("spark.executorEnv.SPARK_SIMPLIFIED_TRACEBACK", "1")
             .getOrCreate()
         )
         session.sparkContext.setLogLevel("OFF")
