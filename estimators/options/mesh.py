@@ -96,7 +96,9 @@ class Mesh(Options):
             if flat := {name: value.pop(name) for name in _FLAT if name in value}:
                 if "time_chunks" in flat:
                     flat["sequence_chunks"] = flat.pop("time_chunks")
-                value["pipeline"] = {"stages": value.get("pipeline", 1), **flat}
+                pipeline = value.get("pipeline", 1)
+                given = dict(pipeline) if isinstance(pipeline, Mapping) else {"stages": pipeline}
+                value["pipeline"] = given | flat
         return super().of(value, subject)
 
     def to_values(self) -> dict[str, Any]:
