@@ -52,8 +52,7 @@ test-floor: setup-floor ## Run the tests of stages and readers in .venv-floor; o
 lint: setup ## Check style (ruff), types (mypy) and spelling (codespell)
 	@$(VENV_PYTHON) -m ruff check .
 	@$(VENV_PYTHON) -m ruff format --check .
-	@$(VENV_PYTHON) -m mypy $(PACKAGES:%=-p ringspark.%)
-	@$(VENV_PYTHON) -m mypy scripts
+	@$(VENV_PYTHON) -m mypy $(PACKAGES:%=-p ringspark.%) -p scripts
 	@$(VENV_PYTHON) -m codespell_lib
 
 docs: setup ## Build the pages of docs/ as HTML into build/docs; a warning is an error

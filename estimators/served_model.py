@@ -146,7 +146,7 @@ def _signature(model: TorchModel) -> Any:
     return ModelSignature(
         inputs=Schema([ColSpec(nested(kind), name) for name, kind in sources]),
         outputs=Schema(
-            [  # type: ignore[arg-type]  # a list of its subclass
+            [
                 ColSpec(DataType.double if isinstance(of, DoubleType) else Repeated(DataType.double), name)
                 for name, of in types
                 if name

@@ -82,7 +82,7 @@ def build(description: Mapping[str, Any]) -> nn.Module:
     if description["attention"] not in _ATTENTION:
         raise ValueError(f"the attention {description['attention']!r} of {name} is none of {_ATTENTION}")
     try:
-        config: Any = kind.config_class.from_dict(settings)  # type: ignore[union-attr]
+        config: Any = kind.config_class.from_dict(settings)  # type: ignore[attr-defined]
         # Also what the class takes where the description says nothing.
         _refuse_fetching(name, config.to_dict())
         config._attn_implementation = description["attention"]

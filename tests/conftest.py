@@ -8,13 +8,14 @@ stages over all three.
 from __future__ import annotations
 
 import fcntl
+import gc
 import itertools
 import os
 import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from ringspark.pipelines import ShardManifest
 
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+# Jobs here take a second: Java's thorough compiler and parallel collector cost more than they save.
+os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 
 # A loaded machine is no failure: no test here is about time.
 settings.register_profile("ringspark", deadline=None)
@@ -139,6 +142,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if EXTRAS in item.path.parents:
             item.add_marker("extras")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leaves the imports and the collected tests out of all garbage collections.
+
+    To visit them takes a third of a second, and some tests collect garbage in each of their passes.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

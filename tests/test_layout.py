@@ -10,6 +10,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 
@@ -93,8 +94,13 @@ def sources(folder: str) -> list[Path]:
     return [path for path in sorted((ROOT / folder).rglob("*.py")) if "__pycache__" not in path.parts]
 
 
-def imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
-    """Yields line and absolute dotted name of every import in `source`, a module of `package`."""
+@cache
+def imported_names(source: str, package: str) -> list[tuple[int, str]]:
+    """Returns line and absolute dotted name of every import in `source`, a module of `package`."""
+    return list(_imported_names(source, package))
+
+
+def _imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)

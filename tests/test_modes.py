@@ -28,7 +28,13 @@ SPARK_LACKS = re.compile(r"pyspark 3\S+ has no pyspark\.ml\.\S+ on Spark Connect
 OWN_SERVER = not pyspark.__version__.startswith("3.")
 # The oldest Spark is there for the stages.
 STAGES = ["tests/estimators/test_conformance.py", "tests/estimators/test_stages.py"]
-WHERE = ["tests"] if OWN_SERVER else STAGES
+MARKED = re.compile(r"\bmark\.(?:modes|connect)\b")
+# To collect all other files takes longer than many of these tests.
+WHERE = (
+    [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if MARKED.search(path.read_text())]
+    if OWN_SERVER
+    else STAGES
+)
 MAIN = ROOT / ".venv" / "bin"
 
 
@@ -103,6 +109,9 @@ def test_the_marked_on_executors_of_their_own() -> None:
 
 @pytest.mark.spark
 @pytest.mark.slow
-@pytest.mark.telling
-def test_the_marked_through_connect(connect: str) -> None:
-    run_the_marked(connect, "modes or connect")
+@pytest.mark.parametrize(
+    "which",
+    [pytest.param("not slow", id="quick", marks=pytest.mark.telling), pytest.param("slow", id="slower")],
+)
+def test_the_marked_through_connect(connect: str, which: str) -> None:
+    run_the_marked(connect, f"(modes or connect) and {which}")

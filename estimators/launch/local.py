@@ -5,6 +5,7 @@ The spawned ranks use the same collectives as a barrier stage. Tests and machine
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -179,6 +180,8 @@ def _spawned(
     import numpy as np
     import torch
 
+    # Otherwise each garbage collection would visit what the server has imported, and copy its memory.
+    gc.freeze()
     # All ranks are forks of one process: they would share its random numbers and its older environment.
     np.random.seed()
     os.environ.clear()

@@ -54,10 +54,9 @@ def _interrupt_all(spark: Any) -> None:
     spark.interruptAll()
 
 
-WAYS = [_interrupt_all] if IS_CONNECT else [_cancel_group, _cancel_all]
+WAYS = [_interrupt_all] if IS_CONNECT else [_cancel_group, pytest.param(_cancel_all, marks=pytest.mark.slow)]
 
 
-@pytest.mark.slow
 @contextmanager
 def _job_group(spark: Any) -> Iterator[None]:
     """Gives this thread's jobs the group by which a notebook cancels a cell; Connect has no such groups."""

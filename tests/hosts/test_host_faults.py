@@ -10,16 +10,14 @@ from collections.abc import Callable, Iterator
 import disturbed
 import pytest
 from namespaces import Host, Network, refusal
+from ranks import GANGS
 from spark_hosts import SparkHosts
-
-from ringspark.estimators.collectives import COLLECTIVES
 
 pytestmark = [
     pytest.mark.spark,
     pytest.mark.slow,
     pytest.mark.skipif(bool(refusal()), reason=f"no hosts here: {refusal()}"),
 ]
-GANGS = [name for name in COLLECTIVES if name != "local"]
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 from namespaces import Network, refusal
+from ranks import GANGS
 from spark_hosts import SparkHosts
-
-from ringspark.estimators.collectives import COLLECTIVES
 
 pytestmark = [
     pytest.mark.spark,
     pytest.mark.slow,
     pytest.mark.skipif(bool(refusal()), reason=f"no hosts here: {refusal()}"),
 ]
-GANGS = [name for name in COLLECTIVES if name != "local"]
 # By what is unlike the others: options of the network and of Spark on it.
 PLACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "own names mean 127.0.1.1": ({"num_hosts": 2}, {}),

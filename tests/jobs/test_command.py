@@ -115,13 +115,20 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_in_a_job_file_is_one_sentence_with_its_line(
-    tmp_path: Path, old: str, new: str, message: str
+    tmp_path: Path, old: str, new: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = _run("train", _job(tmp_path, old, new))
+    assert command.main(["train", str(_job(tmp_path, old, new))]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ringspark train: error: job.yaml")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_refused_job_is_a_process_that_prints_one_line_and_exits_with_2(tmp_path: Path) -> None:
+    done = _run("train", _job(tmp_path, "batchSize", "batchSise"))
     assert done.returncode == 2
-    assert done.stderr.startswith("ringspark train: error: job.yaml")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("ringspark train: error: job.yaml, line 13: ")
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
 
 
 @pytest.mark.slow

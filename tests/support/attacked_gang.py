@@ -1,4 +1,4 @@
-"""A gang of two that trains while strangers call at its ports; for the test and the benchmark."""
+"""Trains on two ranks while strangers connect to their ports. A test and a benchmark use it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from typing import Any
 
 import psutil
 import torch
+from ranks import run_ranks
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.data.data_parallel import synchronize
-from ringspark.estimators.training.phase import Status
 
 STRANGER = str(Path(__file__).parent / "stranger.py")
 # What other machines are to a cluster, 127.0.0.2 is to a gang on 127.0.0.1.
@@ -31,7 +30,7 @@ OTHER_MACHINE, SAME_MACHINE = "127.0.0.2", "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class Attacked:
-    """What a gang came to. Strangers' counts are of connections."""
+    """Result of a training. `reached` and `refused` count connections of strangers."""
 
     weights: list[str]
     grown_bytes: int
@@ -53,7 +52,7 @@ def run(collective: str, folder: Path, *, steps: int, attacked: bool) -> Attacke
     start = time.monotonic()
     with _stranger(os.getpid(), stop_file, OTHER_MACHINE, wanted=attacked) as outside:
         try:
-            ranks = [json.loads(text) for text in run_spawned(2, collective, work, timeout_seconds=60)]
+            ranks = run_ranks(2, collective, work, timeout_seconds=60)
         finally:
             stop_file.touch()
     counts = Counter(outside)
@@ -71,7 +70,7 @@ def run(collective: str, folder: Path, *, steps: int, attacked: bool) -> Attacke
 
 @contextmanager
 def _stranger(gang: int, stop_file: Path, source: str, wanted: bool = True) -> Iterator[dict[str, int]]:
-    """A stranger in a process of its own; its counts are there when the block has ended."""
+    """Runs a stranger in a new process; the counts are complete when the block ends."""
     counts: dict[str, int] = {}
     if not wanted:
         yield counts
@@ -86,10 +85,8 @@ def _stranger(gang: int, stop_file: Path, source: str, wanted: bool = True) -> I
     counts.update({kind: sum(ports.values()) for kind, ports in found.items()})
 
 
-def _train(
-    collective: Collective, device: str, status: Status, *, steps: int, stop_file: str, gang: int
-) -> str:
-    """The work: a small network, batches by step and rank. Rank 0 calls in the stranger next door."""
+def _train(collective: Collective, *, steps: int, stop_file: str, gang: int) -> Any:
+    """Trains a small network on batches by step and rank. Rank 0 starts a stranger on the same machine."""
     near = Path(f"{stop_file}-near")
     wanted = bool(stop_file) and collective.rank == 0
     process = psutil.Process()
@@ -112,11 +109,9 @@ def _train(
         grown = (process.memory_info().rss - before[0], process.num_fds() - before[1])
         weights = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
         result = hashlib.sha256(weights).hexdigest()
-    return json.dumps(
-        {
-            "weights": result,
-            "grown_bytes": grown[0],
-            "grown_descriptors": grown[1],
-            "strangers": counts,
-        }
-    )
+    return {
+        "weights": result,
+        "grown_bytes": grown[0],
+        "grown_descriptors": grown[1],
+        "strangers": counts,
+    }

@@ -1,4 +1,4 @@
-"""What one rank of a mesh holds of a training: counted from its tensors, by arithmetic, and under a limit.
+"""Memory of one rank of a mesh: counted from its tensors, computed, and measured under a limit.
 
 The network is the product's `mlp` with equal layers: layers of W x W numbers, of which a mesh cuts whole ones
 or halves, so that what a rank should hold can be said in one line.
@@ -7,7 +7,6 @@ or halves, so that what a rank should hold can be said in one line.
 from __future__ import annotations
 
 import ctypes
-import json
 import re
 import resource
 from collections.abc import Mapping
@@ -20,20 +19,19 @@ import numpy as np
 import pyarrow
 import torch
 from held_bytes import held_bytes
+from ranks import run_ranks
 from torch import nn
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.training import rank_network, worker
-from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 AXES = ("data", "shard", "tensor", "pipeline")
-# What each level of sharding cuts.
+# What each level of sharding splits.
 CUT = {
     "none": (),
     "optimizer": ("optimizer",),
@@ -43,13 +41,13 @@ CUT = {
 
 
 def spec_of(layers: int, width: int) -> ModelSpec:
-    """`layers` hidden ones and the head, all of width x width."""
+    """Returns an MLP of `layers` hidden layers and a head, all of width x width."""
     sizes = {"in_features": width, "hidden": [width] * layers, "out_features": width}
     return ModelSpec("mlp", {**sizes, "activation": "tanh"})
 
 
 def columns(rows: int, width: int) -> dict[str, np.ndarray]:
-    """Inputs `x` and labels `y`."""
+    """Returns inputs `x` and labels `y`."""
     rng = np.random.default_rng(0)
     return {name: rng.normal(size=(rows, width)).astype(np.float32) for name in ("x", "y")}
 
@@ -57,7 +55,7 @@ def columns(rows: int, width: int) -> dict[str, np.ndarray]:
 def config_of(
     manifest: ShardManifest, folder: Path, layers: int, width: int, rows: int, **changes: Any
 ) -> TrainConfig:
-    """One epoch of AdamW over all rows, `rows` a step."""
+    """Returns settings of one epoch of AdamW, with `rows` rows per step."""
     config = TrainConfig(
         shards_uri=manifest.uri,
         run_uri=str(folder),
@@ -98,7 +96,7 @@ def expected_bytes(config: TrainConfig, layers: int, width: int) -> dict[str, fl
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that wait for backward passes, each memory once, without parameters."""
+    """Counts the bytes saved for backward passes: each storage once, parameters left out."""
 
     def __init__(self) -> None:
         super().__init__(self._pack, _unpack)
@@ -111,7 +109,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return _Kept(tensor, self)
 
     def add(self, tensor: torch.Tensor, sign: int) -> None:
-        """Notes one more use of a tensor's memory, or one less."""
+        """Counts one more use of a tensor's storage, or one less."""
         # Rows of a batch may lie in a longer memory of the reader's, which is none of the step's.
         address = tensor.untyped_storage().data_ptr()
         entry = self._live.setdefault(address, [0, 0])
@@ -135,7 +133,7 @@ def _unpack(kept: Any) -> Any:
     return kept.tensor if isinstance(kept, _Kept) else kept
 
 
-def _counting(config: TrainConfig, collective: Collective, device: str, status: Status) -> str:
+def _counting(config: TrainConfig, collective: Collective) -> dict[str, int]:
     """Trains; returns the most bytes of each kind when the backward passes of a step are over."""
     found = dict.fromkeys(KINDS, 0)
     wrap = rank_network.wrap_network
@@ -155,20 +153,19 @@ def _counting(config: TrainConfig, collective: Collective, device: str, status: 
     rank_network.wrap_network = watched
     saved = SavedBytes()
     with saved:
-        worker.train_worker(config, collective, None, device, status)
+        worker.train_worker(config, collective)
     found["activations"] = saved.most
-    return json.dumps(found)
+    return found
 
 
 def counted_bytes(config: TrainConfig) -> list[dict[str, int]]:
-    """What each rank of a training holds, by kind."""
+    """Returns the bytes that each rank of a training holds, by kind."""
     work = partial(_counting, config)
-    texts = run_spawned(config.num_workers, config.collective, work, timeout_seconds=300)
-    return [json.loads(text) for text in texts]
+    return run_ranks(config.num_workers, config.collective, work, timeout_seconds=300)
 
 
 def data_bytes() -> int:
-    """Bytes of memory that this process alone may write, as the kernel limits them."""
+    """Returns the bytes of private writable memory, which RLIMIT_DATA limits."""
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData"))
 
@@ -184,29 +181,28 @@ def keep_tensors_apart() -> None:
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())
 
 
-def _limited(config: TrainConfig, most: int, collective: Collective, device: str, status: Status) -> str:
-    """Trains in a process that gets at most so many bytes more than it has now."""
+def _limited(config: TrainConfig, most: int, collective: Collective) -> dict[str, Any]:
+    """Trains in a process that may take at most `most` more bytes than it has now."""
     torch.set_num_threads(1)
     keep_tensors_apart()
     before = data_bytes()
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (before + most, hard))
-    result = worker.train_worker(config, collective, None, device, status)
-    return json.dumps({"steps": result.steps, "weights": result.checkpoint_uri})
+    result = worker.train_worker(config, collective)
+    return {"steps": result.steps, "weights": result.checkpoint_uri}
 
 
 def trained_within(config: TrainConfig, most: int) -> Mapping[str, Any]:
-    """Trains on ranks of which each gets at most `most` bytes; returns the steps, and where the weights are.
+    """Trains on ranks with at most `most` bytes each; returns the steps and the folder of the weights.
 
     Raises:
-        WorkerError: A rank wanted more.
+        WorkerError: A rank needed more.
     """
     work = partial(_limited, config, most)
-    texts = run_spawned(config.num_workers, config.collective, work, timeout_seconds=600)
-    found: dict[str, Any] = json.loads(texts[0])
-    return found
+    first: dict[str, Any] = run_ranks(config.num_workers, config.collective, work, timeout_seconds=600)[0]
+    return first
 
 
 def is_of_the_limit(error: WorkerError) -> bool:
-    """Whether ranks ended because one of them was refused memory."""
+    """Returns whether the ranks ended because one of them could not get memory."""
     return re.search(r"can't allocate memory|MemoryError|Cannot allocate|bad_alloc", str(error)) is not None

@@ -1,26 +1,29 @@
-"""A small regression from shards: its settings, its gang of new processes, its weights."""
+"""Trains a small regression on shards by spawned ranks, and reads its weights."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import run_ranks
 from torch import nn
 
 from ringspark.estimators import user_code
+from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.launch.train_task import TrainTask
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.worker import TrainResult
+from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.pipelines import ShardManifest
 
 
 def config_of(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainConfig:
-    """Two epochs of steps of 32 rows, from `x` to `y`; no model."""
+    """Returns settings without a model: two epochs, 32 rows per step, input `x`, label `y`."""
     config = TrainConfig(
         shards_uri=manifest.uri,
         run_uri=str(run_uri),
@@ -37,12 +40,12 @@ def config_of(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainCo
 
 
 def train_gang(config: TrainConfig, objects: UserObjects | None = None) -> TrainResult:
-    """Checks and trains on `config.num_workers` ranks; what rank 0 returns."""
+    """Checks and trains on `config.num_workers` ranks; returns the result of rank 0."""
     return train_ranks(config, objects)[0]
 
 
 def train_ranks(config: TrainConfig, objects: UserObjects | None = None) -> list[TrainResult]:
-    """The same, with the results of all ranks."""
+    """Checks and trains on `config.num_workers` ranks; returns the results of all ranks."""
     objects = objects or UserObjects()
     config = check_training(config, objects, ShardManifest.load(config.shards_uri)).config
     task = TrainTask(config=config, objects=user_code.dumps(objects))
@@ -50,7 +53,32 @@ def train_ranks(config: TrainConfig, objects: UserObjects | None = None) -> list
     return [TrainResult.from_json(text) for text in texts]
 
 
+def train_in_turn(
+    configs: dict[str, TrainConfig], objects: UserObjects | None = None
+) -> dict[str, TrainResult]:
+    """Checks all trainings and runs them on one gang; returns the results of rank 0.
+
+    To start a gang takes longer than a small training.
+    """
+    objects = objects or UserObjects()
+    checked = {
+        name: check_training(config, objects, ShardManifest.load(config.shards_uri)).config
+        for name, config in configs.items()
+    }
+    first = next(iter(checked.values()))
+    work = partial(_train_each, checked, user_code.dumps(objects))
+    results = run_ranks(first.num_workers, first.collective, work)[0]
+    return {name: TrainResult.from_json(text) for name, text in results.items()}
+
+
+def _train_each(configs: dict[str, TrainConfig], objects: bytes, collective: Collective) -> dict[str, str]:
+    return {
+        name: train_worker(config, collective, user_code.loads(objects)).to_json()
+        for name, config in configs.items()
+    }
+
+
 def weights_of(result: TrainResult, module: nn.Module) -> torch.Tensor:
-    """All parameters in a row, 1-D, as the checkpoint has them; `module` takes them."""
+    """Loads the checkpoint into `module`; returns all parameters, concatenated to 1-D."""
     load_checkpoint(result.checkpoint_uri, module)
     return torch.cat([p.detach().flatten() for p in module.parameters()])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import pytest
 import torch
+from ranks import RankWork, run_one, run_ranks
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import (
@@ -28,7 +28,6 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.network import interface_of
 from ringspark.estimators.collectives.sharing_member import SharingMember
 from ringspark.estimators.environment import environment
-from ringspark.estimators.launch.gang_task import Work
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.data.data_parallel import synchronize
@@ -42,23 +41,40 @@ SIZES = [(name, 1 if name == "local" else size) for name in NAMES for size in (2
 GANGS = [name for name in NAMES if name != "local"]
 
 
-def _both_roads(work: Work, collective: Collective, device: str, status: Status) -> str:
+def _both_roads(work: RankWork, collective: Collective) -> list[Any]:
     """The results of the work through the ranks' shared memory, if they have any, and by the library."""
-    results = [work(collective, device, status)]
+    results = [work(collective)]
     if isinstance(collective, SharingMember):
         assert (collective._memory is None) == (collective.size == 1)
         collective.share(None)
-        results.append(work(collective, device, status))
-    return json.dumps(results)
+        results.append(work(collective))
+    return results
 
 
-def _results(size: int, name: str, work: Work) -> list[list[Any]]:
+def _results(size: int, name: str, work: RankWork) -> list[list[Any]]:
     """What each rank returns, by each road in turn."""
-    texts = [json.loads(text) for text in run_spawned(size, name, partial(_both_roads, work))]
-    return [[json.loads(text) for text in road] for road in zip(*texts, strict=True)]
+    return [list(road) for road in zip(*run_ranks(size, name, partial(_both_roads, work)), strict=True)]
 
 
-def _operations(collective: Collective, device: str, status: Status) -> str:
+@cache
+def _contract(size: int, name: str) -> list[list[dict[str, Any]]]:
+    """The same for all work of the contract, which one gang does."""
+    return _results(size, name, _all)
+
+
+def _all(collective: Collective) -> dict[str, Any]:
+    found = {
+        "traffic": _traffic(collective),
+        "operations": _operations(collective),
+        "gathers": _gathers(collective),
+        "exchanges": _exchanges(collective),
+        "scatters": _scatters(collective),
+    }
+    collective.traffic.bytes_sent = 0
+    return found
+
+
+def _operations(collective: Collective) -> Any:
     rank, size = collective.rank, collective.size
     mine = torch.tensor([float(rank), 1.0], dtype=torch.float64)
     rows = torch.arange(6.0).view(2, 3)
@@ -66,26 +82,24 @@ def _operations(collective: Collective, device: str, status: Status) -> str:
     shared = torch.full((3,), float(rank))
     collective.broadcast([shared], root=size - 1)
     collective.barrier()
-    return json.dumps(
-        {
-            "sum": collective.all_reduce(mine).tolist(),
-            "max": collective.all_reduce(mine, op="max").tolist(),
-            "min": collective.all_reduce(mine, op="min").tolist(),
-            "untouched": mine.tolist(),
-            # The libraries add tensors in memory order, and a transposed tensor has another order.
-            "transposed": collective.all_reduce(columns if rank else rows).tolist(),
-            "every other": [piece.tolist() for piece in collective.all_gather(torch.arange(4.0)[::2])],
-            "shared": shared.tolist(),
-            "rank": rank,
-        }
-    )
+    return {
+        "sum": collective.all_reduce(mine).tolist(),
+        "max": collective.all_reduce(mine, op="max").tolist(),
+        "min": collective.all_reduce(mine, op="min").tolist(),
+        "untouched": mine.tolist(),
+        # The libraries add tensors in memory order, and a transposed tensor has another order.
+        "transposed": collective.all_reduce(columns if rank else rows).tolist(),
+        "every other": [piece.tolist() for piece in collective.all_gather(torch.arange(4.0)[::2])],
+        "shared": shared.tolist(),
+        "rank": rank,
+    }
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "size"), sorted(set(SIZES)))
 def test_operations_agree_on_all_ranks(name: str, size: int) -> None:
-    for road in _results(size, name, _operations):
-        for rank, result in enumerate(road):
+    for road in _contract(size, name):
+        for rank, result in enumerate(found["operations"] for found in road):
             assert result["rank"] == rank
             assert result["sum"] == [size * (size - 1) / 2, size]
             assert result["max"] == [size - 1, 1.0]
@@ -99,12 +113,11 @@ def test_operations_agree_on_all_ranks(name: str, size: int) -> None:
 DTYPES = [torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]
 
 
-def _gathers(collective: Collective, device: str, status: Status) -> str:
+def _gathers(collective: Collective) -> Any:
     """Rank r gives r values, so the first gives none; then all give none, then one gives many."""
     rank, size = collective.rank, collective.size
     result: dict[str, Any] = {}
     for dtype in DTYPES:
-        status.phase = str(dtype)
         pieces = collective.all_gather((torch.arange(rank) + 10 * rank).to(dtype))
         result[str(dtype)] = [piece.double().tolist() for piece in pieces]
         assert all(piece.dtype == dtype for piece in pieces)
@@ -127,13 +140,14 @@ def _gathers(collective: Collective, device: str, status: Status) -> str:
     result["more than Horovod counts on root"] = [piece.tolist() for piece in long_pieces]
     files = gather_bytes(collective, bytes([0, 255]) * rank, to_all=False)
     result["bytes on root"] = [data.hex() for data in files]
-    return json.dumps(result)
+    return result
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "size"), sorted(set(SIZES)))
 def test_tensors_of_any_length_are_gathered_by_rank(name: str, size: int) -> None:
-    for rank, result in (one for road in _results(size, name, _gathers) for one in enumerate(road)):
+    for rank, found in (one for road in _contract(size, name) for one in enumerate(road)):
+        result = found["gathers"]
         on_root = {
             "on root": [list(range(3 * r)) for r in range(size)],
             "more than Horovod counts on root": [list(range(3 * r)) for r in range(size)],
@@ -157,7 +171,7 @@ def _length(sender: int, receiver: int) -> int:
     return 300_000 if (sender, receiver) == (0, 1) else (3 * sender + 5 * receiver) % 4
 
 
-def _exchanges(collective: Collective, device: str, status: Status) -> str:
+def _exchanges(collective: Collective) -> Any:
     rank, ranks = collective.rank, range(collective.size)
     found = []
     for dtype in (torch.uint8, torch.int64, torch.float32, torch.bfloat16):
@@ -168,25 +182,24 @@ def _exchanges(collective: Collective, device: str, status: Status) -> str:
         found.append(all(a.dtype == dtype and a.equal(b) for a, b in zip(arrived, wanted, strict=True)))
         sent = sum(_length(rank, peer) for peer in ranks if peer != rank)
         found.append(collective.bytes_sent - before == sent * dtype.itemsize)
-    return json.dumps(found)
+    return found
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "size"), sorted(set(SIZES)))
 def test_every_rank_gets_its_own_piece_from_every_other(name: str, size: int) -> None:
-    for road in _results(size, name, _exchanges):
-        assert all(all(rank) for rank in road)
+    for road in _contract(size, name):
+        assert all(all(rank["exchanges"]) for rank in road)
 
 
 PARTS = {2: [[3, 3], [1, 5], [0, 6]], 3: [[2, 2, 2], [1, 5, 0], [0, 0, 6]], 1: [[6]]}
 
 
-def _scatters(collective: Collective, device: str, status: Status) -> str:
+def _scatters(collective: Collective) -> Any:
     """Two sums under way at a time, and what they leave gathered again."""
     mine = torch.arange(6.0) + collective.rank
     result: list[Any] = []
     for counts in PARTS[collective.size]:
-        status.phase = str(counts)
         before = collective.bytes_sent
         first = collective.start_reduce_scatter(mine, counts)
         sent = collective.bytes_sent - before
@@ -199,7 +212,7 @@ def _scatters(collective: Collective, device: str, status: Status) -> str:
     turned = torch.full((2, 3), float(collective.rank)).t()
     collective.broadcast([turned], root=collective.size - 1)
     assert turned.equal(torch.full((3, 2), collective.size - 1.0))
-    return json.dumps(result)
+    return result
 
 
 @pytest.mark.distributed
@@ -207,10 +220,9 @@ def _scatters(collective: Collective, device: str, status: Status) -> str:
 def test_sums_are_scattered_in_any_parts_and_gathered_again(name: str, size: int) -> None:
     offset = size * (size - 1) / 2
     wanted = [size * i + offset for i in range(6)]
-    roads = _results(size, name, _scatters)
-    by_road = enumerate(roads)
-    for number, rank, result in ((n, *one) for n, road in by_road for one in enumerate(road)):
-        for counts, (length, sent, whole) in zip(PARTS[size], result, strict=True):
+    by_road = enumerate(_contract(size, name))
+    for number, rank, found in ((n, *one) for n, road in by_road for one in enumerate(road)):
+        for counts, (length, sent, whole) in zip(PARTS[size], found["scatters"], strict=True):
             assert length == counts[rank]
             assert [value for piece in whole for value in piece] == wanted
             assert [len(piece) for piece in whole] == counts
@@ -219,7 +231,7 @@ def test_sums_are_scattered_in_any_parts_and_gathered_again(name: str, size: int
             assert sent == (2 * (size - 1) * 24 // size if is_all_reduce else 24 - 4 * counts[rank])
 
 
-def _traffic(collective: Collective, device: str, status: Status) -> str:
+def _traffic(collective: Collective) -> Any:
     """Bytes sent by each kind of call in turn."""
     rank, counts = collective.rank, {"connecting": collective.bytes_sent}
     collective.traffic.bytes_sent = 0
@@ -247,13 +259,13 @@ def _traffic(collective: Collective, device: str, status: Status) -> str:
     sync.reduce()
     sent("step")
     collective.traffic.bytes_sent = 0
-    return json.dumps(counts)
+    return counts
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "size"), [("horovod", 3), ("local", 1), ("torch", 3)])
 def test_bytes_are_counted_as_the_ring_sends_them(name: str, size: int) -> None:
-    roads = _results(size, name, _traffic)
+    roads = [[found["traffic"] for found in road] for road in _contract(size, name)]
     for rank, counts in (one for road in roads for one in enumerate(road)):
         assert counts["connecting"] == counts["barrier"] == counts["synchronize"] == 0
         assert counts["all_reduce"] == 2 * (size - 1) * 240 // size
@@ -311,22 +323,21 @@ def test_a_lost_peer_is_told_from_an_error_of_the_network(message: str, is_peers
     assert isinstance(caught.value, CollectiveError) == is_peers
 
 
-def _environment_after(collective: Collective, device: str, status: Status) -> str:
-    return json.dumps([k for k in os.environ if k.startswith(("HOROVOD_", "GLOO_", "MASTER_"))])
+def _environment_after(collective: Collective) -> Any:
+    return [k for k in os.environ if k.startswith(("HOROVOD_", "GLOO_", "MASTER_"))]
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", GANGS)
 def test_connecting_leaves_no_environment_variable(name: str) -> None:
-    for text in run_spawned(2, name, _environment_after):
-        assert json.loads(text) == []
+    assert run_ranks(2, name, _environment_after) == [[], []]
 
 
-def _interface_told(collective: Collective, device: str, status: Status) -> str:
+def _interface_told(collective: Collective) -> Any:
     """NCCL's interface while the gang works, and after its release."""
     told = os.environ.get("NCCL_SOCKET_IFNAME")
     collective._release()  # type: ignore[attr-defined]
-    return json.dumps([told, os.environ.get("NCCL_SOCKET_IFNAME")])
+    return [told, os.environ.get("NCCL_SOCKET_IFNAME")]
 
 
 @pytest.mark.distributed
@@ -336,8 +347,7 @@ def test_nccl_is_told_the_interface_until_the_gang_ends(monkeypatch: Any, name: 
     """NCCL connects at its first operation, long after the gang; what the user has chosen stays."""
     if own is not None:
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", own)
-    for text in run_spawned(2, name, _interface_told):
-        assert json.loads(text) == [own or f"={interface_of('127.0.0.1')}", own]
+    assert run_ranks(2, name, _interface_told) == [[own or f"={interface_of('127.0.0.1')}", own]] * 2
 
 
 def _tie(
@@ -349,7 +359,7 @@ def _tie(
     return SummedGradients(module, optimizer, collective, bucket_bytes=1)
 
 
-def _gradients(by: str, collective: Collective, device: str, status: Status) -> str:
+def _gradients(by: str, collective: Collective) -> Any:
     """Rank r differentiates its share of the mean over 1 + 2 + ... rows; the last rank has none."""
     torch.manual_seed(0)
     module = torch.nn.Linear(2, 1)
@@ -367,7 +377,7 @@ def _gradients(by: str, collective: Collective, device: str, status: Status) -> 
     sync.reduce()
     gradient = [p.grad.flatten().tolist() for p in module.parameters()]  # type: ignore[union-attr]
     expected = [rows.mean(0).tolist(), [1.0]]
-    return json.dumps([gradient, expected])
+    return [gradient, expected]
 
 
 @pytest.mark.distributed
@@ -402,7 +412,7 @@ class Branching(torch.nn.Module):
 STEPS = [[-1.0, -2.0, -3.0], [1.0, -2.0, -3.0], [-4.0], [-1.0, -2.0, 3.0], [1.0, 2.0], [-1.0, -1.0]]
 
 
-def _branches(by: str, collective: Collective, device: str, status: Status) -> str:
+def _branches(by: str, collective: Collective) -> Any:
     """The weights, and who had a gradient, after steps with decay; in two micro-batches where rows allow."""
     module = Branching()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5)
@@ -425,7 +435,7 @@ def _branches(by: str, collective: Collective, device: str, status: Status) -> s
         had.append([name for name, child in module.named_children() if child.weight.grad is not None])
         sync.step(scaler)
     weights = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
-    return json.dumps([had, weights])
+    return [had, weights]
 
 
 @pytest.mark.distributed
@@ -433,7 +443,7 @@ def _branches(by: str, collective: Collective, device: str, status: Status) -> s
 @pytest.mark.parametrize(("size", "by"), [(1, "flat"), (2, "flat"), (2, "buckets")])
 def test_parameters_without_a_gradient_on_any_rank_stay_as_on_one(name: str, size: int, by: str) -> None:
     """Zeros in their place would let weight decay and momentum move them, by the number of workers."""
-    expected_had, expected = json.loads(_branches("flat", LocalCollective(), "cpu", Status("here")))
+    expected_had, expected = run_one(partial(_branches, "flat"))
     used, unused = ["always", "positive", "zero"], ["always", "zero"]
     assert expected_had == [unused, used, unused, used, used, unused]
     for had, weights in (one for road in _results(size, name, partial(_branches, by)) for one in road):

@@ -15,16 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import run_one, run_ranks
 from registries import list_available, names_of
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.compressors import COMPRESSORS, Compressor
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.sharing_member import SharingMember
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.options.compression import Compression, PowerSGD
-from ringspark.estimators.training.phase import Status
 
 SHAPES = [torch.Size((60, 50)), torch.Size((8, 4, 16)), torch.Size((33, 40))]
 ELEMENTS = sum(shape.numel() for shape in SHAPES)
@@ -71,13 +70,13 @@ def _noise(rank: int) -> torch.Tensor:
     return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
 
-def _contract(collective: Collective, device: str, status: Status) -> str:
+def _contract(collective: Collective) -> Any:
     names = list_available(COMPRESSORS)
     results = [{name: _of_one(name, collective) | _drawn(name, collective) for name in names}]
     if isinstance(collective, SharingMember):
         collective.share(None)
         results.append({name: _of_one(name, collective) for name in names})
-    return json.dumps(results)
+    return results
 
 
 def _of_one(name: str, collective: Collective) -> dict[str, Any]:
@@ -144,10 +143,8 @@ def _drawn(name: str, collective: Collective) -> dict[str, Any]:
 @cache
 def _results(name: str, size: int) -> list[list[dict[str, Any]]]:
     """By road (shared memory, the library), then by rank."""
-    texts = (
-        [_contract(LocalCollective(), "cpu", Status())] if size == 1 else run_spawned(size, name, _contract)
-    )
-    return [list(road) for road in zip(*map(json.loads, texts), strict=True)]
+    ranks = [run_one(_contract)] if size == 1 else run_ranks(size, name, _contract)
+    return [list(road) for road in zip(*ranks, strict=True)]
 
 
 def _each(gang: tuple[str, int], compressor: str) -> list[list[dict[str, Any]]]:

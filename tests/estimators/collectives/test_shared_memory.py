@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -12,9 +11,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from ringspark.estimators.collectives import Collective, Member
 from ringspark.estimators.collectives.base import gather_bytes
@@ -29,8 +30,6 @@ from ringspark.estimators.collectives.shared_memory import (
     open_door,
     open_shared_memory,
 )
-from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.training.phase import Status
 
 ENOUGH = 12  # descriptors that a gang of three needs to share memory, and to spare
 SHORT = (0, 2)  # the rank that deals, and one that is dealt to
@@ -66,13 +65,13 @@ def _free_descriptors(count: int) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _opens_with_few_descriptors(collective: Collective, device: str, status: Status) -> str:
+def _opens_with_few_descriptors(collective: Collective) -> Any:
     """Whether memory was shared, by the rank that is short of descriptors and how many it has."""
     member = collective.member
     is_shared: dict[str, bool] = {}
     for short in SHORT:
         for count in range(ENOUGH + 1):
-            status.phase = name = f"{short} has {count}"
+            name = f"{short} has {count}"
             with ExitStack() as stack:
                 address = ""
                 if member.rank == 0:
@@ -97,19 +96,19 @@ def _opens_with_few_descriptors(collective: Collective, device: str, status: Sta
                     is_shared[name] = False
                 collective.barrier()
                 assert not _open() - before
-    return json.dumps(is_shared)
+    return is_shared
 
 
 @pytest.mark.distributed
 def test_ranks_without_descriptors_share_no_memory_and_leak_none() -> None:
-    first, *others = [json.loads(text) for text in run_spawned(3, "torch", _opens_with_few_descriptors)]
+    first, *others = run_ranks(3, "torch", _opens_with_few_descriptors)
     assert others == [first, first]
     for short in SHORT:
         assert not first[f"{short} has 0"]
         assert first[f"{short} has {ENOUGH}"]
 
 
-def _reduces(collective: Collective, device: str, status: Status) -> str:
+def _reduces(collective: Collective) -> Any:
     """Whether sums and extremes of several places' length are exact, and leave what they get unchanged."""
     memory = collective._memory  # type: ignore[attr-defined]
     rank, size = collective.rank, collective.size
@@ -128,17 +127,17 @@ def _reduces(collective: Collective, device: str, status: Status) -> str:
     told.append(collective.all_reduce(turned).equal(size * turned))
     told.append(collective.all_reduce(torch.tensor(rank)).item() == sum(range(size)))
     assert memory is not None
-    return json.dumps(told)
+    return told
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("size", [2, 3])
 def test_tensors_of_any_length_are_reduced_place_by_place(size: int) -> None:
-    for text in run_spawned(size, "torch", _reduces):
-        assert all(json.loads(text)), text
+    for text in run_ranks(size, "torch", _reduces):
+        assert all(text), text
 
 
-def _differ(collective: Collective, device: str, status: Status) -> str:
+def _differ(collective: Collective) -> Any:
     """The errors of a rank whose peer sums tensors of other sizes, or gathers."""
     memory = collective._memory  # type: ignore[attr-defined]
     told = []
@@ -149,10 +148,10 @@ def _differ(collective: Collective, device: str, status: Status) -> str:
         with pytest.raises(ValueError, match="the same model, with the same trainable parameters") as caught:
             act()
         told.append(str(caught.value))
-    return json.dumps(told)
+    return told
 
 
-def _receives_less(collective: Collective, device: str, status: Status) -> str:
+def _receives_less(collective: Collective) -> str:
     """The error of rank 1, which torch would give one number in all places."""
     tensor = torch.zeros(1 + 2 * collective.rank)
     if collective.rank == 0:
@@ -165,8 +164,8 @@ def _receives_less(collective: Collective, device: str, status: Status) -> str:
 
 @pytest.mark.distributed
 def test_a_rank_that_is_sent_a_tensor_of_another_size_is_told_so() -> None:
-    told = run_spawned(2, "torch", _receives_less)
-    assert told[1].startswith(
+    _, message = run_ranks(2, "torch", _receives_less)
+    assert message.startswith(
         "rank 0 sends a tensor of 1 elements, rank 1 has one of 3; build the same model"
     )
 
@@ -174,8 +173,7 @@ def test_a_rank_that_is_sent_a_tensor_of_another_size_is_told_so() -> None:
 @pytest.mark.distributed
 def test_ranks_that_sum_different_tensors_are_told_so_instead_of_wrong_numbers() -> None:
     """The places also hold what a peer left there before."""
-    for text in run_spawned(2, "torch", _differ):
-        sizes, kinds = json.loads(text)
+    for sizes, kinds in run_ranks(2, "torch", _differ):
         assert sizes.startswith(
             "the ranks sum tensors of different sizes in bytes: 12 on rank 0, 20 on rank 1;"
         )
@@ -193,17 +191,17 @@ def test_a_rank_killed_at_the_door_leaves_no_file(tmp_path: Path, monkeypatch: p
     assert not list(tmp_path.iterdir())
 
 
-def _is_sharing(collective: Collective, device: str, status: Status) -> str:
-    return str(collective._memory is not None)  # type: ignore[attr-defined]
+def _is_sharing(collective: Collective) -> bool:
+    return collective._memory is not None  # type: ignore[attr-defined]
 
 
 @pytest.mark.distributed
 def test_ranks_of_one_host_share_memory_unless_the_environment_forbids_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert run_spawned(2, "torch", _is_sharing) == ["True"] * 2
+    assert run_ranks(2, "torch", _is_sharing) == [True, True]
     monkeypatch.setenv("RINGSPARK_SHARED_MEMORY", "0")
-    assert run_spawned(2, "torch", _is_sharing) == ["False"] * 2
+    assert run_ranks(2, "torch", _is_sharing) == [False, False]
 
 
 def test_the_sockets_of_the_most_ranks_are_few_beside_the_usual_limit_of_descriptors() -> None:

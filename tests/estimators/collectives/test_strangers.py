@@ -6,10 +6,7 @@ from pathlib import Path
 
 import attacked_gang
 import pytest
-
-from ringspark.estimators.collectives import COLLECTIVES
-
-GANGS = [name for name in COLLECTIVES if name != "local"]
+from ranks import GANGS
 
 
 @pytest.mark.distributed

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from registries import list_available, names_of
 from small_training import config_of, train_gang, weights_of
 from torch import nn
@@ -19,11 +19,9 @@ from ringspark.estimators.collectives.compressors import COMPRESSORS
 from ringspark.estimators.collectives.compressors.two_levels import levels_of, sum_of_hosts
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.gang_task import assign_ranks
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import STRATEGIES, Exchange
-from ringspark.estimators.training.phase import Status
 
 SHAPES = [torch.Size((40, 30)), torch.Size((33, 40))]
 ELEMENTS = sum(shape.numel() for shape in SHAPES)
@@ -67,7 +65,7 @@ def _gradient(rank: int, step: int) -> torch.Tensor:
     )
 
 
-def _contract(collective: Collective, device: str, status: Status) -> str:
+def _contract(collective: Collective) -> Any:
     levels, rank = levels_of(collective), collective.rank
     found: dict[str, Any] = {}
     for name in list_available(COMPRESSORS):
@@ -100,13 +98,13 @@ def _contract(collective: Collective, device: str, status: Status) -> str:
             found[name] |= {"between": two, "of a rank a host": levels.between.bytes_sent}
         else:
             sum_of_hosts(_gradient(rank, STEPS), compressor, levels, STEPS)
-    return json.dumps(found)
+    return found
 
 
 @cache
 def _results(gang: Gang) -> list[dict[str, Any]]:
     name, hosts = gang
-    return [json.loads(text) for text in run_spawned(len(hosts), name, _contract, hosts=hosts)]
+    return run_ranks(len(hosts), name, _contract, hosts=hosts)
 
 
 @distributed
@@ -130,7 +128,7 @@ def test_a_host_sends_what_a_single_rank_of_it_would(gang: Gang) -> None:
                 assert found["between"] == found["of a rank a host"] > 0, name
 
 
-def _part_fails(collective: Collective, device: str, status: Status) -> str:
+def _part_fails(collective: Collective) -> str:
     levels = levels_of(collective)
     if collective.rank == collective.size - 1:
         raise ValueError("the last rank fails")
@@ -148,7 +146,7 @@ def test_a_rank_that_fails_ends_the_waits_of_its_host_and_of_the_others(name: st
     from ringspark.estimators import WorkerError
 
     with pytest.raises(WorkerError, match="the last rank fails"):
-        run_spawned(3, name, _part_fails, hosts=(HERE, THERE, THERE), timeout_seconds=20)
+        run_ranks(3, name, _part_fails, hosts=(HERE, THERE, THERE), timeout_seconds=20)
 
 
 class Net(nn.Module):
@@ -178,27 +176,25 @@ def _take(sync: Any, rank: int, steps: range) -> None:
         sync.reduce()
 
 
-def _other_hosts(
-    state: str, compression: dict[str, Any], collective: Collective, device: str, status: Status
-) -> str:
+def _other_hosts(kept: Any, compression: dict[str, Any], collective: Collective) -> Any:
     """Goes on with what ranks of two hosts kept, on hosts of one rank each or on one."""
-    states = [{k: torch.tensor(v, dtype=torch.float64) for k, v in s.items()} for s in json.loads(state)]
+    states = [{k: torch.tensor(v, dtype=torch.float64) for k, v in s.items()} for s in kept]
     found = []
     for is_same in (True, False):
         sync = _sync(collective, compression)
         sync.load_rank_states(states, is_same=is_same)
-        kept = collective.all_reduce(sync.rank_state()["0/residual"])
+        residual = collective.all_reduce(sync.rank_state()["0/residual"])
         _take(sync, collective.rank, range(3, 5))
         bases = [b.tolist() for b in collective.all_gather(sync.rank_state()["0/basis.0"].reshape(-1))]
         gradient = [g.tolist() for g in collective.all_gather(sync.network.layer.weight.grad.reshape(-1))]
-        found.append({"kept": kept.tolist(), "bases": bases, "gradients": gradient})
-    return json.dumps(found)
+        found.append({"kept": residual.tolist(), "bases": bases, "gradients": gradient})
+    return found
 
 
-def _first_hosts(compression: dict[str, Any], collective: Collective, device: str, status: Status) -> str:
+def _first_hosts(compression: dict[str, Any], collective: Collective) -> Any:
     sync = _sync(collective, compression)
     _take(sync, collective.rank, range(3))
-    return json.dumps({key: value.tolist() for key, value in sync.rank_state().items()})
+    return {key: value.tolist() for key, value in sync.rank_state().items()}
 
 
 @distributed
@@ -216,15 +212,14 @@ def _first_hosts(compression: dict[str, Any], collective: Collective, device: st
 def test_a_training_goes_on_where_its_workers_have_other_hosts(compression: dict[str, Any]) -> None:
     """Bases are only on the hosts' first ranks: of the new ones, each must have them."""
     first = partial(_first_hosts, compression)
-    states = run_spawned(3, "torch", first, hosts=(HERE, THERE, THERE))
-    told = [json.loads(state) for state in states]
-    assert [("0/basis.0" in state) for state in told] == [True, True, False]
-    residuals = [torch.tensor(state["0/residual"]) for state in told]
+    states = run_ranks(3, "torch", first, hosts=(HERE, THERE, THERE))
+    assert [("0/basis.0" in state) for state in states] == [True, True, False]
+    residuals = [torch.tensor(state["0/residual"]) for state in states]
     assert residuals[0].any()
     whole = sum(residuals)
-    work = partial(_other_hosts, json.dumps(told), compression)
-    for text in run_spawned(3, "torch", work, hosts=(HERE, THERE, "127.0.0.3")):
-        for found in json.loads(text):
+    work = partial(_other_hosts, states, compression)
+    for rank in run_ranks(3, "torch", work, hosts=(HERE, THERE, "127.0.0.3")):
+        for found in rank:
             torch.testing.assert_close(torch.tensor(found["kept"]), whole)
             assert len({str(basis) for basis in found["bases"]}) == 1
             assert len({str(gradient) for gradient in found["gradients"]}) == 1

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from registries import names_of
 from safetensors.torch import load, save
 from torch import nn
@@ -16,12 +16,10 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.collectives.compressors import COMPRESSORS
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import Exchange
 from ringspark.estimators.parallel.data.compressed_sum import CompressedGradients, CompressedSum, _Group
-from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
 
 pytestmark = pytest.mark.distributed
@@ -77,7 +75,7 @@ def _gradient(sync: CompressedSum) -> torch.Tensor:
     )
 
 
-def _life(collective: Collective, device: str, status: Status) -> str:
+def _life(collective: Collective) -> Any:
     """Every way in which a step may end; after each, whether everything sent and everything kept adds up."""
     sync = _sync(collective)
     due = torch.zeros_like(_residual(sync))
@@ -146,7 +144,7 @@ def _life(collective: Collective, device: str, status: Status) -> str:
     adds_up("without rows", not _residual(sync).equal(before))
     biases = [p.grad for n, p in sync.network.named_parameters() if n.endswith("bias")]
     found["biases travel whole"] = all(b is not None and bool((b != 0).all()) for b in biases)
-    return json.dumps(found)
+    return found
 
 
 @pytest.mark.extras
@@ -167,7 +165,7 @@ def test_a_gradient_that_is_not_finite_beside_what_was_kept_is_told_before_anyth
 
 @cache
 def _lives(name: str) -> list[dict[str, bool]]:
-    return [json.loads(text) for text in run_spawned(2, name, _life)]
+    return run_ranks(2, name, _life)
 
 
 @pytest.mark.parametrize("name", ["horovod", "torch"])
@@ -188,7 +186,7 @@ def test_what_is_sent_and_what_is_kept_adds_up(name: str, case: str) -> None:
     assert [rank[case] for rank in _lives(name)] == [True, True]
 
 
-def _resumes(compression: str, collective: Collective, device: str, status: Status) -> str:
+def _resumes(compression: str, collective: Collective) -> Any:
     """Five steps in one go, and three steps, a copy, and two more; then all states, to resume elsewhere."""
     straight, first, second = (_sync(collective, name=compression, **_OPTIONS[compression]) for _ in range(3))
     scaler = LossScaler("fp32", torch.device("cpu"))
@@ -211,9 +209,7 @@ def _resumes(compression: str, collective: Collective, device: str, status: Stat
     is_equal = all(
         a.equal(b) for a, b in zip(straight.network.parameters(), second.network.parameters(), strict=True)
     )
-    return json.dumps(
-        {"equal": is_equal, "residual": own["0/residual"].tolist(), "step": own["step"].tolist()}
-    )
+    return {"equal": is_equal, "residual": own["0/residual"].tolist(), "step": own["step"].tolist()}
 
 
 def _weights_after(collective: Collective, compression: str, count: int, steps: Any) -> dict[str, Any]:
@@ -242,7 +238,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 def test_a_resumed_training_sends_the_same_bits_and_the_sum_of_residuals_outlives_a_gang(
     compression: str,
 ) -> None:
-    ranks = [json.loads(text) for text in run_spawned(2, "torch", partial(_resumes, compression))]
+    ranks = run_ranks(2, "torch", partial(_resumes, compression))
     assert all(rank["equal"] for rank in ranks)
     residuals = [torch.tensor(rank["residual"], dtype=torch.float64) for rank in ranks]
     assert all(residual.any() for residual in residuals)
@@ -250,15 +246,15 @@ def test_a_resumed_training_sends_the_same_bits_and_the_sum_of_residuals_outlive
         {"0/residual": r, "step": torch.tensor(rank["step"])}
         for r, rank in zip(residuals, ranks, strict=True)
     ]
-    texts = run_spawned(3, "torch", partial(_loads, compression, states))
-    found = sum(torch.tensor(json.loads(text), dtype=torch.float64) for text in texts)
+    loaded = run_ranks(3, "torch", partial(_loads, compression, states))
+    found = sum(torch.tensor(residual, dtype=torch.float64) for residual in loaded)
     assert torch.equal(found, residuals[0] + residuals[1])
 
 
-def _loads(compression: str, states: Any, collective: Collective, device: str, status: Status) -> str:
+def _loads(compression: str, states: Any, collective: Collective) -> Any:
     sync = _sync(collective, name=compression, **_OPTIONS[compression])
     sync.load_rank_states(states, is_same=False)
-    return json.dumps(_residual(sync).tolist())
+    return _residual(sync).tolist()
 
 
 def test_a_gang_of_one_takes_over_what_larger_ones_had_not_sent() -> None:
@@ -339,11 +335,11 @@ def test_a_matrix_of_low_rank_is_one_however_it_lies_in_memory(weights: torch.Te
 
 
 def test_the_first_steps_travel_whole_where_that_is_asked_for() -> None:
-    found = [json.loads(text) for text in run_spawned(2, "torch", _begins_later)]
+    found = run_ranks(2, "torch", _begins_later)
     assert found == [[True, True, False, False]] * 2
 
 
-def _begins_later(collective: Collective, device: str, status: Status) -> str:
+def _begins_later(collective: Collective) -> Any:
     """Whether the sum of each step is that of all gradients."""
     sync, is_whole = _sync(collective, after=2), []
     for number in range(4):
@@ -351,4 +347,4 @@ def _begins_later(collective: Collective, device: str, status: Status) -> str:
         exact = collective.all_reduce(_gradient(sync))
         sync.reduce()
         is_whole.append(bool(torch.allclose(_gradient(sync), exact)))
-    return json.dumps(is_whole)
+    return is_whole

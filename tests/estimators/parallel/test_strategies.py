@@ -5,7 +5,6 @@ The ranks of one strategy and collective run all cases in turn; each test looks 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -13,17 +12,15 @@ from typing import Any
 import pytest
 import torch
 from held_bytes import held_bytes
+from ranks import run_one, run_ranks
 from torch import nn
 
 from ringspark.estimators.collectives import COLLECTIVES, Collective
-from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.build import build_optimizer
-from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
 
 # Those whose ranks step on their own do not give the weights of one worker: see test_parameter_server.py and
@@ -218,34 +215,29 @@ def _refusals(collective: Collective) -> list[str]:
     return messages
 
 
-def _work(strategy: str, collective: Collective, device: str, status: Status) -> str:
+def _work(strategy: str, collective: Collective) -> Any:
     result: dict[str, Any] = {}
     for name, options in TRAININGS.items():
         if (strategy, name) == ("zero3", "adafactor"):
             continue
-        status.phase = name
         result[name] = _weights(_train(collective, strategy, **options))
-    status.phase = "overflow"
     result["overflow"] = _overflowing(collective, strategy)
     if strategy != "data_parallel":
         result["overflow of one element"] = _one_element(collective, strategy)
     if strategy == "zero3":
-        status.phase = "refusals"
         result["refusals"] = _refusals(collective)
-    status.phase = "bytes"
     result["bytes"] = _bytes(collective, strategy)
-    return json.dumps(result)
+    return result
 
 
 @cache
 def _results(strategy: str, collective: str) -> list[dict[str, Any]]:
-    texts = run_spawned(2, collective, partial(_work, strategy), timeout_seconds=120)
-    return [json.loads(text) for text in texts]
+    return run_ranks(2, collective, partial(_work, strategy))
 
 
 @cache
 def _alone() -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(_work("data_parallel", LocalCollective(), "cpu", Status("here")))
+    result: dict[str, Any] = run_one(partial(_work, "data_parallel"))
     return result
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
+from ranks import GANGS, run_one, run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ringspark.estimators.collectives import COLLECTIVES, Collective
-from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.base import GradientSync, PlainSync
 from ringspark.estimators.parallel.sharded.zero import ShardedSync, whole_gang
-from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
-
-GANGS = [name for name in COLLECTIVES if name != "local"]
 
 
 class Twice(nn.Module):
@@ -37,7 +33,7 @@ class Twice(nn.Module):
         return self.last(hidden) + self.precise.float().sum()  # type: ignore[no-any-return]
 
 
-def _train(is_even: bool, rounds: int | None, collective: Collective, device: str, status: Status) -> str:
+def _train(is_even: bool, rounds: int | None, collective: Collective) -> Any:
     net = Twice()
     kind = torch.optim.AdamW if is_even else torch.optim.Adafactor
     optimizer = kind(net.parameters(), lr=0.01)
@@ -63,7 +59,7 @@ def _train(is_even: bool, rounds: int | None, collective: Collective, device: st
         name: {key: torch.as_tensor(value).tolist() for key, value in own.items()}
         for name, own in sync.optimizer_state().items()
     }
-    return json.dumps([{name: p.tolist() for name, p in net.named_parameters()}, state])
+    return [{name: p.tolist() for name, p in net.named_parameters()}, state]
 
 
 def _flat(value: object) -> list[float]:
@@ -75,16 +71,27 @@ def _flat(value: object) -> list[float]:
     return [float(value)]
 
 
+CASES = [(True, 2), (False, 2), (True, None)]
+
+
+def _train_each(collective: Collective) -> list[Any]:
+    return [_train(is_even, rounds, collective) for is_even, rounds in CASES]
+
+
+@cache
+def _ranks(collective: str) -> list[Any]:
+    return run_ranks(3, collective, _train_each)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", GANGS)
-@pytest.mark.parametrize(("is_even", "rounds"), [(True, 2), (False, 2), (True, None)])
+@pytest.mark.parametrize("case", CASES)
 def test_many_buckets_and_late_gradients_give_the_weights_and_state_of_one_worker(
-    collective: str, is_even: bool, rounds: int | None
+    collective: str, case: tuple[bool, int | None]
 ) -> None:
-    work = partial(_train, is_even, rounds)
-    weights, state = json.loads(work(LocalCollective(), "cpu", Status("here")))
-    for rank, text in enumerate(run_spawned(3, collective, work, timeout_seconds=120)):
-        own_weights, own_state = json.loads(text)
+    weights, state = run_one(partial(_train, *case))
+    for rank, cases in enumerate(_ranks(collective)):
+        own_weights, own_state = cases[CASES.index(case)]
         assert _flat(own_weights) == pytest.approx(_flat(weights), abs=1e-5)
         assert own_state.keys() == (set() if rank else state.keys())
         assert _flat(own_state) == pytest.approx([] if rank else _flat(state), abs=1e-5)

@@ -17,11 +17,11 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from peak_memory import memory_use
+from ranks import run_ranks
 from refusing_disk import RefusingDisk
 from small_training import config_of
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.parallel.base import PlainSync
 from ringspark.estimators.parallel.cut import Cut, Spread
@@ -42,9 +42,8 @@ from ringspark.estimators.training.checkpoint.shards import CheckpointShard, loc
 from ringspark.estimators.training.checkpoint.snapshot import Snapshot, take_snapshot
 from ringspark.estimators.training.checkpoint.weights import read_info
 from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
-from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.worker import TrainResult, train_worker
+from ringspark.estimators.training.worker import train_worker
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
@@ -282,11 +281,11 @@ def test_a_tensor_that_no_part_has_is_missed() -> None:
         locate_tensors([{}, {}], {"w": SPREAD})
 
 
-def _refused(config: TrainConfig, collective: Collective, device: str, status: Status) -> str:
+def _refused(config: TrainConfig, collective: Collective) -> Any:
     """The second rank cannot even leave a file that says why its shard is missing."""
     fsspec.register_implementation("refusing", RefusingDisk, clobber=True)
     RefusingDisk.refuses = collective.rank == 1
-    return train_worker(config, collective, UserObjects(), device, status).to_json()
+    return train_worker(config, collective, UserObjects()).checkpoint_errors
 
 
 @pytest.mark.distributed
@@ -308,8 +307,7 @@ def test_nobody_waits_for_a_part_whose_rank_can_write_nothing(
     )
     config = check_training(config, UserObjects(), manifest).config
     config = replace(config, run_uri=f"refusing://{tmp_path}/run")
-    texts = run_spawned(2, "torch", partial(_refused, config), timeout_seconds=120)
-    errors = TrainResult.from_json(texts[0]).checkpoint_errors
+    errors = run_ranks(2, "torch", partial(_refused, config))[0]
     assert [error.split(" (")[0] for error in errors] == [
         f"the checkpoint of step {step} was not written" for step in (3, 6)
     ]
@@ -321,7 +319,7 @@ def test_nobody_waits_for_a_part_whose_rank_can_write_nothing(
 WIDTH, LAYERS = 256, 5
 
 
-def _peak(collective: Collective, device: str, status: Status) -> str:
+def _peak(collective: Collective) -> Any:
     """Bytes of this rank's weights and moments, and the most that a copy of its shard takes."""
     spec = ModelSpec("mlp", {"in_features": WIDTH, "hidden": [WIDTH] * LAYERS, "out_features": WIDTH})
     module = spec.build()
@@ -333,7 +331,7 @@ def _peak(collective: Collective, device: str, status: Status) -> str:
         sync.optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
     own = 3 * sum(p.nbytes for p in module.parameters())
     use = memory_use(lambda: take_snapshot(sync, Position(step=1), writes=collective.rank == 0))
-    return json.dumps([own, use.peak, use.kept])
+    return [own, use.peak, use.kept]
 
 
 @pytest.mark.distributed
@@ -341,7 +339,7 @@ def _peak(collective: Collective, device: str, status: Status) -> str:
 def test_each_rank_copies_its_own_part_and_one_tensor_at_most() -> None:
     one = WIDTH * WIDTH * 4
     whole = 3 * (LAYERS + 1) * one
-    for own, peak, kept in (json.loads(text) for text in run_spawned(2, "torch", _peak)):
+    for own, peak, kept in run_ranks(2, "torch", _peak):
         assert own < 0.6 * whole
         # Counts of steps, and a sum's single numbers, are no part of what a tensor takes.
         assert 0.9 * own < kept <= own + 4096

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ranks import GANGS
 from small_training import train_gang
 
-from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -19,7 +19,6 @@ from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
-GANGS = [name for name in COLLECTIVES if name != "local"]
 VOCAB, SEQ = 12, 6
 SPEC = ModelSpec(
     "transformer_lm",

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import TORCH_AND_SLOW_OTHERS
 from sklearn import metrics as reference
 from small_training import config_of, train_ranks
 from torch import nn
 from torch.nn import functional
 
 from ringspark.estimators import Callback, TrainingState, WorkerError
-from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.check.schema import check_network, find_monitor
@@ -31,7 +31,6 @@ from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
-GANGS = [name for name in COLLECTIVES if name != "local"]
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 2})
 MakeShards = Callable[..., ShardManifest]
 _config = partial(
@@ -80,7 +79,7 @@ class TwoHeads(nn.Module):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_several_labels_train_like_the_loop_one_would_write(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
@@ -130,7 +129,7 @@ def test_several_labels_train_like_the_loop_one_would_write(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_class_weights_and_row_weights_train_like_torchs_own_mean(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
@@ -155,7 +154,7 @@ def test_class_weights_and_row_weights_train_like_torchs_own_mean(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_metrics_are_those_of_all_rows_of_all_workers(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
@@ -204,7 +203,7 @@ class Diary(Callback):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_callbacks_are_called_on_every_rank_and_one_ranks_word_stops_all(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
@@ -227,7 +226,7 @@ def _zigzag(step: int, num_steps: int) -> float:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", ["local", *GANGS])
+@pytest.mark.parametrize("collective", ["local", *TORCH_AND_SLOW_OTHERS])
 def test_the_best_checkpoint_is_the_best(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
@@ -328,7 +327,7 @@ def test_a_monitor_that_the_history_will_not_have_is_refused(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_bytes_sent_are_those_of_the_ring(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
@@ -355,7 +354,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", ["local", *GANGS])
+@pytest.mark.parametrize("collective", ["local", *TORCH_AND_SLOW_OTHERS])
 def test_a_single_row_passes_batch_normalisation_and_lazy_layers_find_their_size(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
@@ -373,7 +372,7 @@ def test_a_single_row_passes_batch_normalisation_and_lazy_layers_find_their_size
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_the_held_out_loss_is_that_of_the_saved_network_with_batch_normalisation(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
@@ -420,7 +419,7 @@ class Digest(Callback):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_ranks_validate_with_equal_constants_and_buffers_of_every_dtype(
     make_shards: MakeShards,
     tmp_path: Path,
@@ -437,7 +436,7 @@ def test_ranks_validate_with_equal_constants_and_buffers_of_every_dtype(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_sparse_embeddings_train_where_a_rank_has_no_rows(
     make_shards: MakeShards, tmp_path: Path, collective: str
 ) -> None:
@@ -469,7 +468,7 @@ class OwnLookup(nn.Embedding):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_a_sparse_gradient_that_no_layer_announces_is_refused_in_a_gang(
     make_shards: MakeShards, tmp_path: Path, collective: str
 ) -> None:

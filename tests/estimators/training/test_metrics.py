@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ranks import GANGS, run_one, run_ranks
 
-from ringspark.estimators.collectives import COLLECTIVES, Collective
+from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.training.objective.metric_set import MetricSet
 from ringspark.estimators.training.objective.metrics import METRICS, check_metrics, metric_info
-from ringspark.estimators.training.phase import Status
 
 sk = pytest.importorskip("sklearn.metrics")
 pytest.importorskip("torchmetrics")
 
 CPU = torch.device("cpu")
 ROWS, BATCH = 240, 32
-GANGS = [name for name in COLLECTIVES if name != "local"]
 
 # Task, shape of the output, number of classes that occur.
 DATA = {
@@ -94,11 +91,10 @@ def _reference(data: str) -> dict[str, float]:
     }
 
 
-def _all_values(collective: Collective, device: str, status: Status) -> str:
+def _all_values(collective: Collective) -> Any:
     """Every metric over every data set: the second rank of three sees no rows at all."""
     result: dict[str, Any] = {}
     for data in DATA:
-        status.phase = data
         _, shape, _ = DATA[data]
         output, label = _data(data)
         metrics = MetricSet(_names(data), shape[-1] if len(shape) > 1 else 1, CPU)
@@ -113,11 +109,11 @@ def _all_values(collective: Collective, device: str, status: Status) -> str:
         assert metrics.compute(collective) == result[data]
         metrics.reset()
         assert all(math.isnan(value) for value in metrics.compute(collective).values())
-    return json.dumps(result)
+    return result
 
 
-def _check(text: str) -> None:
-    for data, values in json.loads(text).items():
+def _check(found: dict[str, dict[str, float]]) -> None:
+    for data, values in found.items():
         assert list(values) == _names(data)
         expected = _reference(data)
         assert set(expected) == set(values), "a metric has no reference"
@@ -128,16 +124,16 @@ def _check(text: str) -> None:
 
 
 def test_every_metric_is_scikit_learns() -> None:
-    _check(_all_values(LocalCollective(), "cpu", Status("here")))
+    _check(run_one(_all_values))
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", GANGS)
 @pytest.mark.slow
 def test_every_metric_over_ranks_is_that_of_the_joined_rows(name: str) -> None:
-    texts = run_spawned(3, name, _all_values)
-    assert texts[0] == texts[1] == texts[2]
-    _check(texts[0])
+    first, *others = run_ranks(3, name, _all_values)
+    assert others == [first, first]
+    _check(first)
 
 
 @pytest.mark.parametrize("name", METRICS)

@@ -15,24 +15,23 @@ import pytest
 import small_training
 import torch
 from earlier_settings import sync_of
+from ranks import TORCH_AND_SLOW_OTHERS, run_ranks
 from torch import nn
 
 from ringspark.estimators import WorkerError
-from ringspark.estimators.collectives import COLLECTIVES, Collective
-from ringspark.estimators.launch.local import run_spawned, train_here
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.history import read_history
 from ringspark.estimators.training.non_finite import FirstBadLoss, NonFiniteStep, raise_first_bad
-from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
-GANGS = [name for name in COLLECTIVES if name != "local"]
 MakeShards = Callable[..., ShardManifest]
 # Row 37 of 80, in the order of the files: step 3 of 16 rows each, in every epoch.
 BAD_ROW = 37
@@ -279,23 +278,19 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _gang(
-    configs: dict[str, TrainConfig], last: TrainConfig, collective: Collective, device: str, status: Status
-) -> str:
+def _gang(configs: dict[str, TrainConfig], last: TrainConfig, collective: Collective) -> None:
     """Every skip; a rollback; then the policy that ends the gang."""
     results = {
-        name: train_worker(
-            config, collective, objects(bursts=int(name == "rollback")), device, status
-        ).to_json()
+        name: train_worker(config, collective, objects(bursts=int(name == "rollback"))).to_json()
         for name, config in configs.items()
     }
     Path(last.run_uri).mkdir(exist_ok=True)
     (Path(last.run_uri) / f"{collective.rank}.json").write_text(json.dumps(results))
-    return train_worker(last, collective, objects(), device, status).to_json()
+    train_worker(last, collective, objects())
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_two_ranks_decide_together(make_shards: MakeShards, tmp_path: Path, collective: str) -> None:
     bad, good = data(make_shards, name="bad"), data(make_shards, bad=None, name="good")
     gang: dict[str, Any] = {"num_workers": 2, "collective": collective}
@@ -313,7 +308,7 @@ def test_two_ranks_decide_together(make_shards: MakeShards, tmp_path: Path, coll
     }
     last = replace(configs["plain"], run_uri=str(tmp_path / "last"), on_non_finite="stop")
     with pytest.raises(WorkerError, match=r"not finite in epoch 1, step 3 on rank [01]; lower"):
-        run_spawned(2, collective, partial(_gang, configs, last), timeout_seconds=120)
+        run_ranks(2, collective, partial(_gang, configs, last))
     ranks = [json.loads((tmp_path / "last" / f"{rank}.json").read_text()) for rank in (0, 1)]
     for name in configs:
         first, second = (TrainResult.from_json(results[name]) for results in ranks)

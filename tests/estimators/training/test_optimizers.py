@@ -12,12 +12,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from ranks import GANGS, run_one, run_ranks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ringspark.estimators.collectives import COLLECTIVES, Collective
-from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.data.data_parallel import synchronize
 from ringspark.estimators.parallel.optimizer_state import load_by_name, state_by_name
 from ringspark.estimators.training.build import build_optimizer
@@ -25,9 +24,6 @@ from ringspark.estimators.training.optimizers.adam1bit import Adam1bit
 from ringspark.estimators.training.optimizers.adam8bit import BLOCK_SIZE, Quantizer, make_levels
 from ringspark.estimators.training.optimizers.groups import check_groups, group_parameters
 from ringspark.estimators.training.optimizers.registry import ELEMENTWISE, OPTIMIZERS, make_optimizer
-from ringspark.estimators.training.phase import Status
-
-GANGS = [name for name in COLLECTIVES if name != "local"]
 
 
 def _module() -> nn.Module:
@@ -595,13 +591,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, list[dict[str, Any]]]] = {
 }
 
 
-def _weights(collective: Collective, device: str, status: Status) -> str:
+def _weights(collective: Collective) -> Any:
     """The weights after five steps over twelve rows dealt out to the ranks, for each case."""
     warnings.filterwarnings("ignore", "optimizer leaves out")
     rows = torch.randn(5, 12, 3, generator=torch.Generator().manual_seed(1))
     result = {}
     for name, (make, spec, groups) in CASES.items():
-        status.phase = name
         module = make()
         sync = synchronize(module, build_optimizer(spec, module, groups, 0.005, 0.1), collective)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -613,15 +608,15 @@ def _weights(collective: Collective, device: str, status: Status) -> str:
             sync.reduce()
             sync.step(scaler)
         result[name] = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
-    return json.dumps(result)
+    return result
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", GANGS)
 def test_factories_and_our_own_optimizers_train_alike_on_several_ranks(name: str) -> None:
-    expected = json.loads(_weights(LocalCollective(), "cpu", Status("here")))
-    for text in run_spawned(2, name, _weights):
-        for case, weights in json.loads(text).items():
+    expected = run_one(_weights)
+    for text in run_ranks(2, name, _weights):
+        for case, weights in text.items():
             # Gradients summed in another order may round to another of 256 levels.
             tolerance = 2e-3 if "8bit" in case else 1e-5
             difference = torch.tensor(weights) - torch.tensor(expected[case])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import GANGS, run_one, run_ranks
 from small_training import config_of
 from torch import nn
 
-from ringspark.estimators.collectives import COLLECTIVES, Collective
+from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.inference.evaluate import Evaluation
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.objective.metric_set import MetricSet
 from ringspark.estimators.training.objective.own_metrics import (
@@ -27,7 +26,6 @@ from ringspark.estimators.training.objective.own_metrics import (
     name_metrics,
     try_metric,
 )
-from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.pipelines import ShardManifest
 
@@ -37,7 +35,6 @@ regression = pytest.importorskip("torchmetrics.regression")
 
 CPU = torch.device("cpu")
 ROWS, BATCH = 240, 32
-GANGS = [name for name in COLLECTIVES if name != "local"]
 
 
 class Spread(torchmetrics.Metric):  # type: ignore[misc,name-defined]
@@ -147,11 +144,10 @@ def _set(name: str) -> MetricSet:
     return MetricSet(["own"], width, CPU, own={"own": (metric, found.per_row)})
 
 
-def _values(collective: Collective, device: str, status: Status) -> str:
+def _values(collective: Collective) -> Any:
     """Every case, its second half after a save and a load; the second rank of three sees no rows."""
     result = {}
     for name, (_, data) in CASES.items():
-        status.phase = name
         outputs, labels = _data(data)
         dealt = [slice(0, ROWS)] if collective.size == 1 else [slice(0, 50), slice(50, 50), slice(50, ROWS)]
         mine = dealt[collective.rank]
@@ -169,16 +165,15 @@ def _values(collective: Collective, device: str, status: Status) -> str:
         assert straight.compute(collective)["own"] == metrics.compute(collective)["own"] == result[name]
         metrics.reset()
         assert math.isnan(metrics.compute(collective)["own"])
-    return json.dumps(result)
+    return result
 
 
-def _check(text: str) -> None:
-    values = json.loads(text)
+def _check(values: dict[str, float]) -> None:
     assert values == {name: pytest.approx(_reference(name), rel=2e-5) for name in CASES}
 
 
 def test_a_metric_over_batches_is_that_of_all_rows() -> None:
-    _check(_values(LocalCollective(), "cpu", Status("here")))
+    _check(run_one(_values))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -198,9 +193,9 @@ def test_states_of_ranks_that_are_gone_count_beside_new_rows(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GANGS)
 def test_a_metric_over_ranks_is_that_of_the_joined_rows(name: str) -> None:
-    texts = run_spawned(3, name, _values)
-    assert texts[0] == texts[1] == texts[2]
-    _check(texts[0])
+    first, *others = run_ranks(3, name, _values)
+    assert others == [first, first]
+    _check(first)
 
 
 def test_the_object_that_was_given_stays_as_it_is() -> None:

@@ -13,17 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_training import config_of, weights_of
+from ranks import GANGS, TORCH_AND_SLOW_OTHERS, run_ranks
+from small_training import config_of, train_ranks, weights_of
 from torch import nn
 
-from ringspark.estimators import user_code
-from ringspark.estimators.collectives import COLLECTIVES, Collective
-from ringspark.estimators.launch.local import run_spawned, train_here
-from ringspark.estimators.launch.train_task import TrainTask
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.check.driver import check_training
-from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import (
     MIN_SCALE,
     NORMS,
@@ -37,7 +34,6 @@ from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.typed_json import record
 
 CPU = torch.device("cpu")
-GANGS = [name for name in COLLECTIVES if name != "local"]
 MakeShards = Callable[..., ShardManifest]
 
 NORM_LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -186,7 +182,7 @@ def test_a_rank_without_any_gradient_takes_its_step() -> None:
     assert (scaler.skipped_steps, weight.item()) == (0, 1.0)
 
 
-def _sharded_scaler(collective: Collective, device: str, status: Status) -> str:
+def _sharded_scaler(collective: Collective) -> Any:
     """Each rank has a gradient of its own; only rank 1's overflows, in the second step."""
     scaler = LossScaler("fp16", CPU, lambda found: collective.all_reduce(found, "max"), init_scale=8.0)
     weight, optimizer = _one_weight()
@@ -194,14 +190,13 @@ def _sharded_scaler(collective: Collective, device: str, status: Status) -> str:
     for step in range(3):
         _scaled_step(scaler, weight, optimizer, math.inf if step == collective.rank == 1 else 1.0)
         skipped.append(scaler.skipped)
-    return json.dumps([skipped, scaler.current_scale, weight.item()])
+    return [skipped, scaler.current_scale, weight.item()]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", GANGS)
+@pytest.mark.parametrize("name", TORCH_AND_SLOW_OTHERS)
 def test_ranks_with_parts_of_the_gradients_skip_together(name: str) -> None:
-    for text in run_spawned(2, name, _sharded_scaler):
-        skipped, scale, weight = json.loads(text)
+    for skipped, scale, weight in run_ranks(2, name, _sharded_scaler):
         assert skipped == [False, True, False]
         assert scale == 4.0
         assert weight == pytest.approx(0.8)
@@ -291,9 +286,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(
         max_grad_norm=10.0,
     )
     objects = UserObjects(module=_Net(), callbacks=(_Watch(),))
-    config = check_training(config, objects, manifest).config
-    texts = run_spawned(2, collective, TrainTask(config=config, objects=user_code.dumps(objects)))
-    results = [TrainResult.from_json(text) for text in texts]
+    results = train_ranks(config, objects)
     for result in results:
         assert [record.skipped_steps for record in result.history] == [1, 1]
         assert result.steps == 10

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,15 +15,14 @@ import pytest
 import torch
 from earlier_settings import sync_of
 from peak_memory import memory_use
+from ranks import run_ranks
 from small_training import config_of
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.in_process import run_in_turns
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.rank_state import RankState, gather_ranks
 from ringspark.estimators.training.checkpoint.resume import Recovery
-from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.worker import train_worker
 from ringspark.models import ModelSpec
@@ -36,7 +34,7 @@ STATE_BYTES = 2 * WIDTH * WIDTH * 4
 MakeShards = Callable[..., ShardManifest]
 
 
-def _peaks(config: TrainConfig, collective: Collective, device: str, status: Status) -> str:
+def _peaks(config: TrainConfig, collective: Collective) -> dict[str, int]:
     """Trains a step, and the rest from its checkpoint; returns the most bytes of `save` and `load`."""
     found = {}
 
@@ -49,8 +47,8 @@ def _peaks(config: TrainConfig, collective: Collective, device: str, status: Sta
     measure("save", Recovery.save)
     measure("load", Recovery.load)
     for epochs in (1, 2):
-        train_worker(replace(config, epochs=epochs), collective, None, device, status)
-    return json.dumps(found)
+        train_worker(replace(config, epochs=epochs), collective)
+    return found
 
 
 @pytest.mark.distributed
@@ -69,8 +67,7 @@ def test_a_rank_holds_the_state_of_one_other_rank_at_most(make_shards: MakeShard
         checkpoint_every_steps=1,
         collective="torch",
     )
-    texts = run_spawned(5, "torch", partial(_peaks, config), timeout_seconds=120)
-    peaks = [json.loads(text) for text in texts]
+    peaks = run_ranks(5, "torch", partial(_peaks, config))
     assert {name for own in peaks for name in own} == {"save", "load"}
     assert max(peak for own in peaks for peak in own.values()) < 3 * STATE_BYTES, peaks
 

@@ -11,6 +11,8 @@ import json
 import os
 import platform
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 import small_training
 import torch
 from safetensors.torch import load_file, save_file
+from written_shards import written
 
 from ringspark.estimators.options.sync import Zero
 from ringspark.models import ModelSpec
@@ -66,20 +69,33 @@ def table() -> dict[str, np.ndarray]:
     }
 
 
-def trained(manifest: Any, run_uri: Path, name: str) -> torch.Tensor:
-    """Returns all parameters after 50 steps on 2 ranks, 1-D."""
-    collective, variant = name.split("-")
-    changes = {"collective": collective, "num_workers": 2, "model": MODEL.to_json(), "weight_column": "w"}
-    config = small_training.config_of(manifest, run_uri, **changes, **VARIANTS[variant])
-    result = small_training.train_gang(config)
-    assert result.steps == 50
-    return small_training.weights_of(result, MODEL.build())
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, torch.Tensor]]:
+    """Returns all parameters after 50 steps on 2 ranks, 1-D, of each variant on a collective."""
+    folder = tmp_path_factory.mktemp("recorded")
+    manifest = written(folder / "shards", table(), num_files=1)
+
+    @cache
+    def train(collective: str) -> dict[str, torch.Tensor]:
+        changes = {"collective": collective, "num_workers": 2, "model": MODEL.to_json(), "weight_column": "w"}
+        configs = {
+            name: small_training.config_of(manifest, folder / name, **changes, **VARIANTS[name.split("-")[1]])
+            for name in CASES
+            if name.startswith(collective)
+        }
+        results = small_training.train_in_turn(configs)
+        assert {result.steps for result in results.values()} == {50}
+        return {name: small_training.weights_of(result, MODEL.build()) for name, result in results.items()}
+
+    return train
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", CASES)
-def test_weights_are_those_of_the_record(name: str, make_shards: Any, tmp_path: Path) -> None:
-    weights = trained(make_shards(table(), num_files=1), tmp_path / "run", name)
+def test_weights_are_those_of_the_record(
+    name: str, trained: Callable[[str], dict[str, torch.Tensor]]
+) -> None:
+    weights = trained(name.split("-")[0])[name]
     if os.environ.get("RINGSPARK_RECORD"):
         known = load_file(RECORD) if RECORD.exists() else {}
         save_file(known | {name: weights}, RECORD)

@@ -20,21 +20,20 @@ import pytest
 import small_training
 import torch
 from fsspec.implementations.local import LocalFileSystem
+from ranks import GANGS, run_ranks
 from torch import nn
 
-from ringspark.estimators.collectives import COLLECTIVES, Collective
-from ringspark.estimators.launch.local import run_spawned, train_here
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.history import EpochRecord, read_history
-from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.pipelines import ShardManifest
 
-GANGS = [name for name in COLLECTIVES if name != "local"]
 MakeShards = Callable[..., ShardManifest]
 
 
@@ -278,24 +277,22 @@ def _gang(
     begun: TrainConfig,
     to_begin: TrainConfig,
     collective: Collective,
-    device: str,
-    status: Status,
-) -> str:
+) -> Any:
     """Each case undisturbed and stopped; then a run that one rank began; then the start of one."""
     results: dict[str, list[str]] = {}
     for name, config in configs.items():
         undisturbed = replace(config, run_uri=f"{config.run_uri}-plain")
         with_checkpoints = replace(config, checkpoint_every_steps=3, checkpoint_every_epochs=1)
-        expected = train_worker(undisturbed, collective, objects(), device, status)
+        expected = train_worker(undisturbed, collective, objects())
         for at in (4, 11):
             with pytest.raises(RuntimeError, match="stopped"):
-                train_worker(with_checkpoints, collective, objects(at), device, status)
-        result = train_worker(with_checkpoints, collective, objects(), device, status)
+                train_worker(with_checkpoints, collective, objects(at))
+        result = train_worker(with_checkpoints, collective, objects())
         results[name] = [expected.to_json(), result.to_json()]
-    results["begun"] = [train_worker(begun, collective, objects(dropout=0.0), device, status).to_json()]
+    results["begun"] = [train_worker(begun, collective, objects(dropout=0.0)).to_json()]
     with pytest.raises(RuntimeError, match="stopped"):
-        train_worker(to_begin, collective, objects(8, dropout=0.0), device, status)
-    return json.dumps(results)
+        train_worker(to_begin, collective, objects(8, dropout=0.0))
+    return results
 
 
 def _checked(config: TrainConfig) -> TrainConfig:
@@ -322,7 +319,7 @@ def test_two_ranks_go_on_to_the_bit_and_other_numbers_of_them_on_the_same_rows(
     stopped(begun, 8, dropout=0.0)
     to_begin = config_of(manifest, tmp_path / "to_begin", **changes)
     work = partial(_gang, configs, _checked(replace(begun, **gang)), _checked(replace(to_begin, **gang)))
-    texts = [json.loads(text) for text in run_spawned(2, collective, work, timeout_seconds=120)]
+    texts = run_ranks(2, collective, work)
     for name in configs:
         expected, result = (TrainResult.from_json(text) for text in texts[0][name])
         assert result.resumed_steps == (3, 10), name

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import GANGS, TORCH_AND_SLOW_OTHERS
 from small_training import config_of, train_gang, weights_of
 from torch import nn
 
 from ringspark.estimators import WorkerError
-from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.check.probe import PROBE_ROWS
@@ -29,7 +29,6 @@ from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
-GANGS = [name for name in COLLECTIVES if name != "local"]
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [16, 16], "out_features": 1})
 MakeShards = Callable[..., ShardManifest]
 _config = partial(config_of, model=SPEC.to_json())
@@ -85,7 +84,7 @@ class _Logarithm(nn.Module):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_a_rank_without_rows_adds_exactly_nothing(
     make_shards: MakeShards, tmp_path: Path, collective: str
 ) -> None:
@@ -103,7 +102,7 @@ def _seeded() -> nn.Module:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_row_weights_count_over_the_global_batch(
     make_shards: MakeShards, tmp_path: Path, collective: str
 ) -> None:
@@ -130,7 +129,7 @@ def test_integer_weights_equal_repeated_rows(make_shards: MakeShards, tmp_path: 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_two_runs_with_one_seed_are_bitwise_equal(
     make_shards: MakeShards, tmp_path: Path, collective: str
 ) -> None:
@@ -155,7 +154,7 @@ def test_micro_batches_give_the_step_of_the_whole_batch(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_micro_batches_on_two_workers(make_shards: MakeShards, tmp_path: Path, collective: str) -> None:
     manifest = make_shards(_columns(197))
     whole = train_here(_config(manifest, tmp_path / "a", max_grad_norm=0.1))

@@ -22,18 +22,17 @@ import psutil
 import pytest
 import torch
 from earlier_settings import sync_of
+from ranks import run_ranks
 from torch import nn
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import Collective, CollectiveError
 from ringspark.estimators.collectives.base import ConnectedMember, gather_bytes
 from ringspark.estimators.collectives.rendezvous.channel import prove_as_client
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.options.sync import ParameterServer
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.build import build_optimizer
-from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.extras.asynchronous import wire
 from ringspark.extras.asynchronous.links import OwnLink, RemoteLink
@@ -268,30 +267,23 @@ def _refusals(collective: Collective) -> str:
     return ""
 
 
-def _work(collective: Collective, device: str, status: Status) -> str:
+def _work(collective: Collective) -> Any:
     result: dict[str, Any] = {}
     for optimizer in OPTIMIZERS:
-        status.phase = f"in step, {optimizer}"
         result[optimizer] = _in_step(collective, optimizer)
     for name, consistency in APART.items():
-        status.phase = name
         result[name] = _apart(collective, consistency)
-    status.phase = "literal"
     result["literal"] = _literal(collective)
-    status.phase = "convex"
     result["convex"] = _convex(collective)
-    status.phase = "unusual"
     result["unusual"] = _unusual(collective)
-    status.phase = "refusals"
     result["refusals"] = _refusals(collective)
-    status.phase = "leaving"
     result["left over"] = _left_over(collective)
-    return json.dumps(result)
+    return result
 
 
 @cache
 def _results(size: int, collective: str) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in run_spawned(size, collective, _work, timeout_seconds=120)]
+    return run_ranks(size, collective, _work, timeout_seconds=120)
 
 
 GANGS = [(2, "torch"), (3, "torch"), pytest.param(2, "horovod", marks=pytest.mark.slow)]
@@ -393,7 +385,7 @@ def _loses_rank_1(consistency: dict[str, Any], folder: str, collective: Collecti
 @pytest.mark.parametrize("name", ["ssp", "asp", "hogwild"])
 def test_a_rank_that_is_gone_ends_the_others_and_is_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="was killed") as caught:
-        run_spawned(2, "torch", partial(_loses_rank_1, APART[name], str(tmp_path)), timeout_seconds=60)
+        run_ranks(2, "torch", partial(_loses_rank_1, APART[name], str(tmp_path)), timeout_seconds=60)
     assert {failure.rank: failure.from_peer for failure in caught.value.failures} == {0: True, 1: False}
     assert "rank 1" in (tmp_path / "told").read_text()
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from earlier_settings import sync_of
+from ranks import run_ranks
 from safetensors.torch import load, save
 from torch import nn
 
@@ -23,11 +24,9 @@ from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.sharing_member import SharingMember
 from ringspark.estimators.collectives.traffic import Member
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.build import build_optimizer
-from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.extras.local_sgd.compact_sum import start_average
 from ringspark.extras.local_sgd.flat_weights import FlatWeights
@@ -132,10 +131,9 @@ def _resumed(collective: Collective, setting: Any, optimizer: str, at: int) -> l
     return _steps(after, collective, at, EPOCHS * len(ROWS))
 
 
-def _work(collective: Collective, device: str, status: Status) -> str:
+def _work(collective: Collective) -> Any:
     results: dict[str, Any] = {}
     for name, (setting, optimizer) in CASES.items():
-        status.phase = name
         sync = _sync(collective, setting, optimizer)
         sent = collective.bytes_sent
         history = _steps(sync, collective, 0, EPOCHS * len(ROWS))
@@ -154,7 +152,6 @@ def _work(collective: Collective, device: str, status: Status) -> str:
         sent = collective.bytes_sent
         average = start_average(values, [300, 1, 0, 99], collective, form, f"compact.{form}")()
         results["compact"][form] = {"average": average.tolist(), "sent": collective.bytes_sent - sent}
-    status.phase = "by the network"
     assert isinstance(collective, SharingMember)
     collective.share(None)
     results["by network"] = {}
@@ -171,7 +168,7 @@ def _work(collective: Collective, device: str, status: Status) -> str:
                     values[1] = bad
                 average = start_average(values, [3, 1], collective, form, f"bad.{form}")()
                 results["not finite"][f"{form} {bad} {rank}"] = average.isfinite().tolist()
-    return json.dumps(results)
+    return results
 
 
 def _outer_gradient(rank: int) -> torch.Tensor:
@@ -183,7 +180,7 @@ def _outer_gradient(rank: int) -> torch.Tensor:
 
 @cache
 def _results(collective: str) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in run_spawned(SIZE, collective, _work, timeout_seconds=120)]
+    return run_ranks(SIZE, collective, _work, timeout_seconds=120)
 
 
 def _simulated(setting: Any, optimizer: str) -> list[list[list[float]]]:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.pipeline import PipelineOptions, PipelinePasses, pipelined
 from ringspark.estimators.parallel.model.pipeline.actions import Kind
 from ringspark.estimators.parallel.model.pipeline.cutting import measured_costs, parameter_counts
 from ringspark.estimators.parallel.model.pipeline.sections import Section, lengths_of, sections_of
-from ringspark.estimators.training.phase import Status
 from ringspark.models import Link, ModelSpec, add_loss, apply_activation_checkpoint
 from ringspark.models.chain import links_of, run_links
 from ringspark.models.reports import collect_reports
@@ -119,7 +117,7 @@ def _compare(whole: nn.Module, passes: PipelinePasses, rows: list[tuple[torch.Te
     return max(found)
 
 
-def _gradients(collective: Collective, device: str, status: Status, *, cases: Sequence[Any]) -> str:
+def _gradients(collective: Collective, *, cases: Sequence[Any]) -> Any:
     mesh = RankMesh.of(collective, {"pipeline": collective.size})
     found: dict[str, float] = {}
     for name, schedule, chunks, options in cases:
@@ -140,13 +138,13 @@ def _gradients(collective: Collective, device: str, status: Status, *, cases: Se
                 num = len(rows) * min(chunks, micros[0][0].shape[1])
                 forward = [t for t in passes.timeline if t.action.kind is Kind.FORWARD]
                 assert len(forward) == num + 2 * len(rows) * (chunks > 1)  # each chunk, the head and its loss
-    return json.dumps(found)
+    return found
 
 
 def _check(size: int, cases: Sequence[Any]) -> None:
-    for text in run_spawned(size, "torch", partial(_gradients, cases=cases)):
-        assert len(json.loads(text)) == 2 * len(cases)
-        assert max(json.loads(text).values()) < 1e-6, text
+    for text in run_ranks(size, "torch", partial(_gradients, cases=cases)):
+        assert len(text) == 2 * len(cases)
+        assert max(text.values()) < 1e-6, text
 
 
 def test_two_stages_in_chunks_have_the_gradients_of_one_process() -> None:
@@ -186,7 +184,7 @@ def test_more_stages_in_chunks_have_the_gradients_of_one_process(size: int) -> N
     _check(size, [*cases, ("between", "1f1b", 3, {"cuts": ["2", "4", "5"][: size - 1]})])
 
 
-def _late(collective: Collective, device: str, status: Status, *, schedule: str) -> str:
+def _late(collective: Collective, *, schedule: str) -> Any:
     """Trains with late gradients, on whole rows and in chunks; returns the largest difference of weights."""
     mesh = RankMesh.of(collective, {"pipeline": collective.size})
     weights = []
@@ -204,14 +202,14 @@ def _late(collective: Collective, device: str, status: Status, *, schedule: str)
         weights.append(torch.cat([p.detach().flatten() for p in passes.network.parameters()]))
     start = torch.cat([p.detach().flatten() for p in _network("lstm").parameters()])
     assert not torch.isin(weights[0], start).all()
-    return json.dumps(float((weights[1] - weights[0]).abs().max()))
+    return float((weights[1] - weights[0]).abs().max())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
 def test_late_gradients_are_the_same_in_chunks(schedule: str) -> None:
-    for text in run_spawned(2, "torch", partial(_late, schedule=schedule)):
-        assert json.loads(text) < 1e-6
+    for text in run_ranks(2, "torch", partial(_late, schedule=schedule)):
+        assert text < 1e-6
 
 
 @pytest.mark.slow  # Torch's orders bring its compiler along.

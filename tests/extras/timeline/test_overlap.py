@@ -16,15 +16,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import GANGS, run_ranks
 from small_training import config_of, train_ranks
 from torch import nn
 from waiting import wait_for
 
 from ringspark.estimators import WorkerError
-from ringspark.estimators.collectives import COLLECTIVES, Collective, CollectiveError
+from ringspark.estimators.collectives import Collective, CollectiveError
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.operation_times import OperationTime
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.observation.overlap import (
@@ -36,7 +36,6 @@ from ringspark.estimators.training.observation.overlap import (
     union,
 )
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE, now_ns
-from ringspark.estimators.training.phase import Status
 from ringspark.extras.timeline.clocks import ClockOffset, SharedMoment
 from ringspark.extras.timeline.span_file import OperationSpan, RankSpans, StepSpans
 from ringspark.extras.timeline.trace import chrome_trace, slices_of, spans_of, time_shares
@@ -44,7 +43,6 @@ from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
 WATCHER = "ringspark-operations"
-GANGS = [name for name in COLLECTIVES if name != "local"]
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [16, 16], "out_features": 1})
 MakeShards = Callable[..., ShardManifest]
 
@@ -156,7 +154,7 @@ class Training:
         return [(begin, end)]
 
 
-def _noted_steps(collective: Collective, device: str, status: Status) -> str:
+def _noted_steps(collective: Collective) -> Any:
     """What trainings note, in buckets and flat, and whether their weights are those of unwatched ones."""
     told: dict[str, Any] = {}
     for name, bucket_bytes in CASES.items():
@@ -188,7 +186,7 @@ def _noted_steps(collective: Collective, device: str, status: Status) -> str:
     (scattered,) = collective.operations.take()
     told["part"] = part.tolist()
     told["scattered"] = [scattered.name, scattered.begin_ns <= scattered.end_ns, len(scattered.blocked)]
-    return json.dumps(told)
+    return told
 
 
 @pytest.mark.distributed
@@ -197,8 +195,7 @@ def test_ranks_note_each_bucket_and_sum_the_same_bits(
     collective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RINGSPARK_SHARED_MEMORY", "0")
-    for rank, text in enumerate(run_spawned(2, collective, _noted_steps)):
-        told = json.loads(text)
+    for rank, told in enumerate(run_ranks(2, collective, _noted_steps)):
         buckets, flat = told["buckets"], told["flat"]
         assert buckets["names"] == ["gradients.0", "gradients.1", "gradients.2"]
         assert flat["names"] == ["gradients.0"]
@@ -222,8 +219,7 @@ def test_ranks_note_each_bucket_and_sum_the_same_bits(
 @pytest.mark.distributed
 def test_through_shared_memory_nothing_is_hidden() -> None:
     """There a sum takes place when it is waited for."""
-    for text in run_spawned(2, "torch", _noted_steps):
-        told = json.loads(text)
+    for told in run_ranks(2, "torch", _noted_steps):
         assert told["buckets"]["hidden"] == told["flat"]["hidden"] == [0, 0, 0]
         assert told["chosen"]["names"] == ["gradients.0"]
         assert min(told["buckets"]["total"]) > 0
@@ -234,7 +230,7 @@ def _sockets() -> int:
     return sum("socket:" in os.readlink(link) for link in links if os.path.islink(link))
 
 
-def _leaves_a_sum(path: str, notes: bool, collective: Collective, device: str, status: Status) -> str:
+def _leaves_a_sum(path: str, notes: bool, collective: Collective) -> str:
     """Rank 0 leaves with a sum under way that rank 1 never begins; it writes down what it holds then."""
     collective.barrier()
     if collective.rank == 1:
@@ -263,7 +259,7 @@ def test_a_rank_that_leaves_keeps_no_thread_and_no_connection(
     for notes in (False, True):
         path = tmp_path / f"told-{notes}"
         with pytest.raises(WorkerError):
-            run_spawned(2, collective, partial(_leaves_a_sum, str(path), notes), timeout_seconds=20)
+            run_ranks(2, collective, partial(_leaves_a_sum, str(path), notes), timeout_seconds=20)
         told[notes] = json.loads(path.read_text())
     assert not told[False]["looked"]
     assert told[True]["looked"]

@@ -14,16 +14,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
 from small_training import config_of, train_ranks, weights_of
 from torch import nn
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import COLLECTIVES, Collective
-from ringspark.estimators.launch.local import run_spawned, train_here
+from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.observation import background_file
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE, now_ns
-from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.timeline import rank_timeline as timeline
 from ringspark.extras.timeline.clocks import ClockOffset, SharedMoment, measure_offset, offset_at
@@ -54,18 +54,18 @@ def manifest(make_shards: MakeShards) -> ShardManifest:
 # ------------------------------------------------------------------------------ clocks
 
 
-def _compare_shifted(collective: Collective, device: str, status: Status) -> str:
+def _compare_shifted(collective: Collective) -> Any:
     """Rank 1's clock is 5 s ahead, and rank 2's 10 s behind."""
     shift = (0, SHIFT_NS, -2 * SHIFT_NS)[collective.rank]
     found, moment = measure_offset(collective, lambda: now_ns() + shift)
-    return json.dumps([found.offset_ns - shift, found.error_ns, moment.unix_ns])
+    return [found.offset_ns - shift, found.error_ns, moment.unix_ns]
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", GANGS)
 def test_a_shifted_clock_is_found_within_its_own_bound(collective: str) -> None:
     """The ranks of one host have one clock, so the shift is the whole difference."""
-    first, *others = [json.loads(text) for text in run_spawned(3, collective, _compare_shifted)]
+    first, *others = run_ranks(3, collective, _compare_shifted)
     assert first[:2] == [0, 0]
     for wrong_by, error, unix in others:
         assert abs(wrong_by) <= error < SHIFT_NS / 10

@@ -1,7 +1,7 @@
-"""Inputs that must be refused, one row each: what is done, and what the one sentence must say.
+"""Inputs that must be refused: each row does something and gives patterns of the error message.
 
-`test_bad_inputs.py` asserts every row, `tests/benchmarks/bad_inputs.py` times them. A row's `do` gets a
-`Place` with a table, shards, a model and a saved one, and must raise its error.
+`test_bad_inputs.py` asserts every row, `tests/benchmarks/bad_inputs.py` times them. A row's `do` takes a
+`Place`, which has a table, shards, a model and a saved model, and must raise the row's error.
 
 To add a row, put it into the list of its subject; `python tests/benchmarks/bad_inputs.py` shows its message.
 """
@@ -34,7 +34,7 @@ BAD_INPUTS = [
     *TABLES,
 ]
 
-# Names of the rows whose check is in `ringspark.extras`.
+# Names of the rows that `ringspark.extras` refuses.
 OF_EXTRAS = frozenset(
     ["mesh: with compression", "mesh: planned, and none fits", *(row.name for row in WINDOWS)]
 )

@@ -119,7 +119,7 @@ TEXTS = [
 
 
 def words_of(place: Place, **settings: Any) -> Any:
-    """A fit on the column `text` by a tokenizer of whole words, which adds two tokens to each."""
+    """Fits on the column `text` with a tokenizer of words that adds two tokens to each text."""
     words = {"?": 0, "<": 1, ">": 2}
     made = Tokenizer(tokenizer_models.WordLevel(words, unk_token="?"))
     made.post_processor = processors.BertProcessing((">", 2), ("<", 1))
@@ -156,7 +156,7 @@ def windows(**params: Any) -> Any:
 
 
 def fit_windows(place: Place, **changes: Any) -> Any:
-    """A fit on windows over the table's rows, each with some Params changed."""
+    """Fits on windows over the table's rows, with some Params changed."""
     params = {"keyCols": "never", "timeCol": "many", "valueCols": "half", "steps": 2} | changes
     table = place.table.drop("features").withColumn("zero_whole", F.col("zero").cast("int"))
     return place.fit(run=lambda estimator: estimator.fit(windows(**params).transform(table)))

@@ -44,7 +44,7 @@ JOB_LINES = [
 
 
 def with_unfinished_run(place: Place) -> str:
-    """A job's folder in which a training has left a checkpoint."""
+    """Returns a job's folder that has a checkpoint of a training."""
 
     def damage(folder: Path) -> None:
         found = list(folder.iterdir())

@@ -128,7 +128,7 @@ def three_heads() -> ModelSpec:
 
 
 class Counting(CountingLayer):
-    """Counts what it sees, and does not know of parts of rows."""
+    """Counts its inputs; cannot count shards of rows."""
 
     num_counts = 1
 

@@ -80,7 +80,7 @@ def other_network(description: dict[str, Any]) -> dict[str, Any]:
 
 
 class Line(nn.Linear):
-    """A network of a class of the user's own."""
+    """A network of a user's class."""
 
 
 def saved_with_code(place: Place) -> str:
@@ -88,7 +88,7 @@ def saved_with_code(place: Place) -> str:
 
 
 def saved_estimator(place: Place, damage: Callable[[Path], None]) -> str:
-    """An estimator whose network is described in JSON, after some damage."""
+    """Saves an estimator with a network in JSON, and damages it."""
 
     def save(folder: Path) -> None:
         TorchClassifier(model=nn.Linear(2, 1)).save(str(folder))
@@ -98,7 +98,7 @@ def saved_estimator(place: Place, damage: Callable[[Path], None]) -> str:
 
 
 def saved_program(place: Place, damage: Callable[[Path], None] = lambda folder: None) -> str:
-    """A model whose network is a program, after some damage."""
+    """Saves a model with a program as its network, and damages it."""
 
     def save(folder: Path) -> None:
         module = Line(2, 1)

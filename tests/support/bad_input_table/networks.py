@@ -64,7 +64,7 @@ NETWORKS = [
 
 
 def columns(width: int) -> tuple[Any, Any]:
-    """A batch for `plan_memory`."""
+    """Returns a batch for `plan_memory`."""
     return (((4, width), "float32"), ((4,), "float32"))
 
 
@@ -114,7 +114,7 @@ FINETUNING = [
 
 
 class Doubled(nn.Linear):
-    """A layer with a forward of its own."""
+    """A linear layer that overrides `forward`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)

@@ -1,4 +1,4 @@
-"""What the rows of the table use: the row itself, a `Place` to run it in, and damage to its files."""
+"""A row of the table, the `Place` in which it runs, and functions that damage its files."""
 
 import json
 import re
@@ -27,15 +27,15 @@ NUMBERS = ["broken", "endless", "many", "half", "negative", "zero"]
 
 
 class RefusedError(Exception):
-    """What a job printed in place of its work."""
+    """Error that a job printed."""
 
 
 class Place:
-    """What the rows use. `root` is new for each of them; what it holds, `prepared` has put there.
+    """The data of all rows, and an empty folder `root` for each row.
 
     Attributes:
-        table: 60 rows with columns of all sorts.
-        storage: `storageUri` of the fits: an empty folder, which every row leaves empty.
+        table: 60 rows with columns of many types.
+        storage: `storageUri` of the fits: an empty folder that stays empty.
     """
 
     def __init__(self, spark: Any, folder: Path) -> None:
@@ -76,7 +76,7 @@ class Place:
         self.before = self.holds()
 
     def prepared(self, copy_of: str = "", damage: Callable[[Path], Any] | None = None) -> str:
-        """A folder for the row: empty, or a copy of the "shards", the "run" or the "saved" model."""
+        """Makes a folder: empty, or a copy of the "shards", the "run" or the "saved" model."""
         folder = self.root / "given"
         if copy_of:
             shutil.copytree({"shards": self._shards, "run": self._run, "saved": self._saved}[copy_of], folder)
@@ -88,15 +88,15 @@ class Place:
         return str(folder)
 
     def holds(self) -> set[tuple[str, int]]:
-        """Every file and folder below the root, with its size."""
+        """Returns every file and folder below the root, with its size."""
         return {(str(path), path.stat().st_size if path.is_file() else 0) for path in self.root.rglob("*")}
 
     def train(self, kind: Any = TorchClassifier, **changes: Any) -> Any:
-        """The same on shards that are there: no job of Spark's is needed to refuse it."""
+        """Fits on existing shards, so the refusal needs no Spark job."""
         return self.fit(kind, lambda estimator: estimator.fitOnShards(str(self._shards)), **changes)
 
     def fit(self, kind: Any = TorchClassifier, run: Any = None, **changes: Any) -> Any:
-        """A small fit with some settings changed, or what `run` does with its estimator."""
+        """Fits on the table with some settings changed, or passes the estimator to `run`."""
         params: dict[str, Any] = {"model": SPEC, "epochs": 2, "batchSize": 8, "storageUri": self.storage}
         if "runUri" in changes:
             params["storageUri"] = None
@@ -104,29 +104,29 @@ class Place:
         return estimator.fit(self.table) if run is None else run(estimator)
 
     def mesh(self, **changes: Any) -> Any:
-        """A fit by two workers that share a network of three matrices."""
+        """Fits a network of two layers on two workers."""
         return self.fit(**({"model": DEEP, "numWorkers": 2} | changes))
 
     def write(self, *columns: str, **settings: Any) -> Any:
-        """A write of some columns."""
+        """Writes some columns."""
         given = self.table.select(*columns) if columns else self.pair
         return write_shards(given, **({"uri": f"{self.storage}/shards"} | settings))
 
     def stream(self) -> Any:
-        """A write of a DataFrame that never ends."""
+        """Writes a streaming DataFrame."""
         return write_shards(self.spark.readStream.format("rate").load(), self.storage)
 
     def on_damaged(self, damage: Callable[[str], Callable[[Path], None]]) -> Any:
-        """A fit on shards of which one is damaged."""
+        """Fits on shards after damage to one of them."""
         uri = self.prepared("shards", damage("_shards*/*.parquet"))
         return self.fit(run=lambda estimator: estimator.fitOnShards(uri))
 
     def load(self, damage: Callable[[Path], Any], kind: Any = TorchClassificationModel) -> Any:
-        """Loads the saved model after some damage."""
+        """Loads the saved model after damage."""
         return kind.load(self.prepared("saved", damage))
 
     def job(self, name: str, *options: str) -> None:
-        """A job's command line, in this process."""
+        """Runs a job's command line in this process."""
         errors = StringIO()
         with redirect_stderr(errors):
             try:
@@ -139,11 +139,11 @@ class Place:
 
 @dataclass(frozen=True)
 class BadInput:
-    """One row: its sentence must match `subject`, and `remedy` behind that.
+    """One row: its error message must match `subject`, followed by `remedy`.
 
     Attributes:
         do: Raises `error`.
-        remedy: What to do, or the values that can be used.
+        remedy: What to do, or the values that are allowed.
     """
 
     name: str
@@ -153,7 +153,7 @@ class BadInput:
     error: type[Exception] = ValueError
 
     def problem(self, error: BaseException) -> str:
-        """What is wrong with what was raised; empty where nothing is."""
+        """Returns what is wrong with the error, or an empty text."""
         text = str(error)
         if type(error) is not self.error:
             return f"raised {type(error).__name__}, not {self.error.__name__}"
@@ -165,7 +165,7 @@ class BadInput:
 
 
 def edited(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
-    """Damage: changes the JSON of a file below the folder."""
+    """Returns a function that changes the JSON of a file in a folder."""
 
     def damage(folder: Path) -> None:
         path = folder / name
@@ -176,7 +176,7 @@ def edited(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
 
 
 def cut(pattern: str) -> Callable[[Path], None]:
-    """Damage: the first file of that pattern loses its second half."""
+    """Returns a function that cuts the second half off the first matching file."""
 
     def damage(folder: Path) -> None:
         path = next(iter(sorted(folder.glob(pattern))))
@@ -186,18 +186,18 @@ def cut(pattern: str) -> Callable[[Path], None]:
 
 
 def gone(pattern: str) -> Callable[[Path], None]:
-    """Damage: the first file of that pattern is removed."""
+    """Returns a function that removes the first matching file."""
     return lambda folder: next(iter(sorted(folder.glob(pattern)))).unlink()
 
 
 def blocked(place: Place) -> str:
-    """A folder that nobody can make: there is a file in its way."""
+    """Returns a path that cannot be a folder, because a file is its parent."""
     place.prepared(damage=lambda folder: (folder / "file").write_text("no folder"))
     return str(place.root / "given" / "file" / "inside")
 
 
 def unread(place: Place, kind: Any = TorchClassifier, **changes: Any) -> Any:
-    """A fit on rows of which none can be read, so what refuses it has written nothing."""
+    """Fits on rows that raise an error when they are read: the refusal must come first."""
     rows = place.table.where(F.raise_error(F.lit("a row was read")).isNull())
     return place.fit(kind, lambda estimator: estimator.fit(rows), **changes)
 

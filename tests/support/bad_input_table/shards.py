@@ -132,7 +132,7 @@ def reader(place: Place, **settings: Any) -> Any:
 
 
 def pictures(place: Place, *, deep: bool = False) -> Any:
-    """Two PNGs, the second wider or of 16 bits."""
+    """Returns two PNGs; the second is wider, or has 16 bits."""
     import numpy as np
     from PIL import Image as Pillow
 
@@ -172,18 +172,18 @@ TABLES = [
 
 
 def on_table(place: Place, uri: str, **changes: Any) -> Any:
-    """A fit on a folder of Parquet files."""
+    """Fits on a folder of Parquet files."""
     return place.fit(run=lambda estimator: estimator.fitOnParquet(uri), **changes)
 
 
 def on_structs(place: Place) -> str:
-    """A folder with a Parquet file of structs."""
+    """Makes a folder with a Parquet file of structs."""
     table = pa.table({"features": [{"a": 1.0, "b": 2.0}] * 4, "label": [0.0, 1.0] * 2})
     return place.prepared(damage=lambda folder: pq.write_table(table, folder / "a.parquet"))
 
 
 def with_table(text: str = "", **changes: Any) -> Callable[[Path], None]:
-    """Puts two files into the folder: the second has other columns, or is that text."""
+    """Returns a function that writes two files: the second has changed columns, or is `text`."""
 
     def write(folder: Path) -> None:
         columns = {"features": [[1.0, 2.0]] * 4, "label": [0.0, 1.0] * 2}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.mesh import AXES, RankMesh, groups_over
 from ringspark.estimators.parallel.model.communication import (
     copied,
@@ -23,7 +22,6 @@ from ringspark.estimators.parallel.model.communication import (
     scattered,
     summed,
 )
-from ringspark.estimators.training.phase import Status
 
 pytestmark = pytest.mark.distributed
 SHAPE = (5, 3)  # does not divide by 2 along either dimension
@@ -56,7 +54,7 @@ def _penalty(loss: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Te
     return penalty
 
 
-def _all(collective: Collective, device: str, status: Status) -> str:
+def _all(collective: Collective) -> Any:
     rank, size = collective.rank, collective.size
     ranks, found = range(size), {}
 
@@ -140,13 +138,13 @@ def _all(collective: Collective, device: str, status: Status) -> str:
     found["exchanged"] = torch.allclose(gradient, 2 * rows * factors**2) and len(moved) == sum(arriving)
     gradient.square().sum().backward()
     found["exchanged twice"] = torch.allclose(x.grad, 8 * rows * factors**4)
-    return json.dumps(found)
+    return found
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_values_and_gradients_are_those_of_the_whole(size: int) -> None:
-    for text in run_spawned(size, "torch", _all):
-        assert all(json.loads(text).values()), text
+    for text in run_ranks(size, "torch", _all):
+        assert all(text.values()), text
 
 
 def test_the_groups_over_axes_hold_every_rank_once_and_neighbours_on_the_last_axis() -> None:
@@ -156,7 +154,7 @@ def test_the_groups_over_axes_hold_every_rank_once_and_neighbours_on_the_last_ax
     assert groups_over(sizes, ["data", "tensor"]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def _places(collective: Collective, device: str, status: Status) -> str:
+def _places(collective: Collective) -> Any:
     mesh = RankMesh.of(collective, {"pipeline": 2, "data": 2})
     told: dict[str, Any] = {
         "stage": mesh.stage,
@@ -165,12 +163,12 @@ def _places(collective: Collective, device: str, status: Status) -> str:
         "copy": mesh.copy.all_reduce(torch.tensor([float(collective.rank)])).item(),
         "first": mesh.holds_first,
     }
-    return json.dumps(told)
+    return told
 
 
 @pytest.mark.slow
 def test_the_first_rank_has_the_losses_and_every_copy_of_the_network_its_rows() -> None:
-    told = [json.loads(text) for text in run_spawned(4, "torch", _places)]
+    told = run_ranks(4, "torch", _places)
     assert [rank["stage"] for rank in told] == [1, 1, 0, 0]
     assert [rank["losses"] for rank in told] == [True, True, False, False]
     assert [rank["data"] for rank in told] == [[0, 2], [1, 2], [0, 2], [1, 2]]

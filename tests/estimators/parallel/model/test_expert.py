@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.parallel.base import GradientSync, PlainSync
 from ringspark.estimators.parallel.cut import join
@@ -26,7 +25,6 @@ from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.sums import Sums
-from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler, autocast
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step import Recipe, forward, forward_backward
@@ -127,16 +125,15 @@ def _trained(mesh: RankMesh, case: Mapping[str, Any]) -> tuple[dict[str, torch.T
     return weights, sums.take(mesh.data)
 
 
-def _told(case: Mapping[str, Any], collective: Collective, device: str, status: Status) -> str:
+def _told(case: Mapping[str, Any], collective: Collective) -> Any:
     weights, numbers = _trained(RankMesh.of(collective, case["mesh"]), case)
-    return json.dumps([{name: tensor.flatten().tolist() for name, tensor in weights.items()}, numbers])
+    return [{name: tensor.flatten().tolist() for name, tensor in weights.items()}, numbers]
 
 
 def _check(case: Mapping[str, Any], size: int, tolerance: float = 1e-5) -> None:
     alone, expected = _trained(RankMesh.of(LocalCollective()), case)
     assert expected["train_dropped_share"] > 0.05 or case.get("capacity", 1.0) is None
-    for text in run_spawned(size, "torch", partial(_told, case)):
-        weights, numbers = json.loads(text)
+    for weights, numbers in run_ranks(size, "torch", partial(_told, case)):
         differences = {n: (torch.tensor(weights[n]) - alone[n].flatten()).abs().max().item() for n in alone}
         assert max(differences.values()) < tolerance, differences
         assert numbers == pytest.approx(expected, rel=10 * tolerance)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from registries import has_extras
 from torch import nn
 from torch.nn import functional as F
@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.failures import WorkerError
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.pipeline import (
@@ -30,7 +29,6 @@ from ringspark.estimators.parallel.model.pipeline import (
 )
 from ringspark.estimators.parallel.model.pipeline.cutting import cut_stages, parameter_counts
 from ringspark.estimators.parallel.model.pipeline.simulation import most_live
-from ringspark.estimators.training.phase import Status
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.chain import Link, belongs_to, links_of, run_links
 from ringspark.models.reports import Reports, add_loss, collect_reports
@@ -160,12 +158,10 @@ _STEPS = [(3, 3, 3, 3, 1), (2,), (3, 3, 3, 3, 1), (1, 1, 1)]
 
 def _all_gradients(
     collective: Collective,
-    device: str,
-    status: Status,
     *,
     pairs: Sequence[tuple[str, str]],
     steps: Sequence[tuple[int, ...]],
-) -> str:
+) -> Any:
     mesh = RankMesh.of(collective, {"pipeline": collective.size})
     found: dict[str, float] = {}
     for schedule, family in pairs:
@@ -201,7 +197,7 @@ def _all_gradients(
         assert output is None or len(output) == 0
         passes.finish()
         assert passes.train([], _loss) is False
-    return json.dumps(found)
+    return found
 
 
 def test_one_rank_is_a_pipeline_too() -> None:
@@ -300,7 +296,7 @@ class _BringsWeights(nn.Module):
         return out
 
 
-def _brought_gradients(collective: Collective, device: str, status: Status) -> str:
+def _brought_gradients(collective: Collective) -> Any:
     torch.manual_seed(0)
     whole = _BringsWeights()
     micros = _split(((torch.randn(5, 4),), torch.randint(0, 4, (5,))), (2, 2, 1))
@@ -315,12 +311,12 @@ def _brought_gradients(collective: Collective, device: str, status: Status) -> s
         passes = pipelined(network, RankMesh.of(collective, {"pipeline": collective.size}), options)
         _piped(passes, micros)
         found[schedule] = _difference(_gradients(passes.network), dict(_gradients(whole)))
-    return json.dumps(found)
+    return found
 
 
 def test_weights_that_meet_no_input_of_their_stage_get_their_gradients() -> None:
-    for text in run_spawned(2, "torch", _brought_gradients):
-        assert max(json.loads(text).values()) < 1e-6, text
+    for text in run_ranks(2, "torch", _brought_gradients):
+        assert max(text.values()) < 1e-6, text
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
@@ -363,9 +359,9 @@ _ALL_PAIRS = [(schedule, family) for schedule in FLUSHED for family in FAMILIES]
 def test_every_schedule_gives_the_gradients_of_one_process(
     size: int, pairs: list[tuple[str, str]], steps: list[tuple[int, ...]]
 ) -> None:
-    for text in run_spawned(size, "torch", partial(_all_gradients, pairs=pairs, steps=steps)):
-        assert len(json.loads(text)) >= len(pairs) * len(steps)
-        assert max(json.loads(text).values()) < 1e-6, text
+    for text in run_ranks(size, "torch", partial(_all_gradients, pairs=pairs, steps=steps)):
+        assert len(text) >= len(pairs) * len(steps)
+        assert max(text.values()) < 1e-6, text
 
 
 def _optimizer(network: nn.Module, kind: str) -> torch.optim.Optimizer:
@@ -379,7 +375,7 @@ def _rows_of_step(step: int) -> tuple[int, ...]:
     return ((2, 2, 2, 2), (2, 2, 2, 1), (2, 2))[step % 3]
 
 
-def _trainings(collective: Collective, device: str, status: Status, *, pairs: list[tuple[str, str]]) -> str:
+def _trainings(collective: Collective, *, pairs: list[tuple[str, str]]) -> Any:
     mesh = RankMesh.of(collective, {"pipeline": collective.size})
     found: dict[str, Any] = {}
     for schedule, family in pairs:
@@ -403,11 +399,11 @@ def _trainings(collective: Collective, device: str, status: Status, *, pairs: li
             found[f"{schedule} tied"] = table.detach().numpy().tobytes().hex()
             found[f"{schedule} owner"] = "tokens.weight" not in passes.copies
             assert passes.copies <= {"tokens.weight"}
-    return json.dumps(found)
+    return found
 
 
 def _check_trainings(size: int, pairs: list[tuple[str, str]]) -> None:
-    told = [json.loads(text) for text in run_spawned(size, "torch", partial(_trainings, pairs=pairs))]
+    told = run_ranks(size, "torch", partial(_trainings, pairs=pairs))
     for schedule, family in pairs:
         assert max(rank[f"{schedule} {family}"] for rank in told) < 1e-5
         if family == "transformer_lm":
@@ -438,9 +434,7 @@ def _stage_of(family: str, network: nn.Module, num_stages: int) -> dict[str, int
     return stages
 
 
-def _late_trainings(
-    collective: Collective, device: str, status: Status, *, cases: list[tuple[str, str, int]]
-) -> str:
+def _late_trainings(collective: Collective, *, cases: list[tuple[str, str, int]]) -> Any:
     """Compares with one process that applies the gradients of each stage as many steps late."""
     mesh = RankMesh.of(collective, {"pipeline": collective.size})
     found: dict[str, Any] = {}
@@ -480,14 +474,13 @@ def _late_trainings(
                 name = f"{schedule} {family} {num_micro} after {step}"
                 found[name] = _difference(passes.network.named_parameters(), dict(whole.named_parameters()))
         found[f"{schedule} {family} {num_micro} without"] = late
-    return json.dumps(found)
+    return found
 
 
 def _check_late(size: int, cases: list[tuple[str, str, int]]) -> None:
-    for text in run_spawned(size, "torch", partial(_late_trainings, cases=cases)):
-        found = json.loads(text)
+    for found in run_ranks(size, "torch", partial(_late_trainings, cases=cases)):
         assert len(found) == 3 * len(cases)
-        assert all(value < 1e-6 for name, value in found.items() if "after" in name), text
+        assert all(value < 1e-6 for name, value in found.items() if "after" in name), found
 
 
 @pytest.mark.extras
@@ -503,7 +496,7 @@ def test_late_gradients_on_four_ranks() -> None:
     _check_late(4, [*cases, *more])
 
 
-def _special(collective: Collective, device: str, status: Status) -> str:
+def _special(collective: Collective) -> Any:
     mesh = RankMesh.of(collective, {"pipeline": collective.size})
     found: dict[str, float] = {}
     for schedule in ("1f1b", "zero_bubble", *(["2bw"] if has_extras() else [])):
@@ -539,17 +532,16 @@ def _special(collective: Collective, device: str, status: Status) -> str:
                 found[f"{schedule} {case} {step}"] = _difference(
                     _gradients(passes.network), dict(_gradients(whole))
                 )
-    return json.dumps(found)
+    return found
 
 
 def test_recomputed_autocast_and_frozen_layers() -> None:
-    for text in run_spawned(2, "torch", _special):
-        found = json.loads(text)
+    for found in run_ranks(2, "torch", _special):
         assert len(found) == (18 if has_extras() else 12)
-        assert max(found.values()) < 1e-6, text
+        assert max(found.values()) < 1e-6, found
 
 
-def _with_data(collective: Collective, device: str, status: Status) -> str:
+def _with_data(collective: Collective) -> Any:
     mesh = RankMesh.of(collective, {"pipeline": 2, "data": 2})
     found: dict[str, float] = {}
     for schedule in ("1f1b", "interleaved", "zbv"):
@@ -572,16 +564,16 @@ def _with_data(collective: Collective, device: str, status: Status) -> str:
                 parameter.grad = mesh.gradients.all_reduce(own_gradient)
             key = f"{schedule} {step}"
             found[key] = _difference(_gradients(passes.network), dict(_gradients(whole)))
-    return json.dumps(found)
+    return found
 
 
 @pytest.mark.slow
 def test_two_copies_of_a_pipeline_share_the_rows() -> None:
-    for text in run_spawned(4, "torch", _with_data):
-        assert max(json.loads(text).values()) < 1e-6, text
+    for text in run_ranks(4, "torch", _with_data):
+        assert max(text.values()) < 1e-6, text
 
 
-def _failing(collective: Collective, device: str, status: Status) -> str:
+def _failing(collective: Collective) -> str:
     mesh = RankMesh.of(collective, {"pipeline": collective.size})
     _, passes = _made("mlp", mesh, "1f1b")
     micros = _split(_batch("mlp", 8, 0), (2, 2, 2, 2))
@@ -595,4 +587,4 @@ def _failing(collective: Collective, device: str, status: Status) -> str:
 
 def test_a_stage_that_fails_ends_the_waits_of_the_others() -> None:
     with pytest.raises(WorkerError, match="the labels are wrong"):
-        run_spawned(2, "torch", _failing, timeout_seconds=300)
+        run_ranks(2, "torch", _failing, timeout_seconds=300)

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
 from small_training import config_of, train_gang, weights_of
 from torch import nn
 
 from ringspark.estimators import WorkerError
-from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.collectives import Collective
 from ringspark.estimators.memory import check_on_rank
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -201,9 +202,9 @@ def test_ranks_of_one_copy_keep_the_same_rows(make_shards: MakeShards, tmp_path:
     manifest = make_shards({"x": x, "y": x[:, 0]}, row_group_rows=40)
     config = _over(config_of(manifest, tmp_path / "run", collective="torch"), {"tensor": 2}, cache="auto")
 
-    def settled(collective: Any, device: str, status: Any) -> str:
+    def settled(collective: Collective) -> Any:
         return check_on_rank(config, UserObjects(module=_network()), manifest, collective).cache
 
     # With a share each, one would have the only row group and the other nothing to keep.
-    first, second = run_spawned(2, "torch", settled)
+    first, second = run_ranks(2, "torch", settled)
     assert first == second != "none"

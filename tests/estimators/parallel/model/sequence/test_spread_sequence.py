@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,19 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.sequence import CONTEXTS
 from ringspark.estimators.parallel.model.sequence.spans import Spans
 from ringspark.estimators.parallel.model.sequence.spread import spread_sequence
 from ringspark.estimators.parallel.model.sequence.spread_rows import SpreadRows
-from ringspark.estimators.training.phase import Status
 from ringspark.models import MLP, TransformerClassifier, TransformerLM, apply_activation_checkpoint
 from ringspark.models.experts.layer import MixtureOfExperts
 from ringspark.models.reports import collect_reports
@@ -113,7 +111,7 @@ def _far(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs)
 
 
-def _exact(collective: Collective, device: str, status: Status) -> str:
+def _exact(collective: Collective) -> Any:
     far = {"float32": 0.0, "float64": 0.0}
     for dtype in (torch.float32, torch.float64):
         for way in CONTEXTS:
@@ -134,7 +132,7 @@ def _exact(collective: Collective, device: str, status: Status) -> str:
                     far[name] = max(far[name], found)
                     # Rows may run out, as at the end of a validation.
                     assert spread.eval()(ids[:0]).shape[0] == 0
-    return json.dumps(far)
+    return far
 
 
 @pytest.mark.parametrize(
@@ -150,13 +148,12 @@ def test_outputs_and_gradients_are_those_of_whole_rows(
     size: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RINGSPARK_SHARED_MEMORY", str(int(shares_memory)))
-    for text in run_spawned(size, "torch", _exact):
-        far = json.loads(text)
+    for far in run_ranks(size, "torch", _exact):
         assert far["float32"] < 1e-6, far
         assert far["float64"] < 1e-12, far
 
 
-def _routed(collective: Collective, device: str, status: Status) -> str:
+def _routed(collective: Collective) -> Any:
     """Returns what a mixture counted that draws whether tokens ask for a second expert, on this rank."""
     experts = {"num_experts": 4, "router": "gshard", "random_second": True, "min_capacity": 1}
     module = _network("padded classifier", experts=experts)
@@ -164,11 +161,11 @@ def _routed(collective: Collective, device: str, status: Status) -> str:
     torch.manual_seed(collective.rank)
     with collect_reports() as reports:
         module(_ids(5, 13))
-    return json.dumps([counts.tolist() for counts in reports.counts.values()])
+    return [counts.tolist() for counts in reports.counts.values()]
 
 
 def test_ranks_of_a_row_route_it_alike_though_each_draws_for_its_tokens() -> None:
-    first, second = (json.loads(text) for text in run_spawned(2, "torch", _routed))
+    first, second = run_ranks(2, "torch", _routed)
     assert first == second
     asked = first[0][-5]
     tokens = int((_ids(5, 13) != 0).sum())
@@ -201,9 +198,7 @@ def _train(
         optimizer.step()
 
 
-def _trained(
-    collective: Collective, device: str, status: Status, *, cases: list[tuple[str, str]], data: int
-) -> str:
+def _trained(collective: Collective, *, cases: list[tuple[str, str]], data: int) -> Any:
     mesh = RankMesh.of(collective, {"data": data, "sequence": collective.size // data})
     far = {}
     for way, kind in cases:
@@ -222,7 +217,7 @@ def _trained(
                 _zero_key_biases(spread)
             found = _far([p.detach() for p in spread.parameters()], [p.detach() for p in one.parameters()])
             far[f"{way} {kind}"] = max(far[f"{way} {kind}"], found)
-    return json.dumps(far)
+    return far
 
 
 @torch.no_grad()
@@ -252,9 +247,8 @@ _EACH = [(way, kind) for way in CONTEXTS for kind in KINDS]
 def test_fifty_steps_lead_to_the_weights_of_one_worker(
     size: int, data: int, cases: list[tuple[str, str]]
 ) -> None:
-    texts = run_spawned(size, "torch", partial(_trained, cases=cases, data=data))
-    assert len(set(texts)) == 1  # all ranks end with the same bits
-    far = json.loads(texts[0])
+    far, *others = run_ranks(size, "torch", partial(_trained, cases=cases, data=data))
+    assert all(other == far for other in others)  # to the bit
     assert len(far) == len(cases)
     assert max(far.values()) < 1e-5, far
 
@@ -289,7 +283,7 @@ def _held(module: nn.Module) -> Iterator[list[int]]:
     total.append(sum(storage.nbytes() for storage in storages.values()))
 
 
-def _costs(collective: Collective, device: str, status: Status) -> str:
+def _costs(collective: Collective) -> Any:
     """Tells what one block more costs: operations, bytes sent and bytes held, by way and kind."""
     found: dict[str, Any] = {"plain": {}}
     for kind in ("classifier", "language model"):
@@ -309,7 +303,7 @@ def _costs(collective: Collective, device: str, status: Status) -> str:
                 sent = collective.bytes_sent - before
                 costs.append((len(forward), len(counted.calls) - len(forward), sent, held[0]))
             found.setdefault(str(way), {})[kind] = [b - a for a, b in zip(*costs, strict=True)]
-    return json.dumps(found)
+    return found
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -324,8 +318,7 @@ def test_a_block_exchanges_what_its_way_says_and_holds_a_part_of_the_activations
         # Queries, keys, values and the result; all but a rank's own part.
         "ulysses": 8 * values * (size - 1) // size,
     }
-    for text in run_spawned(size, "torch", _costs):
-        costs = json.loads(text)
+    for costs in run_ranks(size, "torch", _costs):
         for kind in ("classifier", "language model"):
             whole = costs["None"][kind][3]
             for way in CONTEXTS:
@@ -339,7 +332,7 @@ def test_a_block_exchanges_what_its_way_says_and_holds_a_part_of_the_activations
     assert set(operations) == set(CONTEXTS)
 
 
-def _variants(collective: Collective, device: str, status: Status) -> str:
+def _variants(collective: Collective) -> Any:
     found = {}
     for way in CONTEXTS:
         for kind in ("padded classifier", "language model"):
@@ -381,13 +374,12 @@ def _variants(collective: Collective, device: str, status: Status) -> str:
             torch.equal(outputs[0].flatten(), other)
             for other in collective.all_gather(outputs[0].detach().flatten())
         )
-    return json.dumps(found)
+    return found
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_recomputed_16_bit_and_dropping_networks_are_spread_alike(size: int) -> None:
-    for text in run_spawned(size, "torch", _variants):
-        found = json.loads(text)
+    for found in run_ranks(size, "torch", _variants):
         assert all(found.values()), found
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
@@ -23,7 +22,6 @@ from ringspark.estimators.parallel.model.tensor import region_of, spread_tensor
 from ringspark.estimators.parallel.model.tensor.between import PartsBetween
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
-from ringspark.estimators.training.phase import Status
 from ringspark.models import TransformerClassifier, TransformerLM
 from ringspark.models.experts.layer import MixtureOfExperts
 from ringspark.models.reports import collect_reports
@@ -98,7 +96,7 @@ def _gradients(network: nn.Module, kind: str, seq: int) -> tuple[float, dict[str
     return float(loss.detach()), {n: p.grad for n, p in network.named_parameters() if p.grad is not None}
 
 
-def _all(collective: Collective, device: str, status: Status) -> str:
+def _all(collective: Collective) -> Any:
     mesh = RankMesh.of(collective, {"tensor": collective.size})
     worst: dict[str, float] = {}
     for kind in ("lm", "classifier"):
@@ -114,17 +112,17 @@ def _all(collective: Collective, device: str, status: Status) -> str:
                 found = [abs(want - got)]
                 found += [float((own[n] - layout.own(n, g)).abs().max()) for n, g in whole.items()]
                 worst[f"{kind} {between} {seq}"] = max(found)
-    return json.dumps(worst)
+    return worst
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_one_worker_whether_values_between_are_whole_or_parts(size: int) -> None:
     """Rows of 7 tokens divide by no number of ranks, and rows of one leave ranks without a token."""
-    for text in run_spawned(size, "torch", _all):
-        assert all(value < 1e-12 for value in json.loads(text).values()), text
+    for differences in run_ranks(size, "torch", _all):
+        assert max(differences.values()) < 1e-12, differences
 
 
-def _counts(collective: Collective, device: str, status: Status) -> str:
+def _counts(collective: Collective) -> Any:
     found = {}
     for between in ("whole", "parts"):
         counting: Any = Counting(collective)
@@ -150,7 +148,7 @@ def _counts(collective: Collective, device: str, status: Status) -> str:
     found["experts forward"] = counting.found[0]
     counting.noted(lambda: out.sum().backward())
     found["experts backward"] = counting.found[0]
-    return json.dumps(found)
+    return found
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -160,8 +158,8 @@ def test_a_block_is_two_sums_a_pass_or_two_gathers_and_two_scattered_sums(size: 
     sent = 4 * (size - 1) * whole // size  # either way
     sums = [{"all_reduce": 2}, sent]
     parts = [{"all_gather": 2, "start_reduce_scatter": 2}, sent]
-    for text in run_spawned(size, "torch", _counts):
-        assert json.loads(text) == {
+    for counts in run_ranks(size, "torch", _counts):
+        assert counts == {
             "whole forward": sums,
             "whole backward": sums,
             "parts forward": parts,
@@ -172,7 +170,7 @@ def test_a_block_is_two_sums_a_pass_or_two_gathers_and_two_scattered_sums(size: 
         }
 
 
-def _cut_loss(collective: Collective, device: str, status: Status) -> str:
+def _cut_loss(collective: Collective) -> Any:
     counting: Any = Counting(collective)
     found = {}
     network = TransformerLM(**SIZES)
@@ -199,7 +197,7 @@ def _cut_loss(collective: Collective, device: str, status: Status) -> str:
     smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
     Criterion([Head(label="y", loss=smooth)], None, other := _cut(counting))
     found["other"] = list(other(ids).shape)
-    return json.dumps(found)
+    return found
 
 
 def _cut(collective: Any) -> nn.Module:
@@ -209,8 +207,7 @@ def _cut(collective: Any) -> nn.Module:
 
 
 def test_the_loss_of_cut_logits_sends_three_numbers_a_position_and_its_metrics_see_all() -> None:
-    for rank, text in enumerate(run_spawned(2, "torch", _cut_loss)):
-        found = json.loads(text)
+    for rank, found in enumerate(run_ranks(2, "torch", _cut_loss)):
         assert found["shape"] == [5, 12 if rank == 0 else 11, 7]
         # The largest, and then sum and target together.
         assert found["forward"] == [{"all_reduce": 2}, 4 * 5 * 7 * 3]
