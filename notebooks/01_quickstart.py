@@ -23,7 +23,7 @@ from ringspark.models import ModelSpec
 # A folder that the driver and all workers reach, and the share of the rows to use: 1.0 for all.
 FOLDER = "/dbfs/tmp/ringspark" if os.path.isdir("/dbfs/tmp") else tempfile.mkdtemp(prefix="quickstart-")
 FRACTION = 0.1
-# As Spark has to be told: a path alone is one of DBFS there, not of its mount.
+# Spark takes a bare path as a DBFS path, not as a local one.
 FOR_SPARK = f"file:{FOLDER}"
 
 # COMMAND ----------
@@ -80,7 +80,7 @@ model.stages[-1].summary.history
 
 # MAGIC %md
 # MAGIC ## Predictions
-# MAGIC Another Spark ML stage like any other: lazy, and the other columns pass through.
+# MAGIC The model is a Spark ML stage like any other: it is lazy, and all other columns pass through.
 
 # COMMAND ----------
 

@@ -2,9 +2,9 @@
 # MAGIC %md
 # MAGIC # A network that reads text
 # MAGIC
-# MAGIC Which package of Python's standard library is a docstring from? A string column goes in as it is:
-# MAGIC `Tokens` turns it into the ids of a tokenizer, in `fit` and in `transform` alike, and the classes
-# MAGIC come back as strings.
+# MAGIC Which package of Python's standard library does a docstring belong to? `Tokens` turns a string
+# MAGIC column into a tokenizer's ids, both in `fit` and in `transform`. The predicted classes are strings
+# MAGIC again.
 # MAGIC
 # MAGIC Needs `ringspark` with its `text` extra on the cluster (`%pip install ringspark[text]`).
 
@@ -21,10 +21,10 @@ from ringspark.jobs import docstrings
 from ringspark.models import ModelSpec
 from ringspark.pipelines import Tokens, train_tokenizer
 
-# A folder that the driver and all workers reach, and the number of packages to tell apart.
+# A folder that the driver and all workers reach, and the number of packages to distinguish.
 FOLDER = "/dbfs/tmp/ringspark" if os.path.isdir("/dbfs/tmp") else tempfile.mkdtemp(prefix="text-")
 PACKAGES = 8
-# As Spark has to be told: a path alone is one of DBFS there, not of its mount.
+# Spark takes a bare path as a DBFS path, not as a local one.
 FOR_SPARK = f"file:{FOLDER}"
 
 # COMMAND ----------
@@ -44,8 +44,8 @@ train.groupBy("package").count().orderBy(F.desc("count")).show()
 
 # MAGIC %md
 # MAGIC ## A tokenizer
-# MAGIC Learnt here from the training texts. `Tokens.of` takes one of Hugging Face just as well, as an object
-# MAGIC or as the folder in which `save_pretrained` left it. Texts of more than 64 tokens are cut.
+# MAGIC This one learns from the training texts. `Tokens.of` also takes a Hugging Face tokenizer, as an
+# MAGIC object or as a folder that `save_pretrained` wrote. Texts longer than 64 tokens are truncated.
 
 # COMMAND ----------
 
@@ -56,9 +56,9 @@ tokens
 
 # MAGIC %md
 # MAGIC ## The network
-# MAGIC It gets two arguments of the one column: the ids, padded to the longest text of the batch, and the
-# MAGIC mask. The first network to try takes the mean of the tokens' embeddings; `"transformer_classifier"`
-# MAGIC takes the same arguments.
+# MAGIC The column becomes two arguments: the ids, padded to the longest text of the batch, and the mask.
+# MAGIC The first network to try averages the tokens' embeddings. `"transformer_classifier"` takes the same
+# MAGIC arguments.
 
 # COMMAND ----------
 

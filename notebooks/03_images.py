@@ -2,10 +2,11 @@
 # MAGIC %md
 # MAGIC # From a folder of images to a trained ResNet and back
 # MAGIC
-# MAGIC Which digit is in the picture? PNG files of several sizes, one folder a class, read by Spark, decoded
-# MAGIC by its tasks, and a residual network trained by two workers.
+# MAGIC Which digit is in the picture? PNG files of several sizes, one folder per class. Spark reads and
+# MAGIC decodes them, and two workers train a residual network.
 # MAGIC
-# MAGIC Needs `ringspark` with its `images` and `examples` extras (`%pip install ringspark[images,examples]`).
+# MAGIC Needs `ringspark` with its `images` and `examples` extras
+# MAGIC (`%pip install ringspark[images,examples]`).
 
 # COMMAND ----------
 
@@ -25,7 +26,7 @@ from ringspark.pipelines import Image
 
 # A folder that the driver and all workers reach.
 FOLDER = "/dbfs/tmp/ringspark-images" if os.path.isdir("/dbfs/tmp") else tempfile.mkdtemp(prefix="images-")
-# As Spark has to be told: a path alone is one of DBFS there, not of its mount.
+# Spark takes a bare path as a DBFS path, not as a local one.
 FOR_SPARK = f"file:{FOLDER}"
 NUM_IMAGES = 800  # of 1,797
 
@@ -33,7 +34,7 @@ NUM_IMAGES = 800  # of 1,797
 
 # MAGIC %md
 # MAGIC ## The files
-# MAGIC The digits that come with scikit-learn, 8 to 32 pixels a side, as one would find them in a bucket.
+# MAGIC The digits of scikit-learn as PNG files, 8 to 32 pixels wide, as they would lie in a bucket.
 
 # COMMAND ----------
 
@@ -44,7 +45,7 @@ for number in range(NUM_IMAGES):
     pixels = (digits.images[number] * 255 / 16).astype(np.uint8)
     side = 8 * (1 + number % 4)
     Pillow.fromarray(pixels).resize((side, side)).save(place / f"{number}.png")
-# One that the upload has cut off.
+# A file with a broken upload.
 whole = Path(FOLDER, "files", "0", "0.png").read_bytes()
 Path(FOLDER, "files", "0", "broken.png").write_bytes(whole[:50])
 
@@ -52,7 +53,7 @@ Path(FOLDER, "files", "0", "broken.png").write_bytes(whole[:50])
 
 # MAGIC %md
 # MAGIC ## The table
-# MAGIC `binaryFile` gives a row per file: its path, whose folder is the label here, and its bytes.
+# MAGIC `binaryFile` gives one row per file: its path and its bytes. The folder in the path is the label.
 
 # COMMAND ----------
 
@@ -66,9 +67,9 @@ train.groupBy("digit").count().orderBy("digit").show()
 
 # MAGIC %md
 # MAGIC ## The network
-# MAGIC `Image` says what the network gets of a picture, whatever its size: one channel of 16 x 16, 0 to 1.
-# MAGIC The tasks that write the training data decode each file once. `handleInvalid="skip"` leaves out the
-# MAGIC broken one, and says so; without it, the fit is refused with its place.
+# MAGIC `Image` turns a picture of any size into one channel of 16 x 16 values between 0 and 1. The Spark
+# MAGIC tasks that write the training data decode each file once. `handleInvalid="skip"` leaves out the
+# MAGIC broken file and reports it. Without it, the fit fails and names the file.
 
 # COMMAND ----------
 
@@ -94,7 +95,7 @@ model.stages[-1].summary.history
 
 # MAGIC %md
 # MAGIC ## Predictions
-# MAGIC The model decodes for itself, so it takes files as they come, in a stream too. The classes are strings
+# MAGIC The model decodes the files, so it also takes a stream of them. The predicted classes are strings
 # MAGIC again.
 
 # COMMAND ----------

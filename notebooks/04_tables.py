@@ -1,10 +1,10 @@
 # Databricks notebook source
 # MAGIC %md
-# MAGIC # From a table as it is to a forecast and back
+# MAGIC # From a raw table to a forecast
 # MAGIC
-# MAGIC How many bicycles will be taken at a station tomorrow, and is a day busy or quiet? A made-up table
-# MAGIC with strings, dates, decimals, booleans, arrays of varying length and nulls: kinds of columns, windows
-# MAGIC over rows, a search, and all of it saved.
+# MAGIC How many bicycles will people take at a station tomorrow, and is a day busy or quiet? An artificial
+# MAGIC table with strings, dates, decimals, booleans, ragged arrays and nulls shows column types, windows
+# MAGIC over rows, a search, and saving it all.
 # MAGIC
 # MAGIC Needs `ringspark` on the cluster (`%pip install ringspark`).
 
@@ -25,7 +25,7 @@ from ringspark.pipelines import HashBuckets, Padded, Vocabulary
 
 # A folder that the driver and all workers reach.
 FOLDER = "/dbfs/tmp/ringspark-tables" if os.path.isdir("/dbfs/tmp") else tempfile.mkdtemp(prefix="tables-")
-# As Spark has to be told: a path alone is one of DBFS there, not of its mount.
+# Spark takes a bare path as a DBFS path, not as a local one.
 FOR_SPARK = f"file:{FOLDER}"
 
 # COMMAND ----------
@@ -60,8 +60,8 @@ trips.show(5)
 
 # MAGIC %md
 # MAGIC ## Columns of every type, and a string as the label
-# MAGIC Numbers, booleans, dates and decimals need no word; `columns` says what becomes of strings and of
-# MAGIC arrays of varying length. The rows whose weather is not known are left out.
+# MAGIC Numbers, booleans, dates and decimals need no setting. `columns` chooses the column types of strings
+# MAGIC and ragged arrays. Rows without weather are skipped.
 
 # COMMAND ----------
 
@@ -98,15 +98,15 @@ past, later = trips.where("day < '2024-06-01'"), trips.where("day >= '2024-06-01
 model = classifier.fit(past)
 accuracy = model.evaluate(later)["accuracy"]
 model.transform(later).select("station", "day", "weather", "busy", "predictedLabel").show(5)
-print(f"days of June told quiet from busy: {accuracy:.3f}")
+print(f"accuracy of quiet and busy days in June: {accuracy:.3f}")
 
 # COMMAND ----------
 
 # MAGIC %md
 # MAGIC ## Windows over rows
-# MAGIC The last 14 days of a station are a row's `features`, the trips of the next day its `label`. A missing
-# MAGIC day would start the series anew. With `handleUnlabeled="keep"` the newest day stays, to be forecast;
-# MAGIC the network leaves it out of its training by `handleInvalid="skip"`.
+# MAGIC Each row's `features` are the last 14 days of a station, and its `label` is the trips of the next
+# MAGIC day. A missing day starts a new series. `handleUnlabeled="keep"` keeps the newest day for the
+# MAGIC forecast, and `handleInvalid="skip"` skips it in the training.
 
 # COMMAND ----------
 
@@ -133,8 +133,8 @@ network = TorchRegressor(
 
 # MAGIC %md
 # MAGIC ## A search, then the pipeline
-# MAGIC Windows come before the search: random folds of rows would tear the series apart. Folds are months
-# MAGIC here, as neighbouring windows share most of their days.
+# MAGIC Make windows before the search, because random folds of rows would break the series. Folds are
+# MAGIC months here, because adjacent windows share most of their days.
 
 # COMMAND ----------
 
@@ -154,8 +154,8 @@ forecaster.write().overwrite().save(f"{FOR_SPARK}/forecaster")
 
 # MAGIC %md
 # MAGIC ## Saved, loaded, forecast
-# MAGIC Whoever loads it gives rows with 14 days of history; the last day of each station has a forecast and
-# MAGIC no label.
+# MAGIC The loaded pipeline takes rows with 14 days of history. The last day of each station has a forecast
+# MAGIC and no label.
 
 # COMMAND ----------
 

@@ -2,8 +2,8 @@
 # MAGIC %md
 # MAGIC # Searching settings
 # MAGIC
-# MAGIC A learning rate found in one short training; then trials that train beside each other on one copy of
-# MAGIC the rows, the hopeless ones ended early; and the best one judged by rows that none has seen.
+# MAGIC One short training finds a learning rate. Then trials train in parallel on one copy of the rows, and
+# MAGIC a pruner stops the bad ones early. Rows that no trial has seen judge the best one.
 # MAGIC
 # MAGIC Needs `ringspark` with its `search` extra on the cluster (`%pip install ringspark[search]`).
 
@@ -28,7 +28,7 @@ TRIALS = 12
 
 # MAGIC %md
 # MAGIC ## Rows
-# MAGIC Two numbers, and whether they lie in one of two rings: no straight line tells the classes apart.
+# MAGIC Two numbers, and whether they lie in one of two rings: no straight line separates the classes.
 
 # COMMAND ----------
 
@@ -49,7 +49,7 @@ train.groupBy("label").count().show()
 
 # MAGIC %md
 # MAGIC ## A learning rate
-# MAGIC One training in which the rate rises by the same factor in each step, until the loss diverges.
+# MAGIC One training raises the rate by the same factor in each step, until the loss diverges.
 
 # COMMAND ----------
 
@@ -70,9 +70,9 @@ found.table.tail(3)
 
 # MAGIC %md
 # MAGIC ## Trials
-# MAGIC Settings by their names, and arguments of the network as `model.x`. The rows are written once, for
-# MAGIC all trials. After each epoch the pruner compares; a trial that it ends frees its slots for the next
-# MAGIC one. With a `runUri` the search goes on after its driver died.
+# MAGIC The space names settings, and arguments of the network as `model.x`. The rows are written once for
+# MAGIC all trials. After each epoch the pruner compares the trials. A pruned trial frees its slots for the
+# MAGIC next one. With a `runUri` the search resumes after its driver died.
 
 # COMMAND ----------
 
@@ -105,7 +105,7 @@ print(f"ROC AUC of rows that no trial has seen: {auc:.3f}")
 
 # MAGIC %md
 # MAGIC ## More trials
-# MAGIC The same search with a greater `numTrials` goes on: what was trained is not trained again.
+# MAGIC The same search with a larger `numTrials` continues, and repeats no finished trial.
 
 # COMMAND ----------
 

@@ -2,8 +2,8 @@
 # MAGIC %md
 # MAGIC # A network that does not fit, made to fit
 # MAGIC
-# MAGIC What a training step keeps in memory, told before it runs; what each technique saves and costs; and
-# MAGIC the same network trained within a budget.
+# MAGIC Plan the memory of a training step before it runs, compare what each technique saves and costs, and
+# MAGIC train the same network within a budget.
 # MAGIC
 # MAGIC Needs `ringspark` on the cluster (`%pip install ringspark`).
 
@@ -28,7 +28,7 @@ FOLDER = "/dbfs/tmp/ringspark-memory" if os.path.isdir("/dbfs/tmp") else tempfil
 # MAGIC %md
 # MAGIC ## What a step keeps
 # MAGIC Parameters, their gradients, the optimizer's state, and the activations that the backward pass
-# MAGIC needs. The plan runs one step on tensors without numbers, so it allocates nothing.
+# MAGIC needs. The plan runs one step on meta tensors, so it allocates nothing.
 
 # COMMAND ----------
 
@@ -46,9 +46,9 @@ print(plan.table())
 
 # MAGIC %md
 # MAGIC ## What would help
-# MAGIC Recomputing keeps only the inputs of blocks. Micro-batches compute a part of the rows at a time.
-# MAGIC Packing keeps activations in 8 bits. An optimizer with less state helps where parameters are many,
-# MAGIC which is not so here.
+# MAGIC Gradient checkpointing keeps only the inputs of blocks. Gradient accumulation computes some of the
+# MAGIC rows at a time. Activation compression keeps activations in 8 bits. An optimizer with less state
+# MAGIC helps networks with many parameters, which this one is not.
 
 # COMMAND ----------
 
@@ -72,8 +72,8 @@ table
 
 # MAGIC %md
 # MAGIC ## A budget
-# MAGIC With a budget the plan says what fits into it, the cheapest first; `fit` refuses to start what does
-# MAGIC not.
+# MAGIC With a budget the plan lists the settings that fit, the cheapest first. `fit` refuses settings that
+# MAGIC do not fit.
 
 # COMMAND ----------
 
@@ -108,7 +108,7 @@ print(refusal)
 
 # MAGIC %md
 # MAGIC ## The same training, smaller
-# MAGIC Recomputing changes no number: the weights are equal to the bit, and the price is one more forward
+# MAGIC Gradient checkpointing changes no number: the weights are bitwise equal. It costs one more forward
 # MAGIC pass.
 
 # COMMAND ----------

@@ -2,10 +2,9 @@
 # MAGIC %md
 # MAGIC # What a training computes, and what it costs
 # MAGIC
-# MAGIC Linear regression three ways, derivatives in two directions, a convolution as a matrix product, and
-# MAGIC the sum over all ranks. Each with its *work* (all operations together: the time on one processor)
-# MAGIC and its *depth* (the longest chain of operations that wait for each other: the time on any number of
-# MAGIC them).
+# MAGIC Linear regression in three ways, derivatives in two directions, a convolution as a matrix product,
+# MAGIC and an all-reduce. Each has its *work* (the number of operations: the time on one processor) and its
+# MAGIC *depth* (the longest chain of dependent operations: the time on unlimited processors).
 # MAGIC
 # MAGIC Needs `ringspark` on the cluster (`%pip install ringspark`).
 
@@ -34,9 +33,8 @@ ROWS, STEPS, RATE = 2048, 30, 0.3
 
 # MAGIC %md
 # MAGIC ## Work and depth
-# MAGIC What runs one after another adds both numbers up; copies beside each other add up the work alone. A
-# MAGIC sum of n numbers as a tree has n - 1 additions in log2(n) layers. All else follows from these three
-# MAGIC lines.
+# MAGIC Sequential parts add up in work and in depth. Parallel parts add up in work only. A sum of n numbers
+# MAGIC as a tree has n - 1 additions in log2(n) layers. Everything else follows from these three lines.
 
 # COMMAND ----------
 
@@ -82,8 +80,8 @@ show({f"dot product of {n} numbers": dot(n) for n in (8, 64, 512, 4096)})
 
 # MAGIC %md
 # MAGIC ## Linear regression: the closed form
-# MAGIC The weights solve `(X'X) w = X'y`. Spark needs one pass: every entry of both sides is a sum over rows.
-# MAGIC The driver solves a system as small as the number of columns.
+# MAGIC The weights solve `(X'X) w = X'y`. Spark needs one pass: every entry of both sides is a sum over
+# MAGIC rows. The driver solves a system as small as the number of columns.
 
 # COMMAND ----------
 
@@ -107,8 +105,8 @@ closed
 
 # MAGIC %md
 # MAGIC ## Gradient descent by hand
-# MAGIC Each partition sums the gradients of its rows, the driver adds the sums up and takes a step. This is
-# MAGIC what a gang of ranks does too; the ranks stay alive between the steps and add up among themselves.
+# MAGIC Each partition sums the gradients of its rows. The driver adds these sums and takes a step. A gang
+# MAGIC of ranks does the same, but its ranks stay alive between the steps and all-reduce their gradients.
 
 # COMMAND ----------
 
@@ -163,9 +161,10 @@ for name, weights in ways.items():
 # COMMAND ----------
 
 # MAGIC %md
-# MAGIC The closed form is one pass over the rows, and not deep; descent pays for every step with a chain as
-# MAGIC long as a sum over all rows. It pays off where no closed form is, and where columns are many: the
-# MAGIC closed form's work grows with their square, and that of the elimination with the cube.
+# MAGIC The closed form is one shallow pass over the rows. Each step of gradient descent adds a chain as
+# MAGIC long as a sum over all rows. Descent pays off if there is no closed form, or if there are many
+# MAGIC columns: the work of the closed form grows with their square, and the work of the elimination with
+# MAGIC their cube.
 
 # COMMAND ----------
 
@@ -173,7 +172,7 @@ for name, weights in ways.items():
 def normal_equations(rows, columns):
     sums = matrix_product(columns, rows, columns + 1)
     solve = Cost(0, 0)
-    for left in range(columns, 0, -1):  # a pivot's row: divided, multiplied and taken from all others
+    for left in range(columns, 0, -1):  # divides a pivot's row, and subtracts it from all other rows
         solve = solve.then(ONE.beside(left)).then(ONE.then(ONE).beside(left * (columns - 1)))
     return sums.then(solve)
 
@@ -198,7 +197,7 @@ show(
 
 # MAGIC %md
 # MAGIC ## Derivatives forward
-# MAGIC A dual number carries a value and its derivative along one direction; every operation hands on both.
+# MAGIC A dual number holds a value and its derivative along one direction. Every operation computes both.
 
 # COMMAND ----------
 
@@ -236,9 +235,9 @@ print(f"dual numbers {dual:.12f}, torch.func.jvp {jvp:.12f}, autograd {reverse:.
 
 # MAGIC %md
 # MAGIC ## And in reverse
-# MAGIC For f: R^n -> R^m, a forward pass gives a column of the Jacobian, one in reverse gives a row. A loss
-# MAGIC is one number of many weights, m = 1: hence `backward`. Reverse has to keep what the forward pass
-# MAGIC computed, which is the memory that checkpointing saves.
+# MAGIC For f: R^n -> R^m, forward mode computes a column of the Jacobian and reverse mode computes a row. A
+# MAGIC loss is one number that depends on many weights (m = 1), so training uses `backward`. Reverse mode
+# MAGIC keeps the values of the forward pass. Gradient checkpointing saves this memory.
 
 # COMMAND ----------
 
@@ -276,8 +275,8 @@ print(f"largest difference of the Jacobians: {jacobian_difference:.1e}")
 
 # MAGIC %md
 # MAGIC ## A convolution is a matrix product
-# MAGIC *im2col* copies every patch of the image into a column, and multiplies by the kernels as rows. The
-# MAGIC other way round, the image is a plain vector and the kernels become a Toeplitz matrix, mostly zeros.
+# MAGIC *im2col* copies every patch of the image into a column, and multiplies by the kernels as rows.
+# MAGIC Alternatively, the image is a plain vector and the kernels become a Toeplitz matrix, mostly zeros.
 
 # COMMAND ----------
 
@@ -318,11 +317,11 @@ show(
 # COMMAND ----------
 
 # MAGIC %md
-# MAGIC ## The sum over all ranks
-# MAGIC A ring all-reduce cuts the gradient into as many pieces as ranks. In each round every rank hands one
-# MAGIC piece to its neighbour: first they add up on the way, then the finished pieces go round. Here it is
-# MAGIC played through and counted. A rank sends less than two gradients whatever the number of ranks; the
-# MAGIC rounds grow with it, where a tree would need their logarithm.
+# MAGIC ## Ring all-reduce
+# MAGIC A ring all-reduce splits the gradient into one chunk per rank. In each round every rank sends one
+# MAGIC chunk to its neighbour: a reduce-scatter adds the chunks, then an all-gather distributes the sums.
+# MAGIC This cell simulates it and counts. A rank sends less than two gradients for any number of ranks. The
+# MAGIC number of rounds grows with the number of ranks; a tree needs only its logarithm.
 
 # COMMAND ----------
 

@@ -2,8 +2,8 @@
 # MAGIC %md
 # MAGIC # When something fails
 # MAGIC
-# MAGIC A worker is killed in the middle of a training, and then everything; the result is that of a
-# MAGIC training that nobody disturbed. And what errors look like.
+# MAGIC Kill one worker in the middle of a training, then the whole training. The result equals an
+# MAGIC undisturbed training. Then look at some errors.
 # MAGIC
 # MAGIC Needs `ringspark` on the cluster (`%pip install ringspark`).
 
@@ -51,7 +51,7 @@ print(undisturbed.summary.history[["epoch", "train_loss"]])
 
 
 def same(model):
-    """Whether the weights are those of the undisturbed training, to the bit."""
+    """Returns whether the weights are bitwise equal to the weights of the undisturbed training."""
     pairs = zip(model.module().parameters(), undisturbed.module().parameters(), strict=True)
     return all(torch.equal(left, right) for left, right in pairs)
 
@@ -60,8 +60,8 @@ def same(model):
 
 # MAGIC %md
 # MAGIC ## One worker is killed
-# MAGIC At step 47 the process of worker 1 gets signal 9, once: nothing in it can react. The driver notices,
-# MAGIC starts both workers again, and they go on from the last checkpoint.
+# MAGIC At step 47 the process of worker 1 gets signal 9, which it cannot catch. The driver notices and
+# MAGIC starts both workers again. They resume from the last checkpoint.
 
 # COMMAND ----------
 
@@ -79,7 +79,7 @@ class KilledOnce(Callback):
 
 killed = network.copy({network.callbacks: [KilledOnce(f"{FOLDER}/killed")]}).fit(rows)
 print(killed.summary.restart_reasons[0])
-print("went on from step", killed.summary.resumed_steps)
+print("resumed at step", killed.summary.resumed_steps)
 print("the same weights:", same(killed))
 print(killed.summary.logs(rank=1)[-3:])
 
@@ -87,8 +87,8 @@ print(killed.summary.logs(rank=1)[-3:])
 
 # MAGIC %md
 # MAGIC ## Everything ends
-# MAGIC With `runUri` the folder of the training has a name. Here the fit ends with an error, as if the
-# MAGIC driver had died; the same call with `resume=True` goes on.
+# MAGIC `runUri` names the folder of the training. Here the fit ends with an error, as if the driver had
+# MAGIC died. The same call with `resume=True` resumes the training.
 
 # COMMAND ----------
 
@@ -114,14 +114,15 @@ except WorkerError as error:
 print(ended)
 
 resumed = named.setResume(True).fit(rows)
-print("went on from step", resumed.summary.resumed_steps)
+print("resumed at step", resumed.summary.resumed_steps)
 print("the same weights:", same(resumed))
 
 # COMMAND ----------
 
 # MAGIC %md
 # MAGIC ## Errors
-# MAGIC What can be known beforehand is refused before anything starts, in a sentence that says what to do.
+# MAGIC `fit` checks the settings and columns before it starts anything. One sentence says what is wrong and
+# MAGIC what to do.
 
 # COMMAND ----------
 
