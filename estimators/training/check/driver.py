@@ -30,7 +30,7 @@ from ringspark.estimators.training.check.data import (
     check_regression,
 )
 from ringspark.estimators.training.check.mesh import check_mesh
-from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape, probe, samples
+from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape, probe, run_module, samples
 from ringspark.estimators.training.check.schema import check_network, check_schema, find_monitor
 from ringspark.estimators.training.checkpoint.tensor_file import check_state
 from ringspark.estimators.training.feed import zeros
@@ -164,14 +164,6 @@ def check_training(
     )
 
 
-def check_chosen_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> None:
-    """Runs `check_mesh` for a mesh that was chosen after `check_training`."""
-    if config.cuts_network:
-        module = build_module(config, objects)
-        probe(module, config, manifest, objects)  # initializes lazy layers
-        check_mesh(config, objects, manifest, module)
-
-
 def _check_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Module, num_rows: int) -> int:
     """Makes optimizer and schedule once, as the ranks will, to raise their errors here.
 
@@ -227,16 +219,12 @@ def _check_batch_transform(
     inputs, labels = try_transform(objects.transform_batch, "transformBatch", given, labels, layout)
     got = ", ".join(str(tuple(values.shape)) for values in inputs)
     try:
-        module.eval()
-        with torch.no_grad():
-            found = [tuple(output.shape) for output in as_outputs(module(*inputs))]
+        found = [tuple(output.shape) for output in as_outputs(run_module(module, inputs))]
     except Exception as error:
         raise ValueError(
             f"model {type(module).__name__} cannot take what transformBatch returns, [{got}]: "
             f"{type(error).__name__}: {error}"
         ) from error
-    finally:
-        module.train()
     if found != list(shapes):
         raise ValueError(
             f"model {type(module).__name__} must return {list(shapes)} in training as in prediction, got "

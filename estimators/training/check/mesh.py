@@ -19,7 +19,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.expert_sum import ExpertSum
 from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
 from ringspark.estimators.parallel.model.spread import partial_gradients, spread
-from ringspark.estimators.training.arguments import InputLayout, read_layout
+from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.batch_transforms import try_transform
 from ringspark.estimators.training.check.probe import PROBE_ROWS, random_samples, samples
 from ringspark.estimators.training.feed import Batch, zeros
@@ -79,23 +79,6 @@ _REMEDIES = {
     "'sequence' out of parallelism",
     "expert": "leave 'expert' out of parallelism",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rows:
-    """Random rows, as arguments of `forward`.
-
-    Attributes:
-        training: The rows after transformBatch.
-        prediction: The rows after transformInPrediction.
-        layout: Which arguments hold rows of varying length.
-        costs: Arguments to measure the cost of pipeline stages; None balances the stages by parameters.
-    """
-
-    training: tuple[torch.Tensor, ...]
-    prediction: tuple[torch.Tensor, ...]
-    layout: InputLayout
-    costs: Sequence[torch.Tensor] | None
 
 
 class _Key(NamedTuple):
@@ -141,7 +124,7 @@ def check_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifes
     )
     with keep_shared_generators():
         for zero_ids in (False, True):
-            check = _MeshCheck(config, _rows(config, objects, manifest, zero_ids))
+            check = _MeshCheck(config, objects, manifest, zero_ids)
             try:
                 expected = check.compute_whole(module)
                 break
@@ -178,27 +161,15 @@ def check_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifes
         )
 
 
-def _rows(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, zero_ids: bool) -> _Rows:
-    num_rows = PROBE_ROWS * _num_micro(config) * config.axes["expert"]
-    names, layout = config.input_columns, read_layout(manifest, config.input_columns)
-    given = random_samples(names, manifest, num_rows, zero_ids=zero_ids)
-    training = prediction = given
-    if objects.transform_batch is not None:
-        labels = tuple(zeros(manifest.array(label), num_rows) for label in config.label_columns)
-        training, _ = try_transform(objects.transform_batch, "transformBatch", given, labels, layout)
-    if objects.transform_in_prediction is not None:
-        prepare = objects.transform_in_prediction
-        prediction, _ = try_transform(prepare, "transformInPrediction", given, None, layout)
-    costs = None if objects.transform_batch is not None else samples(names, manifest)
-    return _Rows(training=training, prediction=prediction, layout=layout, costs=costs)
-
-
 class _MeshCheck:
     """Runs the same passes with the whole network and with all ranks, and compares the results."""
 
-    def __init__(self, config: TrainConfig, rows: _Rows) -> None:
-        num_micro = _num_micro(config)
+    def __init__(
+        self, config: TrainConfig, objects: UserObjects, manifest: ShardManifest, zero_ids: bool
+    ) -> None:
         self._sizes = dict(config.axes) | {"data": 1, "shard": 1}
+        # With experts, one rank has no rows in the second micro-batch and serves only other ranks' tokens.
+        num_micro = 2 if self._sizes["expert"] > 1 else min(config.gradient_accumulation, 2)
         self._config = replace(
             config,
             precision="fp32",
@@ -207,12 +178,25 @@ class _MeshCheck:
             batch_size=max(config.batch_size, num_micro * config.num_workers),
             batch_size_schedule=(),
         )
-        self._rows = rows
         self._num_rows = PROBE_ROWS * num_micro * self._sizes["expert"]
+        names, self._layout = config.input_columns, read_layout(manifest, config.input_columns)
+        given = random_samples(names, manifest, self._num_rows, zero_ids=zero_ids)
+        # Arguments of `forward` in training and in prediction.
+        self._training_inputs = self._prediction_inputs = given
+        if objects.transform_batch is not None:
+            labels = tuple(zeros(manifest.array(label), self._num_rows) for label in config.label_columns)
+            self._training_inputs, _ = try_transform(
+                objects.transform_batch, "transformBatch", given, labels, self._layout
+            )
+        if (prepare := objects.transform_in_prediction) is not None:
+            self._prediction_inputs, _ = try_transform(
+                prepare, "transformInPrediction", given, None, self._layout
+            )
+        # Arguments to measure the cost of pipeline stages; None balances the stages by parameters.
+        self._costs = None if objects.transform_batch is not None else samples(names, manifest)
         self._heads = [Head(label=name, loss=_projected) for name in config.label_columns]
-        shares = self._sizes["expert"]
-        self._training = self._shares(rows.training, num_micro, shares)
-        self._prediction = self._shares(rows.prediction, num_micro, shares)
+        self._training = self._deal(self._training_inputs)
+        self._prediction = self._deal(self._prediction_inputs)
 
     def compute_whole(self, module: nn.Module, seed: int = 0) -> _Results:
         """Returns the results of the whole network in one process."""
@@ -241,7 +225,7 @@ class _MeshCheck:
         network = _with_shared_weights(module).eval()
         try:
             with torch.no_grad():
-                network(*(values[:0] for values in self._rows.prediction))
+                network(*(values[:0] for values in self._prediction_inputs))
         except Exception as error:
             raise ValueError(
                 f"model {type(module).__name__} cannot take a batch without rows ({error}), but a worker "
@@ -263,7 +247,7 @@ class _MeshCheck:
         mesh = RankMesh.of(world, self._sizes)
         network = _with_shared_weights(module)
         num_micro = self._config.gradient_accumulation
-        pipeline = spread(network, mesh, self._config.parallelism, num_micro, self._rows.costs, _CPU)
+        pipeline = spread(network, mesh, self._config.parallelism, num_micro, self._costs, _CPU)
         sync = self._sync(network, mesh, pipeline)
         passes: Passes
         if pipeline is not None:
@@ -292,12 +276,12 @@ class _MeshCheck:
             for batch in own:
                 found |= _outputs("evaluation", passes.evaluate(batch, keeps_outputs=True))
             for _ in range(self._config.gradient_accumulation - len(own)):
-                passes.evaluate_without_rows(self._rows.prediction)
+                passes.evaluate_without_rows(self._prediction_inputs)
         sync.module.train()
         divisor = float(self._num_rows)
         with _ConstantNoise():  # type: ignore[no-untyped-call]
             seen = passes.train(
-                self._training[share], divisor, inputs=self._rows.training, keeps_outputs=True
+                self._training[share], divisor, inputs=self._training_inputs, keeps_outputs=True
             )
             for _ in range(passes.steps_in_flight):
                 passes.drain()
@@ -317,15 +301,16 @@ class _MeshCheck:
             return ExpertSum(network, optimizer, mesh, rounds=rounds)
         return synchronize(network, optimizer, mesh.gradients)
 
-    def _shares(self, inputs: tuple[torch.Tensor, ...], num_micro: int, shares: int) -> list[list[Batch]]:
+    def _deal(self, inputs: tuple[torch.Tensor, ...]) -> list[list[Batch]]:
         """Returns the micro-batches of each share of the rows; the last of several shares has one less."""
+        num_micro, num_shares = self._config.gradient_accumulation, self._sizes["expert"]
         rows = torch.arange(self._num_rows) // PROBE_ROWS  # number of the micro-batch
-        batch = Batch(inputs=inputs, labels=(rows,) * len(self._heads), weight=None, layout=self._rows.layout)
-        micro_batches = batch.split(num_micro * shares)
+        batch = Batch(inputs=inputs, labels=(rows,) * len(self._heads), weight=None, layout=self._layout)
+        micro_batches = batch.split(num_micro * num_shares)
         dealt = [
             micro_batches[begin : begin + num_micro] for begin in range(0, len(micro_batches), num_micro)
         ]
-        if shares > 1:
+        if num_shares > 1:
             dealt[-1].pop()
         return dealt
 
@@ -356,12 +341,6 @@ _NOISE = {
     "randn_like": 1.0,
     "normal_": 1.0,
 }
-
-
-def _num_micro(config: TrainConfig) -> int:
-    """Returns the number of micro-batches per share of the rows."""
-    # With experts, one rank has no rows in the second micro-batch and only serves the other ranks' tokens.
-    return 2 if config.axes["expert"] > 1 else min(config.gradient_accumulation, 2)
 
 
 def _projected(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,6 +87,16 @@ def _largest_id(column: Column, manifest: ShardManifest) -> int:
     return max(filled, *(int(maximum) for maximum in largest if maximum is not None), 0)
 
 
+def run_module(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
+    """Returns what the module returns in evaluation mode; the module is in training mode afterwards."""
+    module.eval()
+    try:
+        with torch.no_grad():
+            return module(*inputs)
+    finally:
+        module.train()
+
+
 def probe(
     module: nn.Module, config: TrainConfig, manifest: ShardManifest, objects: UserObjects
 ) -> tuple[torch.Tensor, ...]:
@@ -104,17 +115,13 @@ def probe(
         f"{column} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
         for column, t in zip(config.input_columns, inputs, strict=True)
     )
-    module.eval()
     try:
-        with torch.no_grad():
-            output = module(*inputs)
+        output = run_module(module, inputs)
     except Exception as error:
         raise ValueError(
             f"model {name} cannot take the input columns [{given}]: "
             f"{type(error).__name__}: {error}; match the model's input size to the columns"
         ) from error
-    finally:
-        module.train()
     outputs = as_outputs(output, f"model {name}")
     if len(outputs) != len(config.label_columns):
         raise ValueError(

@@ -20,7 +20,9 @@ from ringspark.estimators.memory.budget import network_name, reason
 from ringspark.estimators.memory.columns import column_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.options.mesh import Mesh
-from ringspark.estimators.training.check.driver import check_chosen_mesh
+from ringspark.estimators.training.build import build_module
+from ringspark.estimators.training.check.mesh import check_mesh
+from ringspark.estimators.training.check.probe import probe
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning.exchange_time import Link
@@ -171,7 +173,10 @@ def _chosen(
         raise ValueError(f"parallelism='auto' found none: {plan.verdict}")
     chosen = replace(config, parallelism=Mesh.of(plan.best), gradient_accumulation=plan.chosen.num_micro)
     try:
-        check_chosen_mesh(chosen, objects, manifest)
+        if chosen.cuts_network:
+            module = build_module(chosen, objects)
+            probe(module, chosen, manifest, objects)  # initializes lazy layers
+            check_mesh(chosen, objects, manifest, module)
     except ValueError as error:
         warnings.warn(f"parallelism='auto' takes whole copies: {error}", UserWarning, stacklevel=6)
         return Choice(config=config, told=f"whole copies are chosen: {error}")
