@@ -155,6 +155,8 @@ def check_training(
     check_losses(config.task, heads, outputs, labels)
     own = tuple(_try_metric(name, heads, outputs, manifest) for name in objects.metrics)
     config = replace(config, monitor=monitor, own_metrics=own)
+    tried = {metric.name: (objects.metrics[metric.name], metric.per_row) for metric in own}
+    heads = tuple(replace(head, own_metrics=tried) for head in heads)
     return CheckedTraining(
         config=config,
         objects=objects,
