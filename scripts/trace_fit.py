@@ -12,8 +12,10 @@ It prints:
 - calls: all calls of named functions and methods of ringspark;
 - how often each of the checks ran that a fit needs once.
 
-On 2026-11-26, before `CheckedTraining`: 244 functions in 88 files, 4,705 calls; `make_heads` ran five times,
-`check_columns`, `check_schema` and `with_arguments` twice, and 13 configs were validated.
+On 2026-11-26, before `CheckedTraining`: 244 functions in 88 files, 4,705 calls, 13 validated configs;
+`make_heads` ran five times, and `check_columns`, `check_schema` and `expand_arguments` twice. After it: 243
+functions in 88 files, 3,971 calls, 9 validated configs, and each check once. Most of the functions are shared
+tools such as storage, JSON and column types.
 """
 
 from __future__ import annotations
