@@ -26,8 +26,8 @@ def main() -> None:
     _table("Every setting", ["setting", "meaning", "default", "rule", "may change on resume"], _settings())
     print("\n## Options\n")
     print("A setting with options of its own is one of these classes, or a dict of the same names.")
-    classes = [setting.options for setting in SETTINGS.values() if setting.options is not None]
-    for kind in [*classes, Pipeline]:
+    classes: list[Any] = [setting.options for setting in SETTINGS.values() if setting.options is not None]
+    for kind in (*classes, Pipeline):
         for variant in kind.variants().values() or [kind]:
             _show_options(variant)
     _show_options(Compression)
