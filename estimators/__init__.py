@@ -1,7 +1,7 @@
 """Spark ML stages that train PyTorch networks: `fit` on a gang of workers, `transform` in batches.
 
-Each name is imported when it is asked for: a machine without Spark trains from shards and plans memory, and a
-job prints its help before torch is there.
+Each name is imported on first use: a machine without Spark trains from shards and plans memory, and a job
+prints its help before torch is imported.
 """
 
 from typing import TYPE_CHECKING

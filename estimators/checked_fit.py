@@ -18,7 +18,7 @@ from pyspark.sql.types import StringType, StructType
 from ringspark.estimators import run_layout
 from ringspark.estimators.columns.schema import (
     check_types,
-    field_named,
+    find_field,
     input_names,
     kinds_by_column,
 )
@@ -199,8 +199,8 @@ def _find_columns(
     sources, inputs = input_names(config.input_columns, kinds, schema, exact)
     check_types(schema, sources, kinds)
     param, weight = estimator._label_param(), config.weight_column
-    labels = tuple(field_named(name, param, schema, exact).name for name in config.label_columns)
-    weight = weight and field_named(weight, "weightCol", schema, exact).name
+    labels = tuple(find_field(name, param, schema, exact).name for name in config.label_columns)
+    weight = weight and find_field(weight, "weightCol", schema, exact).name
     config = replace(config, input_columns=inputs, label_columns=labels, weight_column=weight)
     names = list(dict.fromkeys([*sources, *labels, *filter(None, [weight])]))
     check_masks(names)
@@ -218,7 +218,7 @@ def _indicator(estimator: Any, columns: Sequence[Column], schema: StructType, ex
     given = value_of(estimator, VALIDATION_INDICATOR_COL)
     if given is None:
         return None
-    name = field_named(given, "validationIndicatorCol", schema, exact).name
+    name = find_field(given, "validationIndicatorCol", schema, exact).name
     if any(column.name == name for column in columns):
         raise ValueError(
             f"validationIndicatorCol {name!r} must be a column of its own, not an input, label "

@@ -1,4 +1,4 @@
-"""Sets environment variables for as long as a library, or a program that starts, reads them."""
+"""Sets environment variables while a library, or a program that starts, reads them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Sets environment variables for the block, takes out those that are None, and restores the former ones.
+    """Sets environment variables for the block, removes those with value None, and restores the old values.
 
     Spark reuses its Python workers, so variables left in `os.environ` would affect the next job.
     """

@@ -13,7 +13,7 @@ from ringspark.pipelines.typed_json import added, parse_object, record
 
 # Type of the failure of a rank that could not report it itself.
 LOST = "WorkerLost"
-# How torch says, by a RuntimeError, that an allocation failed: on the CPU, in cuBLAS, in C++.
+# Texts of torch's RuntimeError for a failed allocation: on the CPU, in cuBLAS, in C++.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "cublas_status_alloc_failed", "bad_alloc")
 
 
@@ -27,12 +27,11 @@ class TrainingCancelledError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """One rank's failure in the form that travels to the driver.
+    """One rank's failure, as it is sent to the driver.
 
     Attributes:
         from_peer: Whether the rank only noticed that another rank was gone.
-        may_pass: Whether the same work may succeed if started again, after a fault of processes, network
-            or store.
+        may_pass: Whether a restart may succeed, after a fault of processes, network or store.
         last_lines: The last lines that the rank printed, which the driver adds.
     """
 
@@ -62,7 +61,7 @@ class Failure:
 
     @classmethod
     def lost(cls, rank: int, host: str, phase: str, message: str, type: str = LOST) -> Failure:
-        """Makes the failure of a rank that could not report it itself."""
+        """Returns the failure of a rank that could not report it itself."""
         return cls(
             rank=rank,
             host=host,
@@ -79,7 +78,7 @@ class Failure:
 
     @classmethod
     def from_json(cls, text: str) -> Failure:
-        """Reads what `to_json` returned.
+        """Reads the result of `to_json`.
 
         Raises:
             ValueError: The text does not describe a failure.
@@ -91,21 +90,21 @@ class Failure:
         """Whether an allocation failed: Python's, Arrow's, or torch's on any device."""
         if self.type in ("MemoryError", "ArrowMemoryError", "OutOfMemoryError"):
             return True
-        said = self.message.lower()
-        return self.type == "RuntimeError" and any(words in said for words in _NO_MEMORY)
+        message = self.message.lower()
+        return self.type == "RuntimeError" and any(words in message for words in _NO_MEMORY)
 
     @property
     def sentence(self) -> str:
         """The failure in one line."""
-        said = (self.message.splitlines() or [""])[0]
+        line = (self.message.splitlines() or [""])[0]
         return (
             f"rank {self.rank} on host {self.host} failed in phase '{self.phase}': "
-            f"{self.type}{': ' if said else ''}{said}"
+            f"{self.type}{': ' if line else ''}{line}"
         )
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether the error comes from a store or a network, which may work again at the next attempt.
+    """Whether the error comes from a store or a network, which may work at the next attempt.
 
     Readers raise a RuntimeError that names the file, from the store's error. For damaged files, which stay
     damaged, Arrow raises a bare OSError without a number.
@@ -117,30 +116,29 @@ def _may_pass(error: BaseException) -> bool:
 
 
 class WorkerError(RuntimeError):
-    """A rank failed. The message names its rank, host and phase, and has the last lines that it printed.
-
-    `failures` has every rank's trace.
+    """A rank failed. The message has its rank, host, phase and last printed lines.
 
     Attributes:
+        failures: The failures of all ranks, with their traces.
         first: The failure that caused the others.
-        may_pass: Whether no rank is itself to blame, so that the same work may succeed if started again.
+        may_pass: Whether no rank is to blame, so that a restart may succeed.
         advice: Text of the message after the cause.
     """
 
     def __init__(self, failures: list[Failure], advice: str = "") -> None:
-        # A rank that raised its own error is the cause; ranks that lost a peer are the effect.
+        # A rank that raised its own error is the cause; a rank that lost a peer is an effect.
         first = min(failures, key=lambda f: (f.from_peer, f.may_pass, f.seconds))
         self.failures = failures
         self.advice = advice
         self.rank = first.rank
         self.first = first
         self.may_pass = all(failure.may_pass for failure in failures)
-        told = first.trace.rstrip().splitlines()
+        details = first.trace.rstrip().splitlines()
         if first.last_lines:
-            told += ["the last lines that the rank printed:", *first.last_lines]
+            details += ["the last lines that the rank printed:", *first.last_lines]
         message = f"{first.type}: {first.message}" if first.message else first.type
         super().__init__(
             f"rank {first.rank} on host {first.host} failed in phase '{first.phase}': {message}"
             + advice
-            + "".join(f"\n  | {line}" for line in told)
+            + "".join(f"\n  | {line}" for line in details)
         )

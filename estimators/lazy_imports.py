@@ -14,14 +14,7 @@ T = TypeVar("T")
 
 
 def load_object(path: str) -> Any:
-    """Returns the object at an import path.
-
-    Args:
-        path: "package.module:name".
-
-    Raises:
-        ImportError: The module is not installed.
-    """
+    """Returns the object at an import path, "package.module:name"."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
@@ -63,14 +56,10 @@ def make_getattr(module: str, paths: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def forward_to(module: str) -> Callable[[str], Any]:
-    """Returns a `__getattr__` for a module that has moved: its names are imported from the new one.
-
-    Args:
-        module: New name of the module.
-    """
+    """Returns a `__getattr__` for a module that has moved to `module`."""
 
     def get(name: str) -> Any:
-        # Python asks every module for such names; an answer from elsewhere would confuse the import system.
+        # The import system reads such names of every module; another module's values would confuse it.
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         return getattr(import_module(module), name)

@@ -1,13 +1,12 @@
 """A fitted stage as a `pyfunc` of MLflow, which predicts pandas DataFrames and needs no Spark session.
 
-The folder holds the saved stage as any `save` writes it, so `load_stage` gives the stage back for
-`transform`. MLflow finds this module by the name in the folder's `MLmodel`: it stays where it is.
+The folder holds the saved stage as any `save` writes it, so `load_stage` returns the stage for `transform`.
+MLflow finds this module by the name in the folder's `MLmodel`, so the module must not move.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ import numpy as np
 import pandas as pd
 from pyspark.sql.types import DoubleType, StructType
 
-from ringspark.estimators.columns.inputs import ModelInput
-from ringspark.estimators.inference.frames import predict_frame, spark_alone
+from ringspark.estimators.columns.inputs import source_names
+from ringspark.estimators.inference.local_inputs import needs_spark, predict_frame
 from ringspark.estimators.stages.spark_metadata import read_metadata
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.pipelines import storage
@@ -39,17 +38,16 @@ def save(model: TorchModel, folder: str, run_id: str | None = None, model_id: st
     import mlflow.pyfunc
     from mlflow.models import Model
 
-    with tempfile.TemporaryDirectory(prefix="ringspark-") as beside:
-        stage = Path(beside) / "stage"
+    with tempfile.TemporaryDirectory(prefix="ringspark-") as temporary:
+        stage = Path(temporary) / "stage"
         model.write().save(f"file://{stage}")
-        example = _example(model)
         mlflow.pyfunc.save_model(
             path=folder,
             loader_module=__name__,
             data_path=str(stage),
             mlflow_model=Model(run_id=run_id, model_id=model_id),
             signature=_signature(model),
-            input_example=example,
+            input_example=_example(model),
             pip_requirements=_requirements(),
         )
 
@@ -58,7 +56,7 @@ def load_stage(model_uri: str) -> Any:
     """Returns the fitted stage of a logged model, for `transform`.
 
     Args:
-        model_uri: As MLflow takes it, such as "models:/m-1f2e" or "models:/name/1".
+        model_uri: MLflow's URI, such as "models:/m-1f2e" or "models:/name/1".
     """
     from mlflow.artifacts import download_artifacts
     from mlflow.models import Model
@@ -69,12 +67,12 @@ def load_stage(model_uri: str) -> Any:
 
 
 def _load_pyfunc(data_path: str) -> ServedModel:
-    """Is called by MLflow with the folder of the stage."""
+    """MLflow's entry point, with the folder of the stage."""
     return ServedModel(_stage(data_path))
 
 
 class ServedModel:
-    """What MLflow calls to predict."""
+    """MLflow's interface to the stage."""
 
     def __init__(self, stage: TorchModel) -> None:
         self.stage = stage
@@ -97,7 +95,7 @@ class ServedModel:
             frame,
         )
         if name := _class_name(self.stage):
-            # The class after the last is that of all strings that are not known.
+            # The class after the last stands for unknown strings.
             classes = np.array([*self.stage._labels, None], dtype=object)
             numbers = predicted[self.stage.getPredictionCol()].to_numpy(np.int64)
             predicted[name] = pd.Series(
@@ -107,14 +105,13 @@ class ServedModel:
 
 
 def _class_name(stage: TorchModel) -> str | None:
-    """Returns the name of the column of the classes' names; None if there is none."""
     if not isinstance(stage, TorchClassificationModel):
         return None
     return next((field.name for field in stage._class_name_fields(StructType())), None)
 
 
 def _stage(folder: str) -> TorchModel:
-    # With a scheme, since a session may take a bare path for one on its own store.
+    # With a scheme, because a session may look for a bare path on its own store.
     uri = f"file://{Path(folder).resolve()}"
     name = read_metadata(storage.normalize(uri))["class"].rpartition(".")[2]
     stage: TorchModel = _CLASSES[name].load(uri)
@@ -122,7 +119,7 @@ def _stage(folder: str) -> TorchModel:
 
 
 def _signature(model: TorchModel) -> Any:
-    """Returns the columns in and out; None where Spark is needed to make the inputs."""
+    """Returns the columns in and out; None if only Spark can make the inputs."""
     from mlflow.models import ModelSignature
     from mlflow.types.schema import Array as Repeated
     from mlflow.types.schema import ColSpec, DataType, Schema
@@ -135,7 +132,7 @@ def _signature(model: TorchModel) -> Any:
         shape = _shape(kind)
         if shape is None:
             return DataType.string if isinstance(kind, Vocabulary | Tokens) else DataType.binary
-        # A smaller dtype than those of pandas and JSON would refuse what they bring.
+        # pandas and JSON bring wide dtypes, which a smaller dtype would refuse.
         found: Any = {"f": DataType.double, "b": DataType.boolean}.get(_wide(kind)[0], DataType.long)
         for _ in shape:
             found = Repeated(found)
@@ -157,7 +154,7 @@ def _signature(model: TorchModel) -> Any:
 
 
 def _example(model: TorchModel) -> pd.DataFrame | None:
-    """Returns some rows of zeros; None where the inputs are bytes or made by Spark."""
+    """Returns some rows of zeros; None if the inputs are bytes or made by Spark."""
     sources = _sources(model)
     if sources is None:
         return None
@@ -178,25 +175,18 @@ def _example(model: TorchModel) -> pd.DataFrame | None:
 
 
 def _sources(model: TorchModel) -> list[tuple[str, Kind]] | None:
-    """Returns each column of a DataFrame that the model reads, with its kind; None if Spark is needed."""
-    names, found = model.inputColumns(), dict[str, Kind]()
-    for number, item in enumerate(model._inputs):
-        if spark_alone(item):
+    """Returns the columns of a DataFrame that the model reads, with their types; None if Spark is needed."""
+    found = dict[str, Kind]()
+    for item, name in zip(model._inputs, source_names(model._inputs, model.inputColumns()), strict=True):
+        if needs_spark(item):
             return None
         assert item.column is not None
-        found.setdefault(_owner(model._inputs, names, number), item.column.kind)
+        found.setdefault(name, item.column.kind)
     return list(found.items())
 
 
-def _owner(inputs: Sequence[ModelInput], names: Sequence[str], number: int) -> str:
-    """Returns the column from which an input is made, as `columns.inputs.source_columns` finds it."""
-    places = [at if item.place is None else item.place for at, item in enumerate(inputs)]
-    name = names[places[number]]
-    return name if places.count(places[number]) > 1 else name.removesuffix(inputs[number].part)
-
-
 def _wide(kind: Kind) -> str:
-    """Returns the dtype of a kind's numbers in a table: fractions as doubles."""
+    """Returns the dtype of a column type's numbers in a table: fractions as doubles."""
     dtype = str(getattr(kind, "dtype", ""))
     return "float64" if dtype.startswith("float") else dtype
 

@@ -24,8 +24,7 @@ from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.launch.train_task import TrainTask
 from ringspark.estimators.run.folder import RunFolder, check_run_uri
 from ringspark.estimators.run.identity import identity_of
-from ringspark.estimators.run.shard_states import ShardStates
-from ringspark.estimators.run.shards import run_shards
+from ringspark.estimators.run.shards import ShardStates, run_shards
 from ringspark.estimators.run.tables import check_table, pinned_version, table_rows
 from ringspark.estimators.stages.declared import plain_values, set_params
 from ringspark.estimators.stages.fit_data import SharedShards
@@ -223,7 +222,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         with RunWatcher(start, fit.trackers if finished is None else []) as watcher:
             if finished is None:
                 states = ShardStates(manifest, run.uri)
-                states.note()
+                states.record()
                 weights = fit.packed.write_weights(run.uri)
                 supervisor = Supervisor(
                     spark=spark,

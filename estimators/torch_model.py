@@ -1,4 +1,4 @@
-"""The fitted stages: `TorchModel`, and those whose task says what labels and predictions are."""
+"""The fitted stages: `TorchModel`, the classification model and the regression model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,8 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, IntegralType, StringType, StructField, StructType
 
 from ringspark.estimators.columns.expressions import class_name
-from ringspark.estimators.columns.inputs import (
-    class_number,
-    label_expression,
-    source_columns,
-)
-from ringspark.estimators.columns.schema import field_named
+from ringspark.estimators.columns.inputs import class_number, label_expression, source_columns
+from ringspark.estimators.columns.schema import find_field
 from ringspark.estimators.inference.evaluate import Evaluation
 from ringspark.estimators.inference.results import Classes, Results, Values
 from ringspark.estimators.lazy_imports import load_object
@@ -35,23 +31,22 @@ from ringspark.pipelines.columns import check_frame, is_case_sensitive, quote
 
 __all__ = ["TorchClassificationModel", "TorchModel", "TorchRegressionModel"]
 
-# Names of the two columns that `evaluate` compares.
+# The two columns that `evaluate` compares.
 _OUTPUT, _LABEL = "__ringspark_output", "__ringspark_label"
 
-# Import path of the report with predictions for held-out rows.
 HELD_OUT_REPORT = "ringspark.extras.report.held_out.held_out_report:HeldOutReport"
 
 
 class _EvaluatedModel(TorchModel, _EvaluatedParams):
-    """A model of one output, whose task says what its labels are."""
+    """A model of one output, whose task determines the type of its labels."""
 
     _task: Task
 
     def evaluate(self, dataset: DataFrame) -> dict[str, float]:
         """Returns the `metrics` of the training over the rows of a DataFrame, by name. Runs one Spark job.
 
-        Rows that `handleInvalid` leaves without a prediction do not count. As in the training, a class is the
-        one of the largest logit: `thresholds` do not count, and each row weighs 1.
+        Rows that `handleInvalid` leaves without a prediction do not count. As in the training, the class is
+        the largest logit, without `thresholds`, and each row weighs 1.
 
         Raises:
             ValueError: There are no `metrics`, or the labels do not fit the predictions.
@@ -69,7 +64,8 @@ class _EvaluatedModel(TorchModel, _EvaluatedParams):
         evaluation = self._evaluation(label, list(metrics)).with_own(own)
         outputs = Values(shapes=self._output_shapes)
         labelled = dataset.withColumn(_LABEL, numbers)
-        return evaluation.over(self._applied(labelled, bound, [_OUTPUT], outputs).select(_OUTPUT, _LABEL))
+        scored = self._add_results(labelled, bound, [_OUTPUT], outputs)
+        return evaluation.over(scored.select(_OUTPUT, _LABEL))
 
     def report(
         self,
@@ -82,16 +78,16 @@ class _EvaluatedModel(TorchModel, _EvaluatedParams):
     ) -> None:
         """Writes one HTML page about the training to the file `path` on any store.
 
-        With `data` it tells what the model says of these rows: the confusion matrix, the ROC curve and the
-        calibration, or predictions against labels; and which features decide. Runs one Spark job, which
-        brings a sample to the driver. Each row weighs 1.
+        With `data` it adds the model's predictions for these rows: the confusion matrix, the ROC curve and
+        the calibration, or predictions against labels; and the features that decide. Runs one Spark job,
+        which brings a sample to the driver. Each row weighs 1.
 
         Args:
-            path: File to write; without a scheme, one on this machine's disk.
+            path: File to write; without a scheme, on the local disk.
             data: Rows that the model was not trained on, with its label.
-            attributions: "permutation", how much worse the model gets when a feature is shuffled; "captum",
-                integrated gradients, which needs `pip install 'ringspark[attribution]'`; or "none".
-            rows: Most rows of the sample; fewer are taken of rows as large as images.
+            attributions: "permutation", the loss of quality when a feature is shuffled; "captum", integrated
+                gradients, which needs `pip install 'ringspark[attribution]'`; or "none".
+            rows: Maximum rows of the sample; fewer if the rows are as large as images.
             seed: Seed of the sample and of the shuffles.
 
         Raises:
@@ -108,7 +104,7 @@ class _EvaluatedModel(TorchModel, _EvaluatedParams):
         exact = is_case_sensitive(data.sparkSession)
         bound = self._bind(data.schema, exact)
         label, numbers = self._label(data.schema, exact)
-        columns = self._needed(bound)
+        columns = self._python_columns(bound)
         predictor = self._predictor([item.feed for item in bound])
         report.write(
             summary,
@@ -125,14 +121,12 @@ class _EvaluatedModel(TorchModel, _EvaluatedParams):
         )
 
     def _label(self, schema: StructType, exact: bool) -> tuple[StructField, Column]:
-        """Returns the label's column, and its numbers."""
-        label = field_named(self.getLabelCol(), "labelCol", schema, exact)
+        label = find_field(self.getLabelCol(), "labelCol", schema, exact)
         if self._labels:
             return label, class_number(label, self._labels)
         return label, label_expression(label, self._label_fields)
 
     def _evaluation(self, label: StructField, names: Sequence[str] = ()) -> Evaluation:
-        """Returns what compares outputs with labels by these metrics."""
         (width,) = Values(shapes=self._output_shapes).widths
         return Evaluation(
             names=tuple(names),
@@ -145,7 +139,6 @@ class _EvaluatedModel(TorchModel, _EvaluatedParams):
         )
 
     def _classes_or_none(self) -> Classes | None:
-        """Returns the form of a classifier's predictions; None for a regression."""
         return None
 
 
@@ -155,10 +148,10 @@ class TorchRegressionModel(_EvaluatedModel):
     _task = "regression"
 
     def predict(self, features: Any) -> float | list[float]:
-        """Returns the prediction for one vector, as `transform` gives it; starts no Spark job.
+        """Returns the prediction for one vector, like `transform`, without a Spark job.
 
         Raises:
-            ValueError: The network takes something else than one vector, or the numbers do not fit it.
+            ValueError: The network takes other inputs than one vector, or the numbers do not fit it.
         """
         values: list[float] = self._outputs_of(features)[0].tolist()
         return values[0] if len(values) == 1 else values
@@ -173,7 +166,7 @@ class TorchClassificationModel(_EvaluatedModel, _ClassifierParams):
     _task = "classification"
 
     def predict(self, features: Any) -> float:
-        """Returns the class of one vector; starts no Spark job. See `TorchRegressionModel.predict`."""
+        """Returns the class of one vector without a Spark job. See `TorchRegressionModel.predict`."""
         return float(self._classes().decide(self._outputs_of(features))[0])
 
     def predictRaw(self, features: Any) -> DenseVector:
@@ -181,17 +174,17 @@ class TorchClassificationModel(_EvaluatedModel, _ClassifierParams):
         return DenseVector(self._classes().raw(self._outputs_of(features))[0])
 
     def predictProbability(self, features: Any) -> DenseVector:
-        """Returns the classes' probabilities for one vector."""
+        """Returns the class probabilities for one vector."""
         return DenseVector(self._classes().probabilities(self._outputs_of(features))[0])
 
     @property
     def numClasses(self) -> int:
-        """Number of classes that the network tells apart."""
+        """Number of classes."""
         return self._classes().num_classes
 
     @property
     def labels(self) -> list[str]:
-        """The strings of the classes, in the order of their numbers; empty if the labels were numbers."""
+        """The class names, in the order of their numbers; empty if the labels were numbers."""
         return list(self._labels)
 
     def transformSchema(self, schema: StructType) -> StructType:
@@ -206,9 +199,9 @@ class TorchClassificationModel(_EvaluatedModel, _ClassifierParams):
         return result
 
     def _class_name_fields(self, schema: StructType, exact: bool = False) -> list[StructField]:
-        """Returns the column of the classes' names, if there is one and its name is free."""
+        """Returns the column of the class names, if there is one and its name is free."""
         name = self.getPredictedLabelCol()
-        # It is made from the column of the class's number.
+        # It is made from the column of class numbers.
         if not self._labels or not name or not self.getPredictionCol():
             return []
         check_free(schema, [name, *(given for given in self._outputs()[0] if given)], exact)
@@ -235,7 +228,7 @@ class TorchClassificationModel(_EvaluatedModel, _ClassifierParams):
 
 
 def is_whole(data_type: DataType) -> bool:
-    """Whether a column holds whole numbers, or arrays of them, which a network gets as int64."""
+    """Whether a column holds integers, or arrays of them, which a network gets as int64."""
     while isinstance(data_type, ArrayType):
         data_type = data_type.elementType
     return isinstance(data_type, IntegralType)

@@ -28,9 +28,9 @@ from ringspark.estimators.columns.inputs import (
     source_columns,
 )
 from ringspark.estimators.inference.export import ExportFormat, export_module, record_module
-from ringspark.estimators.inference.one_row import num_features, one_row
+from ringspark.estimators.inference.local_inputs import make_row, num_features
 from ringspark.estimators.inference.predict import (
-    PIECE_BYTES,
+    CHUNK_BYTES,
     Predictor,
     cached_module,
     prediction_expression,
@@ -39,10 +39,7 @@ from ringspark.estimators.inference.predict import (
 from ringspark.estimators.inference.results import Results, Values
 from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.held_weights import HeldWeights
-from ringspark.estimators.stages.model_params import (
-    _ModelParams,
-    check_free,
-)
+from ringspark.estimators.stages.model_params import _ModelParams, check_free
 from ringspark.estimators.stages.persistence import WEIGHTS_FOLDER, Description, StageReader, StageWriter
 from ringspark.estimators.stages.storage_root import find_session
 from ringspark.estimators.stages.summary import TrainingSummary
@@ -62,13 +59,13 @@ M = TypeVar("M", bound="TorchModel")
 
 Shape = tuple[int, ...]
 
-# Name of the temporary column for Python's result, whose parts then become columns.
+# Temporary column for Python's result.
 _RESULT = "__ringspark_result"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription(Description):
-    """The description of a model that is saved beside its weights; the attributes are the model's own."""
+    """The description of a model that is saved next to its weights; the attributes are the model's own."""
 
     inputs: tuple[ModelInput, ...]
     output_shapes: tuple[Shape, ...]
@@ -81,9 +78,8 @@ class ModelDescription(Description):
 class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     """A trained network. `transform` adds `predictionCol`; all other columns pass through.
 
-    The prediction is a double where the network gives one number per row, else an array of doubles; a
-    network with several outputs has one column for each, `predictionCols`.
-    Made by an estimator's `fit`, or by `load`.
+    The prediction is a double if the network gives one number per row, else an array of doubles. A network
+    with several outputs has one column per output, `predictionCols`. Made by `fit` or `load`.
     """
 
     _description = ModelDescription
@@ -112,7 +108,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     @property
     def numFeatures(self) -> int:
-        """Number of features of the one vector that the network was trained on; -1 if it takes others."""
+        """Number of features of the one input vector; -1 if the network takes other inputs."""
         return num_features(self._inputs)
 
     def _told_in_notebook(self) -> str:
@@ -121,8 +117,8 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     def module(self) -> nn.Module:
         """Returns the trained network as a new plain `nn.Module` on the CPU, in eval mode.
 
-        Of a loaded model whose class was not saved it is a `Program`: it predicts, and its `state_dict()` is
-        the class's.
+        If a loaded model was saved without its class, this is a `Program`: it predicts, and has the
+        `state_dict()` of the class.
         """
         model = self.getModel()
         module = build_on_meta(model.build) if isinstance(model, ModelSpec) else copy_to_meta(model)
@@ -130,7 +126,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         return module.eval()
 
     def adapter(self) -> dict[str, Tensor]:
-        """Returns what a fit with `lora` trained, which the network's weights hold as well.
+        """Returns the weights that a fit with `lora` trained, which the network's weights include.
 
         Layer x has "x.lora_A", (rank, in), and "x.lora_B", (out, rank).
         """
@@ -139,10 +135,10 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     def export(self, path: str, format: ExportFormat = "torch.export") -> None:
         """Writes the trained network, for any number of rows, to the file `path` on any store.
 
-        What `transformInPrediction` does comes first, as it does in `transform`.
+        The file includes `transformInPrediction`.
 
         Args:
-            path: Path or URI of the file to write; without a scheme, one on this machine's disk.
+            path: Path or URI of the file to write; without a scheme, on the local disk.
             format: Format of the file. `torch.export.load` reads "torch.export", ONNX runtimes read "onnx";
                 "onnx" needs `pip install 'ringspark[onnx]'`.
 
@@ -179,7 +175,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         )
 
     def _program(self) -> Program | None:
-        """Returns the network as a program; None, with a warning, if it cannot be one."""
+        """Returns the network as a program; None, with a warning, if it cannot be recorded."""
         model = self.getModel()
         module = self.module()
         if isinstance(model, Program):
@@ -190,7 +186,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         except NoProgramError as error:
             warnings.warn(
                 f"model {type(module).__name__} cannot be recorded as a program ({error}), so it is saved as "
-                "pickled Python code, which loads only where RINGSPARK_ALLOW_PICKLE=1 is set; write its "
+                "pickled Python code, which loads only if RINGSPARK_ALLOW_PICKLE=1 is set; write its "
                 "forward without branches on values, or give a ModelSpec",
                 UserWarning,
                 stacklevel=4,
@@ -217,20 +213,20 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         bound = self._bind(dataset.schema, exact)
         names, results = self._outputs()
         check_free(dataset.schema, [name for name in names if name], exact)
-        return self._applied(dataset, bound, names, results)
+        return self._add_results(dataset, bound, names, results)
 
-    def _applied(
+    def _add_results(
         self, dataset: DataFrame, bound: Sequence[BoundInput], names: Sequence[str], results: Results
     ) -> DataFrame:
-        """Returns the DataFrame with the results in columns of these names, "" for one left out."""
+        """Returns the DataFrame with the results in columns of these names; "" leaves a column out."""
         valid = _valid(bound)
         judged = any(item.feed.judges for item in bound)
         skips = self.getHandleInvalid() == "skip"
         if skips:
             dataset = dataset.where(valid)
-        columns = self._needed(bound, only_judged=skips)
-        # A step that works row by row. Straight from Parquet, Spark 4.3 would hand over columns, but by a
-        # converter that knows no vectors, not even those that only pass by (UNSUPPORTED_DATATYPE).
+        columns = self._python_columns(bound, only_judged=skips)
+        # A step that works row by row. Straight from Parquet, Spark 4.3 would pass columns, by a converter
+        # that supports no vectors, even in unused columns (UNSUPPORTED_DATATYPE).
         dataset = dataset.select("*", F.explode(F.array(F.lit(0))).alias(_RESULT)).drop(_RESULT)
         with_vectors = takes_vectors(dataset.sparkSession)
         predictor = replace(
@@ -238,8 +234,9 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             gives_vectors=with_vectors,
             keeps_rows=len(columns) > len(bound),
         )
-        # The struct gets one name before its parts, so that Spark computes the function once. It is exploded,
-        # because Spark would copy a plain expression into a filter on a part, and run the network twice.
+        # The struct gets a name before its fields do, so that Spark computes the function once. It is
+        # exploded, because Spark would copy a plain expression into a filter on a field, and run the network
+        # twice.
         result = dataset.select(
             "*", F.explode(F.array(prediction_expression(predictor, columns))).alias(_RESULT)
         )
@@ -249,11 +246,11 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         named = [part.alias(name) for name, part in zip(names, parts, strict=True) if name]
         return result.select("*", *named).drop(_RESULT)
 
-    def _needed(self, bound: Sequence[BoundInput], only_judged: bool = False) -> list[Column]:
-        """Returns what Python needs of each row: its inputs, and whether it has them, if rows may lack them.
+    def _python_columns(self, bound: Sequence[BoundInput], only_judged: bool = False) -> list[Column]:
+        """Returns the columns that Python needs: the inputs, and their validity if rows may lack some.
 
         Args:
-            only_judged: Whether rows are left only that Python alone may refuse.
+            only_judged: Whether only rows remain that Python alone may refuse.
         """
         judged = any(item.feed.judges for item in bound)
         if self.getHandleInvalid() == "error" or (only_judged and not judged):
@@ -262,7 +259,6 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         return [*(_where_valid(item, valid) for item in bound), valid]
 
     def _bind(self, schema: StructType, exact: bool) -> list[BoundInput]:
-        """Returns the model's inputs, matched with the columns of a schema."""
         self._trained()  # refuses a model that was never fitted
         fields = source_columns(self._inputs, self.inputColumns(), schema, exact)
         return [bind(item, field) for item, field in zip(self._inputs, fields, strict=True)]
@@ -290,12 +286,12 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         )
 
     def _rows_per_pass(self) -> int:
-        """Returns the rows per forward pass: as the user set it, else fewer of rows as wide as images."""
+        """Returns the rows per forward pass: the user's, else fewer if the rows are as large as images."""
         rows = self.getInferenceBatchSize()
         if self.isSet("inferenceBatchSize"):
             return rows
         widths = [item.column.kind.row_bytes for item in self._inputs if item.column is not None]
-        return max(1, min(rows, PIECE_BYTES // max(1, sum(widths))))
+        return max(1, min(rows, CHUNK_BYTES // max(1, sum(widths))))
 
     def _trained(self) -> HeldWeights:
         if self._weights is None:
@@ -320,14 +316,13 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         Args:
             weights_uri: Folder of the checkpoint.
             output_shapes: Shape of one row, for each output.
-            summary: Summary of the training.
             columns: All columns of the shards; without them, inputs take any numbers.
             input_columns: Names of the model's inputs in the shards; if empty, the model's own.
             label_columns: Names of the labels in the shards.
             ignored_label: Label of rows that do not count; see `Head.ignored`.
         """
         self._weights = HeldWeights(weights_uri)
-        # Held from here on, because a save over one of the folder's parents may remove it.
+        # Held now, because a save over one of the folder's parents may remove it.
         self._weights.hold()
         self._inputs = model_inputs(columns, input_columns or self.inputColumns())
         self._output_shapes = tuple(tuple(shape) for shape in output_shapes)
@@ -340,10 +335,9 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         return self
 
     def _restore(self, uri: str, description: ModelDescription) -> None:
-        """Restores a saved stage; the reader calls it with the stage's folder."""
         weights = HeldWeights(storage.join(uri, WEIGHTS_FOLDER))
-        # Held now instead of in the first task, because the folder may be damaged, and because a pipeline
-        # that is saved over the folder it was loaded from removes it before it asks for the weights.
+        # Held now, because the folder may be damaged, and because a pipeline that is saved over the folder
+        # it was loaded from removes it before it reads the weights.
         weights.hold()
         self._weights = weights
         self._inputs = shared_columns(description.inputs)
@@ -356,16 +350,15 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     def _outputs_of(self, features: Any) -> Array:
         """Returns the raw outputs for the features of one row, (1, values) float64."""
         predictor = self._predictor()
-        row = one_row(self._inputs, self.inputColumns(), features)
+        row = make_row(self._inputs, self.inputColumns(), features)
         return predictor.predict(cached_module(predictor), [row])
 
 
 def _valid(bound: Sequence[BoundInput]) -> Column:
-    """Returns whether a row has all its inputs."""
     return reduce(operator.and_, [item.valid for item in bound])
 
 
 def _where_valid(item: BoundInput, valid: Column) -> Column:
-    """Returns the input's values, with values that Python can handle in the rows that are not valid."""
+    """Returns the input's values; invalid rows get values that Python can handle."""
     values = F.when(valid, item.values)
     return values if item.filler is None else F.coalesce(values, item.filler)

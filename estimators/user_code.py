@@ -1,8 +1,8 @@
-"""Turns the user's own Python objects into bytes, if neither a name nor JSON can describe them.
+"""Pickles the user's own Python objects that neither a name nor JSON can describe.
 
-A network defined in `my_net.py` beside the job, or in a notebook's repository, can be imported only on
-the driver. So classes and functions from files that no package manager installed travel by value, with
-their code; those of installed packages travel by name, as always.
+Only the driver can import a network that is defined in `my_net.py` next to the job, or in a notebook's
+repository. So classes and functions from files that no package manager installed are pickled by value, with
+their code; those of installed packages are pickled by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import cloudpickle
 
-# Modules that exist wherever this package runs, even if they lie outside site-packages.
+# Modules that exist wherever this package runs, even outside site-packages.
 _EVERYWHERE = ("ringspark", "pyspark", "py4j", "__main__")
 
 # Modules are registered with cloudpickle for the whole process, so only one thread at a time may do it.
@@ -55,7 +55,7 @@ def loads(pickled: bytes) -> Any:
     """Returns the value given to `dumps`. Runs code, so only for bytes of this process or a trusted file.
 
     Raises:
-        ValueError: One of the user's modules is missing here and could not travel; the message says why.
+        ValueError: One of the user's modules is missing here and was not pickled; the message says why.
     """
     value = cloudpickle.loads(pickled)
     if not isinstance(value, _ByName):
@@ -64,7 +64,7 @@ def loads(pickled: bytes) -> Any:
         return cloudpickle.loads(value.pickled)
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"module {error.name!r} is not installed here and could not travel with the network "
+            f"module {error.name!r} is not installed here and could not be pickled with the network "
             f"({value.problem}); import functions and classes from it rather than the module, keep locks and "
             "sessions out of its globals, or ship it with --py-files"
         ) from error
@@ -72,7 +72,7 @@ def loads(pickled: bytes) -> Any:
 
 @dataclass(frozen=True)
 class _ByName:
-    """A value whose modules travel by name, because travelling by value failed with `problem`."""
+    """A value whose modules are pickled by name, because pickling by value failed with `problem`."""
 
     pickled: bytes
     problem: str
@@ -82,26 +82,23 @@ def _own_modules() -> list[ModuleType]:
     """Returns the imported modules of Python source that no package manager installed."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = [sysconfig.get_path(name) for name in names]
-    # Folders of another environment count too, if a .pth file or PYTHONPATH put them behind this one's.
-    folders += [
-        path
-        for path in sys.path
-        if os.path.basename(os.path.normpath(path)) in ("site-packages", "dist-packages")
-    ]
+    # A .pth file or PYTHONPATH may add folders of another environment.
+    packages = ("site-packages", "dist-packages")
+    folders += [path for path in sys.path if os.path.basename(os.path.normpath(path)) in packages]
     installed = tuple(os.path.realpath(folder) + os.sep for folder in folders)
     found = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py") or name.split(".")[0] in _EVERYWHERE:
             continue
-        # cloudpickle finds a module by its name, and a module of a test or a plug-in may be known by another.
-        if getattr(module, "__name__", None) == name and not _place(file).startswith(installed):
+        # cloudpickle finds a module by `__name__`, which may differ for a module of a test or a plug-in.
+        if getattr(module, "__name__", None) == name and not _real_path(file).startswith(installed):
             found.append(module)
     return found
 
 
-# Kept, because every fit asks for the files of all modules, and a link is followed in many steps.
-_place = cache(os.path.realpath)
+# Cached, because every fit resolves the files of all modules, and links are slow.
+_real_path = cache(os.path.realpath)
 
 
 @contextmanager

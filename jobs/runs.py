@@ -65,9 +65,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _list(uri: str) -> None:
-    from ringspark.estimators.run.listing import runs_in
+    from ringspark.estimators.run.listing import list_run_folders
 
-    found = runs_in(uri)
+    found = list_run_folders(uri)
     width = max((len(run.name) for run in found), default=0)
     for run in found:
         epochs = f"{run.epochs} epochs" if run.epochs != 1 else "1 epoch"
@@ -84,9 +84,9 @@ def _ago(run: ListedRun) -> str:
 
 def _show(uri: str, *, everything: bool, logs: bool) -> None:
     from ringspark.estimators.run.facts import read_run
-    from ringspark.estimators.run.listing import look
+    from ringspark.estimators.run.listing import inspect_run
 
-    listed, facts = look(uri), read_run(uri)
+    listed, facts = inspect_run(uri), read_run(uri)
     print(f"run      {listed.uri}")
     print(f"state    {listed.state}, last change {_ago(listed)}, {cli.size(listed.num_bytes)}")
     if facts.outcome is not None:
@@ -135,7 +135,7 @@ def _show_epochs(facts: RunFacts) -> None:
 
 def _show_faults(facts: RunFacts) -> None:
     told = [*facts.problems]
-    told += [f"rank {sign.rank} on {sign.host}: {sign.failure}" for sign in facts.signs if sign.failure]
+    told += [f"rank {sign.rank} on {sign.host}: {sign.failure}" for sign in facts.heartbeats if sign.failure]
     if facts.outcome is not None:
         told += [f"started again: {reason}" for reason in facts.outcome.restart_reasons]
         told += [f"resumed from step {step}" for step in facts.outcome.resumed_steps]
@@ -163,9 +163,9 @@ def _cell(value: object) -> str:
 
 
 def _remove(uri: str, *, yes: bool, stopped: bool) -> None:
-    from ringspark.estimators.run.listing import look, remove_run
+    from ringspark.estimators.run.listing import inspect_run, remove_run
 
-    run = look(uri)
+    run = inspect_run(uri)
     if not yes:
         if not sys.stdin.isatty():
             raise ValueError(f"{run.uri} is not removed unasked; give --yes")

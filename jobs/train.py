@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
     from pyspark.ml import PipelineModel
 
     from ringspark.estimators import TorchClassifier, WorkerError
-    from ringspark.estimators.run.folder import make_way
+    from ringspark.estimators.run.folder import remove_old_run
     from ringspark.jobs import flights
 
     given = {setting.name: getattr(args, setting.name) for setting, _ in (*TRAINING, *RECOVERY)}
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
         data = resolve(spark, args.data)
         run_uri = resolve(spark, args.run) if args.run else storage.join(data, "runs", "current")
         ShardManifest.load(storage.join(data, "shards"))  # before anything is removed
-        make_way(run_uri, args.resume)
+        remove_old_run(run_uri, args.resume)
         features = PipelineModel.load(storage.join(data, "features"))
         cardinalities, num_numeric = flights.feature_sizes(features)
         estimator = TorchClassifier(

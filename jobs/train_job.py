@@ -283,7 +283,7 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
     from pyspark.ml import PipelineModel
 
     from ringspark.estimators import WorkerError
-    from ringspark.estimators.run.folder import make_way
+    from ringspark.estimators.run.folder import remove_old_run
     from ringspark.pipelines import storage
     from ringspark.pipelines.spark_paths import resolve
 
@@ -306,7 +306,7 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
     if estimator.getRunUri() is not None:
         _check_rows(spark, job, estimator, features)  # before a run that is in the way is removed
         resume = resume if resume is not None or not estimator.getResume() else True
-        make_way(storage.normalize(resolve(spark, estimator.getRunUri())), resume)
+        remove_old_run(storage.normalize(resolve(spark, estimator.getRunUri())), resume)
         estimator.setResume(bool(resume))
     try:
         model = _fit(spark, job, estimator, features)

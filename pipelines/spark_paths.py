@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -30,6 +31,12 @@ _DEFAULTS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 def is_remote(spark: SparkSession) -> bool:
     return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def is_local(conf: Mapping[str, str]) -> bool:
+    """Returns whether driver and executor are one process, by the conf of the application."""
+    master = conf.get("spark.master", "")
+    return master == "local" or master.startswith("local[")
 
 
 def resolve(spark: SparkSession, path: str | os.PathLike[str]) -> str:

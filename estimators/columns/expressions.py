@@ -1,4 +1,4 @@
-"""Spark SQL over a model's inputs: the values that cross to Python, and whether a row has them."""
+"""Spark SQL for a model's inputs: the values that go to Python, and whether a row has them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ def input_expression(column: Column, data_type: DataType, *, wants_floats: bool 
 
     Args:
         column: A column of any type that is stored as numbers.
-        data_type: Spark type of the column.
         wants_floats: Whether integers and booleans also become floating-point values.
     """
     if isinstance(data_type, VectorUDT):
         inside = F.unwrap_udt(column)
-        # Dense vectors are used directly; Spark's function, which looks at each number, serves the others.
+        # Spark's function, which visits each number, is needed only for sparse vectors.
         dense = F.when(inside.getField("type") == 1, inside.getField("values").cast("array<float>"))
         return dense.when(column.isNotNull(), vector_to_array(column, "float32"))
     name = data_type.typeName()
@@ -35,31 +34,31 @@ def input_expression(column: Column, data_type: DataType, *, wants_floats: bool 
     if name == "decimal":
         return number_of(column, name).cast("float")
     leaf, depth = leaf_type(data_type)
-    # Rounding here instead of in Python gives the same numbers and halves the bytes on the way.
+    # Rounding here instead of in Python gives the same numbers and halves the bytes to ship.
     if leaf.typeName() == "double" or (wants_floats and leaf.typeName() != "float"):
         return column.cast("array<" * depth + "float" + ">" * depth)
     return column
 
 
 def class_name(number: Column, labels: Sequence[str]) -> Column:
-    """Returns the string of a class; null for null and NaN, and for the class of all unknown strings."""
-    # Spark's cast of a NaN to a whole number is 0, or an error.
+    """Returns the string of a class; null for null, NaN and the class of unknown strings."""
+    # Spark casts NaN to the integer 0, or raises an error.
     return F.when(~F.isnan(number), F.get(_texts(labels), number.cast("int")))
 
 
 def class_of(text: Column, labels: Sequence[str]) -> Column:
-    """Returns the number of a class as a double; the one after the last for a string that is not known."""
+    """Returns the number of a class as a double; unknown strings get the number after the last class."""
     place = F.array_position(_texts(labels), text.cast("string"))
     return F.when(place == 0, F.lit(len(labels))).otherwise(place - 1).cast("double")
 
 
 def _texts(labels: Sequence[str]) -> Column:
-    # One literal, which Spark reads once: thousands would take seconds on their way to the JVM.
+    # One literal, because thousands would take seconds to reach the JVM.
     return F.from_json(F.lit(json.dumps(list(labels))), "array<string>")
 
 
 def leaf_type(data_type: DataType) -> tuple[DataType, int]:
-    """Returns the type of the numbers, and how many levels of arrays they are in."""
+    """Returns the type of the numbers, and the depth of nested arrays around them."""
     depth = 0
     while isinstance(data_type, ArrayType):
         data_type, depth = data_type.elementType, depth + 1
@@ -74,7 +73,7 @@ def _has_null_elements(data_type: DataType) -> bool:
     return False
 
 
-def _flattened(values: Column, data_type: DataType) -> Column:
+def _flatten(values: Column, data_type: DataType) -> Column:
     for _ in range(leaf_type(data_type)[1] - 1):
         values = F.flatten(values)
     return values
@@ -84,7 +83,7 @@ def holds_null(source: Column, data_type: DataType) -> Column:
     """Whether the row is null or holds a null."""
     if not _has_null_elements(data_type):
         return source.isNull()
-    inside = F.exists(_flattened(source, data_type), lambda value: value.isNull())
+    inside = F.exists(_flatten(source, data_type), lambda value: value.isNull())
     # A null among the inner arrays makes the whole flattened array null.
     return source.isNull() | F.coalesce(inside, F.lit(True))
 
@@ -92,15 +91,15 @@ def holds_null(source: Column, data_type: DataType) -> Column:
 def is_valid(
     source: Column, values: Column, data_type: DataType, *, floats: bool, fills_nulls: bool
 ) -> Column:
-    """Whether a row has neither null nor NaN, from its `values` as they cross to Python."""
+    """Whether a row has neither null nor NaN, judged by its `values` as they go to Python."""
     is_vector, depth = isinstance(data_type, VectorUDT), leaf_type(data_type)[1]
     if not depth and not is_vector:
         there = F.lit(True) if fills_nulls else source.isNotNull()
         return there & ~F.isnan(values) if floats else there
     if floats:
-        # For a sparse vector only the stored numbers count. A search is null where a null may hide a NaN.
+        # For a sparse vector only the stored numbers count. A search is null if a null may hide a NaN.
         numbers = F.unwrap_udt(source).getField("values").cast("array<float>") if is_vector else values
-        flat = numbers if is_vector else _flattened(numbers, data_type)
+        flat = numbers if is_vector else _flatten(numbers, data_type)
         found = F.array_contains(flat, F.lit(float("nan")).cast("float"))
         return ~F.coalesce(found, F.lit(not fills_nulls))
     return F.lit(True) if fills_nulls else ~holds_null(source, data_type)
@@ -110,7 +109,7 @@ def fill(values: Column, data_type: DataType, *, are_floats: bool = False) -> Co
     """Replaces nulls by zeros; a null array stays null, because only Python knows its shape.
 
     Args:
-        data_type: Spark type of the column that `values` are made from.
+        data_type: Spark type of the source column.
         are_floats: Whether the values have been cast to floating-point numbers.
     """
     depth = leaf_type(data_type)[1]
@@ -130,5 +129,5 @@ def _fill_arrays(values: Column, data_type: DataType, are_floats: bool) -> Colum
 
 
 def zero(data_type: DataType, *, are_floats: bool = False) -> Column:
-    """Returns the zero that `fill` puts in place of a null; the arguments are those of `fill`."""
+    """Returns the zero that `fill` puts in place of a null, with the same arguments."""
     return F.lit(False) if data_type.typeName() == "boolean" and not are_floats else F.lit(0)

@@ -1,7 +1,7 @@
 """Makes a model's inputs in the Python worker: turns Spark's Arrow columns into NumPy arrays.
 
-The dtypes are the same as in training (`training.feed`). A column that cannot be an input is refused in one
-sentence that names it.
+The dtypes are the same as in training (`training.feed`). An unusable column is refused by an error that
+names it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Feed:
     Attributes:
         name: Name of the column, for messages.
         shape: Shape of one row; None accepts any.
-        dtype: "float32" or "int64"; empty follows the data, which tells nothing if there are no rows.
-        kind: Kind whose code makes the array; None for numbers.
-        part: Which of the kind's arrays it is: the suffix that follows the column's name in a batch.
+        dtype: "float32" or "int64"; empty takes the dtype of the data.
+        kind: Column type whose code makes the array; None for numbers.
+        part: Suffix in a batch of the column type's array, as in `ModelInput`.
         fills_nulls: Whether a null becomes zeros, as in the shards.
     """
 
@@ -45,7 +45,7 @@ class Feed:
         return isinstance(self.kind, Image)
 
     def read(self, column: pa.Array) -> tuple[pa.Array, dict[int, str]]:
-        """Returns the column as its kind reads it; see `Kind.read`."""
+        """Returns the column as its type reads it; see `Kind.read`."""
         return (column, {}) if self.kind is None else self.kind.read(column)
 
     def __call__(self, column: pa.Array) -> Array:
@@ -57,17 +57,16 @@ class Feed:
         if self.kind is None:
             values = to_input(self.name, column, self.shape, fills_nulls=self.fills_nulls)
             return values.astype(self.dtype, copy=False) if self.dtype else values
-        return self._argument(self._made(self.kind, column))
+        return self._select(self._make_arrays(self.kind, column))
 
-    def _argument(self, made: dict[str, Array]) -> Array:
-        """Returns this part of what the kind made, as a network gets it."""
+    def _select(self, made: dict[str, Array]) -> Array:
         assert self.kind is not None
         is_starts = self.kind.arrays("")[self.part].offsets == self.part != ""
         values = made[self.part]
         return to_network_input(values[:-1] if is_starts else values)
 
-    def _made(self, kind: Kind, column: pa.Array) -> dict[str, Array]:
-        """Returns the arrays that the kind makes of the column, by part."""
+    def _make_arrays(self, kind: Kind, column: pa.Array) -> dict[str, Array]:
+        """Returns the arrays of the column by part."""
         valid = None
         if column.null_count:
             if not self.fills_nulls:
@@ -75,7 +74,7 @@ class Feed:
             valid = column.is_valid().to_numpy(zero_copy_only=False)
             column = fill_nulls(column)
         if isinstance(kind, Binary) and self.fills_nulls:
-            # If the training rows held no null, the kind is not nullable, but predicted rows may hold one.
+            # The type is not nullable if the training rows held no null, but predicted rows may hold one.
             kind = replace(kind, nullable=True)
         if isinstance(kind, Padded | Ragged):
             leaf = column.flatten()
@@ -83,7 +82,7 @@ class Feed:
                 raise null_error(self.name)
             column = make_lists(list_offsets(column), _numbers(leaf).astype(kind.dtype), kind.dtype)
         elif isinstance(kind, Sparse):
-            column = _vectors(self.name, column, kind, valid)
+            _check_vectors(self.name, column, kind, valid)
         try:
             encoded = kind.encode(column, valid)
             rows = kind.decode(encoded.arrays)
@@ -94,13 +93,13 @@ class Feed:
             if longest > (kind.length or 0):
                 raise ValueError(
                     f"column {self.name!r} has an array of {longest} elements, the model was trained on "
-                    f"up to {kind.length}; cut them first with F.slice"
+                    f"up to {kind.length}; shorten it with F.slice"
                 )
         return {part.removeprefix(self.name): made for part, made in kind.finish(self.name, rows).items()}
 
 
 def make_inputs(feeds: Sequence[Feed], columns: Sequence[pa.Array]) -> list[Array]:
-    """Returns the arguments of `forward`; a kind that gives several makes them once.
+    """Returns the arguments of `forward`; several arrays of one column are made at once.
 
     Raises:
         ValueError: See `Feed.__call__`.
@@ -113,35 +112,34 @@ def make_inputs(feeds: Sequence[Feed], columns: Sequence[pa.Array]) -> list[Arra
             continue
         key = feed.name, id(feed.kind)
         if key not in made:
-            made[key] = feed._made(feed.kind, column)
-        inputs.append(feed._argument(made[key]))
+            made[key] = feed._make_arrays(feed.kind, column)
+        inputs.append(feed._select(made[key]))
     return inputs
 
 
-def _vectors(name: str, column: pa.Array, kind: Sparse, valid: Any) -> pa.Array:
-    """Refuses vectors with NaN, and of another size than those of the training."""
+def _check_vectors(name: str, column: pa.Array, kind: Sparse, valid: Any) -> None:
+    """Refuses vectors with NaN, or with another size than in the training."""
     sizes, _, values = column.flatten()
     if _holds_nan(values.flatten()):
         raise null_error(name)
-    others = sizes.to_numpy(zero_copy_only=False)
-    others = others[others != kind.size] if valid is None else others[valid & (others != kind.size)]
-    if len(others):
+    found = sizes.to_numpy(zero_copy_only=False)
+    wrong = found[(found != kind.size) & (True if valid is None else valid)]
+    if len(wrong):
         raise ValueError(
-            f"column {name!r} has a vector of size {others[0]} in transform, the model was trained on "
-            f"{kind.size}; give the column that was made in the same way"
+            f"column {name!r} has a vector of size {wrong[0]} in transform, the model was trained on "
+            f"{kind.size}; give a column that was made in the same way"
         )
-    return column
 
 
 def unread_error(name: str, problem: str) -> ValueError:
-    """Returns the error for a value that cannot be read where rows must be complete."""
+    """Returns the error for an unreadable value if rows must be complete."""
     return ValueError(
         f"column {name!r} {problem} in transform; repair or drop it, or set handleInvalid to 'skip' or 'keep'"
     )
 
 
 def null_error(name: str) -> ValueError:
-    """Returns the error for a null or NaN where rows must be complete."""
+    """Returns the error for a null or NaN if rows must be complete."""
     return ValueError(
         f"column {name!r} has a null or NaN in transform; fill or drop them first, e.g. by df.na.drop, "
         "or set handleInvalid to 'skip' or 'keep'"
@@ -157,11 +155,7 @@ def to_input(
 ) -> Array:
     """Converts an Arrow column of numbers, or of (nested) lists of numbers, to the module's input.
 
-    Args:
-        name: Name of the column, for messages.
-        column: The column as Spark hands it over.
-        row_shape: Shape that every row must have; None accepts any shape that all rows share.
-        fills_nulls: Whether null rows become zeros.
+    Rows have `row_shape`, or any common shape if that is None. Null rows become zeros if `fills_nulls`.
 
     Raises:
         ValueError: A value is null or NaN, or an array's length differs from the others or `row_shape`.
@@ -190,20 +184,19 @@ def to_input(
     if row_shape is not None and tuple(shape[1:]) != tuple(row_shape):
         raise ValueError(
             f"column {name!r} has {_describe(shape[1:])}, the model was trained on {_describe(row_shape)}; "
-            "give the column that was made in the same way"
+            "give a column that was made in the same way"
         )
     return to_network_input(_numbers(leaf).reshape(shape))
 
 
 def _numbers(leaf: pa.Array) -> Array:
-    """Returns the numbers without a copy if Arrow holds them as NumPy does."""
-    values: Array = leaf.to_numpy(zero_copy_only=False)
-    # Columns of pandas without rows do not tell what they hold.
+    values: Array = leaf.to_numpy(zero_copy_only=False)  # without a copy if the layouts agree
+    # Empty columns of pandas have no numeric type.
     return values.astype(np.float32) if values.dtype == object else values
 
 
 def _holds_nan(leaf: pa.Array) -> bool:
-    """Whether a number is null or NaN. A sum shows a NaN in a fraction of the time that a search takes."""
+    """Whether a number is null or NaN. A sum finds NaN in a fraction of the time of a search."""
     if leaf.null_count or not pa.types.is_floating(leaf.type):
         return bool(leaf.null_count)
     values = _numbers(leaf)
@@ -212,7 +205,6 @@ def _holds_nan(leaf: pa.Array) -> bool:
 
 
 def _with_zeros(name: str, column: pa.Array, row_shape: tuple[int, ...]) -> Array:
-    """Replaces null rows by zeros of the other rows' shape."""
     there = column.is_valid()
     present = to_input(name, column.filter(there), row_shape)
     filled = np.zeros((len(column), *row_shape), dtype=present.dtype if len(present) else np.float32)
@@ -222,7 +214,7 @@ def _with_zeros(name: str, column: pa.Array, row_shape: tuple[int, ...]) -> Arra
 
 def _describe(shape: tuple[int, ...] | list[int]) -> str:
     if not shape:
-        return "one number a row"
+        return "one number per row"
     if len(shape) == 1:
-        return f"{shape[0]} numbers a row"
+        return f"{shape[0]} numbers per row"
     return f"arrays of shape ({', '.join(map(str, shape))})"

@@ -1,11 +1,10 @@
 """Turns the columns of any DataFrame into the numbers that `fit` saw.
 
-A model keeps its inputs in the form of the shards (`ModelInput`: a column with its kind). On the driver,
-`bind` matches an input with the schema of a DataFrame. It refuses a column that cannot hold the same
-values. It gives two SQL expressions, one for the values that cross to Python and one for whether a row
-has them, and a `Feed`, which makes the array in the Python worker. Numbers, arrays and vectors cross as
-numbers and become one NumPy array without a look at single rows; strings, padded rows and bytes go
-through the code of their kind.
+A model keeps its inputs in the form of the shards (`ModelInput`: a column with its type). On the driver,
+`bind` matches an input with the schema of a DataFrame and refuses a column that cannot hold the same values.
+It returns two SQL expressions, one for the values that go to Python and one for whether a row has them, and a
+`Feed`, which makes the array in the Python worker. Numbers, arrays and vectors go to Python as numbers and
+become one NumPy array; strings, padded rows and bytes go through the code of their column type.
 """
 
 from __future__ import annotations
@@ -14,21 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pyarrow as pa
 from pyspark.sql import Column
 from pyspark.sql import functions as F
-from pyspark.sql.types import (
-    ArrayType,
-    BooleanType,
-    ByteType,
-    DataType,
-    DoubleType,
-    FloatType,
-    IntegerType,
-    LongType,
-    ShortType,
-    StructField,
-    StructType,
-)
+from pyspark.sql.pandas.types import from_arrow_type
+from pyspark.sql.types import ArrayType, DataType, StructField, StructType
 
 from ringspark.estimators.columns.expressions import (
     TEMPORAL,
@@ -41,7 +30,7 @@ from ringspark.estimators.columns.expressions import (
     zero,
 )
 from ringspark.estimators.columns.feeds import Feed
-from ringspark.estimators.columns.schema import check_types, field_named
+from ringspark.estimators.columns.schema import check_types, find_field
 from ringspark.estimators.training.arguments import InputLayout, list_arguments, make_layout
 from ringspark.estimators.training.feed import network_dtype
 from ringspark.pipelines.columns import MASK, columns_from_spark, quote
@@ -63,27 +52,16 @@ from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
 from ringspark.pipelines.kinds.structs import Path, join_path
 from ringspark.pipelines.typed_json import added
 
-_NUMBERS: dict[str, type[DataType]] = {
-    "bool": BooleanType,
-    "int8": ByteType,
-    "int16": ShortType,
-    "int32": IntegerType,
-    "int64": LongType,
-    "float32": FloatType,
-    "float64": DoubleType,
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInput:
-    """One argument of `forward`, in the form that the shards held.
+    """One argument of `forward`, in the form of the shards.
 
     Attributes:
         column: The column of the shards; None if the shards are not known.
         part: Suffix that follows the column's name in a batch: "" or e.g. ".length" and ".isnull".
-        fills_nulls: Whether the shards kept nulls as zeros; such rows are valid then.
-        place: Place in `inputCols` of the name that the input belongs to; one name may give several. None:
-            each name gives one.
+        fills_nulls: Whether the shards hold nulls as zeros, so that such rows are valid.
+        place: Index in `inputCols` of the name that the input belongs to, if a name has several inputs.
     """
 
     column: ShardColumn | None = None
@@ -91,8 +69,14 @@ class ModelInput:
     fills_nulls: bool = False
     place: int | None = added(None)
 
+    @property
+    def array(self) -> BatchArray:
+        """The array of a batch that the input is."""
+        if self.column is None or self.part == MASK:
+            return BatchArray("float32")
+        return self.column.kind.arrays(self.column.name)[self.column.name + self.part]
+
     def to_json(self) -> dict[str, Any]:
-        """Returns the input as JSON values."""
         column = self.column.to_json() if self.column is not None else None
         named = {"column": column, "part": self.part, "fills_nulls": self.fills_nulls}
         return named if self.place is None else named | {"place": self.place}
@@ -103,9 +87,9 @@ class BoundInput:
     """An input of the model, matched with a column of one DataFrame.
 
     Attributes:
-        values: Expression for the values that cross to Python.
+        values: Expression for the values that go to Python.
         valid: Expression that is true if the row's input has neither null nor NaN.
-        filler: Replacement for invalid values, if a null would turn integers into floats; else None.
+        filler: Replacement for invalid values, if a null would turn integers into floats.
         feed: Maker of the array in the Python worker.
     """
 
@@ -126,31 +110,40 @@ def model_inputs(columns: Sequence[ShardColumn], names: Sequence[str]) -> tuple[
     for place, name in [(place, name) for place, names in enumerate(expanded) for name in names]:
         owner = name.removesuffix(MASK)
         if owner != name and owner in known:
-            inputs.append(
-                ModelInput(
-                    column=known[owner], part=MASK, fills_nulls=True, place=None if is_plain else place
-                )
-            )
-            continue
-        column = next(c for c in columns if name in c.kind.batch_names(c.name))
-        inputs.append(
-            ModelInput(
-                column=column,
-                part=name.removeprefix(column.name),
-                fills_nulls=column.name + MASK in known,
-                place=None if is_plain else place,
-            )
-        )
+            item = ModelInput(column=known[owner], part=MASK, fills_nulls=True)
+        else:
+            column = next(c for c in columns if name in c.kind.batch_names(c.name))
+            fills_nulls = column.name + MASK in known
+            item = ModelInput(column=column, part=name.removeprefix(column.name), fills_nulls=fills_nulls)
+        inputs.append(item if is_plain else replace(item, place=place))
     return tuple(inputs)
 
 
 def shared_columns(inputs: Sequence[ModelInput]) -> tuple[ModelInput, ...]:
-    """Returns the inputs with one object for each column: `make_inputs` tells by it what to make once."""
+    """Returns the inputs with one object per column, by which `make_inputs` avoids making arrays twice."""
     known: dict[ShardColumn, ShardColumn] = {}
     return tuple(
         item if item.column is None else replace(item, column=known.setdefault(item.column, item.column))
         for item in inputs
     )
+
+
+def source_names(inputs: Sequence[ModelInput], names: Sequence[str]) -> list[str]:
+    """Returns the name of the column from which each input is made.
+
+    Raises:
+        ValueError: The number of names is wrong.
+    """
+    places = [number if item.place is None else item.place for number, item in enumerate(inputs)]
+    wanted = max(places, default=-1) + 1
+    if wanted != len(names):
+        raise ValueError(f"the model has {wanted} inputs, inputCols names {len(names)} columns: {names}")
+    # "tokens.length" is made from "tokens", unless the model got another column of that type. A name with
+    # several inputs is the name of a column.
+    return [
+        names[place] if places.count(place) > 1 else names[place].removesuffix(item.part)
+        for item, place in zip(inputs, places, strict=True)
+    ]
 
 
 def source_columns(
@@ -159,34 +152,21 @@ def source_columns(
     """Returns the columns of a DataFrame from which the inputs called `names` are made.
 
     Args:
-        exact: See `fields_named`.
+        exact: See `find_fields`.
 
     Raises:
-        ValueError: There are more or fewer names than inputs, or the DataFrame lacks a column.
+        ValueError: The number of names is wrong, or the DataFrame lacks a column.
     """
-    places = [number if item.place is None else item.place for number, item in enumerate(inputs)]
-    wanted = max(places, default=-1) + 1
-    if wanted != len(names):
-        raise ValueError(f"the model has {wanted} inputs, inputCols names {len(names)} columns: {names}")
-    # "tokens.length" is made from "tokens", unless the model was given another column of that kind. A name
-    # that gives several inputs is that of a column.
-    owners = [
-        names[place] if places.count(place) > 1 else names[place].removesuffix(item.part)
-        for item, place in zip(inputs, places, strict=True)
+    return [
+        find_field(name, "featuresCol or inputCols", schema, exact) for name in source_names(inputs, names)
     ]
-    return [field_named(owner, "featuresCol or inputCols", schema, exact) for owner in owners]
 
 
 def layout_of_inputs(inputs: Sequence[ModelInput]) -> InputLayout:
     """Returns which inputs hold rows of varying length."""
-
-    def described(item: ModelInput) -> tuple[str, BatchArray]:
-        if item.column is None or item.part == MASK:
-            return item.part, BatchArray("float32")
-        name = item.column.name + item.part
-        return name, item.column.kind.arrays(item.column.name)[name]
-
-    return make_layout([described(item) for item in inputs])
+    return make_layout(
+        [((item.column.name if item.column else "") + item.part, item.array) for item in inputs]
+    )
 
 
 def bind(item: ModelInput, field: StructField) -> BoundInput:
@@ -201,7 +181,7 @@ def bind(item: ModelInput, field: StructField) -> BoundInput:
         return _bind_choice(item, field, source)
     given = _given(field, trained)
     if isinstance(given.kind, Struct):
-        source, data_type = _opened(source, field, given.kind)
+        source, data_type = _select_fields(source, field, given.kind)
     shape = None
     if trained is not None:
         _check_same(trained, given, data_type)
@@ -227,38 +207,30 @@ def bind(item: ModelInput, field: StructField) -> BoundInput:
 
 
 def label_expression(field: StructField, fields: Sequence[Path] = ()) -> Column:
-    """Returns the numbers of a label as doubles, or as arrays of doubles as deep as its own.
+    """Returns the numbers of a label as doubles, or as equally nested arrays of doubles.
 
     Args:
-        fields: Those that the model was trained on, in their order, if its label was a struct.
+        fields: The fields that the model was trained on, in order, if its label was a struct.
     """
     is_struct = fields and isinstance(field.dataType, StructType)
     kinds = {field.name: Struct(fields=tuple(fields))} if is_struct else {}
     (column,) = check_types(StructType([field]), [field.name], kinds)
     source, data_type = F.col(quote(field.name)), field.dataType
     if isinstance(column.kind, Struct):
-        source, data_type = _opened(source, field, column.kind)
+        source, data_type = _select_fields(source, field, column.kind)
     numbers = input_expression(source, data_type, wants_floats=True)
     depth = _rank(column, data_type)
     return numbers.cast("array<" * depth + "double" + ">" * depth)
 
 
 def class_number(field: StructField, labels: Sequence[str]) -> Column:
-    """Returns the number of a label's class, of which the model knows the strings.
-
-    Raises:
-        ValueError: The column holds no strings.
-    """
+    """Returns the class number of a label of strings that the model knows; refuses other columns."""
     Vocabulary().adopt(field.name, field.dataType)
     return class_of(F.col(quote(field.name)), labels)
 
 
 def _given(field: StructField, trained: ShardColumn | None = None) -> ShardColumn:
-    """Returns a column of a DataFrame as the shards would have it; of a struct, the fields of the training.
-
-    Raises:
-        ValueError: It cannot be an input; or it is a struct whose fields differ in nature from the trained.
-    """
+    """Returns a column of a DataFrame in the form of the shards; a struct has the fields of the training."""
     schema = StructType([field])
     kinds: dict[str, Kind] = {}
     if trained is not None and isinstance(trained.kind, Struct) and isinstance(field.dataType, StructType):
@@ -276,7 +248,6 @@ def _given(field: StructField, trained: ShardColumn | None = None) -> ShardColum
 
 
 def _fields(column: ShardColumn, kind: Struct) -> list[ShardColumn]:
-    """Returns the fields of a struct as columns of their own."""
     return [
         ShardColumn(
             name=join_path((column.name, *path)),
@@ -287,9 +258,8 @@ def _fields(column: ShardColumn, kind: Struct) -> list[ShardColumn]:
     ]
 
 
-def _opened(source: Column, field: StructField, kind: Struct) -> tuple[Column, ArrayType]:
-    """Returns a struct as the array that its kind makes of it, and the type of that."""
-    return kind.select(source, field.dataType), ArrayType(_NUMBERS[kind.dtype]())
+def _select_fields(source: Column, field: StructField, kind: Struct) -> tuple[Column, ArrayType]:
+    return kind.select(source, field.dataType), ArrayType(from_arrow_type(pa.from_numpy_dtype(kind.dtype)))
 
 
 def _bind_mask(name: str, source: Column, data_type: DataType, is_null: Column | None = None) -> BoundInput:
@@ -303,15 +273,15 @@ def _bind_mask(name: str, source: Column, data_type: DataType, is_null: Column |
 
 
 def _bind_choice(item: ModelInput, field: StructField, source: Column) -> BoundInput:
-    """Binds a column whose kind the user chose; the kind's code runs in SQL or in Python."""
+    """Binds a column whose type the user chose; the type's code runs in SQL or in Python."""
     assert item.column is not None
     name, data_type = field.name, field.dataType
     kind = item.column.kind.adopt(name, data_type)
     values = kind.select(source, data_type)
     if item.part == MASK:
-        # An image struct without a null may have null data, and then there is no image.
+        # An image struct may have null data, and then there is no image.
         return _bind_mask(name, source, data_type, values.isNull())
-    # A struct that is no null may hold one, and then there is no value.
+    # A struct may hold a null, and then there is no value.
     valid = F.lit(True) if item.fills_nulls else source.isNotNull() & values.isNotNull()
     if isinstance(kind, HashBuckets):
         if item.fills_nulls:
@@ -331,7 +301,7 @@ def _bind_choice(item: ModelInput, field: StructField, source: Column) -> BoundI
 
 
 def _check_same(trained: ShardColumn, given: ShardColumn, data_type: DataType) -> None:
-    """Refuses a column whose values differ in nature from those that the model was trained on."""
+    """Refuses a column whose values differ in nature from the training's."""
     wrong = _rank(trained) != _rank(given, data_type)
     wrong |= isinstance(trained.kind, Struct) != isinstance(given.kind, Struct)
     # Days and microseconds match only themselves. Whole numbers may replace fractions, but not the reverse.
@@ -350,7 +320,7 @@ def _check_same(trained: ShardColumn, given: ShardColumn, data_type: DataType) -
 
 
 def _dtype(column: ShardColumn) -> str:
-    """Returns the dtype of the numbers, even if no write has settled their shape yet."""
+    # works before a write has settled the shape
     return str(getattr(column.kind, "dtype", ""))
 
 
@@ -359,7 +329,6 @@ def _is_whole(column: ShardColumn) -> bool:
 
 
 def _rank(column: ShardColumn, data_type: DataType | None = None) -> int:
-    """Returns the number of dimensions of a row."""
     if isinstance(column.kind, Scalar):
         return 0
     if isinstance(column.kind, Array) and column.kind.shape is not None:

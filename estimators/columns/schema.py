@@ -13,7 +13,7 @@ from ringspark.pipelines.kinds.image import is_spark_image
 
 _IMAGES = "have fit decode it, by columns={{{name!r}: Image(height, width)}} of ringspark.pipelines"
 
-# What `fit` can be told about a column that is no number; ids of strings go into an nn.Embedding.
+# Remedies for columns that are no numbers; ids of strings go into an nn.Embedding.
 _REMEDIES: dict[type[DataType], str] = {
     StringType: "give its strings ids in fit, by columns={{{name!r}: Vocabulary(max_size=1000)}} or "
     "HashBuckets(1024), or ids of their words by Tokens.of(tokenizer), of ringspark.pipelines",
@@ -21,28 +21,24 @@ _REMEDIES: dict[type[DataType], str] = {
 }
 
 
-def fields_named(name: str, schema: StructType, exact: bool) -> list[StructField]:
+def find_fields(name: str, schema: StructType, exact: bool) -> list[StructField]:
     """Returns the fields that Spark means by a name.
 
     Args:
-        exact: Whether the session has `spark.sql.caseSensitive`; else names in another case are meant too.
+        exact: Whether the session has `spark.sql.caseSensitive`; otherwise case is ignored.
     """
     if exact:
         return [field for field in schema.fields if field.name == name]
     return [field for field in schema.fields if field.name.lower() == name.lower()]
 
 
-def field_named(name: str, param: str, schema: StructType, exact: bool) -> StructField:
-    """Returns the one field that Spark means by a name.
-
-    Args:
-        param: Name of the Param that holds the name.
-        exact: See `fields_named`.
+def find_field(name: str, param: str, schema: StructType, exact: bool) -> StructField:
+    """Returns the one field that Spark means by the name in `param`; see `find_fields`.
 
     Raises:
         ValueError: There is none, and the message names the nearest one; or there are several.
     """
-    found = fields_named(name, schema, exact)
+    found = find_fields(name, schema, exact)
     if not found:
         hint = nearest(name, schema.names) or f"; the DataFrame has {schema.names}"
         raise ValueError(f"{param} {name!r} is not a column of the DataFrame{hint}")
@@ -58,10 +54,7 @@ def input_names(
 ) -> tuple[list[str], tuple[str, ...]]:
     """Returns the columns from which inputs are made, and the inputs' names as the DataFrame spells them.
 
-    Args:
-        names: Names of columns, or of one of the arrays that a kind makes of its column ("words.length").
-        kinds: Kinds that were chosen, by the columns' names as the DataFrame has them.
-        exact: See `fields_named`.
+    A name is a column, or a single array of a column with a chosen type ("words.length").
 
     Raises:
         ValueError: A name is neither; the message has the nearest one.
@@ -69,25 +62,25 @@ def input_names(
     sources, found = [], []
     for name in names:
         owner, _, part = name.rpartition(".")
-        owners = [f.name for f in fields_named(owner, schema, exact) if not fields_named(name, schema, exact)]
+        owners = [f.name for f in find_fields(owner, schema, exact) if not find_fields(name, schema, exact)]
         if owners and owners[0] in kinds and f"{owners[0]}.{part}" in kinds[owners[0]].batch_names(owners[0]):
             sources.append(owners[0])
             found.append(f"{owners[0]}.{part}")
         else:
-            sources.append(field_named(name, "featuresCol or inputCols", schema, exact).name)
+            sources.append(find_field(name, "featuresCol or inputCols", schema, exact).name)
             found.append(sources[-1])
     return sources, tuple(found)
 
 
 def kinds_by_column(given: Mapping[str, Kind], schema: StructType, exact: bool) -> dict[str, Kind]:
-    """Returns the kinds that a user chose by the columns' names as the DataFrame has them.
+    """Returns the column types that a user chose, by the DataFrame's names.
 
     Raises:
         ValueError: A name is no column, or two names are one.
     """
     kinds: dict[str, Kind] = {}
     for name, kind in given.items():
-        found = field_named(name, "columns", schema, exact).name
+        found = find_field(name, "columns", schema, exact).name
         if found in kinds:
             raise ValueError(f"columns names {found!r} twice, in different case; keep one of the two")
         kinds[found] = kind
@@ -97,16 +90,10 @@ def kinds_by_column(given: Mapping[str, Kind], schema: StructType, exact: bool) 
 def check_types(
     schema: StructType, columns: Sequence[str], kinds: Mapping[str, Kind] | None = None
 ) -> tuple[Column, ...]:
-    """Refuses columns of types that a network can neither take nor be trained on.
-
-    Args:
-        kinds: Kinds that were chosen for some of the columns.
+    """Returns the columns, as complete as they are without data, with the chosen `kinds`.
 
     Raises:
-        ValueError: A column has such a type, or not one for its kind; the message has name and remedy.
-
-    Returns:
-        The columns, whose kinds are complete but for what the data settles.
+        ValueError: A network cannot take a column's type, or it does not suit its chosen type.
     """
     kinds = kinds or {}
     fields = [schema[name] for name in dict.fromkeys(columns)]
@@ -126,8 +113,8 @@ def check_types(
     return columns_from_spark(StructType(fields), {f.name: kinds[f.name] for f in fields if f.name in kinds})
 
 
-def for_fit(error: ValueError) -> ValueError:
-    """A refusal of `write_shards` as a user of `fit` needs it: with how to use the choices that it names."""
+def explain_for_fit(error: ValueError) -> ValueError:
+    """Extends a refusal of `write_shards` for a user of `fit`."""
     if "to write_shards" not in str(error):
         return error
     return ValueError(f"{error}; fit takes the same by its setting columns")

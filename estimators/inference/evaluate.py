@@ -1,7 +1,7 @@
-"""Computes a model's metrics over a DataFrame in one Spark job; its rows stay where they are.
+"""Computes a model's metrics over a DataFrame in one Spark job, without moving the rows.
 
-Each task adds up its rows as a rank does in training and sends its sums to the driver, which merges them by
-each metric's own method. Metrics of curves send every score.
+Each task accumulates its rows as a training rank does and sends its state to the driver, which merges the
+states by each metric's own method. Metrics of curves send every score.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ class Evaluation:
 
     Attributes:
         names: Names in `METRICS`.
-        width: Values per row of the output; a classification's logits.
+        width: Values per row of the output; for a classification, its logits.
         label: Name of the label's column, for messages.
         num_classes: Number of classes; None for a regression.
-        ignored: Rows with this label are not counted; see `Head.ignored`.
-        output_shape: Shape of one row of the output, as the user's own metrics get it.
-        whole_labels: Whether they get int64 labels, as in a training on this column.
-        own: The user's metrics by name, each with whether it is a function of single rows, as
-            `user_code.dumps` gives them.
+        ignored: Rows with this label do not count; see `Head.ignored`.
+        output_shape: Shape of one row of the output, for the user's own metrics.
+        whole_labels: Whether the user's metrics get int64 labels, as in a training on this column.
+        own: Pickled dict of the user's metrics: name -> (metric, whether it is a function of single rows).
     """
 
     names: tuple[str, ...]
@@ -52,7 +51,7 @@ class Evaluation:
     own: bytes = b""
 
     def with_own(self, metrics: Mapping[str, Any]) -> Evaluation:
-        """Returns the same with the user's metrics, after a trial.
+        """Returns a copy with the user's metrics, after a trial.
 
         Raises:
             ValueError: See `try_metric`.
@@ -60,7 +59,7 @@ class Evaluation:
         if not metrics:
             return self
         classes = max(2, self.num_classes or 0)
-        # Of another length than the output, whose classes or values could have one number each.
+        # A length that no dimension of the output has, so that a metric cannot mistake one for rows.
         rows = next(n for n in count(classes + 1) if n not in (self.width, *self.output_shape))
         numbers = torch.arange(rows) % classes
         labels = numbers if self.num_classes is not None else numbers[:, None].expand(rows, self.width)
@@ -72,7 +71,7 @@ class Evaluation:
         """Returns the metrics by name.
 
         Args:
-            scored: Two columns of doubles or arrays of doubles: outputs and labels. Rows without output do
+            scored: Two columns of doubles or arrays of doubles: outputs and labels. Rows without an output do
                 not count.
 
         Raises:
@@ -91,7 +90,6 @@ class Evaluation:
         return MetricSet(self.names, self.width, torch.device("cpu"), self.ignored, own)
 
     def _in_task(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Adds up the rows of one partition. Runs in a Spark task."""
         metrics, problem = self._metrics(), None
         for batch in batches:
             outputs, labels = batch.filter(batch.column(0).is_valid()).columns
@@ -101,8 +99,7 @@ class Evaluation:
         yield pa.RecordBatch.from_pylist([{"state": save(state), "problem": problem}])
 
     def _add(self, metrics: MetricSet, outputs: Any, labels: Any) -> str | None:
-        """Adds rows; returns a sentence if that cannot be done."""
-        given, problem = self.judge(labels)
+        given, problem = self.check_labels(labels)
         if problem is not None:
             return problem
         output, label = (v.reshape(len(labels), -1) for v in (_numbers(outputs)[0], given))
@@ -110,16 +107,16 @@ class Evaluation:
         metrics.update(*(self._own_arguments(*pair) if self.own else pair))
         return None
 
-    def judge(self, labels: Any) -> tuple[np.ndarray[Any, Any], str | None]:
-        """Returns the numbers of an Arrow column of labels, and a sentence if they cannot be used."""
+    def check_labels(self, labels: Any) -> tuple[np.ndarray[Any, Any], str | None]:
+        """Returns the numbers of an Arrow column of labels, and an error message or None."""
         given, counts = _numbers(labels)
         if np.isnan(given).any():
             return given, f"labelCol {self.label!r} has a null or NaN; fill or drop such rows before evaluate"
         expected = self.width if self.num_classes is None else 1
         if (counts != expected).any():
-            # Row by row: together, rows of 2 and 4 numbers would pass for two rows of 3.
+            # Checked per row: rows of 2 and 4 numbers have as many numbers as two rows of 3.
             return given, (
-                f"labelCol {self.label!r} needs {expected} numbers a row, got "
+                f"labelCol {self.label!r} needs {expected} numbers per row, got "
                 f"{counts[counts != expected][0]}; give the label that the model was trained on"
             )
         if self.num_classes is not None:
@@ -141,10 +138,7 @@ class Evaluation:
 
 
 def _numbers(column: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Returns the numbers of a column of doubles or (nested) lists of them, and how many each row has.
-
-    A null becomes NaN.
-    """
+    """Returns the numbers of a column of (nested) doubles and their count per row; null becomes NaN."""
     offsets = np.arange(len(column) + 1)
     while is_list(column.type):
         if column.null_count:

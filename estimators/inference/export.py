@@ -20,14 +20,12 @@ from ringspark.models.process_state import PROCESS_LOCK
 from ringspark.models.program import Program
 from ringspark.models.recording import TRACED_ROWS, NoProgramError, first_line, record_program, trace_network
 from ringspark.pipelines import storage
-from ringspark.pipelines.columns import MASK
-from ringspark.pipelines.kinds.base import BatchArray
 
 ExportFormat = Literal["torch.export", "onnx"]
 
-# The most bytes that one protobuf message holds; larger weights go into a separate file.
+# Larger weights than one protobuf message holds go into a separate file.
 _ONNX_LIMIT = (2 << 30) - (64 << 20)
-# Values of a row of varying length in a sample.
+# Values per row of varying length in a sample.
 _VALUES = 3
 
 
@@ -38,7 +36,7 @@ def export_module(
 
     Raises:
         ValueError: The format is unknown or not installed, the inputs are not known, `path` is a folder
-            or already exists, or the module cannot be traced.
+            or exists, or the module cannot be traced.
     """
     if format not in get_args(ExportFormat):
         raise ValueError(f"format must be one of {list(get_args(ExportFormat))}, got {format!r}")
@@ -52,7 +50,7 @@ def export_module(
     fs, inside = storage.filesystem(target)
     if path.endswith("/") or storage.exists(target):
         what = "is a folder" if path.endswith("/") or fs.isdir(inside) else "exists already"
-        raise ValueError(f"{path} {what}, and an export writes a new file; give a path that is free")
+        raise ValueError(f"{path} {what}, but an export writes a new file; give a new path")
     with tempfile.TemporaryDirectory(prefix="ringspark-") as folder:
         file = os.path.join(folder, os.path.basename(target))
         try:
@@ -79,10 +77,7 @@ def export_module(
 
 
 def record_module(module: nn.Module, inputs: Sequence[ModelInput], prepare: Any = None) -> Program:
-    """Records the module as a program, for any number of rows.
-
-    Args:
-        prepare: Function that prepares the inputs, which the program does not hold; None for none.
+    """Records the module as a program, for any number of rows, without `prepare`, which changes its inputs.
 
     Raises:
         NoProgramError: It cannot be recorded.
@@ -95,35 +90,32 @@ def record_module(module: nn.Module, inputs: Sequence[ModelInput], prepare: Any 
         with torch.no_grad():
             return prepare_inputs(function, _samples(inputs, rows, length))
 
-    longest = max((array.shape[0] for array in map(_described, inputs) if array.varies), default=0)
-    # A trace may follow a branch on the length that holds for the traced one alone.
+    arrays = [item.array for item in inputs]
+    longest = max((array.shape[0] for array in arrays if array.varies), default=0)
+    # A trace may follow a branch on the length that holds only for the traced length.
     every, some = range(1, longest + 1), max(1, longest // 16)
     return record_program(module, samples, _varying(inputs), [*every[:32], *every[32::some]])
 
 
 def _samples(inputs: Sequence[ModelInput], rows: int, length: int | None = None) -> tuple[torch.Tensor, ...]:
-    """Returns inputs of zeros; of rows of varying length each has `_VALUES`.
-
-    Args:
-        length: Length of the longest row, for inputs that are as long; by default one that depends on `rows`.
-    """
+    """Returns zeros; rows of varying length have `_VALUES` values each, or up to `length` if padded."""
     made = []
     for number, (item, place) in enumerate(zip(inputs, _places(inputs), strict=True)):
-        array = _described(item)
+        array = item.array
         if place == number:
             made.append(torch.arange(rows) * _VALUES)
             continue
         sample = zeros(array, rows if place is None else rows * _VALUES)
         if array.varies:
-            # A single row is as long as any, others are of several lengths.
+            # A single row has full length; several rows differ in length.
             sample = sample[:, : length or (rows + _VALUES if rows > 1 else None)]
         made.append(sample)
     return tuple(made)
 
 
 def _varying(inputs: Sequence[ModelInput]) -> list[dict[int, Any]]:
-    """Returns the dimensions of each input that differ from batch to batch."""
-    # Equal dimensions share a name: the rows, and the arrays of one column that lie end to end.
+    """Returns the dimensions of each input that differ between batches."""
+    # Equal dimensions share a name: the rows, and the concatenated arrays of one column.
     batch = torch.export.Dim("batch", min=1)
     ends: dict[int, Any] = {}
     dims = []
@@ -131,20 +123,13 @@ def _varying(inputs: Sequence[ModelInput]) -> list[dict[int, Any]]:
         if place is not None and place != number:
             dims.append({0: ends.setdefault(place, torch.export.Dim(f"values{place}", min=0))})
         else:
-            # torch may refuse a bound that the network treats as any other length; see `_samples`.
-            dims.append({0: batch} | ({1: torch.export.Dim.AUTO} if _described(item).varies else {}))
+            # torch may refuse a bound on a length that the network does not treat specially.
+            dims.append({0: batch} | ({1: torch.export.Dim.AUTO} if item.array.varies else {}))
     return dims
 
 
 def _places(inputs: Sequence[ModelInput]) -> InputLayout:
     return layout_of_inputs(inputs) or (None,) * len(inputs)
-
-
-def _described(item: ModelInput) -> BatchArray:
-    assert item.column is not None
-    if item.part == MASK:
-        return BatchArray("float32")
-    return item.column.kind.arrays(item.column.name)[item.column.name + item.part]
 
 
 def _to_onnx(program: torch.export.ExportedProgram, names: Sequence[str], file: str) -> None:

@@ -1,7 +1,7 @@
-"""The road to Python for Spark before 4.1, which has no UDF over Arrow arrays: a pandas UDF around it.
+"""Prediction for Spark before 4.1, which has no UDF over Arrow arrays: a pandas UDF around Arrow.
 
-Doubles go back as Arrow inside pandas columns, without a copy and with their NaN. Such a Spark turns lists
-into Arrow one Python object at a time, so several values of a row leave as that many doubles if they are few.
+Doubles are returned as Arrow inside pandas columns, without a copy and with their NaN. Such a Spark converts
+lists to Arrow one Python object at a time, so a few values per row are returned as that many doubles.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from pyspark.sql.types import DataType
 
 from ringspark.estimators.columns.feeds import Feed
 
-# With more values per row than this, arrays leave Python as lists: Spark compiles no code for wider structs.
+# Arrays with more values per row are returned as lists: Spark compiles no code for wider structs.
 FLAT_WIDTH = 64
 
 
-def expression(
+def make_expression(
     function: Callable[[Iterator[Any]], Iterator[pa.Array]],
     feeds: Sequence[Feed],
     widths: Sequence[int],
     columns: Sequence[Column],
 ) -> Column:
-    """Returns a function over batches of Arrow columns applied to `columns`, as a pandas UDF.
+    """Returns `function`, over batches of Arrow columns, applied to `columns` as a pandas UDF.
 
     Args:
         widths: Values per row of each result.
@@ -48,7 +48,7 @@ def expression(
         for result in function(_arrow(feeds, batch) for batch in batches):
             yield _doubles(result)
 
-    # Spark's type overloads do not cover a function that is chosen at run time.
+    # Spark's overloads do not cover a function chosen at run time.
     make_udf: Any = pandas_udf
     if list(widths) == [1]:
         single: Column = make_udf(values, "double")(*columns)
@@ -61,8 +61,8 @@ def expression(
     return several
 
 
-def results(result: str, types: Sequence[DataType], widths: Sequence[int]) -> list[Column]:
-    """Returns the user's columns of these types, made from the column `result` of `expression`."""
+def make_columns(result: str, types: Sequence[DataType], widths: Sequence[int]) -> list[Column]:
+    """Returns the user's columns of these types, made from the column `result` of `make_expression`."""
     if list(widths) == [1]:
         return [F.col(result)]
     columns, nan = [], F.lit(float("nan"))
@@ -72,7 +72,7 @@ def results(result: str, types: Sequence[DataType], widths: Sequence[int]) -> li
         if width == 1:
             columns.append(first)
             continue
-        # Of lists, Spark takes each NaN for a null.
+        # Spark reads each NaN in a list as null.
         values = F.transform(first, lambda value: F.when(value.isNull(), nan).otherwise(value))
         if _is_flat(widths):
             values = F.array(*(F.col(f"{result}.v{start + i}") for i in range(width)))
@@ -86,7 +86,7 @@ def _is_flat(widths: Sequence[int]) -> bool:
 
 
 def _arrow(feeds: Sequence[Feed], batch: Any) -> tuple[pa.Array, ...]:
-    """Makes Arrow arrays of pandas columns, which say nothing of their type where all values are null."""
+    """Converts pandas columns to Arrow; a column of nulls alone does not show its type."""
     # If there is only one column, Spark passes a bare Series.
     series = [batch] if isinstance(batch, pd.Series) else batch
     types = [feed.kind and feed.kind.selected for feed in feeds] + [None] * (len(series) - len(feeds))
@@ -96,7 +96,7 @@ def _arrow(feeds: Sequence[Feed], batch: Any) -> tuple[pa.Array, ...]:
 def _array(column: Any, data_type: Any) -> pa.Array:
     if not isinstance(column, pd.DataFrame):
         return pa.array(column.to_numpy(), data_type, from_pandas=data_type is not None)
-    # A struct comes as a frame, in which a null is a row of nulls.
+    # Spark passes a struct as a frame, in which a null is a row of nulls.
     parts = [pa.array(column[field.name].to_numpy(), field.type, from_pandas=True) for field in data_type]
     return pa.StructArray.from_arrays(parts, fields=list(data_type), mask=pc.is_null(parts[0]))
 

@@ -1,18 +1,20 @@
 """Batched inference as a Spark SQL expression.
 
-Only the model's input columns go to Python; every other column stays in the JVM, untouched. The
-expression is lazy and has a declared type and no state, so it serves batch and streaming alike. Little
-travels, because the weights stay on the store. A Python worker maps them once for the tasks that follow each
-other (see `module_cache`), and the workers of a host share the pages (see `training.checkpoint`). On a GPU,
-whose memory other tasks need, they stay for one task.
+Only the model's input columns go to Python; all other columns stay in the JVM. The expression is lazy, has a
+declared type and no state, so it serves batch and streaming alike. Spark ships little, because the weights
+stay on the store. A Python worker maps them once for consecutive tasks (`ModuleCache`), and the workers of a
+host share the pages (see `training.checkpoint`). On a GPU, whose memory other tasks need, they stay for one
+task.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Iterator, Tuple  # noqa: UP035 (arrow_udf reads these hints)
+from typing import Any, Generic, Iterator, Tuple, TypeVar  # noqa: UP035 (arrow_udf reads these hints)
 
 import numpy as np
 import pyarrow as pa
@@ -24,8 +26,6 @@ from torch import nn
 from ringspark.estimators import user_code
 from ringspark.estimators.columns.feeds import Feed, make_inputs, unread_error
 from ringspark.estimators.inference import pandas_batches
-from ringspark.estimators.inference.device import task_device
-from ringspark.estimators.inference.module_cache import ModuleCache
 from ringspark.estimators.inference.results import Results
 from ringspark.estimators.training.arguments import InputLayout, count_rows, slice_rows
 from ringspark.estimators.training.batch_transforms import PreparedNetwork
@@ -37,29 +37,33 @@ from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 from ringspark.models.outputs import as_outputs
 
-# Bytes of inputs and outputs of the rows that are predicted at a time, at least one forward pass. Spark 3.5
-# bounds its batches by rows alone, and outputs may be wider than inputs.
-PIECE_BYTES = 64 << 20
+# Bytes of inputs and outputs that are predicted at a time, at least one forward pass. Spark 3.5 limits its
+# batches only by rows, and outputs may be wider than inputs.
+CHUNK_BYTES = 64 << 20
+KEEP_SECONDS = 60.0
+# A pipeline has a few models, but a worker of a CrossValidator switches between many.
+MAX_MODULES = 4
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predictor:
-    """Everything that a Python worker needs to predict; it is small, because the weights stay on the store.
+    """Everything that a Python worker needs to predict, except the weights, which stay on the store.
 
     Attributes:
-        model: `ModelSpec` as JSON, or the user's module without weights, as `user_code.dumps` gives it.
+        model: `ModelSpec` as JSON, or the user's pickled module without weights.
         weights_uri: Folder of the checkpoint.
-        prepare: The user's function that prepares the inputs, as `user_code.dumps` gives it; empty for none.
         weights_id: Identity of the checkpoint; another id means other weights in the same folder.
+        prepare: The user's pickled function that prepares the inputs; empty for none.
         feeds: Makers of the input arrays, one for each argument of `forward`.
         layout: Which of them hold rows of varying length.
         results: Conversion of the outputs to columns.
         output_widths: Values per row of each output (product of its shape).
         batch_size: Rows per forward pass.
-        use_gpu: Whether to compute on a GPU.
-        offload: Whether all weights are loaded at once, "none", or each where it is used, "disk".
+        offload: "none" loads all weights at once, "disk" loads each when it is used.
         keeps_rows: Whether one more column follows, which is false for rows that get no prediction.
-        gives_vectors: Whether vectors leave Python as such, see `takes_vectors`; the driver decides for all.
+        gives_vectors: Whether Python returns vectors, see `takes_vectors`; the driver decides for all.
     """
 
     model: str | bytes
@@ -101,8 +105,8 @@ class Predictor:
         with torch.inference_mode():
             for start in range(0, num_rows, self.batch_size):
                 stop = min(start + self.batch_size, num_rows)
-                piece = slice_rows(columns, self.layout, start, stop)
-                inputs = [torch.from_numpy(column).to(device) for column in piece]
+                rows = slice_rows(columns, self.layout, start, stop)
+                inputs = [torch.from_numpy(column).to(device) for column in rows]
                 left = 0
                 for width, output in zip(self.output_widths, as_outputs(module(*inputs)), strict=True):
                     # Converted to float64 here, because fp32 would round whole numbers beyond 2^24.
@@ -112,24 +116,112 @@ class Predictor:
         return outputs
 
 
-# Modules that this process has on the CPU, by (folder, checkpoint id, network). Two networks may use the same
+class ModuleCache(Generic[T]):
+    """At most `MAX_MODULES` modules, each released `keep_seconds` after its last use.
+
+    A Python worker of Spark runs the tasks of many jobs: without a limit it would keep gigabytes of unused
+    models. A stream or a pipeline uses its model again within the minute. A running task holds a reference,
+    so a released module stays whole for it.
+    """
+
+    def __init__(self, keep_seconds: float = KEEP_SECONDS) -> None:
+        self.keep_seconds = keep_seconds
+        # Key -> (module, time of its last use), the least recently used first.
+        self._known: dict[Hashable, tuple[T, float]] = {}
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+
+    def get(self, key: Hashable, load: Callable[[], T]) -> T:
+        """Returns the module of this key; loads it if necessary."""
+        with self._lock:
+            found = self._known.pop(key, None)
+            while found is None and len(self._known) >= MAX_MODULES:
+                self._known.pop(next(iter(self._known)))
+            module = load() if found is None else found[0]
+            self._known[key] = module, time.monotonic()
+            self._set_timer()
+        return module
+
+    def clear(self) -> None:
+        """Releases all modules."""
+        with self._lock:
+            self._known.clear()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def _set_timer(self) -> None:
+        # for the next module to be released; the lock is held
+        if self._timer is None and self._known:
+            _, used = next(iter(self._known.values()))
+            wait = max(0.0, used + self.keep_seconds - time.monotonic())
+            self._timer = threading.Timer(wait, self._release)
+            self._timer.daemon = True  # the end of the process does not wait for it
+            self._timer.start()
+
+    def _release(self) -> None:
+        with self._lock:
+            self._timer = None
+            oldest = time.monotonic() - self.keep_seconds
+            self._known = {key: known for key, known in self._known.items() if known[1] > oldest}
+            self._set_timer()
+
+
+# This process's modules on the CPU. The key includes the network, because two networks may use the same
 # weights, as a copy of a model with another activation does.
 modules: ModuleCache[nn.Module] = ModuleCache()
 
 
 def cached_module(predictor: Predictor) -> nn.Module:
-    """Returns the predictor's module for the CPU, from this process's cache if it is there."""
-    key = (
-        *(predictor.weights_uri, predictor.weights_id),
-        *(predictor.model, predictor.prepare, predictor.offload),
-    )
+    """Returns the predictor's module for the CPU, from this process's cache if possible."""
+    p = predictor
+    key = p.weights_uri, p.weights_id, p.model, p.prepare, p.offload
     return modules.get(key, lambda: predictor.load(cache=_cache_folder()))
+
+
+def choose_inference_device(
+    use_gpu: bool, addresses: Sequence[str], partition_id: int, num_devices: int
+) -> str:
+    """Returns the torch device of one task; unlike the ranks of a training, tasks may share a GPU.
+
+    If Spark manages no GPUs, `addresses` is empty, and partition numbers spread tasks over the devices.
+
+    Raises:
+        ValueError: `use_gpu` is set and torch sees no GPU.
+    """
+    if not use_gpu:
+        return "cpu"
+    if not num_devices:
+        raise ValueError(
+            "inferenceUseGpu=True needs a GPU on every host that runs tasks of transform, torch sees none on "
+            "this one; set inferenceUseGpu=False, or install a torch with CUDA where there is a GPU"
+        )
+    # torch cannot use an identifier, or an index of devices that a container hides.
+    if addresses and addresses[0].isdigit() and int(addresses[0]) < num_devices:
+        return f"cuda:{int(addresses[0])}"
+    return f"cuda:{partition_id % num_devices}"
+
+
+def task_device(use_gpu: bool) -> str:
+    """Returns the device of the Spark task in which this runs."""
+    if not use_gpu:
+        return "cpu"
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    gpu = context.resources().get("gpu") if context is not None else None
+    partition_id = context.partitionId() if context is not None else 0
+    addresses = list(gpu.addresses) if gpu is not None else []
+    return choose_inference_device(use_gpu, addresses, partition_id, torch.cuda.device_count())
 
 
 def takes_vectors(spark: SparkSession) -> bool:
     """Whether Spark has a UDF over Arrow arrays (4.1), which takes vectors; its pandas UDF takes only arrays.
 
-    The client of a Spark Connect server may be of another version than the server and its workers.
+    The client of a Spark Connect server may have another version than the server and its workers.
     """
     major, minor = str(spark.version).split(".")[:2]
     return hasattr(F, "arrow_udf") and (int(major), int(minor)) >= (4, 1)
@@ -139,7 +231,7 @@ def prediction_expression(predictor: Predictor, columns: Sequence[Column]) -> Co
     """Returns the model applied to `columns`; the expression's type is the results' `spark_type`."""
     feeds, results = predictor.feeds, predictor.results
     if not predictor.gives_vectors:
-        return pandas_batches.expression(partial(run, predictor), feeds, results.widths, columns)
+        return pandas_batches.make_expression(partial(run, predictor), feeds, results.widths, columns)
 
     def arrays(batches: Iterator[Tuple[pa.Array, ...]]) -> Iterator[pa.Array]:  # noqa: UP006
         return run(predictor, batches)
@@ -150,32 +242,32 @@ def prediction_expression(predictor: Predictor, columns: Sequence[Column]) -> Co
 
 
 def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[pa.Array]:
-    """Yields the results of batches of Arrow columns, in pieces of bounded size. Runs in a Spark task."""
+    """Yields the results of batches of Arrow columns, in chunks of limited size. Runs in a Spark task."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
     device = task_device(predictor.use_gpu)
     module: nn.Module | None = None
     threads = torch.get_num_threads()
-    # Tasks share the host; a task that took all cores would slow the others down.
+    # Tasks share the host, so each uses only its own cores.
     torch.set_num_threads(context.cpus() if context is not None else threads)
     try:
         module = (
             cached_module(predictor) if device == "cpu" else predictor.load(device, cache=_cache_folder())
         )
-        # The first rows tell how many bytes a row has.
+        # Grows once the bytes per row are known.
         num_rows = predictor.batch_size
         for batch in batches:
             # If there is only one column, Spark passes a bare array.
             columns = batch if isinstance(batch, tuple) else (batch,)
             start, stop = 0, len(columns[0])
             while True:
-                piece = [column.slice(start, num_rows) for column in columns]
+                chunk = [column.slice(start, num_rows) for column in columns]
                 start += num_rows
-                result, row_bytes = _run_piece(predictor, module, piece, device)
+                result, row_bytes = _run_chunk(predictor, module, chunk, device)
                 yield result
                 if row_bytes:
-                    passes = PIECE_BYTES // (row_bytes * predictor.batch_size)
+                    passes = CHUNK_BYTES // (row_bytes * predictor.batch_size)
                     num_rows = predictor.batch_size * max(1, passes)
                 if start >= stop:
                     break
@@ -185,17 +277,17 @@ def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[pa.Array]:
         release_gpu()
 
 
-def inputs_of(predictor: Predictor, piece: list[pa.Array]) -> tuple[list[Array], Array | None]:
-    """Returns the network's inputs for some rows, and which rows have any, (rows,); None if all have.
+def inputs_of(predictor: Predictor, chunk: list[pa.Array]) -> tuple[list[Array], Array | None]:
+    """Returns the network's inputs for some rows, and the mask of valid rows, (rows,); None if all are valid.
 
     Raises:
-        ValueError: A value cannot be read, and the predictor has no rows to leave out.
+        ValueError: A value cannot be read, and the predictor may not leave out rows.
     """
     valid: Array | None = None
     if predictor.keeps_rows:
-        valid = np.array(piece.pop().to_numpy(zero_copy_only=False))
+        valid = np.array(chunk.pop().to_numpy(zero_copy_only=False))
     for index, feed in enumerate(predictor.feeds):
-        piece[index], problems = feed.read(piece[index])
+        chunk[index], problems = feed.read(chunk[index])
         if not problems:
             continue
         if valid is None:
@@ -204,15 +296,15 @@ def inputs_of(predictor: Predictor, piece: list[pa.Array]) -> tuple[list[Array],
     if valid is not None and valid.all():
         valid = None
     if valid is not None:
-        piece = [column.filter(pa.array(valid)) for column in piece]
-    return make_inputs(predictor.feeds, piece), valid
+        chunk = [column.filter(pa.array(valid)) for column in chunk]
+    return make_inputs(predictor.feeds, chunk), valid
 
 
-def _run_piece(
-    predictor: Predictor, module: nn.Module, piece: list[pa.Array], device: str
+def _run_chunk(
+    predictor: Predictor, module: nn.Module, chunk: list[pa.Array], device: str
 ) -> tuple[pa.Array, int]:
-    """Returns the results of some rows, and the bytes of a row's inputs and outputs; 0 if no row is valid."""
-    columns, valid = inputs_of(predictor, piece)
+    """Returns the results, and the bytes of a row's inputs and outputs; 0 if no row is valid."""
+    columns, valid = inputs_of(predictor, chunk)
     outputs = predictor.predict(module, columns, device)
     row_bytes = sum(array.nbytes for array in (*columns, outputs)) // max(1, len(outputs))
     results = predictor.results.to_arrow(outputs, with_vectors=predictor.gives_vectors)
@@ -222,7 +314,7 @@ def _run_piece(
 
 
 def _cache_folder() -> str | None:
-    """Returns a folder of this task's executor, which Spark removes with it; None outside a task."""
+    # Spark removes this folder with the executor.
     from pyspark import SparkFiles, TaskContext
 
     return SparkFiles.getRootDirectory() if TaskContext.get() is not None else None

@@ -1,8 +1,7 @@
-"""Turns the network's outputs into the columns that the user gets.
+"""Turns the network's outputs into the user's columns.
 
-They are complete when they leave Python, as one Arrow array. Arrow takes NumPy's numbers without looking at
-them, and a vector is to Spark a struct around an array: the JVM copies what comes and computes nothing.
-NaN stays NaN.
+Each result leaves Python complete, as one Arrow array. Arrow takes NumPy's numbers without a copy, and Spark
+sees a vector as a struct around an array, so the JVM copies and computes nothing. NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ringspark.estimators.inference import pandas_batches
 from ringspark.estimators.training.feed import Array
 from ringspark.pipelines.kinds.base import list_type, make_lists
 
-# `VectorUDT.sqlType()` to the letter: Arrow cannot cast to parts without nulls where a row is null.
+# Exactly `VectorUDT.sqlType()`: Arrow cannot cast to fields without nulls if a row is null.
 _VECTOR_PARTS = [
     pa.field("type", pa.int8(), nullable=False),
     pa.field("size", pa.int32()),
@@ -32,12 +31,12 @@ _VECTOR_PARTS = [
 
 
 class Results(ABC):
-    """Conversion of raw outputs to columns; runs in Python workers, but for `columns`."""
+    """Conversion of raw outputs to columns. All but `columns` runs in Python workers."""
 
     @property
     @abstractmethod
     def types(self) -> list[DataType]:
-        """Types of the columns that the user gets."""
+        """Types of the user's columns."""
 
     @property
     @abstractmethod
@@ -46,7 +45,7 @@ class Results(ABC):
 
     @abstractmethod
     def arrays(self, outputs: Array) -> list[Array]:
-        """Returns the columns' numbers, (rows,) or (rows, numbers of a row), each float64.
+        """Returns the columns' numbers, (rows,) or (rows, numbers per row), float64.
 
         Args:
             outputs: (rows, values of all outputs) float64.
@@ -54,13 +53,13 @@ class Results(ABC):
 
     @property
     def spark_type(self) -> DataType:
-        """Type of what Python returns: the one column's, or a struct of the columns."""
+        """Type of the Python result: the type of the only column, or a struct of the columns."""
         if len(self.types) == 1:
             return self.types[0]
         return StructType([StructField(name, t) for name, t in zip(self._names, self.types, strict=True)])
 
     def to_arrow(self, outputs: Array, *, with_vectors: bool = True) -> pa.Array:
-        """Converts raw outputs to what Python returns; vectors to arrays, if not `with_vectors`."""
+        """Converts raw outputs to the Python result; vectors become arrays if not `with_vectors`."""
         columns = [
             _lists(values, is_vector=with_vectors and _is_vector(data_type))
             if isinstance(data_type, ArrayType) or _is_vector(data_type)
@@ -70,9 +69,9 @@ class Results(ABC):
         return columns[0] if len(columns) == 1 else pa.StructArray.from_arrays(columns, self._names)
 
     def columns(self, result: str, *, with_vectors: bool = True) -> list[Column]:
-        """Returns the user's columns, made from the column `result` of what Python returned."""
+        """Returns the user's columns, made from the column `result` of the Python results."""
         if not with_vectors:
-            return pandas_batches.results(result, self.types, self.widths)
+            return pandas_batches.make_columns(result, self.types, self.widths)
         if len(self.types) == 1:
             return [F.col(result)]
         return [F.col(f"{result}.{name}") for name in self._names]
@@ -90,12 +89,10 @@ class Values(Results):
 
     @property
     def widths(self) -> list[int]:
-        """Values per row of each output (product of its shape)."""
         return [prod(shape) for shape in self.shapes]
 
     @property
     def types(self) -> list[DataType]:
-        """The column types."""
         return [DoubleType() if width == 1 else ArrayType(DoubleType()) for width in self.widths]
 
     def arrays(self, outputs: Array) -> list[Array]:
@@ -105,7 +102,7 @@ class Values(Results):
 
 @dataclass(frozen=True, kw_only=True)
 class Classes(Results):
-    """Raw predictions and probabilities as vectors, and the class as a double, all from one output of logits.
+    """Raw predictions and probabilities as vectors, and the class as a double, from one output of logits.
 
     A single logit z is the binary case, with the raw predictions (-z, z) of Spark's LogisticRegression.
     """
@@ -115,7 +112,7 @@ class Classes(Results):
 
     @property
     def num_classes(self) -> int:
-        """Number of classes that the network tells apart; one logit tells two apart."""
+        """Number of classes; one logit stands for two."""
         return max(2, self.width)
 
     @property
@@ -154,7 +151,7 @@ class Classes(Results):
                 exponentials = np.exp(outputs - largest)
                 softmax: Array = exponentials / exponentials.sum(axis=1, keepdims=True)
                 return softmax
-            # This form of the softmax of two overflows on neither side.
+            # This form of the softmax of two never overflows.
             margin = outputs[:, :1] if self.width == 1 else outputs[:, 1:] - outputs[:, :1]
             sigmoid: Array = 1 / (1 + np.exp(np.concatenate([margin, -margin], axis=1)))
             return sigmoid
@@ -165,12 +162,12 @@ def _is_vector(data_type: DataType) -> bool:
 
 
 def _lists(values: Array, *, is_vector: bool) -> pa.Array:
-    """Makes an Arrow array of lists, or of dense vectors, from (rows, numbers of a row)."""
+    """Makes an Arrow array of lists, or of dense vectors, from (rows, numbers per row)."""
     num_rows, width = values.shape
     lists = make_lists(np.arange(num_rows + 1) * width, values.reshape(-1), "float64")
     if not is_vector:
         return lists
-    # Only a sparse vector has a size and indices.
+    # A dense vector has neither size nor indices.
     parts = [pa.array(np.ones(num_rows, np.int8)), pa.nulls(num_rows, pa.int32())]
     parts += [pa.nulls(num_rows, list_type("int32")), lists]
     return pa.StructArray.from_arrays(parts, fields=_VECTOR_PARTS)

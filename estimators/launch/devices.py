@@ -1,17 +1,18 @@
-"""Decides on which device each rank computes, for the whole gang at once and on every rank alike.
+"""Assigns a device to every rank.
 
-Spark's task resources say which GPU a task was given, but not what PyTorch calls it: YARN and
-standalone workers give the node's index, a Kubernetes pod counts its own from 0, a discovery script
-may print UUIDs, and a process may see fewer devices than its host has. So each rank states which devices
-it was given and which it sees, all ranks exchange these claims, and the pure function `assign_devices`
-makes the same table on every rank: all compute, or all fail with the same sentence.
+Spark's task resources name the GPU of a task, but not its PyTorch index: YARN and standalone workers give
+the node's index, a Kubernetes pod counts from 0, a discovery script may print UUIDs, and a process may see
+fewer devices than its host has. So each rank states the devices that it was given and that it sees. All
+ranks gather these claims, and the pure function `assign_devices` computes the same table, or raises the same
+error, on every rank.
 
-`CUDA_VISIBLE_DEVICES` is neither read nor written, because a reused Python worker may still have the value
+`CUDA_VISIBLE_DEVICES` is neither read nor written: a reused Python worker may still have the value
 of the last job (`TorchDistributor` leaves it behind).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ class Claim:
 
     Attributes:
         addresses: GPU addresses that Spark gave the task; empty if Spark manages no GPUs.
-        visible: Names of the CUDA devices that PyTorch sees, in its order; UUIDs if it knows them.
+        visible: Names of the visible CUDA devices, in PyTorch's order: UUIDs if known, else indices.
     """
 
     host: str
@@ -36,7 +37,7 @@ class Claim:
 
 
 def visible_devices() -> tuple[str, ...]:
-    """Returns the names of this process's CUDA devices. Runs on every rank."""
+    """Returns the names of the CUDA devices of this process."""
     import torch
 
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -45,11 +46,7 @@ def visible_devices() -> tuple[str, ...]:
 
 
 def check_enough(num_workers: int, host: str, num_gpus: int) -> None:
-    """Refuses more workers than a host has GPUs, if Spark hands out none.
-
-    Raises:
-        ValueError: There are more workers; the message has both numbers.
-    """
+    """Raises ValueError if a host has fewer GPUs than workers, for a Spark that assigns no GPUs."""
     if num_gpus < num_workers:
         raise ValueError(
             f"useGpu=True needs a GPU for each of the {num_workers} workers on host {host}, PyTorch sees "
@@ -61,39 +58,35 @@ def assign_devices(claims: Sequence[Claim]) -> list[str]:
     """Returns the torch device of every rank, in the order of `claims`.
 
     Raises:
-        ValueError: A rank has no GPU of its own, or none that PyTorch can address.
+        ValueError: Two ranks would share a GPU, or PyTorch cannot address the GPU of a rank.
     """
     _check_not_shared(claims)
-    # Ranks that see the same devices number them the same way.
+    # Ranks that see the same devices use the same indices.
     groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for number, claim in enumerate(claims):
         groups.setdefault((claim.host, claim.visible), []).append(number)
     indices: dict[int, int] = {}
     for members in groups.values():
         indices.update(zip(members, _indices([claims[m] for m in members]), strict=True))
-    used: dict[tuple[str, str], int] = {}
+    used: set[tuple[str, str]] = set()
     for number, claim in enumerate(claims):
-        # Processes with different numberings may name the same card by two indices.
+        # Processes that see different devices may use two indices for the same card.
         device = (claim.host, claim.visible[indices[number]])
         if device in used:
             raise ValueError(
                 f"useGpu=True needs a GPU of its own for each worker, but two workers of host {claim.host} "
                 f"resolve to device {device[1]}; {_REMEDY}"
             )
-        used[device] = number
+        used.add(device)
     return [f"cuda:{indices[number]}" for number in range(len(claims))]
 
 
 def _check_not_shared(claims: Iterable[Claim]) -> None:
-    """Refuses a GPU for two ranks: with a fraction of a GPU per task, Spark gives one address to several.
+    """Raises ValueError if Spark gave one GPU to several ranks, as it does with a fraction of a GPU per task.
 
-    Two containers on one host may each call their only card "0", so the devices that they see count too.
+    Two containers on one host may each call their only card "0", so visible devices are compared too.
     """
-    counts: dict[tuple[str, tuple[str, ...], str], int] = {}
-    for claim in claims:
-        if claim.addresses:
-            key = (claim.host, claim.visible, claim.addresses[0])
-            counts[key] = counts.get(key, 0) + 1
+    counts = Counter((claim.host, claim.visible, claim.addresses[0]) for claim in claims if claim.addresses)
     for (host, _, address), count in counts.items():
         if count > 1:
             raise ValueError(
@@ -103,30 +96,29 @@ def _check_not_shared(claims: Iterable[Claim]) -> None:
 
 
 def _indices(group: Sequence[Claim]) -> list[int]:
-    """Returns the device indices of ranks that see the same devices."""
     visible, host = group[0].visible, group[0].host
     if not group[0].addresses:
         check_enough(len(group), host, len(visible))
         return list(range(len(group)))
-    names = [_plain(name) for name in visible]
+    names = [_strip_prefix(name) for name in visible]
     # A task that asks for several GPUs has several addresses; the rank computes on the first.
     addresses = [claim.addresses[0] for claim in group]
-    if all(_plain(address) in names for address in addresses):
-        return [names.index(_plain(address)) for address in addresses]
+    if all(_strip_prefix(address) in names for address in addresses):
+        return [names.index(_strip_prefix(address)) for address in addresses]
     if all(address.isdecimal() and int(address) < len(visible) for address in addresses):
         return [int(address) for address in addresses]
-    # In an isolated process, the visible devices are the given ones, renumbered in the same order.
+    # In an isolated process, the visible devices are the given devices, renumbered in the same order.
     given = sorted({a for claim in group for a in claim.addresses}, key=lambda a: (len(a), a))
     if len(given) == len(visible):
         return [given.index(address) for address in addresses]
     raise ValueError(
-        f"useGpu=True needs PyTorch to see the GPUs that Spark gives: on host {host} Spark gave "
-        f"{', '.join(given)}, PyTorch sees {len(visible)} device(s); install a CUDA build of torch, "
+        f"useGpu=True needs PyTorch to see the GPUs that Spark assigns: on host {host} Spark assigned "
+        f"{', '.join(given)}, but PyTorch sees {len(visible)} device(s); install a CUDA build of torch, "
         "let the executors see all of their GPUs (spark.executorEnv.CUDA_VISIBLE_DEVICES, and "
-        "spark.python.worker.reuse=false where another job narrows it), or set useGpu=False"
+        "spark.python.worker.reuse=false if another job narrows it), or set useGpu=False"
     )
 
 
-def _plain(name: str) -> str:
-    """Returns a UUID in PyTorch's form: Spark's discovery scripts write `GPU-` in front."""
+def _strip_prefix(name: str) -> str:
+    # Spark's discovery scripts write `GPU-` in front of a UUID; PyTorch does not.
     return name.lower().removeprefix("gpu-")

@@ -1,25 +1,87 @@
 """A gang: one Spark barrier stage whose tasks become the ranks of a collective.
 
 The stage is a `mapInArrow(..., barrier=True)` of the DataFrame API, so Spark Connect runs it too.
-Each task learns its rank from the hosts of all tasks, rank 0 opens the rendezvous, all ranks
-connect, and the work runs (`gang_task`). Gangs of one driver that do not fit together take turns
-(`gang_queue`). The `supervisor` starts a gang again.
+Each task derives its rank from the hosts of all tasks, rank 0 opens the rendezvous, all ranks
+connect, and the work runs (`gang_task`). The `supervisor` restarts a gang.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Condition, Lock
 from typing import Any
 
 from pyspark.sql import SparkSession
 
-from ringspark.estimators.launch.gang_queue import queue_of
 from ringspark.estimators.launch.gang_task import SCHEMA, GangTask
-from ringspark.estimators.launch.resources import StagePlan, profile_of, stage_plan
+from ringspark.estimators.launch.resources import plan_stage, profile_of
 from ringspark.estimators.launch.slots import count_slots
 from ringspark.estimators.launch.spark_job import SparkJob
-from ringspark.estimators.stages.session import application_of
+from ringspark.estimators.stages.session import application_of, spark_conf
 from ringspark.pipelines.spark_errors import explain_worker_errors
+
+
+class GangQueue:
+    """A queue of the gangs of one application: first come, first served. Methods are thread-safe.
+
+    Spark starts all tasks of a barrier stage or none, so two gangs never deadlock with half of their slots
+    each. But Spark skips a stage that does not fit at the moment, so a wide gang could wait behind any number
+    of narrow gangs that came later. And if Spark manages no GPUs, two gangs that run at the same time would
+    both take the first device of a host. This queue knows only the gangs of this process.
+    """
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._waiting: deque[object] = deque()
+        self._running: dict[object, int] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        with self._changed:
+            return len(self._waiting)
+
+    @contextmanager
+    def turn(self, num_workers: int, count_slots: Callable[[], int | None]) -> Iterator[None]:
+        """Waits until other gangs leave `num_workers` slots free; holds them inside the block.
+
+        Args:
+            count_slots: Called only if there is another gang; if it returns None, the gang does not wait.
+        """
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            alone = len(self._waiting) == 1 and not self._running
+        try:
+            slots = None if alone else count_slots()
+            with self._changed:
+                # An interrupt (Ctrl-C) also ends the wait.
+                self._changed.wait_for(lambda: self._may_run(ticket, num_workers, slots))
+                self._running[ticket] = num_workers
+                self._leave_line(ticket)
+            yield
+        finally:
+            with self._changed:
+                self._running.pop(ticket, None)
+                self._leave_line(ticket)
+
+    def _may_run(self, ticket: object, num_workers: int, slots: int | None) -> bool:
+        if self._waiting[0] is not ticket:
+            return False
+        # A gang that is alone always starts, even if the cluster has shrunk since its slots were counted.
+        return slots is None or not self._running or sum(self._running.values()) + num_workers <= slots
+
+    def _leave_line(self, ticket: object) -> None:
+        if ticket in self._waiting:
+            self._waiting.remove(ticket)
+        self._changed.notify_all()
+
+
+# Application -> queue: the sessions of an application share its executors.
+_QUEUES: dict[str, GangQueue] = {}
+_LOCK = Lock()
 
 
 class GangStage:
@@ -28,21 +90,23 @@ class GangStage:
     def __init__(self, spark: SparkSession, use_gpu: bool) -> None:
         self._spark = spark
         self._use_gpu = use_gpu
-        self._plan: StagePlan = stage_plan(spark, use_gpu)
+        self._plan = plan_stage(spark_conf(spark) if use_gpu else {}, str(spark.version), use_gpu)
         if self._plan.problem:
             warnings.warn(self._plan.problem, RuntimeWarning, stacklevel=3)
 
     def turn(self, num_workers: int) -> Any:
         """Returns a context manager that waits until the gangs of other threads leave room."""
-        return queue_of(application_of(self._spark)).turn(num_workers, self._shared_slots)
+        with _LOCK:
+            queue = _QUEUES.setdefault(application_of(self._spark), GangQueue())
+        return queue.turn(num_workers, self._shared_slots)
 
     def slots(self) -> int | None:
-        """Returns how many workers can run at the same time now; None if nobody knows."""
+        """Returns how many workers can run at the same time now; None if unknown."""
         return count_slots(self._spark, self._use_gpu)
 
     def run(self, task: GangTask, num_workers: int, job: SparkJob) -> list[Any]:
         """Runs one barrier stage; returns its rows in rank order. Blocks until all ranks have ended."""
-        # Passed only if there is one: before Spark 4.0 the stages of a DataFrame accept no profile.
+        # Passed only if needed: before Spark 4.0, stages of a DataFrame accept no profile.
         cpus = self._plan.task_cpus
         profile = {"profile": profile_of(self._spark, cpus)} if cpus else {}
         frame = self._spark.range(0, num_workers, 1, num_workers)
@@ -51,7 +115,7 @@ class GangStage:
         return sorted(rows, key=lambda row: int(row.rank))
 
     def _shared_slots(self) -> int | None:
-        """Returns how many slots gangs share; 0 if only the local rank tells the GPUs apart."""
+        # 0 if only the local rank tells the GPUs apart, so no two gangs may run at the same time.
         if self._use_gpu and not self._plan.gives_gpus:
             return 0
         return self.slots()

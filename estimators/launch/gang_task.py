@@ -1,8 +1,8 @@
-"""The task of the gang's barrier stage: it becomes a rank, works, and returns one row.
+"""The task of the gang's barrier stage. It becomes a rank, works, and returns one row.
 
 A task never raises an error of the work. It returns the failure as its row, so Spark neither retries a
-deterministic error nor buries it in a JVM trace. The peers' pending operations fail when the communicator
-is aborted, and they return their failures too. If a process dies, Spark fails the job: see `supervisor`.
+deterministic error nor buries it in a JVM trace. When the communicator is aborted, pending operations of the
+peers fail, and they return their failures too. If a process dies, Spark fails the job: see `supervisor`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from ringspark.estimators.training.phase import Status
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import record
 
-# The work of a rank: takes the connected collective, the rank's device and the status to update; returns a
-# short text.
+# The work of a rank. It takes the connected collective, the device and the status to update.
 Work = Callable[[Collective, str, Status], str]
 
-# Length, in bytes, of the run's secret, which a rank proves to know before it is told anything.
+# Length of the run's secret in bytes. A rank must prove that it knows the secret before it receives anything.
 SECRET_BYTES = 32
 
 SCHEMA = "rank int, result string, failure string"
@@ -42,10 +41,10 @@ _ARROW_SCHEMA = pa.schema({"rank": pa.int32(), "result": pa.string(), "failure":
 
 
 def assign_ranks(hosts: Sequence[str]) -> list[Member]:
-    """Returns the place of each task: ranks of one host are consecutive, hosts in order of appearance.
+    """Returns each task's member. Ranks of one host are consecutive; hosts keep their order of appearance.
 
     Args:
-        hosts: Hosts of the tasks 0, 1, ...; the result is in the same order.
+        hosts: Hosts of the tasks 0, 1, ...; the result has the same order.
     """
     local_sizes = Counter(hosts)
     first_rank = dict(zip(local_sizes, accumulate(local_sizes.values(), initial=0), strict=False))
@@ -77,9 +76,9 @@ def work_and_leave(
     work: Work,
     device: str,
     status: Status,
-    tell: Callable[[BaseException], object] = lambda _: None,
+    report: Callable[[BaseException], object] = lambda _: None,
 ) -> str:
-    """Works, then leaves the gang with the other ranks; tells of a failure and aborts. Runs on every rank."""
+    """Works, then leaves the gang with the other ranks; reports a failure and aborts. Runs on every rank."""
     try:
         result = work(collective, device, status)
         status.phase = "leaving the gang"
@@ -87,7 +86,7 @@ def work_and_leave(
     except BaseException as error:
         try:
             # Before the abort, which may wait for operations of a GPU that never end.
-            tell(error)
+            report(error)
         finally:
             collective.abort()
         raise
@@ -96,31 +95,29 @@ def work_and_leave(
 
 
 def _host_of(address: str) -> str:
-    """Returns the host of "host:port"; an IPv6 address stands in brackets there."""
+    # "host:port", with an IPv6 host in brackets
     return address.rpartition(":")[0].strip("[]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Offer:
-    """What a task tells the others through Spark before they connect.
+    """A task's message to the other tasks, sent through Spark before they connect.
 
-    Attributes:
-        address: Address of the rendezvous; empty unless this is rank 0's task.
-        claim: The devices given to this task.
-        problem: Why this task cannot go on; else empty.
+    `address` is empty unless this is rank 0's task; `problem` is the error that keeps this task from
+    starting.
     """
 
     address: str
     claim: Claim
     problem: str
 
-    def exchanged(self, context: Any) -> tuple[str, list[Claim]]:
-        """Returns the address of the rendezvous and all claims; fails if a task is lost or cannot go on."""
+    def gather(self, context: Any) -> tuple[str, list[Claim]]:
+        """Returns the address of the rendezvous and all claims; raises if a task is lost or cannot start."""
         try:
-            # Every task reaches this, even if it cannot go on, because the others must learn of that.
+            # Every task makes this call, even if it cannot start: the other tasks wait for its message.
             texts = context.allGather(json.dumps(asdict(self)))
         except Exception as error:
-            raise CollectiveError(f"the workers could not meet: {error}") from error
+            raise CollectiveError(f"the workers could not reach each other: {error}") from error
         offers = [record(_Offer, json.loads(text)) for text in texts]
         if self.problem:
             raise RuntimeError(self.problem)
@@ -134,7 +131,7 @@ class GangTask:
     """The function of the barrier stage. Runs on every rank.
 
     Attributes:
-        pulse: Place where the ranks write their signs of life.
+        pulse: Heartbeat settings.
         driver: The driver's host, as Spark names it.
     """
 
@@ -154,10 +151,12 @@ class GangTask:
         members = assign_ranks([_host_of(info.address) for info in context.getTaskInfos()])
         member = members[context.partitionId()]
         # The driver may have given up this rank, and removed the folder.
-        claimed = storage.only_where(self.pulse.run_uri, run_layout.OWNER)
-        with claimed, RankOutput(self.pulse, member.rank, member.host):
+        with (
+            storage.only_where(self.pulse.run_uri, run_layout.OWNER),
+            RankOutput(self.pulse, member.rank, member.host),
+        ):
             result, failure = self._run(context, member)
-        # Not before: until then the frames of the work, and of its error, hold tensors.
+        # Not earlier: until here the frames of the work, and of its error, hold tensors.
         release_gpu()
         row = {"rank": member.rank, "result": result, "failure": failure.to_json() if failure else None}
         yield pa.RecordBatch.from_pylist([row], _ARROW_SCHEMA)
@@ -166,36 +165,35 @@ class GangTask:
         import torch
 
         status = Status()
-        # A task has only the cores that Spark gave it; torch would take all cores of the host.
+        # A task owns only the cores that Spark gave it; torch would take all cores of the host.
         threads = torch.get_num_threads()
         torch.set_num_threads(max(1, context.cpus()))
         task: int = context.partitionId()
         heartbeat = Heartbeat(self.pulse, status, member.rank, member.host, task)
 
-        def tell(error: BaseException) -> Failure:
+        def report(error: BaseException) -> Failure:
             from_peer = isinstance(error, CollectiveError)
             return heartbeat.fail(Failure.of(error, member.rank, status.phase, from_peer=from_peer))
 
         with heartbeat:
             try:
-                return self._connected(context, member, status, tell), None
+                return self._connect_and_work(context, member, status, report), None
             # SystemExit too, because sys.exit() in user code would end the Python worker silently.
             except (Exception, SystemExit) as error:
-                return None, tell(error)
+                return None, report(error)
             finally:
                 torch.set_num_threads(threads)
 
-    def _connected(
-        self, context: Any, member: Member, status: Status, tell: Callable[[BaseException], object]
+    def _connect_and_work(
+        self, context: Any, member: Member, status: Status, report: Callable[[BaseException], object]
     ) -> str:
-        """Agrees with the other ranks on a meeting point and devices, connects, works, leaves or aborts."""
         kind = collective_class(self.collective)
         status.phase = "opening the rendezvous"
         at = member
         rendezvous, claims, problem = None, [Claim(host=member.host)], ""
-        # Spark's exchange takes a second. The ranks of one host, without devices to share, need none.
-        must_tell = self.use_gpu or member.local_size < member.size
-        ports = [0] if must_tell else meeting_ports(self.secret)
+        # Spark's allGather takes a second. Ranks of one host that share no devices do without it.
+        must_gather = self.use_gpu or member.local_size < member.size
+        ports = [0] if must_gather else meeting_ports(self.secret)
         address = f"{member.host}:{','.join(map(str, ports))}"
         try:
             try:
@@ -205,14 +203,14 @@ class GangTask:
                 if member.rank == 0:
                     rendezvous = kind.open_rendezvous(at, self.secret, ports)
             except Exception as error:
-                if not must_tell:
+                if not must_gather:
                     raise
                 problem = str(error)
-            if must_tell:
+            if must_gather:
                 offer = _Offer(
                     address=rendezvous.address if rendezvous else "", claim=claims[0], problem=problem
                 )
-                address, claims = offer.exchanged(context)
+                address, claims = offer.gather(context)
             status.phase = "choosing the devices"
             device = self._device(claims, context)
             status.phase = f"connecting by {self.collective}"
@@ -223,13 +221,12 @@ class GangTask:
                 use_gpu=self.use_gpu,
             )
             collective = kind.connect(at, meeting)
-            return work_and_leave(collective, self.work, device, status, tell)
+            return work_and_leave(collective, self.work, device, status, report)
         finally:
             if rendezvous is not None:
                 rendezvous.close()
 
     def _claim(self, context: Any, member: Member) -> Claim:
-        """Returns the devices given to this task; by the claims the ranks see that none is given twice."""
         if not self.use_gpu:
             return Claim(host=member.host)
         gpu = context.resources().get("gpu")
@@ -238,7 +235,6 @@ class GangTask:
         )
 
     def _device(self, claims: list[Claim], context: Any) -> str:
-        """Returns this rank's device from the table that every rank makes from the same claims."""
         if not self.use_gpu:
             return "cpu"
         import torch

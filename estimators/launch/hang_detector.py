@@ -1,12 +1,12 @@
-"""Finds the rank of a gang that hangs, from the ranks' signs of life and the driver's clock alone.
+"""Finds the rank that hangs a gang, from the heartbeats of the ranks and the driver's clock alone.
 
-A rank is silent if its beats stand still (its process is stopped, its host lost), and stalled if its beats
-go on but its ticks stand still (a loader never gives the next batch, user code never returns). A rank that
-waits for a silent one stalls as well, so a silent rank is blamed first. Before a stalled rank is blamed,
-the ranks that only wait for it get the time to end by their own timeout. Once a rank has failed, the others
-have only the time of a few beats: with Gloo they learn of it and end, but with NCCL they may wait for a
-device that never answers, and beat on. While a rank has yet to start, importing its libraries on a busy
-machine, nobody makes progress and nobody hangs.
+A rank is silent if its beats stop: its process is stopped, or its host is lost. It is stalled if its beats
+continue but its ticks stop: a loader never gives the next batch, or user code never returns. A rank that
+waits for a silent rank stalls as well, so a silent rank is blamed first. Before a stalled rank is blamed, the
+ranks that only wait for it get the time to end by their own timeout. After a failure, the other ranks get
+only the time of a few beats: with Gloo they notice the failure and end, but with NCCL they may wait for a
+device that never answers, and continue to beat. While a rank still imports its libraries on a busy machine,
+no rank progresses and none hangs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ringspark.estimators.launch.heartbeat import Beat, interval_seconds
 
 
 @dataclass(kw_only=True)
-class _Seen:
-    """The last beat of a rank, and when the driver saw its counts change."""
+class _RankClock:
+    """The last beat of a rank, and the driver's times of its last changes."""
 
     beat: Beat
     beat_changed: float
@@ -30,10 +30,10 @@ class _Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Hung:
-    """The rank that keeps the others waiting.
+    """The rank that hangs.
 
     Attributes:
-        beat: The rank's last sign of life; None if it never gave one.
+        beat: The rank's last beat; None if it never sent one.
     """
 
     rank: int
@@ -42,20 +42,19 @@ class Hung:
 
 
 class HangDetector:
-    """Judges the beats that the driver sees in one launch of a gang. Times are monotonic seconds."""
+    """Judges the beats of one launch of a gang. Times are monotonic seconds."""
 
     def __init__(self, num_ranks: int, timeout_seconds: float) -> None:
         self._num_ranks = num_ranks
         self._timeout = timeout_seconds
-        # Two beats may be missed, since the store may hiccup or the machine may be busy.
+        # Two beats may be missed: the store may fail for a moment, or the machine may be busy.
         self._grace = 2 * interval_seconds(timeout_seconds) + 1.0
         self._began: float | None = None
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _RankClock] = {}
         self._stalled_since: float | None = None
-        # When the first failure of a rank was seen.
-        self._gave_up: float | None = None
-        self._last_look: float | None = None
-        # Seconds between the last looks.
+        self._first_failure: float | None = None
+        self._last_update: float | None = None
+        # Seconds between the last updates.
         self._gaps: deque[float] = deque(maxlen=5)
 
     @property
@@ -63,24 +62,24 @@ class HangDetector:
         """The last beats, in rank order."""
         return [self._seen[rank].beat for rank in sorted(self._seen)]
 
-    def look(self, beats: Iterable[Beat], now: float) -> None:
-        """Takes in the beats that the ranks have written last."""
-        if self._last_look is not None:
-            gap = now - self._last_look
-            # Far longer than usual: the driver itself was stopped or could not read, so nothing is known
-            # about the time between. With a store that always takes long, the time counts.
+    def update(self, beats: Iterable[Beat], now: float) -> None:
+        """Takes in the last beats of the ranks."""
+        if self._last_update is not None:
+            gap = now - self._last_update
+            # Far longer than usual: the driver was stopped or could not read, so the gap says nothing about
+            # the ranks. If the store always takes long, the time counts.
             if gap > max(self._grace, 2 * min(self._gaps, default=0.0)):
-                self._forgive(gap)
+                self._shift_clocks(gap)
             self._gaps.append(gap)
-        self._last_look = now
+        self._last_update = now
         for beat in beats:
             if self._began is None:
                 self._began = now
-            if beat.failure is not None and self._gave_up is None:
-                self._gave_up = now
+            if beat.failure is not None and self._first_failure is None:
+                self._first_failure = now
             seen = self._seen.get(beat.rank)
             if seen is None:
-                self._seen[beat.rank] = _Seen(beat=beat, beat_changed=now, tick_changed=now)
+                self._seen[beat.rank] = _RankClock(beat=beat, beat_changed=now, tick_changed=now)
                 continue
             if (beat.beats, beat.pid) != (seen.beat.beats, seen.beat.pid):
                 seen.beat_changed = now
@@ -91,59 +90,53 @@ class HangDetector:
             for seen in self._seen.values():
                 seen.tick_changed = now
 
-    def hung(self, now: float) -> Hung | None:
-        """Returns the rank that hangs; None if none does."""
+    def find_hung(self, now: float) -> Hung | None:
+        """Returns the rank that hangs, or None."""
         if self._began is None:
             return None
         running = {rank: seen for rank, seen in self._seen.items() if not seen.beat.ended}
-        # After a failure the gang is lost: a rank that is silent or stalled now has nothing to wait for.
-        patience = self._timeout if self._gave_up is None else min(self._grace, self._timeout)
+        # After a failure the gang is lost, so nobody needs to wait for a silent or stalled rank.
+        patience = self._timeout if self._first_failure is None else min(self._grace, self._timeout)
         late = [rank for rank in range(self._num_ranks) if rank not in self._seen]
         if late and now - self._began >= max(self._timeout, START_SECONDS):
             return Hung(rank=late[0], beat=None, reason="has not started")
         silent = [seen for seen in running.values() if now - seen.beat_changed >= patience]
         if silent:
             seen = min(silent, key=lambda s: (s.beat_changed, s.beat.rank))
-            quiet = now - seen.beat_changed
-            return Hung(
-                rank=seen.beat.rank,
-                beat=seen.beat,
-                reason=f"has given no sign of life for {quiet:.0f} s",
-            )
-        # A rank that computes, and so has long not ticked, gets this time to see the failure by itself.
-        since = self._gave_up or 0.0
+            reason = f"has sent no heartbeat for {now - seen.beat_changed:.0f} s"
+            return Hung(rank=seen.beat.rank, beat=seen.beat, reason=reason)
+        # A rank in a long computation has not ticked for some time; it gets this time to notice the failure.
+        since = self._first_failure or 0.0
         stalled = [seen for seen in running.values() if now - max(seen.tick_changed, since) >= patience]
         if not stalled:
             self._stalled_since = None
             return None
         if self._stalled_since is None:
             self._stalled_since = now
-        if self._gave_up is None and now - self._stalled_since < self._grace:
+        if self._first_failure is None and now - self._stalled_since < self._grace:
             return None
         # The waiting ranks are all at the same step; the rank that they wait for has done the least.
         seen = min(stalled, key=lambda s: (s.beat.ticks, s.beat.rank))
-        return Hung(
-            rank=seen.beat.rank,
-            beat=seen.beat,
-            reason=f"has made no progress for {now - seen.tick_changed:.0f} s"
-            + ("" if self._gave_up is None else " and another has failed"),
-        )
+        reason = f"has made no progress for {now - seen.tick_changed:.0f} s"
+        if self._first_failure is not None:
+            reason += " and another has failed"
+        return Hung(rank=seen.beat.rank, beat=seen.beat, reason=reason)
 
-    def excuse(self, now: float) -> None:
-        """Restarts all clocks, because the ranks could not give signs of life."""
+    def restart_clocks(self, now: float) -> None:
+        """Restarts all clocks, because the ranks could not write heartbeats."""
         if self._began is not None:
             self._began = now
         self._stalled_since = None
         for seen in self._seen.values():
             seen.beat_changed = seen.tick_changed = now
 
-    def nobody_works(self, now: float) -> bool:
-        """Whether every rank is done or has given no sign of life lately."""
+    def is_idle(self, now: float) -> bool:
+        """Whether every rank has ended or has sent no heartbeat lately."""
         return not any(
             not seen.beat.ended and now - seen.beat_changed < self._grace for seen in self._seen.values()
         )
 
-    def _forgive(self, seconds: float) -> None:
+    def _shift_clocks(self, seconds: float) -> None:
         if self._began is not None:
             self._began += seconds
         self._stalled_since = None

@@ -1,13 +1,12 @@
-"""Signs of life that every rank of a gang writes into the run directory while it works.
+"""Heartbeats that every rank of a gang writes into the run directory while it works.
 
 `run/heartbeat/rank-<k>.json` holds one `Beat`. A daemon thread of the rank's Python worker replaces it every
-few seconds; its `host` and `pid` say where the process of the rank is. The driver judges by the changes
-between two looks, never by another machine's clock. A failing store must not end a training, so a failed
-write is ignored.
+few seconds. The driver compares two reads by its own clock, never by another machine's. A failing store must
+not end a training, so a failed write is ignored.
 
-The thread also ends work that nobody wants any more. A worker whose parent process died exits. A rank stops
-if the driver has removed the run directory. Rank 0, which alone writes the other files of the run directory,
-stops if another driver, or a later launch of the same driver, has taken the run over.
+The thread also ends obsolete work. A worker exits if its parent process died. A rank stops if the driver
+removed the run directory. Rank 0, which alone writes the other files of the run directory, stops if another
+driver, or a later launch of the same driver, took over the run.
 """
 
 from __future__ import annotations
@@ -29,30 +28,29 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import parse_object, record
 
 LONGEST_INTERVAL_SECONDS = 5.0
-# Often enough to leave quickly when the parent dies or the work is done.
+# Short, to leave quickly when the parent dies or the work is done.
 _TICK_SECONDS = 0.25
 
 _logger = logging.getLogger(__name__)
 
 
 def interval_seconds(timeout_seconds: float) -> float:
-    """Seconds between two beats."""
+    """Returns the seconds between two beats."""
     return min(LONGEST_INTERVAL_SECONDS, timeout_seconds / 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """One rank's last sign of life.
+    """One heartbeat of a rank.
 
     Attributes:
         token: Token of the driver that started the rank.
         task: Spark's number of the rank's task in the stage.
-        pid: Process id of the Python worker, on `host`.
         launch: Number of earlier launches, see `Pulse`.
         ticks: Count of the rank's progress, see `Status.ticks`.
-        beats: Number of beats written before this one.
-        ended: Whether the rank has nothing more to do.
-        failure: The rank's failure, as `Failure.to_json` gives it; None if it has not failed.
+        beats: Number of earlier beats.
+        ended: Whether the rank's work has ended.
+        failure: The rank's failure, as `Failure.to_json` gives it.
     """
 
     token: str
@@ -75,13 +73,13 @@ class Beat:
             beat = record(cls, parse_object(data))
             if beat.failure is not None:
                 Failure.from_json(beat.failure)
+            return beat
         except ValueError:
             return None
-        return beat
 
 
 def beat_uri(run_uri: str, rank: int) -> str:
-    """Returns the URI of a rank's file."""
+    """Returns the URI of a rank's heartbeat file."""
     return storage.join(run_uri, run_layout.HEARTBEAT, f"rank-{rank}.json")
 
 
@@ -90,11 +88,7 @@ def read_beats(
 ) -> list[Beat]:
     """Returns the last beat of each rank that has written one in this launch. Runs on the driver.
 
-    Args:
-        readers: Threads that read at the same time; None reads one beat after another.
-
-    Raises:
-        OSError: The store does not answer now.
+    Raises OSError if the store does not answer. The `readers` read in parallel.
     """
 
     def read(rank: int) -> Beat | None:
@@ -102,8 +96,8 @@ def read_beats(
             beat = Beat.from_json(storage.read_bytes(beat_uri(run_uri, rank)))
         except FileNotFoundError:
             return None
-        is_of_now = beat is not None and (beat.token, beat.launch, beat.rank) == (token, launch, rank)
-        return beat if is_of_now else None
+        is_current = beat is not None and (beat.token, beat.launch, beat.rank) == (token, launch, rank)
+        return beat if is_current else None
 
     each = map if readers is None else readers.map
     return [beat for beat in each(read, range(num_ranks)) if beat is not None]
@@ -111,10 +105,9 @@ def read_beats(
 
 @dataclass(frozen=True, kw_only=True)
 class Pulse:
-    """The settings for a rank's signs of life, which Spark ships to it.
+    """Heartbeat settings of one launch, which Spark ships to the ranks.
 
     Attributes:
-        run_uri: URI of the run directory.
         token: Token of the driver.
         launch: Number of times that the driver had started the gang before.
     """
@@ -154,26 +147,25 @@ class Heartbeat:
     def fail(self, failure: Failure) -> Failure:
         """Puts the failure into the next beats, because the rank's row may never reach the driver.
 
-        Returns:
-            The first failure, which counts.
+        Returns the first failure of this rank, which counts.
         """
         self._failure = self._failure or failure
         return self._failure
 
     def __exit__(self, *_: Any) -> None:
         self._done.set()
-        # A store that does not answer must not hold back the result.
+        # A store that does not answer must not delay the result.
         self._thread.join(LONGEST_INTERVAL_SECONDS)
 
     def _run(self) -> None:
         interval = interval_seconds(self._pulse.timeout_seconds)
-        # The look comes before the first beat, because this rank may belong to an earlier launch.
-        self._look_for_successor()
+        # Before the first beat, because this rank may belong to an earlier launch.
+        self._stop_if_replaced()
         left = 0.0
         while True:
             if left <= 0:
                 self._write(ended=False)
-                self._look_for_successor()
+                self._stop_if_replaced()
                 left = interval
             if self._done.wait(min(_TICK_SECONDS, left)):
                 self._write(ended=True)
@@ -192,7 +184,7 @@ class Heartbeat:
             ended=ended,
             failure=self._failure.to_json() if self._failure else None,
         )
-        # Errors of the store's client do not matter here, whatever their type.
+        # The store's client may raise anything.
         with suppress(Exception):
             data = json.dumps(asdict(self._beat)).encode()
             try:
@@ -200,12 +192,11 @@ class Heartbeat:
                 storage.write_atomic(beat_uri(self._pulse.run_uri, self._beat.rank), data, durable=False)
             except storage.UnclaimedError:
                 self._status.stop(
-                    f"the run's folder {self._pulse.run_uri!r} was removed, so its training cannot go on"
+                    f"the run's folder {self._pulse.run_uri!r} was removed, so its training cannot continue"
                 )
 
-    def _look_for_successor(self) -> None:
-        """Stops rank 0 if somebody else writes into the run directory."""
-        if self._beat.rank != 0:
+    def _stop_if_replaced(self) -> None:
+        if self._beat.rank != 0:  # only rank 0 writes into the run directory
             return
         with suppress(Exception):
             owner = read_owner(self._pulse.run_uri)
@@ -214,7 +205,7 @@ class Heartbeat:
             if owner.token != self._pulse.token:
                 self._status.stop(
                     f"another driver has taken over the run in {self._pulse.run_uri!r}; "
-                    "let one driver alone work on a run"
+                    "let only one driver work on a run"
                 )
             elif owner.launch > self._pulse.launch:
                 self._status.stop("the driver has started the workers again without this one")

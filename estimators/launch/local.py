@@ -1,6 +1,6 @@
-"""Training without Spark: a gang of one in this process, or ranks in processes of their own.
+"""Training without Spark: one rank in this process, or ranks in processes of their own.
 
-The spawned ranks use the same collectives as a barrier stage. Tests and machines without Spark use them.
+Spawned ranks use the same collectives as a barrier stage. Tests and machines without Spark use them.
 """
 
 from __future__ import annotations
@@ -38,37 +38,32 @@ from ringspark.pipelines import ShardManifest, storage
 
 _log = logging.getLogger(__name__)
 
-# Modules that the server imports before it forks a rank; those not installed are left out.
+# Modules that the fork server imports before it forks a rank; it skips modules that are not installed.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "horovod.torch", __name__]
 _MAIN_LOCK = threading.Lock()
 
 
 def train_here(config: TrainConfig, objects: UserObjects | None = None, device: str = "cpu") -> TrainResult:
-    """Checks and trains on one rank in this process.
-
-    Raises:
-        ValueError: `check_training` refuses the training.
-    """
+    """Checks and trains on one rank in this process."""
     objects = objects or UserObjects()
     config = replace(config, num_workers=1, collective="local")
     manifest = ShardManifest.load(config.shards_uri)
     config = check_training(config, objects, manifest).config
     collective = LocalCollective()
     config = check_on_rank(config, objects, manifest, collective)
-    _note(config, run_layout.CONFIG, config.to_json())
+    _write_note(config, run_layout.CONFIG, config.to_json())
     result = train_worker(config, collective, objects, device)
-    _note(config, run_layout.RESULT, FinishedRun(result=result).to_json())
+    _write_note(config, run_layout.RESULT, FinishedRun(result=result).to_json())
     # The training is over, so nobody will resume from the checkpoints.
     storage.remove(checkpoints_uri(config.run_uri), recursive=True)
     return result
 
 
-def _note(config: TrainConfig, name: str, text: str) -> None:
-    """Writes a file of the run that only informs: its settings, or that it has finished."""
+def _write_note(config: TrainConfig, name: str, text: str) -> None:
     try:
         storage.write_atomic(storage.join(config.run_uri, name), text.encode())
     except OSError as error:
-        _log.warning("%s was not written (%s); the training goes on without it", name, error)
+        _log.warning("%s was not written (%s); the training continues without it", name, error)
 
 
 def run_spawned(
@@ -81,11 +76,7 @@ def run_spawned(
 ) -> list[str]:
     """Runs `work` on `num_workers` ranks, each a new process of this host; returns texts in rank order.
 
-    Args:
-        hosts: Address of this host for each rank; ranks of different ones take themselves to be on several.
-
-    Raises:
-        WorkerError: A rank failed.
+    Ranks with different addresses in `hosts` act as if on several hosts. Raises WorkerError if a rank failed.
     """
     members = assign_ranks(hosts or ["127.0.0.1"] * num_workers)
     # cloudpickle, as in Spark, also ships closures and functions of the main script.
@@ -94,8 +85,7 @@ def run_spawned(
     secret = secrets.token_bytes(32)
     rendezvous = kind.open_rendezvous(members[0], secret)
     meeting = Meeting(address=rendezvous.address, secret=secret, timeout_seconds=timeout_seconds)
-    # The ranks are forks of a server that has imported the libraries, which takes seconds, and nothing else:
-    # forking a process without threads takes next to none.
+    # The fork server has imported the libraries, which takes seconds. A fork of it takes almost no time.
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     queue: Any = context.Queue()
@@ -111,7 +101,7 @@ def run_spawned(
         for member in members
     ]
     try:
-        with _main_unnamed():
+        with _hidden_main():
             for process in processes:
                 process.start()
         rows = _receive(queue, processes, pulse)
@@ -131,11 +121,11 @@ def run_spawned(
 
 
 @contextmanager
-def _main_unnamed() -> Iterator[None]:
-    """Hides for a moment where the main script lies, so that new processes do not run it.
+def _hidden_main() -> Iterator[None]:
+    """Hides the path of the main script, so that new processes do not run the script.
 
-    multiprocessing runs it in each of them, for functions that are pickled by name. The work of a rank is
-    not, and a script without `if __name__ == "__main__"` would start Spark and train once more in every rank.
+    multiprocessing runs it for functions that are pickled by name. The work of a rank is pickled by value,
+    and a script without `if __name__ == "__main__"` would train again in every rank.
     """
     main = sys.modules["__main__"]
     with _MAIN_LOCK:
@@ -150,7 +140,7 @@ def _main_unnamed() -> Iterator[None]:
 
 
 def _receive(queue: Any, processes: list[Any], pulse: Pulse) -> list[tuple[int, str, str | None]]:
-    """Returns one row per rank; for a process that died without a row, the row names its exit code."""
+    """Returns one row per rank; raises WorkerError with the exit code if a process died without a row."""
     from queue import Empty
 
     rows: list[tuple[int, str, str | None]] = []
@@ -158,9 +148,9 @@ def _receive(queue: Any, processes: list[Any], pulse: Pulse) -> list[tuple[int, 
         try:
             rows.append(queue.get(timeout=0.2))
         except Empty:
-            heard = {rank for rank, _, _ in rows}
+            received = {rank for rank, _, _ in rows}
             for rank, process in enumerate(processes):
-                if rank not in heard and process.exitcode is not None and queue.empty():
+                if rank not in received and process.exitcode is not None and queue.empty():
                     message = f"the process ended with exit code {process.exitcode}"
                     failure = Failure.lost(rank, socket.gethostname(), "running", message)
                     raise WorkerError([with_last_lines(failure, pulse)]) from None
@@ -182,7 +172,7 @@ def _spawned(
 
     # Otherwise each garbage collection would visit what the server has imported, and copy its memory.
     gc.freeze()
-    # All ranks are forks of one process: they would share its random numbers and its older environment.
+    # All ranks are forks of one process, and would share its random numbers and its older environment.
     np.random.seed()
     os.environ.clear()
     os.environ.update(environment)

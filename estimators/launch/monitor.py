@@ -1,7 +1,7 @@
-"""Monitors a gang from a thread of the driver: reads the signs of life and acts on them.
+"""Monitors a gang from a thread of the driver: reads the heartbeats and acts on them.
 
-The thread that waits for the Spark job can do nothing else. This one cancels the job if a rank hangs, or
-if Spark waits for slots that are gone.
+The main thread waits for the Spark job. This thread cancels the job if a rank hangs, or if Spark waits for
+slots that no longer exist.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ringspark.pipelines import storage
 
 POLL_SECONDS = 0.5
 _CANCEL_AGAIN_SECONDS = 2.0
-# Beats that are read at the same time from a remote store.
+# Number of beats that are read in parallel from a remote store.
 _READERS = 16
 
-# Type of the failure of a gang for which Spark has no slots.
+# Failure type of a gang for which Spark has no slots.
 NO_ROOM = "NoRoom"
 
 
@@ -34,7 +34,7 @@ class Monitor:
     """A context manager that monitors the job in its block.
 
     Attributes:
-        verdict: The failure for which this thread cancelled the job; None if it did not.
+        verdict: The failure for which this thread cancelled the job, or None.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Monitor:
         self._count_slots = count_slots
         self._hang_detector = HangDetector(num_workers, pulse.timeout_seconds)
         self._full_at = time.monotonic()
-        # One after another, the beats of many ranks in a remote store would be old before the last is read.
+        # Read in sequence from a remote store, the first beats of many ranks would be old by the last.
         is_local = storage.is_local(pulse.run_uri)
         self._readers = None if is_local else ThreadPoolExecutor(min(num_workers, _READERS))
         self._done = threading.Event()
@@ -59,7 +59,7 @@ class Monitor:
 
     @property
     def beats(self) -> list[Beat]:
-        """The ranks' last signs of life."""
+        """The last beats of the ranks."""
         return self._hang_detector.beats
 
     def __enter__(self) -> Monitor:
@@ -69,54 +69,53 @@ class Monitor:
     def __exit__(self, *_: Any) -> None:
         self._done.set()
         self._thread.join()
-        # Takes in what the ranks wrote last. Whatever a store's client raises, the job has ended as it did.
+        # Reads the last beats. A store's client may raise anything, but the job's outcome stands.
         with suppress(Exception):
-            self._look()
+            self._read_beats()
         if self._readers is not None:
             self._readers.shutdown()
 
     def _run(self) -> None:
-        # A remote store is asked only as often as there may be news.
+        # A remote store is read only as often as beats may change.
         interval = interval_seconds(self._pulse.timeout_seconds)
         poll = POLL_SECONDS if storage.is_local(self._pulse.run_uri) else max(POLL_SECONDS, interval / 2)
         while not self._done.wait(poll):
             # The store or Spark may fail to answer, and that must not end a training.
             with suppress(Exception):
-                self.verdict = self._judge()
+                self.verdict = self._find_failure()
             if self.verdict is not None:
-                # Again and again, since a cancel may get lost on its way to Spark.
+                # Repeated, because a cancel may get lost on its way to Spark.
                 while not self._done.is_set():
                     self._job.cancel()
                     self._done.wait(_CANCEL_AGAIN_SECONDS)
                 return
 
-    def _look(self) -> None:
+    def _read_beats(self) -> None:
         pulse = self._pulse
         beats = read_beats(pulse.run_uri, self._num_workers, pulse.token, pulse.launch, self._readers)
-        self._hang_detector.look(beats, time.monotonic())
+        self._hang_detector.update(beats, time.monotonic())
 
     def _store_takes_files(self) -> bool:
         try:
-            storage.write_atomic(
-                storage.join(self._pulse.run_uri, run_layout.HEARTBEAT, "driver.json"), b"{}"
-            )
+            uri = storage.join(self._pulse.run_uri, run_layout.HEARTBEAT, "driver.json")
+            storage.write_atomic(uri, b"{}")
         except Exception:  # a store's client may raise anything
             return False
         return True
 
-    def _judge(self) -> Failure | None:
-        self._look()
+    def _find_failure(self) -> Failure | None:
+        self._read_beats()
         now = time.monotonic()
-        hung = self._hang_detector.hung(now)
+        hung = self._hang_detector.find_hung(now)
         if hung is not None and not self._store_takes_files():
-            # The ranks cannot write a sign of life either, and starting them again would not help.
-            self._hang_detector.excuse(now)
+            # The ranks cannot write heartbeats either, and a restart would not help.
+            self._hang_detector.restart_clocks(now)
             hung = None
         if hung is not None:
             host, phase = (hung.beat.host, hung.beat.phase) if hung.beat else ("unknown", "starting")
             message = f"the worker {hung.reason} (timeoutSeconds={self._pulse.timeout_seconds:g})"
             return Failure.lost(hung.rank, host, phase, message)
-        if not self._hang_detector.nobody_works(now):
+        if not self._hang_detector.is_idle(now):
             self._full_at = now
             return None
         room = self._count_slots()

@@ -1,7 +1,7 @@
-"""Claims a run for a driver: `owner.json`, written anew before each start of the workers.
+"""Claims a run for a driver: `owner.json`, written before each start of the workers.
 
-Two gangs never write into one run directory for long: rank 0 of the older gang sees that the file has
-another token, or a later launch, and ends (`heartbeat`).
+Two gangs never write into one run directory for long: rank 0 of the older gang sees another token, or a later
+launch, in the file and ends (`heartbeat`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ from ringspark.pipelines.typed_json import parse_object, record
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """The content of `owner.json`.
-
-    Attributes:
-        token: Token of the driver.
-        launch: Number of times that the driver had started the workers before.
-    """
+    """The content of `owner.json`: token of the driver, and number of its earlier launches."""
 
     token: str
     launch: int
@@ -34,7 +29,7 @@ def write_owner(run_uri: str, token: str, launch: int) -> None:
 
 
 def read_owner(run_uri: str) -> Owner | None:
-    """Returns the driver that owns the run now; None if there is none."""
+    """Returns the present owner of the run, or None."""
     try:
         return record(Owner, parse_object(storage.read_bytes(storage.join(run_uri, run_layout.OWNER))))
     except (FileNotFoundError, NotADirectoryError, ValueError):

@@ -2,14 +2,13 @@
 
     spark-submit --conf spark.python.daemon.module=ringspark.estimators.launch.python_daemon ...
 
-A `fit` on a local master chooses it by itself (`choose_daemon`), since its conf can still be changed there.
+On a local master, where the conf can still be changed, `fit` sets it by `choose_daemon`.
 
-Spark forks the Python workers of an executor from one daemon, so modules that the daemon has imported cost a
-worker nothing. Without this daemon every rank imports torch again whenever a gang is started anew, at 3 to
-5 s of CPU each. It also saves Python tasks of any library from listing Spark's archives again, at 0.2 s of
-CPU each up to Python 3.12.
+Spark forks the Python workers of an executor from one daemon, so a worker gets the daemon's imports for
+free. Otherwise every rank imports torch again at each start of a gang, for 3 to 5 s of CPU. The daemon also
+saves Python tasks of any library from listing Spark's archives again, for 0.2 s of CPU up to Python 3.12.
 
-ringspark must be installed where the executors run: the daemon starts before Spark ships any file.
+The executors must have ringspark installed: the daemon starts before Spark ships any file.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ MODULE = "ringspark.estimators.launch.python_daemon"
 
 _CONF = "spark.python.daemon.module"
 _SPARKS_OWN = "pyspark.daemon"
-# A user who has set one of these has chosen already, or has bounded the addresses that torch takes many of.
+# A user who set one of these chose a daemon, or limited the address space, of which torch needs much.
 _CHOICES = {_CONF, "spark.executor.pyspark.memory", "spark.python.use.daemon"}
 _CHECK_SECONDS = 30
 
-# Modules that a rank imports and that take long to import; those not installed are left out.
+# Slow imports of a rank; modules that are not installed are skipped.
 PRELOADED = (
     "pyspark.worker",
     "torch",
@@ -51,50 +50,45 @@ _logger = logging.getLogger(__name__)
 
 
 def choose_daemon(spark: Any, use_gpu: bool = False) -> None:
-    """Makes Spark fork its next Python workers from this daemon, where that is safe. Runs on the driver.
+    """Makes Spark fork its next Python workers from this daemon if that is safe. Runs on the driver.
 
-    It is where driver and executor are one process, which reads its conf whenever it starts a daemon, where
-    that daemon would run this very file, and where the forks need no CUDA. What the user has set stays.
+    It is safe if driver and executor are one process, which reads its conf whenever it starts a daemon; if
+    that daemon would run this very file; and if the forks need no CUDA. Settings of the user stay.
     """
     from pyspark import InheritableThread
 
-    from ringspark.estimators.launch.resources import is_local
     from ringspark.estimators.stages.session import spark_conf
-    from ringspark.pipelines.spark_paths import is_remote
+    from ringspark.pipelines.spark_paths import is_local, is_remote
 
     conf = spark_conf(spark)
-    if use_gpu or is_remote(spark) or not is_local(conf.get("spark.master", "")) or _CHOICES & conf.keys():
+    if use_gpu or is_remote(spark) or not is_local(conf) or _CHOICES & conf.keys():
         return
     context = spark.sparkContext
     is_found = _finds_module(context)
     context._conf.set(_CONF, MODULE if is_found else _SPARKS_OWN)
     if is_found:
-        _logger.info("Spark's Python workers are forked from %s from now on; set %s to choose", MODULE, _CONF)
+        _logger.info("Spark now forks its Python workers from %s; set %s to choose another", MODULE, _CONF)
         # The daemon imports for seconds; meanwhile Spark can plan and compile the first job of the fit.
-        # The thread inherits the caller's job group and tags, by which a notebook cancels.
+        # The thread inherits the caller's job group and tags, which a notebook uses to cancel.
         InheritableThread(target=_start_daemon, args=(spark, context), daemon=True).start()
 
 
 def _start_daemon(spark: Any, context: Any) -> None:
     try:
-        spark.range(0, 1, 1, 1).mapInArrow(_pass_on, "id long").collect()
+        spark.range(0, 1, 1, 1).mapInArrow(lambda batches: batches, "id long").collect()
     except Exception:
-        # Perhaps this daemon cannot live here; then it must not fail every later Python task too.
-        _logger.info("Python workers could not be forked from %s; Spark's own daemon is back", MODULE)
+        # The daemon may not work here; then it must not fail every later Python task too.
+        _logger.info("Python workers could not be forked from %s; using Spark's own daemon again", MODULE)
         # The session may be gone.
         with contextlib.suppress(Exception):
             context._conf.set(_CONF, _SPARKS_OWN)
 
 
-def _pass_on(batches: Iterator[Any]) -> Iterator[Any]:
-    return batches
-
-
 def _finds_module(context: Any) -> bool:
     """Whether a daemon would run this file.
 
-    Spark's JVM starts the question, as it starts its daemon: in its own folder and with its own environment.
-    Both may differ from the driver's, which has `--py-files` on its PYTHONPATH where the JVM has not.
+    Spark's JVM runs the check as it starts its daemon: in its own folder and environment. Both may differ
+    from the driver's, whose PYTHONPATH also has `--py-files`.
     """
     code = (
         f"import importlib.util, os, sys; spec = importlib.util.find_spec({MODULE!r}); "
@@ -102,41 +96,41 @@ def _finds_module(context: Any) -> bool:
     )
     try:
         java, spark = context._jvm.java, context._jvm.org.apache.spark
-        question = java.lang.ProcessBuilder([context.pythonExec, "-c", code, os.path.realpath(__file__)])
-        environment = question.environment()
+        builder = java.lang.ProcessBuilder([context.pythonExec, "-c", code, os.path.realpath(__file__)])
+        environment = builder.environment()
         paths = [spark.api.python.PythonUtils.sparkPythonPath(), context.environment.get("PYTHONPATH")]
         paths.append(environment.get("PYTHONPATH"))
         environment.putAll(context.environment)
         environment.put("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-        process = question.start()
+        process = builder.start()
         if process.waitFor(_CHECK_SECONDS, java.util.concurrent.TimeUnit.SECONDS):
             return bool(process.exitValue() == 0)
         process.destroyForcibly()
     except Exception as error:
-        _logger.info("Spark's JVM could not be asked for its Python: %s", error)
+        _logger.info("Spark's JVM could not start its Python: %s", error)
     return False
 
 
 def main() -> None:
     """Imports the modules, then serves Spark until the daemon ends."""
-    # A quarter of the time of these imports would go into looking for garbage, of which there is none.
+    # Garbage collection would take a quarter of the import time and find nothing.
     gc.disable()
     with _quiet_stdout():
         _preload()
     _list_archives_once()
     from pyspark.daemon import manager
 
-    # Otherwise the garbage collector would write into every object and so copy memory that the forks share.
+    # Otherwise the garbage collector writes into every object, which copies memory that the forks share.
     gc.freeze()
     gc.enable()
     manager()
 
 
 def _preload() -> None:
-    # A question for GPUs would otherwise start CUDA in this process, and then no fork could use CUDA.
+    # Otherwise a check for GPUs would start CUDA in this process, and then no fork could use CUDA.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     for name in PRELOADED:
-        # A library that is installed and broken must not end the daemon: who needs it will see the error.
+        # A broken library must not end the daemon: the code that needs it will raise the error.
         try:
             importlib.import_module(name)
         except ImportError:
@@ -149,12 +143,12 @@ def _preload() -> None:
 
 
 def _list_archives_once() -> None:
-    """Keeps the listing of an archive on sys.path until its file changes.
+    """Caches the listing of each archive on sys.path until its file changes.
 
     Every task of PySpark invalidates the caches of importlib. Then Python lists an archive again for each
     package in it: Spark's pyspark.zip and its spark-core.jar, which has 5000 entries.
     """
-    list_anew = zipimport.zipimporter.invalidate_caches
+    list_again = zipimport.zipimporter.invalidate_caches
     listed: WeakKeyDictionary[zipimport.zipimporter, tuple[int, int, int]] = WeakKeyDictionary()
 
     def invalidate_caches(importer: zipimport.zipimporter) -> None:
@@ -162,11 +156,11 @@ def _list_archives_once() -> None:
             status = os.stat(importer.archive)
         except OSError:
             listed.pop(importer, None)
-            list_anew(importer)
+            list_again(importer)
             return
         state = (status.st_ino, status.st_mtime_ns, status.st_size)
         if listed.get(importer) != state:
-            list_anew(importer)
+            list_again(importer)
             listed[importer] = state
 
     zipimport.zipimporter.invalidate_caches = invalidate_caches  # type: ignore[assignment, method-assign]
@@ -174,7 +168,7 @@ def _list_archives_once() -> None:
 
 @contextlib.contextmanager
 def _quiet_stdout() -> Iterator[None]:
-    """Sends output of libraries to standard error: Spark reads the daemon's port from standard output."""
+    """Redirects stdout to stderr for a moment: Spark reads the daemon's port from stdout."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -1,13 +1,13 @@
-"""Keeps what a rank prints, in the run's folder and for the driver's error, however the rank ends.
+"""Keeps the output of a rank in the run's folder and for the driver's error, however the rank ends.
 
-While a rank works, its descriptors 1 and 2 are pipes to the witness, a process of its own, which passes on
-what comes to where it went before, such as the executor's log, and keeps the first and the last part. The
-descriptors and not `sys.stdout` are replaced, because native libraries and child processes know only those:
-what Gloo or CUDA says before an abort() would otherwise stand in the executor's log alone. Spark's daemon
-has told its port by standard output long before a task begins.
+While a rank works, its descriptors 1 and 2 are pipes to the log process, which forwards the output to where
+it went before, such as the executor's log, and keeps the first and the last part. The descriptors are
+replaced, not `sys.stdout`, because native libraries and child processes know only descriptors: otherwise the
+message of Gloo or CUDA before an abort() would be in the executor's log alone. Spark's daemon has written its
+port to standard output long before a task begins.
 
-A thread of the rank asks the witness about once a second, and writes what is new into the run's folder. If
-the rank's process dies, the witness writes it, and then a file that tells the driver not to wait.
+A thread of the rank asks the log process for new output about once a second, and writes it into the run's
+folder. If the rank's process dies, the log process writes it, and then a file that ends the driver's wait.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ from typing import IO, Any
 
 from ringspark.estimators.failures import LOST, Failure
 from ringspark.estimators.launch.heartbeat import Pulse
-from ringspark.estimators.launch.witness import LENGTH_BYTES, READ_BYTES, write_all
+from ringspark.estimators.launch.log_process import LENGTH_BYTES, READ_BYTES, write_all
 from ringspark.estimators.training import rank_log
 from ringspark.pipelines import storage
 
-_WITNESS = "ringspark.estimators.launch.witness"
+_LOG_PROCESS = "ringspark.estimators.launch.log_process"
 _STORE_SECONDS = 1.0
-# A remote store is not asked to take the whole file every second.
+# Longer, because a remote store takes the whole file each time.
 _REMOTE_STORE_SECONDS = 5.0
-# The witness passes on what came before; if nobody reads the executor's log, the rank does not wait for that.
-_FAREWELL_SECONDS = 1.0
-# A store that does not answer must not hold back the result.
+# Wait for the log process to forward the rest; short, because perhaps nobody reads the executor's log.
+_CLOSE_SECONDS = 1.0
+# A store that does not answer must not delay the result.
 _LAST_STORE_SECONDS = 5.0
-# The witness imports the store's client before it can write; a host that is gone has none.
+# The log process imports the store's client before it can write; a lost host has no log process.
 _PATIENCE_SECONDS = 10.0
-# Ranks that start again write into the same file, so they wait for it, but not long for a host that is gone.
+# Restarted ranks write into the same file, so they wait for it, but not long for a lost host.
 _RESTART_PATIENCE_SECONDS = 3.0
 
 
 class RankOutput:
-    """A context manager that keeps this process's standard output and standard error. Runs on every rank.
+    """A context manager that keeps this process's standard output and error. Runs on every rank.
 
-    Without Linux's descriptors of processes, or without room for one more process, it does nothing.
+    It does nothing if the system has no pidfd (Linux has), or no room for one more process.
     """
 
     def __init__(self, pulse: Pulse, rank: int, host: str) -> None:
         self._pulse, self._rank = pulse, rank
         self._start = rank_log.name_start(pulse.token, pulse.launch)
         self._line = rank_log.format_start(rank, host, os.getpid(), self._start)
-        self._witness: subprocess.Popen[bytes] | None = None
-        # What the descriptors were before; empty once they are so again.
+        self._log_process: subprocess.Popen[bytes] | None = None
+        # Descriptor -> copy of its original; empty once the originals are restored.
         self._before: dict[int, int] = {}
         # Read end of each pipe -> descriptor that the pipe replaces. While this process holds the read ends,
-        # a print does not fail even if the witness is killed.
+        # a print does not fail even if the log process is killed.
         self._sources: dict[int, int] = {}
         self._restoring = threading.Lock()
-        self._done, self._is_told = threading.Event(), threading.Event()
+        self._done, self._has_answered = threading.Event(), threading.Event()
 
     def __enter__(self) -> RankOutput:
-        # Without room for a pipe, a process or a thread, the output goes where it went before.
+        # If the system refuses a pipe, a process or a thread, the output goes where it went before.
         with suppress(OSError, AttributeError, RuntimeError), ExitStack() as opened:
             os.close(os.pidfd_open(os.getpid()))
             ends: list[int] = []
@@ -73,12 +73,12 @@ class RankOutput:
                     opened.callback(os.close, end)
             out, out_target, err, err_target, answers, answers_target = ends
             kept = [os.dup(descriptor) for descriptor in (1, 2, out, err)]
-            witness = self._call_witness(out, err, answers_target)
-            # If the thread finds the witness dead, it waits with restoring until everything is set up.
+            log_process = self._start_log_process(out, err, answers_target)
+            # If the thread finds the log process dead, it restores only after everything is set up.
             opened.enter_context(self._restoring)
             self._thread = threading.Thread(
                 target=self._run,
-                args=(witness, os.fdopen(os.dup(answers), "rb")),
+                args=(log_process, os.fdopen(os.dup(answers), "rb")),
                 name="ringspark-rank-log",
                 daemon=True,
             )
@@ -88,23 +88,23 @@ class RankOutput:
             self._before, self._sources = {1: kept[0], 2: kept[1]}, {kept[2]: 1, kept[3]: 2}
             os.dup2(out_target, 1)
             os.dup2(err_target, 2)
-            self._witness = witness
-            # A pipe is written to when its buffer is full, which may be never.
+            self._log_process = log_process
+            # Python flushes a pipe only when its buffer is full, which may be never.
             self._set_line_buffering(True)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._witness is None:
+        if self._log_process is None:
             return
         _flush()
         self._set_line_buffering(False)
         self._restore()
         self._done.set()
-        if self._is_told.wait(_FAREWELL_SECONDS):
+        if self._has_answered.wait(_CLOSE_SECONDS):
             self._thread.join(_LAST_STORE_SECONDS)
-        # A child of the rank may still write to the pipes: then the witness lives as long as the child.
+        # A child of the rank may still write to the pipes: then the log process lives as long as the child.
         with suppress(subprocess.TimeoutExpired):
-            self._witness.wait(_FAREWELL_SECONDS)
+            self._log_process.wait(_CLOSE_SECONDS)
 
     def _restore(self) -> None:
         with self._restoring:
@@ -113,12 +113,12 @@ class RankOutput:
                 os.close(before)
             self._before = {}
 
-    def _call_witness(self, *descriptors: int) -> subprocess.Popen[bytes]:
-        # Modules that Spark has shipped are on this process's path alone.
+    def _start_log_process(self, *descriptors: int) -> subprocess.Popen[bytes]:
+        # Only this process's path has the modules that Spark shipped.
         path = os.pathsep.join(entry for entry in sys.path if entry)
-        told = [os.getpid(), *descriptors, self._pulse.run_uri, self._rank, self._start, self._line]
+        arguments = [os.getpid(), *descriptors, self._pulse.run_uri, self._rank, self._start, self._line]
         return subprocess.Popen(
-            [sys.executable, "-m", _WITNESS, *map(str, told)],
+            [sys.executable, "-m", _LOG_PROCESS, *map(str, arguments)],
             stdin=subprocess.PIPE,
             pass_fds=descriptors,
             env=os.environ | {"PYTHONPATH": path},
@@ -132,28 +132,27 @@ class RankOutput:
                 self._was_line_buffered = sys.stdout.line_buffering
             sys.stdout.reconfigure(line_buffering=value or self._was_line_buffered)  # type: ignore[union-attr]
 
-    def _run(self, witness: subprocess.Popen[bytes], answers: IO[bytes]) -> None:
+    def _run(self, log_process: subprocess.Popen[bytes], answers: IO[bytes]) -> None:
         is_local = storage.is_local(self._pulse.run_uri)
-        assert witness.stdin is not None
+        assert log_process.stdin is not None
         try:
-            with answers, witness.stdin as questions:
+            with answers, log_process.stdin as questions:
                 while not self._done.wait(_STORE_SECONDS if is_local else _REMOTE_STORE_SECONDS):
                     self._store(_ask(b"?", questions, answers))
                 text = _ask(b"!", questions, answers)
-                self._is_told.set()
+                self._has_answered.set()
                 self._store(text)
         except (OSError, EOFError):
-            # The witness was killed, so nobody reads the pipes, and a print would block once they are full.
+            # The log process was killed. Nobody reads the pipes, and a print would block once they are full.
             self._restore()
-            self._is_told.set()
-            self._pass_on()
+            self._has_answered.set()
+            self._forward()
         finally:
-            self._is_told.set()
+            self._has_answered.set()
             for source in self._sources:
                 os.close(source)
 
-    def _pass_on(self) -> None:
-        """Copies the pipes' content to the original descriptors, until all write ends are closed."""
+    def _forward(self) -> None:
         with selectors.DefaultSelector() as selector:
             for source in self._sources:
                 selector.register(source, selectors.EVENT_READ)
@@ -167,7 +166,7 @@ class RankOutput:
                         write_all(self._sources[key.fd], data)
 
     def _store(self, text: bytes) -> None:
-        # A store that fails now may take the next one.
+        # A store that fails now may take the next text.
         with suppress(Exception):
             if text:
                 rank_log.store(self._pulse.run_uri, self._rank, self._line, text)
@@ -176,26 +175,26 @@ class RankOutput:
 def with_last_lines(failure: Failure, pulse: Pulse) -> Failure:
     """Returns the failure with the last lines that its rank printed in this launch.
 
-    Runs on the driver, and for a lost rank waits until the witness has stored them.
+    Runs on the driver. For a lost rank, it waits until the log process has stored them.
     """
-    # Whatever the store's client raises, the failure itself matters more.
+    # The store's client may raise anything; the failure itself matters more.
     with suppress(Exception):
-        _await_witness(failure, pulse, _PATIENCE_SECONDS)
+        _wait_for_log_process(failure, pulse, _PATIENCE_SECONDS)
         start = rank_log.name_start(pulse.token, pulse.launch)
         return replace(failure, last_lines=rank_log.last_lines(pulse.run_uri, failure.rank, start))
     return failure
 
 
-def await_output(failure: Failure, pulse: Pulse) -> None:
-    """Waits until the witness of a lost rank has stored what it printed. Runs on the driver before a restart.
+def wait_for_output(failure: Failure, pulse: Pulse) -> None:
+    """Waits until the output of a lost rank is stored. Runs on the driver before a restart.
 
-    A short training may otherwise end, and remove the folder of the signs of life, before the witness looks.
+    Otherwise a short training may end, and remove the heartbeat folder, before the log process looks for it.
     """
     with suppress(Exception):
-        _await_witness(failure, pulse, _RESTART_PATIENCE_SECONDS)
+        _wait_for_log_process(failure, pulse, _RESTART_PATIENCE_SECONDS)
 
 
-def _await_witness(failure: Failure, pulse: Pulse, patience: float) -> None:
+def _wait_for_log_process(failure: Failure, pulse: Pulse, patience: float) -> None:
     if failure.type != LOST:
         return
     start = rank_log.name_start(pulse.token, pulse.launch)
@@ -216,12 +215,11 @@ def _ask(question: bytes, questions: IO[bytes], answers: IO[bytes]) -> bytes:
     questions.flush()
     length = answers.read(LENGTH_BYTES)
     if len(length) < LENGTH_BYTES:
-        raise EOFError("the witness has ended")
+        raise EOFError("the log process has ended")
     return answers.read(int.from_bytes(length, "big"))
 
 
 def _flush() -> None:
-    """Writes out what Python's and C's buffers of the standard streams hold, to where it belongs."""
     for stream in (sys.stdout, sys.stderr):
         # The user may have put another object there, or none.
         with suppress(AttributeError, ValueError, OSError):

@@ -1,9 +1,9 @@
-"""Decides what a gang asks of Spark: each worker's cores and its one GPU, and how many such workers fit.
+"""Decides what a gang requests from Spark: each worker's cores and its one GPU, and how many workers fit.
 
 A cluster for ETL gives each task a fraction of a GPU (`spark.task.resource.gpu.amount=0.25`), or none, so
 that all cores work. A gang on it needs whole GPUs. Spark's stage-level scheduling grants them to this one
-stage: its tasks have another size on the existing executors. xgboost.spark does the same; this works for any
-number of GPUs per executor. All decisions here are pure functions of the Spark conf.
+stage, whose tasks have another size on the existing executors. xgboost.spark does the same; this works for
+any number of GPUs per executor. The decisions are pure functions of the Spark conf.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from ringspark.estimators.stages.session import application_of, spark_conf
-from ringspark.pipelines.spark_paths import is_remote
+from ringspark.estimators.stages.session import application_of
+from ringspark.pipelines.spark_paths import is_local, is_remote
 
 EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
 TASK_GPUS = "spark.task.resource.gpu.amount"
@@ -27,9 +27,9 @@ class StagePlan:
     """The scheduling of the gang's stage.
 
     Attributes:
-        task_cpus: Cores of each task, which also gets one whole GPU; None for the tasks of all other stages.
-        gives_gpus: Whether Spark gives each task a GPU that it gives to no other task.
-        problem: Why some worker gets no GPU from Spark although the user could change that; else empty.
+        task_cpus: Cores per task, which also gets a whole GPU; None for the size of all other tasks.
+        gives_gpus: Whether no other task shares the GPU of a task.
+        problem: Reason why Spark gives no GPU, if the user can change that; else empty.
     """
 
     task_cpus: int | None = None
@@ -38,18 +38,11 @@ class StagePlan:
 
 
 def plan_stage(conf: Mapping[str, str], version: str, use_gpu: bool) -> StagePlan:
-    """Decides whether the gang's stage needs tasks of its own size.
-
-    Args:
-        conf: The Spark conf, including `spark.master`.
-        version: Spark's version.
-    """
+    """Decides whether the gang's stage needs tasks of its own size, for a Spark of `version`."""
     master = conf.get("spark.master", "")
-    # Local mode has no resources to schedule.
-    if not use_gpu or is_local(master):
-        return StagePlan()
     gpus = int(float(conf.get(EXECUTOR_GPUS, "0")))
-    if gpus < 1:
+    # Local mode has no resources to schedule.
+    if not use_gpu or is_local(conf) or gpus < 1:
         return StagePlan()
     given = conf.get(TASK_GPUS)
     if given is not None and float(given) == 1.0:
@@ -60,34 +53,29 @@ def plan_stage(conf: Mapping[str, str], version: str, use_gpu: bool) -> StagePla
             f"is {given or 'not set'}; set {TASK_GPUS}=1"
         )
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (4, 0):
-        # The stages of a DataFrame accept a profile only from Spark 4.0 on.
+        # Stages of a DataFrame accept a profile since Spark 4.0.
         return StagePlan(
             problem=f"Spark {version} cannot give the workers' stage whole GPUs while {TASK_GPUS} "
             f"is {given or 'not set'}; set {TASK_GPUS}=1, or use Spark 4.0 or later"
         )
     cores, task_cpus = executor_cores(conf), int(conf.get("spark.task.cpus", "1"))
     # If the number of cores is unknown, a worker takes the cores of any task, but still a whole GPU.
-    cpus = max(task_cpus, cores // gpus) if cores else task_cpus
-    if cores:
-        cpus = min(cpus, cores)
+    cpus = min(max(task_cpus, cores // gpus), cores) if cores else task_cpus
     return StagePlan(task_cpus=cpus, gives_gpus=True)
 
 
 def slots_of_conf(
     conf: Mapping[str, str], task_cpus: int | None, total_cores: int | None = None
 ) -> int | None:
-    """Returns how many workers can run at the same time by the conf.
+    """Returns how many workers can run at the same time by the conf; None if the conf does not say.
 
     Args:
-        task_cpus: Cores of each of their tasks, beside a whole GPU; None for `spark.task.*`.
-        total_cores: Number of cores of all executors; None if nobody has counted them.
-
-    Returns:
-        The number; None if the conf gives neither the executors nor their cores.
+        task_cpus: Cores of each task, which also needs a whole GPU; None for `spark.task.*`.
+        total_cores: Cores of all executors, if known.
     """
     master = conf.get("spark.master", "")
     cpus = task_cpus or int(conf.get("spark.task.cpus", "1"))
-    if is_local(master):
+    if is_local(conf):
         match = re.fullmatch(r"local\[\s*(\d+)\s*(?:,.*)?\]", master)
         cores: int | None = int(match[1]) if match else 1 if master == "local" else total_cores
         return None if cores is None else cores // cpus
@@ -107,7 +95,7 @@ def slots_of_conf(
     gpus = float(conf.get(EXECUTOR_GPUS, "0"))
     amount = 1.0 if task_cpus else float(conf.get(TASK_GPUS, "0"))
     if gpus and amount:
-        # An amount below 1 shares a GPU between as many tasks as fit; from 1 on, tasks get whole GPUs.
+        # An amount below 1 shares a GPU between as many tasks as fit; otherwise tasks get whole GPUs.
         slots = min(slots, int(gpus // amount) if amount >= 1 else int(gpus) * int(1 / amount + 1e-9))
     return executors * slots
 
@@ -122,40 +110,26 @@ def executor_cores(conf: Mapping[str, str]) -> int | None:
     return 1 if master == "yarn" or master.startswith("k8s://") else None
 
 
-def is_local(master: str) -> bool:
-    """Whether driver and executor are one process."""
-    return master == "local" or master.startswith("local[")
-
-
 # Spark never drops a profile, so each size is made once per application.
 _PROFILES: dict[tuple[str, int], Any] = {}
 
 
 def profile_of(spark: SparkSession, task_cpus: int) -> Any:
-    """Returns a `ResourceProfile` for tasks of so many cores and one GPU, on the present executors."""
+    """Returns a `ResourceProfile` for tasks with this many cores and one GPU."""
     from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
     key = (application_of(spark), task_cpus)
     if key not in _PROFILES:
         tasks = TaskResourceRequests().cpus(task_cpus).resource("gpu", 1.0)
-        builder = ResourceProfileBuilder()
-        builder.require(tasks)
-        profile = builder.build
+        profile = ResourceProfileBuilder().require(tasks).build
         if is_remote(spark):
             # The server numbers the profile through the thread's active session. Only the thread that made
-            # the session has one; a fit of CrossValidator runs in another.
-            kind: Any = type(spark)
-            kind._set_default_and_active_session(spark)
+            # the session has one, but CrossValidator fits in another thread.
+            session_class: Any = type(spark)
+            session_class._set_default_and_active_session(spark)
             assert profile.id
         else:
             context: Any = spark.sparkContext._jsc.sc()
             context.resourceProfileManager().addResourceProfile(profile._java_resource_profile)
         _PROFILES[key] = profile
     return _PROFILES[key]
-
-
-def stage_plan(spark: SparkSession, use_gpu: bool) -> StagePlan:
-    """Calls `plan_stage` with the conf and version of a session."""
-    if not use_gpu:
-        return plan_stage({}, "", use_gpu)
-    return plan_stage(spark_conf(spark), str(spark.version), use_gpu)

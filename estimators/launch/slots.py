@@ -1,7 +1,7 @@
 """Counts how many gang members the cluster can run at the same time.
 
-Spark does not refuse a barrier stage with more tasks than slots at once; it checks again for minutes. So
-the driver asks first.
+Spark does not refuse a barrier stage with more tasks than slots at once; it retries for minutes. So the
+driver checks first.
 """
 
 from __future__ import annotations
@@ -18,18 +18,13 @@ from pyspark.sql import SparkSession
 
 from ringspark.estimators.collectives.horovod_collective import check_nccl
 from ringspark.estimators.launch.devices import check_enough
-from ringspark.estimators.launch.resources import (
-    is_local,
-    plan_stage,
-    profile_of,
-    slots_of_conf,
-)
+from ringspark.estimators.launch.resources import plan_stage, profile_of, slots_of_conf
 from ringspark.estimators.stages.session import spark_conf
-from ringspark.pipelines.spark_paths import is_remote
+from ringspark.pipelines.spark_paths import is_local, is_remote
 
 _logger = logging.getLogger(__name__)
 
-# The time that Spark's schedulers wait for executors (spark.scheduler.maxRegisteredResourcesWaitingTime).
+# Time that Spark's schedulers wait for executors (spark.scheduler.maxRegisteredResourcesWaitingTime).
 REGISTRATION_SECONDS = 30.0
 
 # The plan of a range without a given number of partitions shows the cluster's default parallelism.
@@ -37,7 +32,7 @@ _SPLITS = re.compile(r"\bsplits=(\d+)")
 
 
 def count_slots(spark: SparkSession, use_gpu: bool = False) -> int | None:
-    """Returns how many workers can run at the same time now; None if neither Spark nor its conf tells."""
+    """Returns how many workers can run at the same time now; None if Spark and its conf do not say."""
     conf = spark_conf(spark)
     return _count(spark, conf, plan_stage(conf, str(spark.version), use_gpu).task_cpus)
 
@@ -45,12 +40,11 @@ def count_slots(spark: SparkSession, use_gpu: bool = False) -> int | None:
 def check_slots(
     spark: SparkSession, num_workers: int, use_gpu: bool = False, collective: str = "torch"
 ) -> int | None:
-    """Refuses a gang that Spark would never start; returns what `count_slots` does.
+    """Refuses a gang that Spark would never start; otherwise returns `count_slots`.
 
     Raises:
-        ValueError: The gang is larger than the cluster (the message has both numbers), or a local master
-            lacks the GPUs or a Horovod for them, or the cluster changes its size by itself, so no barrier
-            stage runs on it.
+        ValueError: The cluster is too small, lacks GPUs or a Horovod for them, or allocates executors
+            dynamically, so no barrier stage runs on it.
     """
     conf = spark_conf(spark)
     check_fixed_size(conf)
@@ -58,11 +52,12 @@ def check_slots(
         check_address_space(conf)
     task_cpus = plan_stage(conf, str(spark.version), use_gpu).task_cpus
     expected = slots_of_conf(conf, task_cpus)
-    if use_gpu and is_local(conf.get("spark.master", "")) and not is_remote(spark):
-        # The workers have what this process has, so the gang need not start to find out.
+    if use_gpu and is_local(conf) and not is_remote(spark):
+        # The workers have the GPUs and libraries of this process, so they are checked here.
         if collective == "horovod":
             check_nccl()
         check_enough(num_workers, socket.gethostname(), torch.cuda.device_count())
+    # A session exists before its executors do.
     deadline = time.monotonic() + REGISTRATION_SECONDS
     slots = _count(spark, conf, task_cpus)
     while may_grow(slots, num_workers, expected, _is_young(spark)) and time.monotonic() < deadline:
@@ -78,7 +73,7 @@ def check_slots(
     if slots is not None and slots >= 2 * num_workers:
         _logger.info(
             "the training uses %d of %d task slots, each with spark.task.cpus=%s threads; raise numWorkers "
-            "or, in a new session, spark.task.cpus to use the others",
+            "or, in a new session, spark.task.cpus to use the idle slots",
             num_workers,
             slots,
             task_cpus or conf.get("spark.task.cpus", "1"),
@@ -87,13 +82,11 @@ def check_slots(
 
 
 def may_grow(slots: int | None, num_workers: int, expected: int | None, is_young: bool) -> bool:
-    """Whether enough executors may still be on their way: a session exists before its executors do.
+    """Whether more executors may still register.
 
     Args:
-        slots: Number of slots now.
-        expected: Number of slots that the conf promises; None if it does not say, and then there is at
-            least one executor.
-        is_young: Whether Spark started so lately that the executors of some hosts may not be there yet.
+        expected: Number of slots that the conf promises; None if it does not say. Then one executor suffices.
+        is_young: Whether Spark started so recently that the executors of some hosts may be missing.
     """
     if slots is None or slots >= num_workers:
         return False
@@ -101,8 +94,7 @@ def may_grow(slots: int | None, num_workers: int, expected: int | None, is_young
 
 
 def _is_young(spark: SparkSession) -> bool:
-    """Whether Spark started less than `REGISTRATION_SECONDS` ago; unknown through Connect."""
-    if is_remote(spark):
+    if is_remote(spark):  # unknown
         return False
     return time.time() - spark.sparkContext.startTime / 1000 < REGISTRATION_SECONDS
 
@@ -110,12 +102,10 @@ def _is_young(spark: SparkSession) -> bool:
 def check_fixed_size(conf: Mapping[str, str]) -> None:
     """Refuses dynamic allocation, on which Spark fails every barrier stage (SPARK-24942).
 
-    Raises:
-        ValueError: The conf turns it on; the message says what to set. A local master ignores the setting,
-            so it is not refused there.
+    A local master ignores the setting.
     """
     enabled = conf.get("spark.dynamicAllocation.enabled", "false").lower() == "true"
-    if enabled and not is_local(conf.get("spark.master", "")):
+    if enabled and not is_local(conf):
         raise ValueError(
             "all workers of a gang start at the same time, which Spark refuses on a cluster with "
             "spark.dynamicAllocation.enabled=true; start the session with it set to false and "
@@ -124,11 +114,7 @@ def check_fixed_size(conf: Mapping[str, str]) -> None:
 
 
 def check_address_space(conf: Mapping[str, str]) -> None:
-    """Refuses a bound on the memory of Python workers that use a GPU.
-
-    Raises:
-        ValueError: Spark limits their address space, of which CUDA reserves far more than it uses.
-    """
+    """Refuses a limit on the address space of Python workers: CUDA reserves far more than it uses."""
     if limit := conf.get("spark.executor.pyspark.memory"):
         raise ValueError(
             f"useGpu=True does not work with spark.executor.pyspark.memory ({limit}), which limits the "
@@ -150,9 +136,9 @@ def _count(spark: SparkSession, conf: Mapping[str, str], task_cpus: int | None) 
 
 
 def default_parallelism(spark: SparkSession, conf: Mapping[str, str]) -> int | None:
-    """Returns the number of cores of all executors, on every cluster manager; a set parallelism wins.
+    """Returns the cores of all executors, on every cluster manager; None if the conf sets another value.
 
-    The plan of a range shows it without running anything.
+    The plan of a range shows it without a job.
     """
     if {"spark.default.parallelism", "spark.sql.leafNodeDefaultParallelism"} & conf.keys():
         return None

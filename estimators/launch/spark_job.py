@@ -1,4 +1,4 @@
-"""One Spark job that can be cancelled from another thread, on Spark Classic and Spark Connect.
+"""One Spark job that another thread can cancel, on Spark Classic and Spark Connect.
 
 The job has a unique tag. When a task is cancelled, Spark does not interrupt its Python worker at once: the
 executor kills it (SIGKILL, so a stopped process goes too) after at most `spark.python.task.killTimeout` and
@@ -21,20 +21,20 @@ from pyspark.sql import SparkSession
 
 from ringspark.pipelines.spark_paths import is_remote
 
-# Spark's words for a job that somebody cancelled: by group, by tag, with all jobs, or with the session.
+# Spark's messages for a job that was cancelled: by group, by tag, with all jobs, or with the session.
 _CANCELLED = re.compile(
     r"(?:Job|Stage|Query) \S+ (?:was )?cancel+ed|JOB_CANCEL+ED|OPERATION_CANCEL+ED|OPERATION_ABANDONED"
     r"|SparkContext was shut down",
     re.IGNORECASE,
 )
-# Spark's words for a job that it gave up because processes died; an error of a task's Python code has others.
+# Spark's messages for a job that it gave up because processes died, not because Python code raised.
 _LOST = re.compile(
     r"aborted due to stage failure|Job aborted|ExecutorLost|exited unexpectedly|Could not recover"
 )
 _KILL_SECONDS = 5.0
 _logger = logging.getLogger(__name__)
 _RAISED = re.compile(r"Traceback \(most recent call last\)|PythonException|PicklingError")
-# The most telling patterns come first.
+# The most specific patterns come first.
 _REASONS = (
     re.compile(r"ExecutorLostFailure[^\n]*"),
     re.compile(r"Python worker exited[^\n]*"),
@@ -43,14 +43,14 @@ _REASONS = (
 
 
 class SparkJob:
-    """One job, known by its tag. Any thread may call `cancel`, even after the job has ended."""
+    """One job with a unique tag. Any thread may call `cancel`, even after the job has ended."""
 
     def __init__(self, spark: SparkSession) -> None:
         self._spark: Any = spark
         self.tag = f"ringspark-gang-{uuid.uuid4().hex[:12]}"
 
     def run(self, action: Callable[[], list[Any]]) -> list[Any]:
-        """Runs the action; an exception that leaves it, such as Ctrl-C, cancels the job."""
+        """Runs the action; cancels the job if the action raises, for example by Ctrl-C."""
         remote = is_remote(self._spark)
         owner = self._spark if remote else self._spark.sparkContext
         add, remove = (owner.addTag, owner.removeTag) if remote else (owner.addJobTag, owner.removeJobTag)
@@ -58,7 +58,7 @@ class SparkJob:
         try:
             if remote or threading.current_thread() is not threading.main_thread():
                 return action()
-            return self._aside(action)
+            return self._run_in_thread(action)
         except BaseException:
             self.cancel()
             raise
@@ -67,11 +67,11 @@ class SparkJob:
             with suppress(Exception):
                 remove(self.tag)
 
-    def _aside(self, action: Callable[[], list[Any]]) -> list[Any]:
-        """Runs the action in another thread, with this one's job group and tags.
+    def _run_in_thread(self, action: Callable[[], list[Any]]) -> list[Any]:
+        """Runs the action in another thread, with the job group and tags of this thread.
 
-        PySpark's handler of Ctrl-C cancels jobs over the connection of the main thread. If the main thread
-        waits for a job over that connection, the handler fails and nobody is interrupted.
+        PySpark's handler of Ctrl-C cancels jobs over the connection of the main thread, and fails if the main
+        thread waits for a job over that connection.
         """
         rows: list[Any] = []
         errors: list[BaseException] = []
@@ -95,7 +95,7 @@ class SparkJob:
         return rows
 
     def wait_until_ended(self, seconds: float) -> None:
-        """Waits, after the job has failed, until its tasks have ended too, but at most `seconds`."""
+        """Waits until the tasks of the failed job have ended too, but at most `seconds`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self._has_tasks(deadline - seconds):
             time.sleep(0.1)
@@ -114,7 +114,7 @@ class SparkJob:
         return any(stage is not None and stage.numActiveTasks > 0 for stage in stages)
 
     def cancel(self) -> None:
-        """Ends the job if it is running; the log says so if Spark cannot be asked."""
+        """Cancels the job if it is running; logs a warning if Spark does not answer."""
         try:
             if is_remote(self._spark):
                 self._spark.interruptTag(self.tag)
@@ -126,10 +126,10 @@ class SparkJob:
 
 @contextmanager
 def cancellable(spark: SparkSession) -> Iterator[threading.Event]:
-    """Yields an event that is set when somebody cancels the jobs of this thread, or of all.
+    """Yields an event that is set when somebody cancels the jobs of this thread, or all jobs.
 
-    Spark tells only a running job of that. So one runs inside the block, whose task sleeps in one of the
-    cluster's slots; other jobs, also those of other fits, have one less meanwhile.
+    Spark reports this only to a running job. So a job runs inside the block: its task sleeps in one slot of
+    the cluster, which other jobs cannot use meanwhile.
     """
     owner: Any = spark
     job, event = SparkJob(spark), threading.Event()
@@ -144,26 +144,26 @@ def cancellable(spark: SparkSession) -> Iterator[threading.Event]:
             if was_cancelled(error):
                 event.set()
 
-    # Inherits the job group, by which a notebook cancels.
-    kind = threading.Thread if is_remote(spark) else InheritableThread
-    thread = kind(target=run, name="ringspark-cancellable", daemon=True)
+    # Inherits the job group, which a notebook uses to cancel.
+    thread_class = threading.Thread if is_remote(spark) else InheritableThread
+    thread = thread_class(target=run, name="ringspark-cancellable", daemon=True)
     thread.start()
     try:
         yield event
     finally:
-        # Again and again, since a cancel does not reach a job that has yet to be submitted.
+        # Repeated, because a cancel does not reach a job that is not submitted yet.
         while thread.is_alive():
             job.cancel()
             thread.join(0.2)
 
 
 def was_cancelled(error: BaseException) -> bool:
-    """Whether the error says that somebody cancelled the job."""
+    """Whether Spark's error says that the job was cancelled."""
     return _CANCELLED.search(str(error)) is not None
 
 
-def lost_workers(error: BaseException) -> str | None:
-    """Returns, in one line, what Spark says about the processes that it lost; None for any other error."""
+def find_lost_workers(error: BaseException) -> str | None:
+    """Returns Spark's line about the processes that it lost; None for any other error."""
     text = str(error)
     if was_cancelled(error) or _RAISED.search(text) or not _LOST.search(text):
         return None

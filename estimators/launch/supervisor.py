@@ -1,11 +1,11 @@
-"""Keeps a gang training until it has ended well, by restarting it when it was lost or hung.
+"""Keeps a gang training until it has finished, by restarting it if it was lost or hung.
 
-The supervisor starts a gang again, up to `max_restarts` times, if its infrastructure failed: a process or an
-executor died, a rank hung, a collective broke although no rank had raised an error, a store failed for a
-while. An error of user code or data ends it at once, and so does a cancelled job. The driver has to restart
+The supervisor restarts a gang, up to `max_restarts` times, if its infrastructure failed: a process or an
+executor died, a rank hung, a collective broke although no rank had raised an error, or a store failed for a
+while. An error of user code or data, or a cancelled job, ends the gang for good. The driver has to restart
 the gang, because Spark gives up a barrier stage with a result as soon as one of its tasks dies.
 
-Every start resumes by itself from the newest good checkpoint of the run directory (`train_worker`).
+Every start resumes from the newest good checkpoint of the run directory (`train_worker`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ringspark.estimators.launch.gang_task import GangTask, Work
 from ringspark.estimators.launch.heartbeat import Beat, Pulse
 from ringspark.estimators.launch.monitor import NO_ROOM, Monitor
 from ringspark.estimators.launch.owner import write_owner
-from ringspark.estimators.launch.rank_output import await_output, with_last_lines
-from ringspark.estimators.launch.spark_job import SparkJob, cancellable, lost_workers, was_cancelled
+from ringspark.estimators.launch.rank_output import wait_for_output, with_last_lines
+from ringspark.estimators.launch.spark_job import SparkJob, cancellable, find_lost_workers, was_cancelled
 from ringspark.estimators.stages.session import spark_conf
 from ringspark.estimators.training.settings.config import TrainConfig
 
@@ -46,11 +46,10 @@ class Supervisor:
     """Runs one gang, and restarts it if necessary.
 
     Attributes:
-        config: Config of the training; after a loss, with the number of ranks that go on.
-        make_work: Makes the work of a rank from the config.
+        config: Config of the training; after a loss, with the number of remaining ranks.
         token: Token of this driver, see `owner`.
-        check_data: Function called before the workers start again; it raises an error if the data changed.
-        restarts: Reasons of the restarts so far, one line for each.
+        check_data: Function called before a restart; raises an error if the data changed.
+        restarts: Reasons of the restarts so far.
     """
 
     spark: SparkSession
@@ -63,7 +62,7 @@ class Supervisor:
     _pulse: Pulse = field(init=False)
 
     def run(self) -> list[str]:
-        """Blocks until the gang has ended well or has failed for good; returns one text per rank, in order.
+        """Blocks until the gang has finished or has failed for good; returns one text per rank, in order.
 
         Raises:
             WorkerError: A rank failed through its own fault, or the last allowed start failed.
@@ -79,9 +78,15 @@ class Supervisor:
                     return self._launch(len(self.restarts))
                 except WorkerError as error:
                     if not error.may_pass or len(self.restarts) >= self.config.max_restarts:
-                        raise self._final(error) from None
-                    self._note(error.first.sentence)
-                    await_output(error.first, self._pulse)
+                        raise self._final_error(error) from None
+                    self.restarts.append(error.first.sentence)
+                    _logger.warning(
+                        "the workers are started again (%d of %d times): %s",
+                        len(self.restarts),
+                        self.config.max_restarts,
+                        error.first.sentence,
+                    )
+                    wait_for_output(error.first, self._pulse)
                     self._make_room(error.first)
                     if self.check_data is not None:
                         # If the store does not answer now, the workers will wait for it.
@@ -89,7 +94,6 @@ class Supervisor:
                             self.check_data()
 
     def _launch(self, launch: int) -> list[str]:
-        """Runs the gang once, as one Spark job."""
         config = self.config
         try:
             write_owner(config.run_uri, self.token, launch)
@@ -114,7 +118,7 @@ class Supervisor:
             with monitor:
                 rows = self._stage.run(task, config.num_workers, job)
         except Exception as error:
-            cause = self._cause(error, monitor)
+            cause = self._find_cause(error, monitor)
             if isinstance(cause, (WorkerError, TrainingCancelledError)):
                 job.wait_until_ended(END_SECONDS)
             raise cause from None
@@ -127,46 +131,31 @@ class Supervisor:
             raise WorkerError(failures)
         return [str(row.result) for row in rows]
 
-    def _cause(self, error: Exception, monitor: Monitor) -> Exception:
-        """Returns the error to raise or to restart on, for a job that failed."""
+    def _find_cause(self, error: Exception, monitor: Monitor) -> Exception:
         if monitor.verdict is not None:
-            return WorkerError([monitor.verdict, *_told(monitor.beats)])
+            return WorkerError([monitor.verdict, *_reported_failures(monitor.beats)])
         if was_cancelled(error):
             return TrainingCancelledError(f"the training was cancelled in Spark ({_first_line(error)})")
-        reason = lost_workers(error)
+        reason = find_lost_workers(error)
         if reason is None:
             return error
         blamed = _TASK.search(str(error))
-        lost = _lost(
-            monitor.beats, f"its process died ({reason})", task=int(blamed[1]) if blamed else None
-        ) or [Failure.lost(0, "unknown", "starting", f"Spark lost a worker ({reason})")]
-        return WorkerError([*lost, *_told(monitor.beats)])
+        lost = _lost_ranks(monitor.beats, f"its process died ({reason})", int(blamed[1]) if blamed else None)
+        lost = lost or [Failure.lost(0, "unknown", "starting", f"Spark lost a worker ({reason})")]
+        return WorkerError([*lost, *_reported_failures(monitor.beats)])
 
-    def _final(self, error: WorkerError) -> WorkerError:
+    def _final_error(self, error: WorkerError) -> WorkerError:
         failures = [with_last_lines(f, self._pulse) if f is error.first else f for f in error.failures]
         if not error.may_pass or not self.restarts:
             return WorkerError(failures)
         times = "once" if len(self.restarts) == 1 else f"{len(self.restarts)} times"
         return WorkerError(failures, f"; the workers had been started again {times} (maxRestarts)")
 
-    def _note(self, reason: str) -> None:
-        self.restarts.append(reason)
-        _logger.warning(
-            "the workers are started again (%d of %d times): %s",
-            len(self.restarts),
-            self.config.max_restarts,
-            reason,
-        )
-
     def _make_room(self, cause: Failure) -> None:
-        """Waits until the workers fit again; if they do not, lets fewer of them go on.
+        """Waits until the workers fit again; if they do not, continues with fewer workers.
 
-        New executors take minutes on YARN and Kubernetes, so a gang that cannot go on without them waits as
-        long as a worker may wait for another. One that can go on with fewer waits as a first start does.
-
-        Raises:
-            RuntimeError: Not even `min_workers` fit.
-            TrainingCancelledError: The Spark jobs of this thread were cancelled meanwhile.
+        New executors take minutes on YARN and Kubernetes, so a gang that needs them waits for
+        `timeout_seconds`. A gang that can continue with fewer workers waits as long as at its first start.
         """
         wanted = self.config.num_workers
         least = self.config.min_workers or wanted
@@ -176,12 +165,12 @@ class Supervisor:
             while (room := self._stage.slots()) is not None and room < wanted:
                 patience = self.config.timeout_seconds
                 if room >= least:
-                    # Before it gave up for want of room, the gang has waited as long already.
+                    # A gang that gave up for lack of room has already waited that long.
                     patience = 0.0 if cause.type == NO_ROOM else slots.REGISTRATION_SECONDS
                 if time.monotonic() - begun >= patience:
                     break
                 if cancelled is None:
-                    _logger.warning("%d of %d task slots are there; waiting for executors", room, wanted)
+                    _logger.warning("found %d of %d task slots; waiting for executors", room, wanted)
                     cancelled = stack.enter_context(cancellable(self.spark))
                 if cancelled.wait(0.25):
                     raise TrainingCancelledError("the training was cancelled while it waited for executors")
@@ -192,17 +181,17 @@ class Supervisor:
                 f"the cluster has {room} task slots left for the {wanted} workers of the training "
                 f"after {cause.sentence}; add executors or lower minWorkers"
             ) from None
-        _logger.warning("the training goes on with %d workers instead of %d", room, wanted)
+        _logger.warning("the training continues with %d workers instead of %d", room, wanted)
         self.config = self.config.with_workers(room)
 
 
-def _told(beats: list[Beat]) -> list[Failure]:
-    """Returns the failures in the ranks' last beats, because their rows were lost with the job."""
+def _reported_failures(beats: list[Beat]) -> list[Failure]:
+    # From the beats, because the ranks' rows were lost with the job.
     return [Failure.from_json(beat.failure) for beat in beats if beat.failure is not None]
 
 
-def _lost(beats: list[Beat], message: str, task: int | None = None) -> list[Failure]:
-    """Returns failures of ranks that never reported their end; only of the one that Spark blames, if any."""
+def _lost_ranks(beats: list[Beat], message: str, task: int | None) -> list[Failure]:
+    """Returns failures of ranks that never reported their end, or only of the rank that Spark blames."""
     silent = [beat for beat in beats if not beat.ended]
     blamed = [beat for beat in silent if beat.task == task] or silent
     return [Failure.lost(beat.rank, beat.host, beat.phase, message) for beat in blamed]

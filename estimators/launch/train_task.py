@@ -20,17 +20,15 @@ from ringspark.estimators.training.worker import train_worker
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.pipelines import ShardManifest, storage
 
-# Up to here a network travels whole in Spark's closure: reading a file of a store would take longer.
+# Up to this size, Spark's closure holds the whole network: reading a file of a store would take longer.
 CLOSURE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedObjects:
-    """The `UserObjects` as Spark's closure holds them, which some clients bound to 128 MiB.
+    """The `UserObjects` as Spark's closure holds them, which some clients limit to 128 MiB.
 
-    Attributes:
-        pickled: The objects with the code from the user's own files.
-        network: The network, if `pickled` has it without its weights, which then travel by the store.
+    `network` is set if `pickled` has it without its weights, which are then sent through the store.
     """
 
     pickled: bytes
@@ -38,15 +36,15 @@ class PackedObjects:
 
     @classmethod
     def of(cls, objects: UserObjects) -> PackedObjects:
-        """Packs the objects; the error of one that cannot be pickled names it."""
+        """Packs the objects; the error for an object that cannot be pickled names it."""
         network = objects.module
-        if network is None or not _travels_by_store(network):
+        if network is None or not _ships_through_store(network):
             return cls(pickled=user_code.dumps(objects), network=None)
         empty = replace(objects, module=copy_to_meta(network))
         return cls(pickled=user_code.dumps(empty), network=network)
 
     def write_weights(self, run_uri: str) -> str | None:
-        """Writes the weights into the folder of a run; returns their folder, None if they are pickled."""
+        """Writes the weights into the run's folder and returns their URI; None if they are pickled."""
         if self.network is None:
             return None
         uri = storage.join(run_uri, run_layout.FIRST_WEIGHTS)
@@ -60,7 +58,7 @@ class TrainTask:
 
     Attributes:
         objects: The `UserObjects`, pickled together with the code from the user's own files.
-        weights: Folder of the network's first weights; None if `objects` has them.
+        weights: Folder of the initial weights; None if `objects` has them.
     """
 
     config: TrainConfig
@@ -70,23 +68,22 @@ class TrainTask:
     def __call__(self, collective: Collective, device: str, status: Status) -> str:
         status.phase = "loading the model"
         objects = user_code.loads(self.objects)
-        status.phase = "looking at the memory"
+        status.phase = "checking the memory"
         config = check_on_rank(self.config, objects, ShardManifest.load(self.config.shards_uri), collective)
         if self.weights is not None:
-            status.phase = "loading the first weights"
+            status.phase = "loading the initial weights"
             map_checkpoint(self.weights, objects.module, tick=status.tick)
         return train_worker(config, collective, objects, device, status).to_json()
 
 
-def _travels_by_store(network: nn.Module) -> bool:
-    """Whether the network is worth it, and a skeleton and a checkpoint give back all of its tensors."""
+def _ships_through_store(network: nn.Module) -> bool:
+    """Whether the network is large, and a meta-device module plus a checkpoint restore all of its tensors."""
     tensors = [*network.parameters(), *network.buffers()]
     if any(is_lazy(tensor) for tensor in tensors) or num_bytes(tensors) <= CLOSURE_BYTES:
         return False
     if any(type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta for tensor in tensors):
         return False
-    # The file has neither the order of the numbers in memory nor memory that tensors share, which plain
-    # attributes may do as well.
+    # The file records neither memory order nor shared memory. Plain attributes may share memory as well.
     if not all(tensor.layout == torch.strided and tensor.is_contiguous() for tensor in tensors):
         return False
     plain = [v for owner in network.modules() for v in vars(owner).values() if isinstance(v, torch.Tensor)]

@@ -1,7 +1,7 @@
 """Reads the limits that Linux and Spark set on the host memory of a worker.
 
-Every figure is an upper bound: memory that the kernel can reclaim, and free swap, count as available.
-None stands for a limit that is not set or that this system does not have.
+Every figure is an upper bound: it includes free swap and memory that the kernel can reclaim. None means that
+a limit is not set or does not exist on this system.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ringspark.estimators.training.settings.byte_sizes import parse_bytes, show_
 
 PYSPARK_MEMORY = "spark.executor.pyspark.memory"
 
-# cgroup v1 writes a larger number, of whole pages, if there is no limit.
+# Without a limit, cgroup v1 writes a larger number.
 _NO_LIMIT = 1 << 60
 
 
@@ -27,9 +27,9 @@ class Available:
     """Bytes for one worker.
 
     Attributes:
-        source: Where the figure comes from, for a message.
+        source: Origin of the figure, for a message.
         workers: Number of workers that share one host's memory.
-        how: What to set for more memory, as the end of a sentence; empty if there is no such setting.
+        how: Remedy for too little memory, as the end of a sentence; empty if there is none.
     """
 
     num_bytes: int
@@ -38,12 +38,12 @@ class Available:
     how: str = ""
 
 
-def of_spark_workers(conf: Mapping[str, str]) -> Available | None:
+def find_spark_limit(conf: Mapping[str, str]) -> Available | None:
     """Returns the share of each Python worker: Spark divides an executor's amount by its cores."""
     text = conf.get(PYSPARK_MEMORY)
     if text is None:
         return None
-    # A bare number counts MiB.
+    # A bare number is in MiB.
     amount = parse_bytes(f"{text}m" if text.strip().isdigit() else text, PYSPARK_MEMORY)
     cores = max(1, int(conf.get("spark.executor.cores", "1")))
     shared = f" for {cores} cores" if cores > 1 else ""
@@ -54,8 +54,8 @@ def of_spark_workers(conf: Mapping[str, str]) -> Available | None:
     )
 
 
-def of_process() -> Available | None:
-    """Returns what is left of the address space, which `spark.executor.pyspark.memory` limits."""
+def find_process_limit() -> Available | None:
+    """Returns the rest of the address space, which `spark.executor.pyspark.memory` limits."""
     try:
         import resource
 
@@ -72,13 +72,11 @@ def of_process() -> Available | None:
     )
 
 
-def of_machine(workers: int, *, same_cgroup: bool = False, root: str = "/") -> Available | None:
+def find_host_limit(workers: int, *, same_cgroup: bool = False, root: str = "/") -> Available | None:
     """Returns a worker's share of the memory that this host has available now.
 
     Args:
-        workers: Number of workers on this host.
-        same_cgroup: Whether all of them share this process's control groups; else the limit of these
-            counts as this worker's alone.
+        same_cgroup: Whether all workers share this process's control groups; else each has its own limit.
         root: Folder that holds `proc` and `sys`.
     """
     found = []
@@ -88,7 +86,7 @@ def of_machine(workers: int, *, same_cgroup: bool = False, root: str = "/") -> A
         shared = f" for {workers} workers" if workers > 1 else ""
         source = f"{show_bytes(machine)} on host {socket.gethostname()}{shared}"
         found.append(Available(num_bytes=machine // workers, source=source, workers=workers))
-    group = of_cgroups(root)
+    group = find_cgroup_limit(root)
     if group is not None:
         sharing = workers if same_cgroup else 1
         shared = f" for {workers} workers" if sharing > 1 else ""
@@ -97,7 +95,7 @@ def of_machine(workers: int, *, same_cgroup: bool = False, root: str = "/") -> A
     return min(found, key=lambda limit: limit.num_bytes, default=None)
 
 
-def of_cgroups(root: str = "/") -> int | None:
+def find_cgroup_limit(root: str = "/") -> int | None:
     """Returns the bytes that this process's control groups leave, in v1 and v2; None without a limit."""
     try:
         lines = Path(root, "proc/self/cgroup").read_text().splitlines()
@@ -110,8 +108,7 @@ def of_cgroups(root: str = "/") -> int | None:
             continue
         base = Path(root, "sys/fs/cgroup", *(["memory"] if controllers else []))
         names = _V1 if controllers else _V2
-        # A container often sees its own group as the root, whatever its path says, and any parent group
-        # may have the limit.
+        # A container often sees its own group as the root, whatever its path. Any parent may have the limit.
         group = base / path.lstrip("/")
         for folder in (group, *group.parents):
             if folder == base.parent:
@@ -121,7 +118,7 @@ def of_cgroups(root: str = "/") -> int | None:
     return max(0, min(left)) if left else None
 
 
-# File of the limit, file of the usage, and two fields of memory.stat: page cache, shared memory in it.
+# Files of limit and usage; fields of memory.stat for the page cache and the shared memory in it.
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem")
 _V2 = ("memory.max", "memory.current", "file", "shmem")
 
@@ -137,7 +134,7 @@ def _left_in(folder: Path, limit_name: str, usage_name: str, cache: str, shmem: 
 
 
 def _swap_left(folder: Path) -> int:
-    """Returns the swap that the group may still use in v2; 0 in v1, which counts memory and swap together."""
+    """Returns the free swap of the group in v2; 0 in v1, which counts memory and swap together."""
     try:
         used = int((folder / "memory.swap.current").read_text())
         text = (folder / "memory.swap.max").read_text().strip()

@@ -18,12 +18,8 @@ def check_budget(
 ) -> None:
     """Refuses a training that would not fit; warns if that cannot be known. Runs on the driver.
 
-    Args:
-        config: Config with resolved losses, as `check_training` returns it.
-        budget: Bytes per worker; None skips the check.
-
     Raises:
-        ValueError: The step needs more; the error names the need, the budget and settings that would fit.
+        ValueError: The step needs more bytes per worker than `budget`; the error names settings that fit.
     """
     if budget is None:
         return
@@ -34,11 +30,11 @@ def check_budget(
             for names in (config.input_columns, config.label_columns)
         )
         plan = Planner(config, objects, inputs, labels).plan(budget, "memoryBudget")
-    # A network that fails only on fake tensors must not end a fit that would run on real ones.
+    # A network that fails only on fake tensors must not end a fit.
     except Exception as error:
         warnings.warn(
             f"memoryBudget {show_bytes(budget)} could not be checked: model {network_name(config, objects)} "
-            f"does not run without data: {reason(error)}",
+            f"does not run without data: {first_error_line(error)}",
             UserWarning,
             stacklevel=7,
         )
@@ -47,7 +43,7 @@ def check_budget(
         raise ValueError(plan.verdict)
 
 
-def reason(error: Exception) -> str:
+def first_error_line(error: Exception) -> str:
     """Returns the first line of an error, with its type."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

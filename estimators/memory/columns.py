@@ -1,4 +1,4 @@
-"""Finds the shapes and dtypes of a batch, from a user's example or from the shards' manifest."""
+"""Shapes and dtypes of a batch, from a user's example or from the shards' manifest."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _ARRAYS = (torch.Tensor, np.ndarray)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column:
-    """One input or label as a network gets it on a rank.
+class BatchColumn:
+    """One input or label of the network on a rank.
 
     Attributes:
         shape: (rows, ...).
@@ -31,17 +31,17 @@ class Column:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-def column_of(manifest: ShardManifest, name: str, rows: int) -> Column:
-    """Returns `rows` rows of an array of the shards; where their length varies, of the mean length."""
+def column_of(manifest: ShardManifest, name: str, rows: int) -> BatchColumn:
+    """Returns `rows` rows of an array of the shards; rows of varying length have the mean length."""
     array = manifest.described(name)
     described = zeros(array, 0)
     if array.offsets not in ("", name):
         stats = manifest.select("train").stats["train"][manifest.column_of(name).name]
         rows = math.ceil(rows * stats.values / max(1, stats.rows))
-    return Column(shape=(rows, *described.shape[1:]), dtype=described.dtype)
+    return BatchColumn(shape=(rows, *described.shape[1:]), dtype=described.dtype)
 
 
-def columns_of(batch: Any, rows: int | None = None) -> tuple[list[Column], list[Column]]:
+def columns_of(batch: Any, rows: int | None = None) -> tuple[list[BatchColumn], list[BatchColumn]]:
     """Returns the inputs and the labels of a batch in one of the forms that `plan_memory` takes.
 
     Raises:
@@ -50,7 +50,7 @@ def columns_of(batch: Any, rows: int | None = None) -> tuple[list[Column], list[
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ValueError(
             "batch must be (inputs, labels), each a tensor, an array, (shape, dtype) or a list of these, "
-            f"got {_described(batch)}"
+            f"got {_describe(batch)}"
         )
     if rows is not None and rows < 1:
         raise ValueError(f"rows must be at least 1 per worker, got {rows}")
@@ -79,25 +79,23 @@ def _is_spec(value: Any) -> bool:
     )
 
 
-def _column(entry: Any, rows: int | None) -> Column:
+def _column(entry: Any, rows: int | None) -> BatchColumn:
     if isinstance(entry, _ARRAYS):
         shape, dtype = tuple(entry.shape), entry.dtype
     elif _is_spec(entry):
         shape, dtype = tuple(entry[0]), entry[1]
     else:
         raise ValueError(
-            f"a column of a batch must be a tensor, a NumPy array or (shape, dtype), got {_described(entry)}"
+            f"a column of a batch must be a tensor, a NumPy array or (shape, dtype), got {_describe(entry)}"
         )
     if not shape:
         raise ValueError("a column of a batch must have its rows as first dimension, got a single number")
     if isinstance(dtype, torch.dtype):
-        # NumPy has no bfloat16, and bool, int or float is enough to find the network's dtype.
+        # NumPy has no bfloat16; bool, int or float suffices to find the network's dtype.
         dtype = type(torch.zeros((), dtype=dtype).item())
     known = torch.from_numpy(np.zeros(0, network_dtype(dtype)))
-    return Column(shape=(rows or shape[0], *shape[1:]), dtype=known.dtype)
+    return BatchColumn(shape=(rows or shape[0], *shape[1:]), dtype=known.dtype)
 
 
-def _described(value: Any) -> str:
-    return (
-        f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type(value).__name__
-    )
+def _describe(value: Any) -> str:
+    return type(value).__name__ + (f" of {len(value)}" if isinstance(value, tuple | list) else "")

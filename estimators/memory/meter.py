@@ -1,16 +1,19 @@
 """Counts the bytes of live tensors, by their purpose, while a step runs on fake tensors.
 
-A fake tensor has a shape, a dtype, a device and a storage of the right size, but no memory behind it.
-The meter sees every operator's results and notes when each storage is released, so its sum is what an
-allocator would hold. It includes autograd's saved tensors, autocast's casts and an optimizer's temporaries,
-because the same code makes them as in training.
+A fake tensor has a shape, a dtype, a device and a storage of the right size, but no memory. The meter sees
+the results of every operator and the release of every storage, so its sum is what an allocator would hold:
+including autograd's saved tensors, autocast's casts and an optimizer's temporaries.
 
-Invariant: a storage counts once, however many tensors share it, from the operator that makes it to the
-release of its last tensor.
+Invariant: a storage counts once, however many tensors share it, until its last tensor is released.
+
+No dispatch mode sees scratch memory inside operators. The only scratch as big as activations is estimated: a
+CPU convolution whose oneDNN does not support the dtype (16 bits without AVX-512) unfolds its input into
+columns, kernel size times the input. torch tells which backend it would choose.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,12 +23,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ringspark.estimators.memory.workspace import scratch_bytes
-
-# The purposes of bytes. "activations" is the rest: tensors that the backward pass needs, and temporaries.
+# "activations" includes all tensors without another purpose.
 PARTS = ("parameters", "gradients", "optimizer_state", "activations", "batch", "communication")
-# Gradients that have left for a bucket: a rank of several no longer holds them. A weighting that does not
-# name them counts them among "gradients".
+# Gradients that were moved into a bucket. A weighting without an entry counts them among "gradients".
 SENT = "sent"
 
 Weights = Mapping[str, float]
@@ -33,7 +33,7 @@ Weights = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The highest number of bytes under one weighting, and how the parts shared it at that moment."""
+    """The highest number of bytes under one weighting, and its parts at that moment."""
 
     total: int
     parts: dict[str, int]
@@ -47,8 +47,8 @@ class Peak:
 class Meter(TorchDispatchMode):
     """Counts the live bytes of every part, and the highest sum under each of several weightings.
 
-    A weighting says which share of a part one rank holds. With one weighting for every way of sharding,
-    one run of the step serves them all, although their peaks come at different moments.
+    A weighting is the share of each part that one rank holds. With one weighting per type of sharding, one
+    run of the step serves them all, although their peaks come at different moments.
     """
 
     def __init__(self, weightings: Mapping[str, Weights]) -> None:
@@ -59,19 +59,19 @@ class Meter(TorchDispatchMode):
             as_gradients = {SENT: weights.get("gradients", 1.0)}
             self._weightings[name] = dict.fromkeys(PARTS, 1.0) | as_gradients | dict(weights)
         self.live = dict.fromkeys((*PARTS, SENT), 0)
-        # Keyed by the storage's address, which is reused only after the release has removed the entry.
+        # By the storage's address, which is reused only after the release has removed the entry.
         self._held: dict[int, _Held] = {}
         self.answers_scalars = False
         self.restart()
 
     def restart(self) -> None:
-        """Forgets the peaks so far, but not the live tensors."""
+        """Resets the peaks, but not the live tensors."""
         self.peaks = {name: Peak(total=0, parts={}) for name in self._weightings}
         self.highest = dict.fromkeys(PARTS, 0)
         self._note()
 
     def assign(self, tensors: Iterable[torch.Tensor], part: str) -> None:
-        """Counts tensors under a part, also those that the meter has not seen before."""
+        """Moves tensors to a part, and adds tensors that the meter has not seen before."""
         for tensor in tensors:
             for storage in _storages(tensor):
                 held = self._held.get(storage._cdata)
@@ -84,7 +84,7 @@ class Meter(TorchDispatchMode):
         self._note()
 
     def assign_new(self, before: set[int], part: str) -> None:
-        """Counts under a part all storages that live now and did not at `snapshot`."""
+        """Moves all storages that were allocated after `snapshot` to a part."""
         for key, held in self._held.items():
             if key not in before and held.part == "activations":
                 self.live["activations"] -= held.num_bytes
@@ -93,7 +93,7 @@ class Meter(TorchDispatchMode):
         self._note()
 
     def snapshot(self) -> set[int]:
-        """Returns the keys of the storages that live now."""
+        """Returns the keys of the live storages."""
         return set(self._held)
 
     def __torch_dispatch__(
@@ -101,7 +101,7 @@ class Meter(TorchDispatchMode):
     ) -> Any:
         if self.answers_scalars and func is torch.ops.aten._local_scalar_dense.default:
             # An optimizer reads its step count or a norm. The number changes no sizes, but the optimizer may
-            # divide by it, or by its difference from 1.
+            # divide by it or by its difference from 1.
             return 1.5 if args[0].is_floating_point() else 1
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
@@ -110,7 +110,7 @@ class Meter(TorchDispatchMode):
                     if storage._cdata not in self._held:
                         self._add(storage, "activations")
                         self._note()
-        if scratch := scratch_bytes(func, args, result):
+        if scratch := _scratch_bytes(func, args, result):
             self.live["activations"] += scratch
             self._note()
             self.live["activations"] -= scratch
@@ -123,7 +123,7 @@ class Meter(TorchDispatchMode):
         self.live[part] += num_bytes
 
     def _releaser(self, key: int) -> Callable[[object], None]:
-        # A storage holds no reference to the meter: a failed step must not keep the meter alive.
+        # A weak reference, because a failed step must not keep the meter alive.
         meter = weakref.ref(self)
 
         def release(_: object) -> None:
@@ -157,3 +157,45 @@ def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
     return []
+
+
+# Backends that unfold their input.
+_COLUMNS = ("Slow2d", "Slow3d")
+
+
+def _scratch_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Returns the bytes that `func` allocates besides its results and releases before it returns."""
+    count = _SCRATCH.get(func)
+    return count(args, result) if count is not None else 0
+
+
+def _convolution(args: tuple[Any, ...], result: Any) -> int:
+    values, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args[:9]
+    bias_sizes = list(bias.shape) if bias is not None else None
+    options = (stride, padding, dilation, transposed, output_padding, groups, bias_sizes)
+    return _columns(values, weight, bias, options, result.shape)
+
+
+def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
+    gradient, values, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups = (
+        args[:10]
+    )
+    options = (stride, padding, dilation, transposed, output_padding, groups, bias_sizes)
+    return _columns(values, weight, None, options, gradient.shape)
+
+
+def _columns(
+    values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: Any, output: torch.Size
+) -> int:
+    backend = torch._C._select_conv_backend(values, weight, bias, *options)
+    kernel = weight.shape[2:]
+    if backend.name not in _COLUMNS or math.prod(kernel) == 1:
+        return 0
+    # (rows, channels of a group * kernel, output positions); the groups run one after another.
+    return values.shape[0] * math.prod(weight.shape[1:]) * math.prod(output[2:]) * values.element_size()
+
+
+_SCRATCH: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
+    torch.ops.aten.convolution.default: _convolution,
+    torch.ops.aten.convolution_backward.default: _convolution_backward,
+}

@@ -2,7 +2,7 @@
 
 Nothing is trained and no weight is allocated: see `step`. The figures are bytes of tensors. They are exact
 for the tensors of torch's operators; scratch inside kernels counts only if it is as big as activations. A
-fit with `memoryBudget` is checked by the same plan before its gang starts.
+fit with `memoryBudget` checks the same plan before its gang starts.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ringspark.estimators.memory.budget import network_name, reason
-from ringspark.estimators.memory.columns import Column, columns_of
+from ringspark.estimators.memory.budget import first_error_line, network_name
+from ringspark.estimators.memory.columns import BatchColumn, columns_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.memory.report import MemoryPlan
 from ringspark.estimators.options.mesh import Mesh
@@ -59,16 +59,15 @@ def plan_memory(
 
     Args:
         model: A spec, for which nothing is allocated, or a module, which is not changed.
-        batch: (inputs, labels), each one column or a list with one for each argument of `forward` or each
+        batch: (inputs, labels), each one column or a list with one column per argument of `forward` or per
             output. A column is an example tensor (also on "meta") or NumPy array, rows first, or
             (shape, dtype) such as ((1024, 32), "float32"). As in training, integers become int64 and
-            all else fp32.
-        rows: Rows per worker and optimizer step, over all micro-batches; None takes the columns' own.
-            Workers that share one copy of the network have the same rows.
+            others fp32.
+        rows: Rows per worker and optimizer step, over all micro-batches; default: the columns' rows.
+            Workers that share one replica of the network have the same rows.
         loss: A loss that the estimators accept; "auto" is cross entropy for integer labels, else mean
             squared error.
-        parallelism: How the workers share the network; the plan is that of the one
-            that needs most.
+        parallelism: The mesh; the plan is the plan of the rank that needs most.
         budget: Bytes per worker, as an int or as Spark writes sizes ("4g"). If the plan does not fit,
             `suggest` holds up to three others that do.
 
@@ -77,7 +76,7 @@ def plan_memory(
     """
     inputs, labels = columns_of(batch, rows)
     losses = list(loss) if isinstance(loss, list | tuple) else [loss] * len(labels)
-    losses = [_named(entry, label) for entry, label in zip(losses, labels, strict=False)]
+    losses = [_resolve_loss(entry, label) for entry, label in zip(losses, labels, strict=False)]
     policy = gradientCheckpointing
     config = TrainConfig(
         shards_uri="",
@@ -115,11 +114,12 @@ def plan_memory(
     except Exception as error:
         raise ValueError(
             f"the memory of model {network_name(config, objects)} cannot be planned without data: "
-            f"{reason(error)}; check the batch's shapes, and that no shape in its forward depends on values"
+            f"{first_error_line(error)}; check the batch's shapes, and that no shape in its forward "
+            "depends on values"
         ) from error
 
 
-def _named(loss: Any, label: Column) -> Any:
+def _resolve_loss(loss: Any, label: BatchColumn) -> Any:
     if not isinstance(loss, str) or loss != "auto":
         return loss
     return "cross_entropy" if label.dtype == torch.int64 else default_loss("any", 1)

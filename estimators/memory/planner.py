@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from ringspark.estimators.lazy_imports import load_object
-from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.memory.report import DEFAULTS, MemoryPlan, changed_settings
-from ringspark.estimators.memory.search import suggestions
-from ringspark.estimators.memory.sharing import communication_bytes, num_sharers, shares
+from ringspark.estimators.memory.search import find_settings
+from ringspark.estimators.memory.sharing import communication_bytes, shard_group_size, shares
 from ringspark.estimators.memory.step import StepBytes, UpdateBytes, measure_step
 from ringspark.estimators.training.finetuning.freezing import apply_finetuning
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
@@ -19,7 +19,6 @@ from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta, copy_to_meta
 
-# Import path of the plan for a network that ranks share.
 PLAN_CUT = "ringspark.extras.planning.meshes.cut_plan:plan_cut"
 
 
@@ -27,11 +26,15 @@ class Planner:
     """Makes memory plans; each step runs once, however many plans need it.
 
     Attributes:
-        network: The network without weights.
+        network: The network on the meta device.
     """
 
     def __init__(
-        self, config: TrainConfig, objects: UserObjects, inputs: Sequence[Column], labels: Sequence[Column]
+        self,
+        config: TrainConfig,
+        objects: UserObjects,
+        inputs: Sequence[BatchColumn],
+        labels: Sequence[BatchColumn],
     ) -> None:
         self._config, self._objects = config, objects
         self._inputs, self._labels = inputs, labels
@@ -51,7 +54,7 @@ class Planner:
             return plan
         if plan.fits:
             return replace(plan, verdict=f"fits the budget of {show_bytes(budget)}")
-        fitting, least = suggestions(self._config, self._rows, self._peak_of, budget)
+        fitting, least = find_settings(self._config, self._rows, self._peak_of, budget)
         suggest = tuple(self._plan_of(other, budget) for other in fitting)
         verdict = (
             f"training needs {show_bytes(plan.peak)} per worker, {budget_name} is {show_bytes(budget)}"
@@ -76,46 +79,34 @@ class Planner:
         try:
             return self._plan_of(config, None).peak
         # Settings that do not suit the network (no chain to checkpoint, no kernel in 16 bits) are not
-        # suggested; an error of the network itself was raised by its own plan.
+        # suggested; the network's own errors were raised by the plan of the config.
         except Exception:
             return None
 
     def _plan_of(self, config: TrainConfig, budget: int | None) -> MemoryPlan:
         if config.cuts_network:
-            return self._cut_plan_of(config, budget)
-        step = self._step(config)
-        peak = step.peaks[config.sync.sharding]
-        between = {"communication": communication_bytes(config, self.network)}
-        share = shares(config.sync.sharding, num_sharers(config))
-        parts: dict[str, Any] = {part: int(n * share.get(part, 1.0)) for part, n in step.parts.items()}
-        return MemoryPlan(
-            settings=settings_of(config),
-            rows=self._rows,
-            peak=peak.total + between["communication"],
-            at_peak=peak.parts | between,
-            budget=budget,
-            **parts | between,
-        )
-
-    def _cut_plan_of(self, config: TrainConfig, budget: int | None) -> MemoryPlan:
-        """Returns the plan of the rank that needs most, of those that share one copy of the network."""
-        found = load_object(PLAN_CUT)(config, self._objects, self.network, self._inputs, self._labels)
-        peak, own = found.peak, found.rank
-        share = shares(config.sync.sharding, num_sharers(config))
-        parts: dict[str, Any] = {part: int(n * share.get(part, 1.0)) for part, n in own.parts.items()}
-        rest = {part: peak.parts[part] for part in ("activations", "batch", "communication")}
+            # the plan of the rank that needs most
+            found = load_object(PLAN_CUT)(config, self._objects, self.network, self._inputs, self._labels)
+            peak, parts = found.peak, found.rank.parts
+            own = {part: peak.parts[part] for part in ("activations", "batch", "communication")}
+        else:
+            step = self._step(config)
+            own = {"communication": communication_bytes(config, self.network)}
+            peak, parts = step.peaks[config.sync.sharding].with_parts(**own), step.parts
+        share = shares(config.sync.sharding, shard_group_size(config))
+        most: dict[str, Any] = {part: int(n * share.get(part, 1.0)) for part, n in parts.items()}
         return MemoryPlan(
             settings=settings_of(config),
             rows=self._rows,
             peak=peak.total,
             at_peak=peak.parts,
             budget=budget,
-            **parts | rest,
+            **most | own,
         )
 
     def _step(self, config: TrainConfig) -> StepBytes:
-        # One run measures every way of sharding.
-        key = f"{config.without_sharding().to_json()} {num_sharers(config)}"
+        # One run measures every type of sharding.
+        key = f"{config.without_sharding().to_json()} {shard_group_size(config)}"
         if key not in self._steps:
             columns = (self._inputs, self._labels)
             step = measure_step(config, self._objects, self.network, *columns, self._update)
@@ -124,7 +115,7 @@ class Planner:
 
 
 def settings_of(config: TrainConfig) -> dict[str, object]:
-    """Returns name and value of the Params that decide memory."""
+    """Returns name and value of the Params that determine memory."""
     names = [name for name in ("optimizer", *DEFAULTS, "collective", "numWorkers") if name in SETTINGS]
     values = {name: getattr(config, SETTINGS[name].field) for name in names}
     return values | {"sharding": config.sync.sharding}

@@ -1,42 +1,52 @@
-"""Checks, before anything is allocated, whether a worker's share of its host can hold a training at all.
+"""Checks, before any allocation, whether a worker's share of its host can hold a training at all.
 
 The need is a lower bound: the bytes that a worker certainly holds at once in the middle of an epoch. It
-leaves out activations, communication buffers, the libraries and whatever the user's code keeps, so nothing
-that fits is refused; `memoryBudget` is the check that counts activations too. The available memory is an
-upper bound: page caches and free swap count.
+leaves out activations, communication buffers, the libraries and the user's own data, so nothing that fits is
+refused; `memoryBudget` counts activations too. The available memory is an upper bound: page caches and free
+swap count.
 
-The driver checks if it knows what a worker gets: if Spark limits its Python workers, and on local masters.
-Every rank checks on its own host.
+The driver checks if it knows a worker's memory: if Spark limits its Python workers, and on local masters.
+Every rank checks on its own host, and chooses where `cache='auto'` keeps the rows that it reads again.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.memory.available import Available, of_machine, of_process, of_spark_workers
+from ringspark.estimators.memory.available import (
+    Available,
+    find_host_limit,
+    find_process_limit,
+    find_spark_limit,
+)
 from ringspark.estimators.memory.columns import column_of
 from ringspark.estimators.memory.planner import Planner
-from ringspark.estimators.memory.row_cache import settle_cache
-from ringspark.estimators.memory.sharing import SHARDED_PARTS, num_sharers, shares
+from ringspark.estimators.memory.sharing import SHARDED_PARTS, shard_group_size, shares
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.parallel.mesh import share_of
 from ringspark.estimators.training.batch_sizes import Steps
-from ringspark.estimators.training.row_caching import estimate_reader_bytes
+from ringspark.estimators.training.row_caching import estimate_reader_bytes, find_cached_rows
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
+from ringspark.estimators.training.settings.choices import Cache
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models.generators import keep_shared_generators
 from ringspark.models.process_state import fork_generators
 from ringspark.pipelines import ShardManifest
+from ringspark.pipelines.manifest import SPLITS
+from ringspark.pipelines.spark_paths import is_local
 
-# Copies of the trained parameters: more than any named optimizer keeps as its state.
+# Optimizer state in copies of the trained parameters: more than any named optimizer keeps.
 _MOST_STATE = 3
 
 
@@ -47,11 +57,9 @@ def check_on_driver(
     conf: Mapping[str, str],
     is_remote: bool,
 ) -> None:
-    """Refuses a training that cannot fit, as far as the driver can tell.
+    """Refuses a training that cannot fit, as far as the driver knows.
 
-    Args:
-        conf: Conf of the Spark application.
-        is_remote: Whether the driver is a Connect client, whose host is not the workers'.
+    `is_remote` says that the driver is a Connect client, on another host than the workers.
 
     Raises:
         ValueError: It cannot fit; the error names the need, the available bytes and a remedy.
@@ -60,38 +68,33 @@ def check_on_driver(
 
 
 def limits_on_driver(num_workers: int, conf: Mapping[str, str], is_remote: bool) -> list[Available | None]:
-    """Returns what the driver knows of a worker's memory; the arguments are those of `check_on_driver`."""
-    limits = [of_spark_workers(conf)]
+    """Returns the known limits of a worker's memory; the arguments are those of `check_on_driver`."""
+    limits = [find_spark_limit(conf)]
     if is_on_driver(conf, is_remote):
-        limits.append(of_machine(num_workers, same_cgroup=True))
+        limits.append(find_host_limit(num_workers, same_cgroup=True))
     return limits
 
 
 def is_on_driver(conf: Mapping[str, str], is_remote: bool) -> bool:
-    """Whether the workers run on the driver's host: on local masters."""
-    master = conf.get("spark.master", "")
-    return not is_remote and (master == "local" or master.startswith("local["))
+    """Whether the workers run on the driver's host."""
+    return not is_remote and is_local(conf)
 
 
 def check_on_rank(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest, collective: Collective
 ) -> TrainConfig:
-    """Refuses a training that this rank's host cannot hold. Runs on every rank, before it allocates anything.
+    """Refuses a training that this rank's host cannot hold. Runs on every rank, before it allocates.
 
-    Returns:
-        The config, in which a `cache` of "auto" is what this rank has room for.
-
-    Raises:
-        ValueError: Like `check_on_driver`.
+    Returns the config, with this rank's value for a `cache` of "auto"; raises like `check_on_driver`.
     """
     size, local_size = collective.size, collective.member.local_size
-    limits = [of_process(), of_machine(local_size)]
+    limits = [find_process_limit(), find_host_limit(local_size)]
     config_here = replace(config, num_workers=size)
     left = check(config_here, objects, manifest, limits)
-    # Ranks of one copy of the network read, and keep, the same rows.
+    # Ranks of one replica read, and keep, the same rows.
     share, num_shares = share_of(config_here.axes, collective.rank)
-    config = settle_cache(config, manifest, share, num_shares, local_size, left)
-    # No rank allocates before all have looked: they may share a host.
+    config = resolve_cache(config, manifest, share, num_shares, local_size, left)
+    # No rank allocates before all have checked: they may share a host.
     collective.barrier()
     return config
 
@@ -101,24 +104,22 @@ def check(
 ) -> int | None:
     """Compares a worker's need with the lowest of the limits; None stands for an unknown limit.
 
-    Returns:
-        The bytes that are left beside the need; None without a limit.
+    Returns the bytes left over; None without a limit.
     """
     known = [limit for limit in limits if limit is not None]
     if not known:
         return None
     limit = min(known, key=lambda found: found.num_bytes)
-    # A user's network may draw numbers where it is made or run, and Spark uses this process again.
+    # A user's network may draw random numbers, and Spark uses this process again.
     with fork_generators(), keep_shared_generators():
         return _check(config, objects, manifest, limit)
 
 
 def _check(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, limit: Available) -> int:
-    """Refuses what needs more than the limit; looks closely only where a rough bound does."""
     planner = _planner(config, objects, manifest)
     trained = num_bytes(p for p in planner.network.parameters() if p.requires_grad and not is_lazy(p))
     at_most = _needs(config, manifest, planner.network, trained, _MOST_STATE * trained)
-    # Most workers have plenty of memory; the step runs only for a training that may be refused.
+    # Most workers have plenty of memory; the step runs only if a rough bound does not fit.
     if sum(at_most.values()) <= limit.num_bytes:
         return limit.num_bytes - sum(at_most.values())
     try:
@@ -139,27 +140,27 @@ def _check(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, l
 def worker_needs(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> dict[str, int]:
     """Returns, for each part, a lower bound of the host bytes that the most loaded worker holds at once.
 
-    Runs one step of the planner on two rows, so that parameters which the network does not use have
-    neither gradient nor state. If network or optimizer cannot run without data, only the parameters count.
+    Runs one step of the planner on two rows, because parameters that the network does not use have neither
+    gradient nor state. If network or optimizer cannot run without data, only the parameters count.
     """
     planner = _planner(config, objects, manifest)
     try:
         plan = planner.plan()
     except MemoryError:
         raise
-    # Code that fails only on fake tensors must not end a training that would run on real ones.
+    # Code that fails only on fake tensors must not end a training.
     except Exception:
         return _needs(config, manifest, planner.network, 0, 0)
     return _needs(config, manifest, planner.network, plan.gradients, plan.optimizer_state)
 
 
 def _planner(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> Planner:
-    """Returns the planner of the whole network on the host, without techniques that only save activations."""
+    """Returns the planner of the whole network on the host, without activation techniques."""
     whole = config.without_sharding()
     plain = replace(
         whole,
         use_gpu=False,
-        # Ranks with parts of the weights between their uses have whole ones in a step.
+        # Ranks that shard the weights between their uses gather them in a step.
         parallelism=whole.parallelism if config.cuts_network else Mesh(),
         precision="fp32",
         gradient_checkpointing="none",
@@ -167,17 +168,13 @@ def _planner(config: TrainConfig, objects: UserObjects, manifest: ShardManifest)
         activation_offload="none",
         activation_compression="none",
     )
-    # The driver does not know the losses yet; any loss that uses all outputs will do.
-    losses = (_output_alone,) * len(config.label_columns)
+    # The driver does not know the losses yet; any loss that uses all outputs suffices.
+    losses = (lambda output, label: output,) * len(config.label_columns)
     inputs, labels = (
         [column_of(manifest, name, 2) for name in names]
         for names in (config.input_columns, config.label_columns)
     )
     return Planner(plain, replace(objects, losses=losses), inputs, labels)
-
-
-def _output_alone(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return output
 
 
 def _needs(
@@ -186,8 +183,8 @@ def _needs(
     parameters = num_bytes(p for p in network.parameters() if not is_lazy(p))
     whole = parameters + num_bytes(b for b in network.buffers() if not is_lazy(b))
     on_gpu = dict.fromkeys(SHARDED_PARTS["parameters"], 0.0)
-    share = on_gpu if config.use_gpu else shares(config.sync.sharding, num_sharers(config))
-    # At least one worker has its even part of what a mesh cuts; state and gradients were planned as parts.
+    share = on_gpu if config.use_gpu else shares(config.sync.sharding, shard_group_size(config))
+    # At least one worker has an even shard of the mesh; state and gradients were planned as shards.
     parts = math.prod(config.axes[axis] for axis in ("tensor", "pipeline", "expert"))
     own = {
         "parameters": int(whole / parts * share.get("parameters", 1.0)),
@@ -195,10 +192,11 @@ def _needs(
     }
     reading = estimate_reader_bytes(config, manifest)
     in_epoch, after_epoch = _checkpoints(config, manifest.select("train").num_rows)
-    # Each writer copies its parameters and state while the training waits; the gradients are freed by then.
+    # Each writer copies its parameters and state while the training waits, after the gradients are freed.
     copy = {"copy for a checkpoint": parameters // parts + state}
     moments: list[dict[str, int]] = [
-        # Every rank makes the whole network on the host before it is cut or moved, unless parts will do.
+        # Every rank builds the whole network on the host before it is sharded or moved, unless it can build
+        # its shard alone.
         {} if config.builds_in_parts else {"parameters": whole},
         own | {"gradients": int(gradients * share.get("gradients", 1.0))} | reading,
         own | copy | reading if in_epoch else {},
@@ -208,7 +206,7 @@ def _needs(
 
 
 def _checkpoints(config: TrainConfig, num_rows: int) -> tuple[bool, bool]:
-    """Returns whether a checkpoint is certain within some epoch, and at the end of one before the last."""
+    """Returns whether a checkpoint is certain within some epoch, and at the end of an epoch but the last."""
     num_steps = Steps(config.batch_sizes, num_rows).total
     steps, epochs = config.checkpoint_every_steps, config.checkpoint_every_epochs
     return steps is not None and steps < num_steps, epochs is not None and epochs < config.epochs
@@ -233,3 +231,48 @@ def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> s
         first = "take a smaller model"
     fewer = "run fewer workers on a host, or " if limit.workers > 1 else ""
     return f"{first}, or {fewer}give the workers more memory{limit.how}"
+
+
+def choose_cache(num_bytes: int, memory: int | None, disk: int) -> Cache:
+    """Returns the place for rows of `num_bytes`: the first of memory and disk with twice the room.
+
+    The other half of the memory is for activations and all else that no lower bound includes. `memory` is
+    the bytes that the training certainly leaves, or None without a known limit.
+    """
+    if not num_bytes:
+        return "none"
+    if memory is not None and 2 * num_bytes <= memory:
+        return "memory"
+    return "disk" if 2 * num_bytes <= disk else "none"
+
+
+def resolve_cache(
+    config: TrainConfig, manifest: ShardManifest, rank: int, size: int, local_size: int, memory: int | None
+) -> TrainConfig:
+    """Returns the config with this rank's value for a `cache` of "auto". Runs on every rank.
+
+    `rank` and `size` identify its share of a global batch; `local_size` ranks share the disk of the host.
+    """
+    if config.cache != "auto":
+        return config
+    num_bytes = sum(find_cached_rows(config, manifest, split, rank, size).num_bytes for split in SPLITS)
+    cache = choose_cache(num_bytes, memory, disk=0)
+    if num_bytes and cache == "none":  # not earlier: a host may have no folder for temporary files
+        cache = choose_cache(num_bytes, memory, free_disk() // local_size)
+    return replace(config, cache=cache)
+
+
+def free_disk() -> int:
+    """Returns the free bytes of the disk for temporary files; 0 if there is none, or if it is memory."""
+    try:
+        folder = tempfile.gettempdir()
+        free, device = shutil.disk_usage(folder).free, os.stat(folder).st_dev
+    except OSError:
+        return 0
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:  # not Linux
+        return free
+    number = f"{os.major(device)}:{os.minor(device)}"
+    types = [line.partition(" - ")[2].split()[0] for line in mounts if line.split()[2] == number]
+    return 0 if {"tmpfs", "ramfs"}.intersection(types) else free

@@ -1,17 +1,17 @@
 """Searches settings that fit a budget: a fixed ladder of changes, tried from the bottom to the top.
 
-The rungs go from exact and cheap to lossy, ordered by what they add to a step (the benchmarks `sharding` and
+The rungs go from exact and cheap to lossy, ordered by their cost per step (the benchmarks `sharding` and
 `memory_techniques` measure it):
 
-1. sharding of the optimizer's state, then of the gradients: the sums of data parallelism;
-2. accumulation: the same sums in another order (batch norm sees fewer rows);
+1. sharding of the optimizer's state, then of the gradients: the all-reduces of data parallelism;
+2. accumulation: the same all-reduces in another order (batch norm sees fewer rows);
 3. checkpointing, "sqrt" then "all": bitwise equal, up to one more forward pass;
-4. sharding of the parameters: the weights travel in every pass;
+4. sharding of the parameters: every pass gathers the weights;
 5. bits, and offload to the host or the disk: bitwise equal; bits save little, and offload is as slow as
    the bus or the disk;
 6. bf16: it rounds, so it comes last.
 
-The lossy codecs of activations are on no rung: they change gradients by some percent, which a budget alone
+The lossy codecs of activations are not included: they change gradients by some percent, which a budget alone
 does not justify.
 """
 
@@ -46,7 +46,7 @@ _PACKED: tuple[Rung, ...] = (
 )
 _LOSSY: tuple[Rung, ...] = (("precision", "bf16"),)
 _LADDER = (*_FIRST, *_PARAMETERS, *_PACKED, *_LOSSY)
-# Sharded parameters and packed activations refuse each other, so both ways are tried.
+# Sharded parameters and packed activations exclude each other, so both are tried.
 _CLIMBS: tuple[tuple[Rung, ...], ...] = (
     (*_FIRST, *_PARAMETERS, *_PACKED),
     (*_FIRST, *_PACKED),
@@ -55,18 +55,13 @@ _CLIMBS: tuple[tuple[Rung, ...], ...] = (
 )
 
 
-def suggestions(
+def find_settings(
     config: TrainConfig, rows: int, peak_of: Callable[[TrainConfig], int | None], budget: int
 ) -> tuple[list[TrainConfig], TrainConfig | None]:
     """Finds settings that fit: up to three with one exact change each, else one that combines low rungs.
 
-    Args:
-        rows: Rows per rank and step, from which micro-batches are cut.
-        peak_of: Returns the peak in bytes, or None if the settings do not suit the network.
-
-    Returns:
-        The settings that fit, in the ladder's order; and if none fit, those with the lowest peak, or None
-        if no change lowers it.
+    `peak_of` returns None if settings do not suit the network. If none fit, the second result is the settings
+    with the lowest peak, or None if no change lowers it.
     """
     found = []
     for name in dict.fromkeys(name for name, _ in _CLIMBS[0]):
@@ -120,17 +115,16 @@ def _above(config: TrainConfig, ladder: Sequence[Rung], rows: int) -> Iterator[R
 
 
 def _changed(config: TrainConfig, name: str, value: Any) -> TrainConfig | None:
-    """Returns the changed config; None if settings refuse each other: see `rules`."""
     try:
         return replace(config, **{name: value})
-    except ValueError:
+    except ValueError:  # settings exclude each other
         return None
 
 
 def _without_needless(
     found: TrainConfig, config: TrainConfig, peak_of: Callable[[TrainConfig], int | None], budget: int
 ) -> TrainConfig:
-    """Takes back changes that a higher rung has made needless, the most expensive first."""
+    """Reverts changes that a higher rung has made needless, the most expensive first."""
     for name in dict.fromkeys(name for name, _ in reversed(_LADDER)):
         weaker = _changed(found, name, getattr(config, name))
         peak = None if weaker is None or weaker == found else peak_of(weaker)

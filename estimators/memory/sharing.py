@@ -1,6 +1,6 @@
-"""Computes what one rank alone does not show: its share of sharded state, and communication buffers.
+"""Computes the share of sharded state per rank, and communication buffers: a measured step has neither.
 
-Adjust these formulas if a collective or a strategy changes what it holds.
+Adjust these formulas if a collective or a strategy changes its buffers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringspark.estimators.parallel.model.expert import expert_names
 from ringspark.estimators.parallel.sharded.fully_sharded import blocks_of
 from ringspark.estimators.training.settings.config import TrainConfig
 
-# Which parts each way of sharding splits over the ranks (Rajbhandari et al. 2020, "ZeRO").
+# Sharding -> parts that it splits over the ranks (Rajbhandari et al. 2020, "ZeRO").
 SHARDED_PARTS: dict[str, tuple[str, ...]] = {
     "none": (),
     "optimizer": ("optimizer_state",),
@@ -28,38 +28,38 @@ SHARDED_PARTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def num_summing(config: TrainConfig) -> int:
-    """Returns how many ranks sum the gradients of one parameter."""
+def data_parallel_size(config: TrainConfig) -> int:
+    """Returns the number of ranks that all-reduce the gradient of one parameter."""
     sizes = config.axes
     return sizes["data"] * sizes["shard"] * sizes["expert"] * sizes["sequence"]
 
 
-def num_sharers(config: TrainConfig) -> int:
-    """Returns over how many ranks a sharding cuts: those of the axis `shard`, or all that sum gradients."""
+def shard_group_size(config: TrainConfig) -> int:
+    """Returns the size of a shard group: the axis `shard`, or all ranks that all-reduce gradients."""
     shard = config.axes["shard"]
-    return shard if shard > 1 else num_summing(config)
+    return shard if shard > 1 else data_parallel_size(config)
 
 
 def shares(sharding: str, num_workers: int) -> Mapping[str, float]:
-    """Returns the share of each part on one rank; a rank holds all of a part without an entry."""
+    """Returns the share of each part on one rank; a part without an entry is not split."""
     return dict.fromkeys(SHARDED_PARTS[sharding], 1.0 / num_workers)
 
 
-def sums_in_buckets(config: TrainConfig) -> bool:
-    """Returns whether gradients, once summed, lie in the buffers in which they travelled."""
-    return num_summing(config) > 1 and config.sync.strategy == "data_parallel"
+def reduces_in_buckets(config: TrainConfig) -> bool:
+    """Whether gradients, once reduced, stay in the buckets in which they were sent."""
+    return data_parallel_size(config) > 1 and config.sync.strategy == "data_parallel"
 
 
-def gradients_leave(config: TrainConfig) -> bool:
-    """Returns whether gradients of a large network leave in the backward pass, in `leaving_buckets`."""
-    return sums_in_buckets(config) and config.axes["pipeline"] == 1 and config.gradient_accumulation == 1
+def reduces_during_backward(config: TrainConfig) -> bool:
+    """Whether gradients of a large network are sent during the backward pass, in `backward_buckets`."""
+    return reduces_in_buckets(config) and config.axes["pipeline"] == 1 and config.gradient_accumulation == 1
 
 
-def leaving_buckets(module: nn.Module) -> list[list[nn.Parameter]]:
-    """Returns the parameters whose gradients leave together, in their order; empty if all leave at the end.
+def backward_buckets(module: nn.Module) -> list[list[nn.Parameter]]:
+    """Returns the parameters whose gradients are sent together, in order; empty if all are sent at the end.
 
     Args:
-        module: A rank's part of the network.
+        module: A rank's shard of the network.
     """
     tables, experts = sparse_parameters(module), expert_names(module)
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in tables}
@@ -71,14 +71,14 @@ def leaving_buckets(module: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
-    """Returns the bytes of buffers that stay allocated between the ranks' exchanges.
+    """Returns the bytes of buffers that stay allocated between gradient synchronizations.
 
     Args:
-        module: Any copy of the network, also one on `meta`: only sizes count.
+        module: Any replica of the network, also one on `meta`: only sizes count.
     """
-    if num_summing(config) == 1:
+    if data_parallel_size(config) == 1:
         return 0
-    # Ranks of one host share 2 MiB for each of them, which is not counted.
+    # The 2 MiB of shared memory per rank of a host do not count.
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     gradients = num_bytes(trained.values())
     if config.sync.sharding == "parameters":
@@ -94,11 +94,11 @@ def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
     compression = config.sync.compressed
     if compression is not None and not isinstance(compression, Uncompressed):
         large = compressed_parameters(trained, compression)
-        # What is sent next, and what is left of what was sent before.
+        # The next message, and the residual of earlier messages.
         compressed = 2 * num_bytes(large.values())
         trained = {name: p for name, p in trained.items() if name not in large}
-        gradients = 0  # the others travel in one message a dtype
+        gradients = 0  # the other gradients are sent in one message per dtype
     buckets = deal(trained, bucket_bytes_of(gradients, by_network=False))
-    # Every gradient has a place in a bucket, with a number that says how many ranks had it.
+    # A bucket holds every gradient and the number of ranks that had it.
     sizes = [sum(num_bytes([p]) + p.element_size() for p in bucket.values()) for bucket in buckets]
     return compressed + sum(sizes)

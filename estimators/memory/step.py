@@ -1,8 +1,8 @@
-"""Runs one training step on fake tensors, by the functions that a rank trains with.
+"""Runs one training step on fake tensors, by the functions of the trainer.
 
-The step is the trainer's: micro-batches, autocast, the losses per row in fp32, loss scaling, gradient
-clipping, and an optimizer step whose state already exists, as in every step but the first. At most two
-micro-batches run: from the second on, each starts with gradients present, and all are alike.
+It includes micro-batches, autocast, the losses per row in fp32, loss scaling, gradient clipping, and an
+optimizer step with existing state, as in every step but the first. At most two micro-batches run: from the
+second on, each starts with existing gradients, and all are alike.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.memory.meter import SENT, Meter, Peak, Weights
 from ringspark.estimators.memory.sharing import (
     SHARDED_PARTS,
-    gradients_leave,
-    leaving_buckets,
-    num_sharers,
+    backward_buckets,
+    reduces_during_backward,
+    reduces_in_buckets,
+    shard_group_size,
     shares,
-    sums_in_buckets,
 )
 from ringspark.estimators.parallel.base import PlainSync
 from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_function, prepare_inputs
@@ -52,8 +52,8 @@ class UpdateBytes:
 
     Attributes:
         state: Bytes of the optimizer's state, unsharded.
-        temporaries: The most bytes beside parameters, gradients, state and batch.
-        peaks: Way of sharding -> the moment with the most bytes on one rank.
+        temporaries: Maximum bytes except parameters, gradients, state and batch.
+        peaks: Sharding -> the peak of one rank.
     """
 
     state: int
@@ -66,8 +66,8 @@ class StepBytes:
     """The memory of one step.
 
     Attributes:
-        parts: Part -> its most bytes at any moment, unsharded.
-        peaks: Way of sharding -> the moment with the most bytes on one rank.
+        parts: Part -> its maximum bytes, unsharded.
+        peaks: Sharding -> the peak of one rank.
     """
 
     parts: dict[str, int]
@@ -79,24 +79,20 @@ def measure_step(
     config: TrainConfig,
     objects: UserObjects,
     empty: nn.Module,
-    inputs: Sequence[Column],
-    labels: Sequence[Column],
+    inputs: Sequence[BatchColumn],
+    labels: Sequence[BatchColumn],
     update: UpdateBytes | None = None,
 ) -> StepBytes:
-    """Counts the bytes of one step in steady state.
+    """Counts the bytes of one step in steady state. Errors of the network, loss and optimizer pass through.
 
     Args:
         config: Config with resolved losses; the columns' rows count, not its `batch_size`.
-        empty: The network without weights, from `build_skeleton` or `skeleton`; not changed.
+        empty: The network on the meta device; not changed.
         inputs: One column per argument of `forward`.
         labels: One column per output.
         update: Result of an earlier call with the same network, optimizer and batch, to save that run.
-
-    Raises:
-        Exception: The network, its loss or its optimizer raised it, or torch did because a shape depends
-            on the numbers in a tensor.
     """
-    know_sizes(empty, inputs, objects)
+    initialize_lazy_layers(empty, inputs, objects)
     with on_fake_tensors(config, objects, empty) as step:
         return step.run(inputs, labels, update)
 
@@ -109,16 +105,16 @@ def on_fake_tensors(
     *others: TorchDispatchMode,
     weightings: Mapping[str, Weights] | None = None,
 ) -> Iterator[FakeStep]:
-    """Returns a context in which tensors have no memory; it gives the network and all that a step needs.
+    """Enters a context in which tensors have no memory; yields the network and all that a step needs.
 
     Args:
-        others: Modes that see the operators too.
-        weightings: Of the meter, beside one for each way of sharding.
+        others: More dispatch modes that see the operators.
+        weightings: More weightings for the meter than one per sharding.
     """
     device = device_of(config)
     gpus = [device] if device.type == "cuda" else []
-    sharded = {name: shares(name, num_sharers(config)) for name in SHARDED_PARTS}
-    if gradients_leave(config.without_sharding()):
+    sharded = {name: shares(name, shard_group_size(config)) for name in SHARDED_PARTS}
+    if reduces_during_backward(config.without_sharding()):
         sharded["none"] = {SENT: 0.0}
     meter = Meter({**sharded, **(weightings or {})})
     # Copied here, because a fake mode cannot copy real buffers.
@@ -126,7 +122,7 @@ def on_fake_tensors(
     if objects.transform_batch is not None:
         transform = BatchTransform(objects.transform_batch, config.seed, 0, device)
     with (
-        # The same warnings of the network and the optimizer come again in the training.
+        # The training repeats the warnings of the network and the optimizer.
         ignore_warnings(),
         fork_generators(gpus),
         torch.autograd.set_multithreading_enabled(False),
@@ -141,13 +137,13 @@ def on_fake_tensors(
 
 
 def device_of(config: TrainConfig) -> torch.device:
-    """Returns the device whose tensors a step is measured with."""
+    """Returns the device on which a step is measured."""
     return torch.device("cuda" if config.use_gpu and torch.cuda.is_available() else "cpu")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences torch's log of errors on fake tensors: the caller gets the error itself."""
+    # Torch logs errors on fake tensors, which the caller gets anyway.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -157,15 +153,7 @@ def _quiet() -> Iterator[None]:
 
 
 class FakeStep:
-    """The network, the optimizer and the recipe of one rank, on fake tensors.
-
-    Attributes:
-        module: The network.
-        transform: Changes training rows; None for none.
-        sync: Its optimizer, without communication.
-        recipe: How a micro-batch is computed.
-        meter: Counts the bytes.
-    """
+    """The network, the optimizer and the recipe of one rank, on fake tensors."""
 
     def __init__(
         self,
@@ -186,13 +174,13 @@ class FakeStep:
             apply_activation_checkpoint(self.module, segment_policy(config.gradient_checkpointing))
         self._trained = [p for p in self.module.parameters() if p.requires_grad]
         self._unsent: list[tuple[Sequence[nn.Parameter], set[nn.Parameter]]] = []
-        # A rank holds of the average what it holds of the parameters.
+        # The weight average is sharded like the parameters.
         self._average = [torch.empty_like(p) for p in self._trained if config.ema_decay is not None]
         meter.assign(self._average, "parameters")
         for parameter in self._trained:
             parameter.register_post_accumulate_grad_hook(self._own_gradient)  # type: ignore[no-untyped-call]
         optimizer = build_configured_optimizer(config, objects, self.module)
-        # Adagrad makes its state here, other optimizers in their first step.
+        # Adagrad creates its state here, other optimizers in their first step.
         meter.assign(filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))), "optimizer_state")
         self.sync = PlainSync(self.module, optimizer)
         self.recipe = Recipe(
@@ -206,7 +194,7 @@ class FakeStep:
         """Counts gradients of the first backward pass as sent once their bucket, and all before it, are full.
 
         Args:
-            buckets: Parameters of the network, as `leaving_buckets` gives them.
+            buckets: Parameters of the network, from `backward_buckets`.
         """
         self._unsent = [(bucket, set(bucket)) for bucket in buckets]
 
@@ -221,52 +209,51 @@ class FakeStep:
             self.meter.assign([p.grad for p in bucket if p.grad is not None], SENT)
 
     def run(
-        self, inputs: Sequence[Column], labels: Sequence[Column], update: UpdateBytes | None
+        self, inputs: Sequence[BatchColumn], labels: Sequence[BatchColumn], update: UpdateBytes | None
     ) -> StepBytes:
         batch = Batch(
             inputs=tuple(c.empty(self._device) for c in inputs),
             labels=tuple(c.empty(self._device) for c in labels),
             weight=None,
         )
-        # On a GPU the next batch is there too, see `feed.batches_on`.
+        # A GPU also holds the next batch, see `feed.batches_on`.
         ahead = [c.empty(self._device) for c in (*inputs, *labels) if self._device.type == "cuda"]
         self.meter.assign([*batch.inputs, *batch.labels, *ahead], "batch")
         self.module.train()
         if self.transform is not None:
             batch = self.transform(batch, 0)
-        if gradients_leave(self._config.without_sharding()):
-            self.send(leaving_buckets(self.module))
+        if reduces_during_backward(self._config.without_sharding()):
+            self.send(backward_buckets(self.module))
         self.meter.restart()
         divisor = global_weights(self.recipe, batch, batch.num_rows, LocalCollective())
         # Outputs are kept for metrics until the step is over, as in the trainer.
-        seen = [
+        outputs = [
             forward_backward(
                 self.recipe, self.sync, micro_batch, divisor, keeps_outputs=bool(self._config.metrics)
             )
             for micro_batch in batch.split(self._config.gradient_accumulation)[:MOST_MICRO_BATCHES]
         ]
-        del seen
+        del outputs
         backward = dict(self.meter.peaks)
         parts = dict(self.meter.highest)
         update = update or self.update()
         parts["optimizer_state"] = update.state
         parts["activations"] = max(parts["activations"], update.temporaries)
         peaks = {}
-        in_buckets = sums_in_buckets(self._config.without_sharding())
+        in_buckets = reduces_in_buckets(self._config.without_sharding())
         for name, peak in backward.items():
             in_update = update.peaks[name]
             if in_buckets and name == "none":
                 in_update = in_update.with_parts(gradients=0)
-            share = shares(name, num_sharers(self._config)).get("optimizer_state", 1.0)
-            with_state = peak.parts | {"optimizer_state": int(update.state * share)}
-            peak = Peak(total=sum(with_state.values()), parts=with_state)
-            peaks[name] = max(peak, in_update, key=lambda found: found.total)
+            share = shares(name, shard_group_size(self._config)).get("optimizer_state", 1.0)
+            with_state = peak.with_parts(optimizer_state=int(update.state * share))
+            peaks[name] = max(with_state, in_update, key=lambda found: found.total)
         return StepBytes(parts=parts, peaks=peaks, update=update)
 
     def update(self) -> UpdateBytes:
-        """Measures the second optimizer step, which is like all later ones; the first makes the state."""
+        """Measures the second optimizer step, which is like all later ones; the first creates the state."""
         before = self.meter.snapshot()
-        # Not by the scaler's `step`, which reads whether the gradients are finite.
+        # Not the scaler's `step`, which reads whether the gradients are finite.
         self.recipe.scaler.unscale(self.sync.optimizer)
         self._optimizer_step()
         self.meter.assign_new(before, "optimizer_state")
@@ -288,8 +275,8 @@ class FakeStep:
             self.meter.answers_scalars = False
 
 
-def know_sizes(empty: nn.Module, inputs: Sequence[Column], objects: UserObjects) -> None:
-    """Initializes lazy layers, as `probe` does, by a forward pass on shapes alone."""
+def initialize_lazy_layers(empty: nn.Module, inputs: Sequence[BatchColumn], objects: UserObjects) -> None:
+    """Initializes lazy layers, like `probe`, by a forward pass on the meta device."""
     tensors = (*empty.parameters(), *empty.buffers())
     if not any(is_lazy(tensor) for tensor in tensors):
         return
@@ -317,5 +304,4 @@ def _with_storage(empty: nn.Module, device: torch.device) -> nn.Module:
         memo[id(buffer)] = torch.empty_strided(
             buffer.size(), buffer.stride(), dtype=buffer.dtype, device=device
         )
-    module: nn.Module = copy.deepcopy(empty, memo)
-    return module
+    return copy.deepcopy(empty, memo)

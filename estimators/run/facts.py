@@ -25,10 +25,9 @@ from ringspark.pipelines.typed_json import parse_object, record
 
 T = TypeVar("T")
 
-# Import path of the function that reads the timelines of the ranks.
 TIME_SHARES = "ringspark.extras.timeline.trace:time_shares"
 
-# File -> what is told of it.
+# File -> its content, in words.
 _EXPECTED = {
     run_layout.CONFIG: "settings",
     run_layout.ENVIRONMENT: "hosts, versions and memory",
@@ -38,7 +37,7 @@ _EXPECTED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a finished run left; the attributes are those of `TrainingSummary`."""
+    """Results of a finished run; the attributes are those of `TrainingSummary`."""
 
     rows: int
     steps: int
@@ -53,7 +52,6 @@ class Outcome:
 
     @classmethod
     def of_summary(cls, summary: Any) -> Outcome:
-        """Returns the outcome that a `TrainingSummary` tells."""
         return cls(**{f.name: getattr(summary, f.name) for f in fields(cls)})
 
     @classmethod
@@ -74,12 +72,8 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LastSign:
-    """The last sign of life of one rank of a run that has not finished.
-
-    Attributes:
-        failure: Type and message of its failure; empty if it has not failed.
-    """
+class LastHeartbeat:
+    """The last heartbeat of one rank of an unfinished run, with its failure as text, or ""."""
 
     rank: int
     host: str
@@ -93,9 +87,9 @@ class RunFacts:
 
     Attributes:
         outcome: None if the run has not finished.
-        time_shares: Rank -> kind of work -> share of its time, from 0 to 1.
+        time_shares: Rank -> type of work -> share of its time, from 0 to 1.
         problems: One sentence per file that could not be read.
-        missing: File that a run of this version has -> what the page cannot tell without it.
+        missing: Name of each missing file -> its content, in words.
     """
 
     run_uri: str
@@ -106,14 +100,14 @@ class RunFacts:
     progress: TrainingProgress | None = None
     environment: Environment = field(default_factory=Environment)
     data: DataFacts | None = None
-    signs: tuple[LastSign, ...] = ()
+    heartbeats: tuple[LastHeartbeat, ...] = ()
     time_shares: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
-        """Rows seen so far, over all epochs and ranks."""
+        """Rows so far, over all epochs and ranks."""
         return self._so_far[0]
 
     @property
@@ -128,9 +122,9 @@ class RunFacts:
 
     @property
     def rows_per_second(self) -> float:
-        """Rate over the epochs, their validation included; NaN before the first rows.
+        """Rate over the epochs including validation; NaN before the first rows.
 
-        The start of a training, with its imports and its first connections, is no part of the rate.
+        The start of a training, with its imports and its first connections, does not count.
         """
         rows, seconds = sum(r.rows for r in self.history), sum(r.seconds for r in self.history)
         if not rows:
@@ -139,16 +133,16 @@ class RunFacts:
 
     @property
     def _so_far(self) -> tuple[int, int, float]:
-        """Rows, steps and seconds of the same moment, the last that any file tells of."""
+        """The latest consistent rows, steps and seconds of all files."""
         if self.outcome is not None:
             return self.outcome.rows, self.outcome.steps, self.outcome.seconds
         steps, seconds = sum(r.steps for r in self.history), sum(r.seconds for r in self.history)
-        told = [
+        known = [
             (steps, sum(r.rows for r in self.history), seconds),
             *((r.step, r.rows, r.seconds) for r in self.steps[-1:]),
             *((p.step, p.rows, p.seconds) for p in [self.progress] if p is not None),
         ]
-        steps, rows, seconds = max(told)
+        steps, rows, seconds = max(known)
         return rows, steps, seconds
 
 
@@ -167,7 +161,7 @@ def read_run(run_uri: str) -> RunFacts:
         )
     problems: list[str] = []
 
-    def tried(name: str, read: Callable[[], T], otherwise: T) -> T:
+    def try_read(name: str, read: Callable[[], T], otherwise: T) -> T:
         try:
             return read()
         except FileNotFoundError:
@@ -179,55 +173,54 @@ def read_run(run_uri: str) -> RunFacts:
     def text(name: str) -> bytes:
         return storage.read_bytes(storage.join(uri, name))
 
-    finished = tried(
-        run_layout.RESULT,
-        lambda: record(FinishedRun, parse_object(text(run_layout.RESULT), allow_nan=True)),
-        None,
+    def read_result() -> FinishedRun:
+        return record(FinishedRun, parse_object(text(run_layout.RESULT), allow_nan=True))
+
+    def read_environment() -> Environment:
+        return Environment.from_json(text(run_layout.ENVIRONMENT))
+
+    finished = try_read(run_layout.RESULT, read_result, None)
+    config = try_read(
+        run_layout.CONFIG, lambda: TrainConfig.from_json(text(run_layout.CONFIG).decode()), None
     )
-    config = tried(run_layout.CONFIG, lambda: TrainConfig.from_json(text(run_layout.CONFIG).decode()), None)
     no_history: tuple[EpochRecord, ...] = ()
-    history = tried(run_layout.HISTORY, lambda: tuple(read_history(uri)), no_history)
+    history = try_read(run_layout.HISTORY, lambda: tuple(read_history(uri)), no_history)
     return RunFacts(
         run_uri=uri,
         outcome=None if finished is None else Outcome.of(finished),
         config=config,
         history=history if finished is None else finished.result.history,
-        steps=tried(run_layout.STEPS, lambda: tuple(read_steps(uri)), ()),
-        progress=tried(run_layout.PROGRESS, lambda: read_progress(uri), None),
-        environment=tried(
-            run_layout.ENVIRONMENT,
-            lambda: Environment.from_json(text(run_layout.ENVIRONMENT)),
-            Environment(),
-        ),
-        data=tried(run_layout.DATA, lambda: _data(uri, config), None),
-        signs=tried(run_layout.HEARTBEAT, lambda: _signs(uri), ()),
-        time_shares=tried(run_layout.TIMELINE, lambda: _time_shares(uri), {}),
+        steps=try_read(run_layout.STEPS, lambda: tuple(read_steps(uri)), ()),
+        progress=try_read(run_layout.PROGRESS, lambda: read_progress(uri), None),
+        environment=try_read(run_layout.ENVIRONMENT, read_environment, Environment()),
+        data=try_read(run_layout.DATA, lambda: _read_data(uri, config), None),
+        heartbeats=try_read(run_layout.HEARTBEAT, lambda: _read_heartbeats(uri), ()),
+        time_shares=try_read(run_layout.TIMELINE, lambda: _read_time_shares(uri), {}),
         problems=tuple(problems),
-        missing={name: told for name, told in _EXPECTED.items() if name not in names},
+        missing={name: content for name, content in _EXPECTED.items() if name not in names},
     )
 
 
 def run_of_summary(summary: Any) -> RunFacts:
-    """Returns the run of a `TrainingSummary`: its history and counts, and what its folder still holds."""
+    """Returns the run of a `TrainingSummary`: its history and counts, and what remains of its folder."""
     try:
         found = read_run(summary.run_uri)
     except (ValueError, OSError) as error:
-        found = RunFacts(run_uri=summary.run_uri, problems=(f"the run's folder tells nothing more: {error}",))
+        found = RunFacts(run_uri=summary.run_uri, problems=(f"the run's folder is not readable: {error}",))
     return replace(found, outcome=Outcome.of_summary(summary), history=tuple(summary.epochs))
 
 
-def _data(uri: str, config: TrainConfig | None) -> DataFacts | None:
+def _read_data(uri: str, config: TrainConfig | None) -> DataFacts | None:
     try:
         return DataFacts.from_json(storage.read_bytes(storage.join(uri, run_layout.DATA)))
     except FileNotFoundError:
-        # Written by a version before, or the ranks have not begun.
+        # An older version wrote no such file, or the ranks have not begun.
         if config is None or not storage.exists(storage.join(config.shards_uri, "manifest.json")):
             return None
         return DataFacts.of(ShardManifest.load(config.shards_uri))
 
 
-def _signs(uri: str) -> tuple[LastSign, ...]:
-    """Returns what the files of the ranks tell; of a finished run there are none."""
+def _read_heartbeats(uri: str) -> tuple[LastHeartbeat, ...]:
     folder = storage.join(uri, run_layout.HEARTBEAT)
     found = []
     for name in storage.list_names(folder):
@@ -237,18 +230,17 @@ def _signs(uri: str) -> tuple[LastSign, ...]:
             beat = parse_object(storage.read_bytes(storage.join(folder, name)))
             failure = Failure.from_json(beat["failure"]) if beat.get("failure") else None
             found.append(
-                LastSign(
+                LastHeartbeat(
                     rank=int(beat.get("rank", -1)),
                     host=str(beat.get("host", "")),
                     phase=str(beat.get("phase", "")),
                     failure="" if failure is None else f"{failure.type}: {failure.message}",
                 )
             )
-    return tuple(sorted(found, key=lambda sign: sign.rank))
+    return tuple(sorted(found, key=lambda beat: beat.rank))
 
 
-def _time_shares(uri: str) -> dict[int, dict[str, float]]:
-    """Returns rank -> kind of work -> share of the rank's time; empty where no timeline was kept."""
+def _read_time_shares(uri: str) -> dict[int, dict[str, float]]:
     if not storage.list_names(storage.join(uri, run_layout.TIMELINE)):
         return {}
     return load_object(TIME_SHARES)(uri)  # type: ignore[no-any-return]

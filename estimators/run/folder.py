@@ -1,7 +1,7 @@
 """The folder of one training, from its start over resumes to its end or removal.
 
 `run_layout` lists its content. After a failure, a folder that the user named is kept if it holds a checkpoint
-to resume from. All other folders are removed, so that no fit starts from another's weights.
+to resume from. All other folders are removed, so no fit starts from another's weights.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from ringspark.estimators import run_layout
 from ringspark.estimators.failures import TrainingCancelledError, WorkerError
 from ringspark.estimators.launch.owner import read_owner, write_owner
-from ringspark.estimators.run.identity import FORMAT_VERSION, differences
-from ringspark.estimators.run.stored_runs import store_clock
+from ringspark.estimators.run.identity import FORMAT_VERSION, list_differences
+from ringspark.estimators.run.stored_runs import read_store_clock
 from ringspark.estimators.stages.fit_data import discard
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, is_committed, list_steps
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -27,8 +27,8 @@ from ringspark.pipelines.typed_json import OtherFormatError, record, versioned
 
 _logger = logging.getLogger(__name__)
 
-# Every worker gives a sign of life every few seconds.
-_LIVES_SECONDS = 60.0
+# Every worker writes a heartbeat every few seconds, so after this time it is dead.
+_DEAD_SECONDS = 60.0
 
 
 class RunRefusedError(ValueError):
@@ -39,12 +39,12 @@ def check_run_uri(run_uri: str | None, resume: bool) -> None:
     """Refuses a folder that a fit may not use.
 
     Raises:
-        ValueError: `resume` was set without a folder; or the folder holds a run that is not to be resumed,
-            or something else; or it cannot be written.
+        ValueError: `resume` was set without a folder; the folder holds a run that is not to be resumed, or
+            something else; or it cannot be written.
     """
     if run_uri is None:
         if resume:
-            raise ValueError("resume=True goes on with the run of a folder; set runUri to that folder")
+            raise ValueError("resume=True continues the run of a folder; set runUri to that folder")
         return
     storage.check_writable(run_uri)
     uri = storage.normalize(run_uri)
@@ -54,11 +54,11 @@ def check_run_uri(run_uri: str | None, resume: bool) -> None:
     if begun and run_layout.IDENTITY not in names and (others := run_layout.foreign_names(names)):
         raise ValueError(
             f"runUri {uri!r} holds {others[0]!r}, which no training writes; give another folder, because "
-            "this one may belong to a search"
+            "this folder may belong to a search"
         )
     if begun and not resume:
         raise ValueError(
-            f"runUri {uri!r} holds a run; set resume=True to go on with it, or give another folder"
+            f"runUri {uri!r} holds a run; set resume=True to continue it, or give another folder"
         )
     if names and not begun:
         raise ValueError(
@@ -67,18 +67,15 @@ def check_run_uri(run_uri: str | None, resume: bool) -> None:
         )
 
 
-def make_way(uri: str, resume: bool | None) -> None:
-    """Removes a run that is in the way of a new one, unless it is to be resumed.
-
-    Args:
-        resume: Whether to resume the run; None if the user has not said.
+def remove_old_run(uri: str, resume: bool | None) -> None:
+    """Removes the run in the folder of a new run, unless `resume` is set.
 
     Raises:
-        ValueError: The folder holds a file that no run writes. Or `resume` is None, and the folder holds an
-            unfinished run that can be resumed or may be training now.
+        ValueError: The folder holds a file that no run writes. Or `resume` is None, that is unset, and the
+            folder holds an unfinished run that can be resumed or may be training now.
     """
     names = storage.list_names(uri)
-    # A folder that holds something else than a run is left to `check_run_uri`, which refuses it.
+    # `check_run_uri` refuses a folder with other content.
     if resume or not {run_layout.IDENTITY, run_layout.OWNER} & set(names):
         return
     if others := run_layout.foreign_names(names):
@@ -89,29 +86,27 @@ def make_way(uri: str, resume: bool | None) -> None:
     folder = RunFolder(uri, is_given=True)
     if resume is None and folder.result() is None and folder.has_checkpoint():
         raise ValueError(
-            f"{uri} holds an unfinished run; give --resume to go on with it, --no-resume to start anew, or "
-            "name another folder"
+            f"{uri} holds an unfinished run; give --resume to continue it, --no-resume to start a new run, "
+            "or name another folder"
         )
-    if resume is None and folder.result() is None and (seconds := _seconds_since_a_sign(uri)) is not None:
+    if resume is None and folder.result() is None and (seconds := _seconds_since_heartbeat(uri)) is not None:
         raise ValueError(
-            f"a worker of the run in {uri} gave a sign of life {seconds:.0f} s ago, so it may be training; "
-            f"wait {_LIVES_SECONDS:.0f} s if it is not, give --no-resume to start anew, or name another "
+            f"a worker of the run in {uri} sent a heartbeat {seconds:.0f} s ago, so it may be training; "
+            f"wait {_DEAD_SECONDS:.0f} s if it is not, give --no-resume to start a new run, or name another "
             "folder"
         )
     storage.remove(storage.join(uri, run_layout.OWNER))  # first: without it no rank writes
     storage.remove(uri, recursive=True)
 
 
-def _seconds_since_a_sign(uri: str) -> float | None:
-    """Returns the seconds since a worker's last sign of life; None if that is long ago, or there is none."""
-    try:
+def _seconds_since_heartbeat(uri: str) -> float | None:
+    """Returns the seconds since the last heartbeat; None if there is none, or the workers must be dead."""
+    with suppress(FileNotFoundError):
         changed = storage.newest_change(storage.join(uri, run_layout.HEARTBEAT))
-    except FileNotFoundError:
-        return None
-    if changed is None:
-        return None
-    seconds = max(0.0, store_clock(uri) - changed)
-    return seconds if seconds < _LIVES_SECONDS else None
+        if changed is not None:
+            seconds = max(0.0, read_store_clock(uri) - changed)
+            return seconds if seconds < _DEAD_SECONDS else None
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +115,7 @@ class Begun:
 
     Attributes:
         identity: Settings, data and model of the run, see `run.identity`.
-        rows_key: Digest that tells the rows of its DataFrame from others, within one Spark application.
+        rows_key: Digest that identifies the rows of its DataFrame within one Spark application.
     """
 
     identity: dict[str, Any]
@@ -129,10 +124,9 @@ class Begun:
 
 
 class RunFolder:
-    """One fit's hold on a run directory.
+    """A run directory as one fit uses it.
 
     Attributes:
-        uri: URI of the folder.
         token: Token of this driver; ranks of another driver end when they see it.
         is_given: Whether the user named the folder, and so may come back to it.
     """
@@ -147,29 +141,25 @@ class RunFolder:
 
     @classmethod
     def new(cls, root: str) -> RunFolder:
-        """Returns a folder that was never used before."""
+        """Returns a new folder in `root`."""
         return cls(storage.join(root, f"run-{uuid.uuid4().hex[:12]}"), is_given=False)
 
     @classmethod
     def given(cls, run_uri: str, resume: bool) -> RunFolder:
-        """Takes the folder that the user named over from any driver that had it."""
+        """Returns the folder that the user named, and takes it over from any other driver."""
         check_run_uri(run_uri, resume)
         folder = cls(run_uri, is_given=True)
         folder._was_there = storage.exists(folder.uri)
         folder._is_mine = folder.identity() is None
         if folder._is_mine:
-            # Nothing was trained here, so files that a dead driver left are of no use.
+            # Nothing was trained here, so files of a dead driver are useless.
             for name in storage.list_names(folder.uri):
                 storage.remove(storage.join(folder.uri, name), recursive=True)
             write_owner(folder.uri, folder.token, 0)
         return folder
 
     def identity(self) -> Begun | None:
-        """Returns the content of `run.json`; None if no run was begun.
-
-        Raises:
-            RunRefusedError: `run.json` cannot be read as such.
-        """
+        """Returns the content of `run.json`, or None; raises RunRefusedError if it cannot be read."""
         uri = storage.join(self.uri, run_layout.IDENTITY)
         try:
             return record(Begun, versioned(storage.read_bytes(uri), FORMAT_VERSION))
@@ -186,14 +176,14 @@ class RunFolder:
             ) from None
 
     def begin(self, config: TrainConfig, identity: dict[str, Any], rows_key: str | None = None) -> None:
-        """Writes the identity of the run, or checks that it is unchanged. The run is then this driver's.
+        """Writes the identity of the run, or checks that it is unchanged. The driver then owns the run.
 
         Raises:
             RunRefusedError: The run was begun with other settings, data or model; the message lists them.
         """
         known = self.identity()
         if known is not None:
-            changed = differences(known.identity, identity)
+            changed = list_differences(known.identity, identity)
             if changed:
                 raise self.refusal(changed)
         if self.result() is not None:
@@ -214,21 +204,21 @@ class RunFolder:
         return None
 
     def note(self, name: str, text: str) -> None:
-        """Writes a file that only informs; if the store refuses it, the training goes on without."""
+        """Writes a file that only informs; if the store refuses it, the training continues without it."""
         try:
             storage.write_atomic(storage.join(self.uri, name), text.encode())
         except OSError as error:
-            _logger.warning("%s was not written (%s); the training goes on without it", name, error)
+            _logger.warning("%s was not written (%s); the training continues without it", name, error)
 
     def refusal(self, changed: list[str]) -> RunRefusedError:
         """Returns the error for a run whose identity changed."""
         return RunRefusedError(
-            f"the run in {self.uri!r} cannot be resumed, since it was begun with others: "
-            f"{'; '.join(changed)}; set them back, or give another folder"
+            f"the run in {self.uri!r} cannot be resumed, because these changed: {'; '.join(changed)}; "
+            "set them back, or give another folder"
         )
 
     def has_history(self) -> bool:
-        """Returns whether an earlier start has finished an epoch; False if the store does not answer."""
+        """Whether an earlier start has finished an epoch; False if the store does not answer."""
         try:
             return storage.exists(storage.join(self.uri, run_layout.HISTORY))
         except OSError:
@@ -242,18 +232,16 @@ class RunFolder:
             return None
 
     def finish(self, result: str, *, keeps_checkpoints: bool = False) -> None:
-        """Marks the training as finished; keeps only the manifest of the rows, which tells them apart.
+        """Marks the training as finished. Of the rows, it keeps only the manifest, which identifies them.
 
-        Args:
-            keeps_checkpoints: Whether another training is to go on from the last one.
+        `keeps_checkpoints` keeps them for another training that resumes from the last one.
         """
         storage.write_atomic(storage.join(self.uri, run_layout.RESULT), result.encode())
         # Up to here, a later driver could resume from these files if this one died.
         if not keeps_checkpoints:
             discard(checkpoints_uri(self.uri))
-        discard(storage.join(self.uri, run_layout.HEARTBEAT))
-        discard(storage.join(self.uri, run_layout.SHARD_STATES))
-        discard(storage.join(self.uri, run_layout.FIRST_WEIGHTS))
+        for name in (run_layout.HEARTBEAT, run_layout.SHARD_STATES, run_layout.FIRST_WEIGHTS):
+            discard(storage.join(self.uri, name))
         # A killed `write_atomic` leaves its temporary file.
         for name in self._own_names():
             if name.startswith((".", f"{run_layout.SHARDS}-")):
@@ -281,17 +269,17 @@ class RunFolder:
             raise
 
     def _leave(self) -> str:
-        """Removes the folder, unless it is worth keeping; then returns what to tell the user about it."""
+        """Removes the folder, or keeps it and returns advice for the user."""
         if not self._is_mine:
             return ""
         with suppress(OSError):
             owner = read_owner(self.uri)
             if owner is not None and owner.token != self.token:
-                return ""  # the folder is another driver's by now
+                return ""  # another driver owns the folder now
             if self.is_given and self.has_checkpoint():
-                # A later start writes them anew.
+                # A later start writes them again.
                 discard(storage.join(self.uri, run_layout.FIRST_WEIGHTS))
-                return f"; its last checkpoint is kept in {self.uri!r}: fit again with resume=True to go on"
+                return f"; its last checkpoint is kept in {self.uri!r}: fit again with resume=True to resume"
         discard(storage.join(self.uri, run_layout.OWNER))  # first: without it no rank writes
         if not self.is_given:
             discard(self.uri)
@@ -304,7 +292,6 @@ class RunFolder:
         return ""
 
     def _own_names(self) -> list[str]:
-        """Returns the names of the folder's files and folders that a run writes."""
         names = storage.list_names(self.uri)
         foreign = run_layout.foreign_names(names)
         return [name for name in names if name not in foreign]

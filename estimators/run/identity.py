@@ -1,8 +1,8 @@
-"""Which settings, data and model a resumed run must share with its start.
+"""Settings, data and model that a resumed run must share with its start.
 
-These decide the result of the run, so a run is resumed only if they are unchanged. Settings that only decide
-where and how fast it is trained (workers, devices, reader, time limits, checkpoints) may change; each
-setting's declaration says so. Everything here is JSON and small.
+They determine the result of the run, so a run is resumed only if they are unchanged. Settings that only
+decide where and how fast it trains (workers, devices, reader, time limits, checkpoints) may change; the
+declaration of each setting says so. The identity is small and JSON.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ringspark.pipelines.columns import Column
 
 FORMAT_VERSION = 2
 
-# Config fields that may differ between the starts of one run: the folders, and settings that declare it.
-# What was found out about the metrics follows from them, and a pause changes no number.
+# Config fields that may differ between the starts of one run: the folders, settings that declare it, facts
+# that follow from the metrics, and a pause, which changes no number.
 _FREE = {"shards_uri", "run_uri", "own_metrics", "pause_after"} | {
     s.field for s in SETTINGS.values() if s.may_differ_on_resume
 }
 _NAMES = {setting.field: setting.name for setting in SETTINGS.values() if setting.field} | {
     "output_widths": "the model's outputs"
 }
-# Relative to the size of what was added up.
+# Relative to the size of the added numbers.
 _TOLERANCE = 1e-6
 
 
@@ -60,15 +60,15 @@ def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManife
     }
     if objects.metrics:
         settings["own metrics"] = {
-            name: _described(metric, tensors=False) for name, metric in objects.metrics.items()
+            name: _describe(metric, tensors=False) for name, metric in objects.metrics.items()
         }
     identity = {"settings": settings, "data": _data_of(manifest), "model": _model_of(config, objects)}
-    # Converted to the form in which it is read back, where tuples are lists.
+    # As it is read back later, where tuples are lists.
     found: dict[str, Any] = json.loads(json.dumps(identity, default=_plain))
     return found
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+def list_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Returns the changes between two identities, one entry each: `name: old -> new`."""
     found = []
     for part in ("settings", "data", "model"):
@@ -95,7 +95,7 @@ def _upgrade_settings(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
+def list_data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
     """Returns the differences between the rows of two writes, as far as columns and statistics show them."""
     found = []
     columns = [[f"{column.name}: {column.kind}" for column in manifest.columns] for manifest in (old, new)]
@@ -105,8 +105,7 @@ def data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
         rows = [manifest.select(split).num_rows for manifest in (old, new)]
         if rows[0] != rows[1]:
             found.append(f"{split} rows: {rows[0]} -> {rows[1]}")
-    found = found or _kind_differences(old.columns, new.columns)
-    if found:
+    if found := found or _kind_differences(old.columns, new.columns):
         return found
     for split in sorted(old.stats.keys() & new.stats.keys()):
         for name in sorted(old.stats[split].keys() & new.stats[split].keys()):
@@ -123,10 +122,7 @@ def data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
 
 
 def _kind_differences(old: Sequence[Column], new: Sequence[Column]) -> list[str]:
-    """Returns the differences of column types that neither their text nor the stored rows show.
-
-    Examples are the value that pads short rows, and the vocabulary behind ids.
-    """
+    """Returns differences of column types that their text does not show, such as padding values."""
     found = []
     for before, now in zip(old, new, strict=True):
         known, given = before.kind.to_json(), now.kind.to_json()
@@ -174,7 +170,6 @@ def _model_of(config: TrainConfig, objects: UserObjects) -> dict[str, Any]:
 
 
 def _name(value: Any) -> str | None:
-    """Returns the name of a function or of an object's class, as its author wrote it."""
     if value is None:
         return None
     if isinstance(value, functools.partial):
@@ -183,11 +178,10 @@ def _name(value: Any) -> str | None:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _described(given: Any, *, tensors: bool) -> dict[str, Any]:
+def _describe(given: Any, *, tensors: bool) -> dict[str, Any]:
     """Returns the class or function of a metric, loss or transform, and its plain public attributes.
 
-    Args:
-        tensors: Whether its tensors count; those of a metric may be its rows, which are no part.
+    Tensors of a metric do not count, because they may be its rows.
     """
     own = {**getattr(given, "__dict__", {})}
     if isinstance(given, functools.partial):
@@ -205,18 +199,18 @@ def _described(given: Any, *, tensors: bool) -> dict[str, Any]:
 
 
 def _settings_of(given: Any) -> Any:
-    """Returns the name of a loss, transform or factory; with the settings of it and its layers, if any.
+    """Returns the name of a loss, transform or factory; with its settings and those of its layers, if any.
 
-    A setting is an argument of the constructor that is kept under its name: others may be counters.
+    A setting is a constructor argument kept under its name; other attributes may be counters.
     """
     layers = dict(given.named_modules()) if isinstance(given, torch.nn.Module) else {"": given}
     found = {}
     for path, layer in layers.items():
         known = {"is", *inspect.signature(type(layer).__init__).parameters}
         is_partial = isinstance(layer, functools.partial)
-        settings = _described(layer, tensors=True)
+        settings = _describe(layer, tensors=True)
         found[path] = {name: text for name, text in settings.items() if is_partial or name in known}
-    # A plain name where that is all, as runs have stored it so far.
+    # Only the name if there are no settings, as stored runs have it.
     return found if len(found) > 1 or len(found[""]) > 1 else _name(given)
 
 
@@ -224,14 +218,14 @@ def _text(value: Any) -> str | None:
     """Returns the text of a plain value, or the digest of a tensor; None for any other object."""
     if isinstance(value, tuple | list):
         texts = [_text(item) for item in value]
-        # Of plain values as runs have stored it so far.
+        # Plain values have the text of stored runs.
         return repr(value) if _is_plain(value) else None if None in texts else repr(texts)
     if isinstance(value, np.ndarray) and value.dtype.kind in "fbiuc":
         value = torch.as_tensor(np.array(value, value.dtype.newbyteorder("=")))  # a copy in native order
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta:
         digest = hashlib.sha256(_bytes(value)).hexdigest()[:16]
         return f"{value.dtype} {list(value.shape)} {digest}"
-    # As text, because a file of JSON has no infinity and no NaN.
+    # Text, because JSON has no infinity and no NaN.
     return repr(value) if _is_plain(value) else None
 
 

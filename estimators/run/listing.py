@@ -1,7 +1,7 @@
-"""The run folders below a folder, whatever their names, and the removal of one.
+"""Lists the run folders below a folder, whatever their names, and removes one.
 
-A driver that trains cannot be asked whether it lives, so a run that has not finished counts as in use while
-its files are new: every worker gives a sign of life every few seconds.
+Nobody can ask a driver whether it is alive, so an unfinished run counts as in use while its files are new:
+every worker writes a heartbeat every few seconds.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.run.stored_runs import LEAST_HOURS, size_and_change, store_clock
+from ringspark.estimators.run.stored_runs import LEAST_HOURS, measure_folder, read_store_clock
 from ringspark.estimators.training.history import read_history
 from ringspark.pipelines import storage
 
-# Either says that a run was begun here.
+# The presence of either means that a run was begun here.
 _MARKS = {run_layout.OWNER, run_layout.IDENTITY}
 
 
@@ -26,9 +26,9 @@ class ListedRun:
 
     Attributes:
         name: Last part of its URI.
-        state: "in use" is a run that has not finished and has changed lately; "stopped" one that has not.
+        state: An unfinished run is "in use" if it has changed lately, else "stopped".
         epochs: Finished epochs.
-        idle_seconds: Seconds since its last change; 0 where the store does not tell.
+        idle_seconds: Seconds since its last change; 0 if the store does not know.
     """
 
     uri: str
@@ -39,44 +39,38 @@ class ListedRun:
     idle_seconds: float
 
 
-def runs_in(root: str) -> list[ListedRun]:
-    """Returns the runs in a folder and in the folders in it, the newest last; of a run folder, itself.
+def list_run_folders(root: str) -> list[ListedRun]:
+    """Returns the runs in a folder and its subfolders, the newest last; for a run folder, the run itself.
 
-    Raises:
-        ValueError: There is no such folder.
+    Raises ValueError if the folder does not exist.
     """
     root = storage.normalize(root)
     names = storage.list_names(root)
     if not names and not storage.exists(root):
         raise ValueError(f"there is no folder {root}")
     if _is_run(root):
-        return [look(root)]
+        return [inspect_run(root)]
     found = [storage.join(root, name) for name in names if not name.startswith(".")]
-    return sorted((look(uri) for uri in found if _is_run(uri)), key=lambda run: -run.idle_seconds)
+    return sorted((inspect_run(uri) for uri in found if _is_run(uri)), key=lambda run: -run.idle_seconds)
 
 
-def look(uri: str, now: float | None = None) -> ListedRun:
-    """Looks at a run folder.
+def inspect_run(uri: str, now: float | None = None) -> ListedRun:
+    """Returns the state of a run folder at `now` by the store's clock, by default the local clock.
 
-    Args:
-        now: Seconds since 1970 by the clock of the store; by default this machine's.
-
-    Raises:
-        ValueError: The folder holds no run.
+    Raises ValueError if the folder holds no run.
     """
     uri = storage.normalize(uri).rstrip("/")
     if not _is_run(uri):
         raise ValueError(f"{uri} is no run folder; give the runUri of a training")
     now = time.time() if now is None else now
-    num_bytes, changed = size_and_change(uri)
+    num_bytes, changed = measure_folder(uri)
     idle_seconds = 0.0 if changed is None else max(0.0, now - changed)
-    state: Literal["finished", "in use", "stopped"] = "stopped"
+    state: Literal["finished", "in use", "stopped"]
+    state = "in use" if idle_seconds < LEAST_HOURS * 3600 else "stopped"
     if storage.exists(storage.join(uri, run_layout.RESULT)):
         state = "finished"
-    elif idle_seconds < LEAST_HOURS * 3600:
-        state = "in use"
     epochs = 0
-    with suppress(ValueError):  # damaged: `runs show` says so
+    with suppress(ValueError):  # damaged: `runs show` reports it
         epochs = len(read_history(uri))
     return ListedRun(
         uri=uri,
@@ -89,17 +83,14 @@ def look(uri: str, now: float | None = None) -> ListedRun:
 
 
 def remove_run(uri: str, *, stopped: bool = False) -> ListedRun:
-    """Removes a run folder; returns what it was.
-
-    Args:
-        stopped: Whether the caller knows that the run's driver has ended.
+    """Removes a run folder; returns its last state. `stopped` confirms that the run's driver has ended.
 
     Raises:
-        ValueError: It is no run folder, the run may be in use, or the folder holds what no run does.
+        ValueError: It is no run folder, the run may be in use, or the folder holds foreign files.
     """
-    run = look(uri)
+    run = inspect_run(uri)
     if run.state != "finished":
-        run = look(uri, store_clock(run.uri.rpartition("/")[0]))
+        run = inspect_run(uri, read_store_clock(run.uri.rpartition("/")[0]))
     if others := run_layout.foreign_names(storage.list_names(run.uri)):
         raise ValueError(f"{run.uri} holds {others[0]!r}, which belongs to no run; move it elsewhere")
     if run.state == "in use" and not stopped:
@@ -112,5 +103,5 @@ def remove_run(uri: str, *, stopped: bool = False) -> ListedRun:
 
 
 def _is_run(uri: str) -> bool:
-    # Not by the names in there: of a file they are its own.
+    # Not `list_names`, which lists a file as itself.
     return any(storage.exists(storage.join(uri, mark)) for mark in _MARKS)

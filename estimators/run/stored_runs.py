@@ -1,12 +1,13 @@
 """Lists and removes folders that fits without `runUri` leave in their storageUri.
 
-Such a fit makes a folder `run-<id>`, and `shards-<id>`, which all fits of one search share. A fit on a table
-that is read in place makes `table-<id>` instead of shards; it contains only a manifest. A finished run holds
-the weights of its model until the model is saved elsewhere. All these folders stay if the driver dies.
+Such a fit makes a folder `run-<id>` and a folder `shards-<id>`, which all fits of one search share. A fit on
+a table that is read in place makes `table-<id>` instead of shards; it contains only a manifest. A finished
+run holds the weights of its model until the model is saved elsewhere. All these folders stay if the driver
+dies.
 
-Every worker gives a sign of life every few seconds while it trains. Nothing changes while a fit waits for
-free slots, while Spark computes the rows of a file, and while a search evaluates between two fits. Shards
-live as long as a run that reads them.
+While it trains, every worker writes a heartbeat every few seconds. Nothing changes while a fit waits for free
+slots, while Spark computes the rows of a file, and while a search evaluates between two fits. Shards live as
+long as a run that reads them.
 """
 
 from __future__ import annotations
@@ -33,10 +34,9 @@ class StoredRun:
     """One folder of a storageUri.
 
     Attributes:
-        state: "finished" or "unfinished" for a run; "shards" for the rows of one or more runs, or for the
-            manifest of a table that runs read.
-        idle_seconds: Seconds since its last change; of shards, also since that of any run that reads them. 0
-            where the store does not tell.
+        state: "finished" or "unfinished" for a run; "shards" for the rows or the table manifest of runs.
+        idle_seconds: Seconds since its last change, and for shards since the last change of any run that
+            reads them; 0 if the store does not know.
     """
 
     uri: str
@@ -46,16 +46,15 @@ class StoredRun:
 
 
 def list_runs(root: str, now: float | None = None) -> list[StoredRun]:
-    """Returns the runs and shards that fits have left in `root`, the longest idle first.
+    """Returns the runs and shards of fits in the storageUri `root`, the longest idle first.
 
-    Args:
-        root: The storageUri. There is no Spark here: a path without a scheme is this machine's disk.
-        now: Seconds since 1970 by the clock of the store; by default this machine's.
+    `now` is the time by the store's clock, by default by the local clock. Without Spark, a path without a
+    scheme is on the local disk.
     """
     root = storage.normalize(root)
     now = time.time() if now is None else now
     names = [name for name in storage.list_names(root) if _FOLDER.fullmatch(name)]
-    # An entry of `cached_shards` has folders of such names too, with a manifest at once in them.
+    # An entry of `cached_shards` has such a name too, with a manifest directly in it.
     names = [
         n
         for n in names
@@ -63,35 +62,35 @@ def list_runs(root: str, now: float | None = None) -> list[StoredRun]:
     ]
     sizes, changes = {}, {}
     for name in names:
-        sizes[name], changed = size_and_change(storage.join(root, name))
+        sizes[name], changed = measure_folder(storage.join(root, name))
         changes[name] = now if changed is None else changed
     for name in names:
         shards = _shards_of(storage.join(root, name))
         if shards in changes:
             changes[shards] = max(changes[shards], changes[name])
-    found = [
-        StoredRun(
-            uri=storage.join(root, name),
-            state=_state(root, name),
-            num_bytes=sizes[name],
-            idle_seconds=max(0.0, now - changes[name]),
+    found = []
+    for name in names:
+        state: Literal["finished", "unfinished", "shards"] = "shards"
+        if name.startswith("run"):
+            done = storage.exists(storage.join(root, name, run_layout.RESULT))
+            state = "finished" if done else "unfinished"
+        idle = max(0.0, now - changes[name])
+        found.append(
+            StoredRun(uri=storage.join(root, name), state=state, num_bytes=sizes[name], idle_seconds=idle)
         )
-        for name in names
-    ]
     return sorted(found, key=lambda run: -run.idle_seconds)
 
 
 def remove_runs(root: str, older_than_hours: float, *, finished: bool = False) -> list[StoredRun]:
-    """Removes runs whose driver died, and shards that nobody reads; returns what was removed.
+    """Removes runs whose driver died, and unused shards; returns them.
 
     Args:
-        root: See `list_runs`.
         older_than_hours: Hours without any change, by the clock of the store; at least `LEAST_HOURS`, and
-            more than any fit waits for free slots or computes its rows, or a search evaluates between fits.
+            longer than any fit waits for free slots or computes its rows, or a search evaluates between fits.
         finished: Whether to remove finished runs as well; their models must have been saved elsewhere.
 
     Raises:
-        ValueError: The time is too short to tell the dead from the living.
+        ValueError: The time is too short to know that a run is dead.
     """
     if not older_than_hours >= LEAST_HOURS:
         raise ValueError(
@@ -103,7 +102,7 @@ def remove_runs(root: str, older_than_hours: float, *, finished: bool = False) -
         return []
     old = [
         run
-        for run in list_runs(root, store_clock(root))
+        for run in list_runs(root, read_store_clock(root))
         if (finished or run.state != "finished") and run.idle_seconds > older_than_hours * 3600
     ]
     for run in old:
@@ -111,15 +110,8 @@ def remove_runs(root: str, older_than_hours: float, *, finished: bool = False) -
     return old
 
 
-def _state(root: str, name: str) -> Literal["finished", "unfinished", "shards"]:
-    if not name.startswith("run"):
-        return "shards"
-    done = storage.exists(storage.join(root, name, run_layout.RESULT))
-    return "finished" if done else "unfinished"
-
-
-def size_and_change(uri: str) -> tuple[int, float | None]:
-    """Returns the bytes of a folder, and the time of its last change; None if the store tells none."""
+def measure_folder(uri: str) -> tuple[int, float | None]:
+    """Returns the bytes of a folder, and the time of its last change; None if the store does not know."""
     fs, path = storage.filesystem(uri)
     fs.invalidate_cache()
     size, changes = 0, []
@@ -135,15 +127,14 @@ def size_and_change(uri: str) -> tuple[int, float | None]:
 
 
 def _shards_of(run_uri: str) -> str | None:
-    """Returns the name of the folder of the shards that a run reads."""
     with suppress(FileNotFoundError, NotADirectoryError, ValueError):
         config = parse_object(storage.read_bytes(storage.join(run_uri, run_layout.CONFIG)), allow_nan=True)
         return str(config.get("shards_uri")).rpartition("/")[2]
     return None
 
 
-def store_clock(root: str) -> float:
-    """Returns the seconds since 1970 by the clock of the store, from a file that is written for it."""
+def read_store_clock(root: str) -> float:
+    """Returns the seconds since 1970 by the clock of the store, from a file that it writes there."""
     probe = storage.join(root, f".ringspark-probe-{uuid.uuid4().hex}")
     storage.write_atomic(probe, b"")
     try:

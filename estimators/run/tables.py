@@ -1,7 +1,7 @@
 """Fits on tables of another writer: a manifest over their files takes the place of shards.
 
-Only the manifest is written: into the run's folder if the user named one, otherwise into a folder of the
-fit's own. A resumed run reads the manifest that it began with, if table and columns are still the same.
+Only the manifest is written: into the run's folder if the user named one, otherwise into a new folder. A
+resumed run reads its first manifest, if table and columns have not changed.
 """
 
 from __future__ import annotations
@@ -37,20 +37,16 @@ def pinned_version(run_uri: str | None) -> int | None:
 
 
 def check_table(data: FitData) -> None:
-    """Refuses settings that choose among rows, which a table read as it is cannot do.
-
-    Raises:
-        ValueError: Names the setting.
-    """
+    """Refuses settings that choose among rows, because a table in place is read whole."""
     if data.validation_fraction is not None:
         raise ValueError(
-            "validationFraction draws single rows, and a table that is read as it is holds out whole files; "
-            "name a column of its folders by validationIndicatorCol, or write the table with write_shards"
+            "validationFraction selects single rows, but a table that is read in place holds out whole "
+            "files; name a partition column by validationIndicatorCol, or write the table with write_shards"
         )
     if data.drops_invalid:
         raise ValueError(
-            "handleInvalid='skip' leaves rows out, and a table is read as it is; use fit(df), or write it "
-            "with write_shards"
+            "handleInvalid='skip' leaves rows out, but a table in place is read whole; use fit(df), or "
+            "write it with write_shards"
         )
 
 
@@ -61,29 +57,29 @@ def table_rows(
     """Yields the manifest over a table's files, in its folder, and the key of these rows.
 
     Raises:
-        ValueError: The table cannot be trained on, or is not the one that the run was begun with.
+        ValueError: The table cannot be trained on, or is not the run's first table.
     """
     key = _key(listing, data)
     if not run.is_given:
         folder = storage.join(data.root, f"table-{uuid.uuid4().hex[:12]}")
         try:
-            yield _saved(spark, listing, data, folder), key
+            yield _write_manifest(spark, listing, data, folder), key
         finally:
             discard(folder)
         return
     folder, known = storage.join(run.uri, run_layout.SHARDS), run.identity()
     if known is None:
-        yield _saved(spark, listing, data, folder), key
+        yield _write_manifest(spark, listing, data, folder), key
         return
     if not storage.exists(storage.join(folder, MANIFEST_NAME)):
         raise run.refusal(["data: shards given to fitOnShards -> a table"])
     manifest = ShardManifest.load(folder)
     if known.rows_key != key:
-        raise run.refusal([_change(manifest, listing)])
+        raise run.refusal([_describe_change(manifest, listing)])
     yield manifest, key
 
 
-def _saved(spark: SparkSession, listing: Listing, data: FitData, folder: str) -> ShardManifest:
+def _write_manifest(spark: SparkSession, listing: Listing, data: FitData, folder: str) -> ShardManifest:
     kinds = {name: kind_from_json(kind) for name, kind in json.loads(data.kinds).items()}
     manifest = table_manifest(spark, listing, data.columns, kinds, data.validation_col)
     manifest = replace(manifest, uri=folder)
@@ -92,22 +88,20 @@ def _saved(spark: SparkSession, listing: Listing, data: FitData, folder: str) ->
 
 
 def _key(listing: Listing, data: FitData) -> str:
-    """Returns a digest that differs if the table's files, or the columns or kinds of the fit, differ."""
-    told = [asdict(listing.source), listing.files, data.columns, data.validation_col, data.kinds]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    facts = [asdict(listing.source), listing.files, data.columns, data.validation_col, data.kinds]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _change(manifest: ShardManifest, listing: Listing) -> str:
-    """Says how a table differs from that of a manifest."""
+def _describe_change(manifest: ShardManifest, listing: Listing) -> str:
     if manifest.table is None:
         return f"data: a DataFrame -> the table {listing.source.uri!r}"
     if manifest.table != listing.source:
-        told = [f"{t.uri!r}" + ("" if t.version is None else f" version {t.version}")
-                for t in (manifest.table, listing.source)]  # fmt: skip
-        return f"data: the table {told[0]} -> {told[1]}"
+        tables = [f"{t.uri!r}" + ("" if t.version is None else f" version {t.version}")
+                  for t in (manifest.table, listing.source)]  # fmt: skip
+        return f"data: the table {tables[0]} -> {tables[1]}"
     before = {f.path: (f.num_bytes, f.state) for f in manifest.files}
     now = {path: (num_bytes, state) for path, num_bytes, state in listing.files}
     differ = sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
     if not differ:
-        return "data: columns, their kinds or validationIndicatorCol of the table"
-    return f"data: {len(differ)} files of the table changed, came or went, such as {differ[0]!r}"
+        return "data: columns, their types or validationIndicatorCol of the table"
+    return f"data: {len(differ)} files of the table were added, changed or removed, such as {differ[0]!r}"

@@ -21,7 +21,7 @@ from operator import and_
 from pyspark.sql import DataFrame
 
 from ringspark.estimators.columns.inputs import ModelInput, bind
-from ringspark.estimators.columns.schema import for_fit
+from ringspark.estimators.columns.schema import explain_for_fit
 from ringspark.pipelines import ShardManifest, storage, write_shards
 from ringspark.pipelines.columns import Column, quote
 from ringspark.pipelines.kinds import kind_from_json
@@ -80,7 +80,7 @@ class FitData:
                 imports=self.imports,
             )
         except ValueError as error:
-            raise for_fit(error) from None
+            raise explain_for_fit(error) from None
 
 
 class SharedShards:

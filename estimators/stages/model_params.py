@@ -14,7 +14,7 @@ from pyspark.ml.param.shared import (
 )
 from pyspark.sql.types import StructType
 
-from ringspark.estimators.columns.schema import fields_named
+from ringspark.estimators.columns.schema import find_fields
 from ringspark.estimators.stages.declared import DeclaredParams, declared, getter, param_of, setter
 from ringspark.estimators.training.settings import data
 from ringspark.estimators.training.settings.network import METRICS, MODEL, TRANSFORM_IN_PREDICTION
@@ -85,7 +85,7 @@ def check_distinct(names: Sequence[str], exact: bool = False) -> None:
     """Refuses two output columns of the same name.
 
     Args:
-        exact: See `fields_named`.
+        exact: See `find_fields`.
 
     Raises:
         ValueError: Two names are equal.
@@ -98,7 +98,7 @@ def check_free(schema: StructType, names: Sequence[str], exact: bool) -> None:
     """Refuses an output column that exists, in the words of Spark's stages, and two of one name."""
     check_distinct(names, exact)
     for name in names:
-        if fields_named(name, schema, exact):
+        if find_fields(name, schema, exact):
             raise ValueError(
                 f"Output column {name} already exists; drop it first, or give the model another name "
                 f"for its output"

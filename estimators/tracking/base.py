@@ -1,8 +1,8 @@
-"""Who is told of a training: a `Tracker` is the settings, and its `Listener` follows one training.
+"""The interface of trackers: a `Tracker` holds the settings, and its `Listener` follows one training.
 
-All of it runs on the driver, in a thread of each listener's own (see `watcher`), because the driver waits in
-a Spark job and may have no connection to the ranks: what is told was read from the run directory's files.
-So a listener may be slow, and what it raises is a warning and ends no training.
+Listeners run on the driver, each in a thread of its own (see `watcher`): the driver waits in a Spark job and
+may have no connection to the ranks, so their records come from files of the run directory. A listener may be
+slow, and its errors become warnings that end no training.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ from typing import Any, ClassVar, Literal
 from ringspark.estimators.training.history import EpochRecord, TrainingProgress
 from ringspark.estimators.training.step_log import StepRecord
 
-Status = Literal["finished", "failed", "cancelled"]
+EndStatus = Literal["finished", "failed", "cancelled"]
 
-# Stores cannot append to a file. Writing it again after every epoch costs the square of the number of epochs.
-# So a tracker writes it again only if it has grown by this share, and at the end.
+# Stores cannot append to a file, and to rewrite it after every epoch takes quadratic time. So a tracker
+# rewrites it only if it has grown by this share, and at the end.
 GROWTH = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """What is known when the workers start.
+    """Facts that are known when the workers start.
 
     Attributes:
         name: Uid of the stage, such as "TorchClassifier_1f2e".
-        run_uri: Folder of the run.
-        settings: The stage's Params by name: numbers, texts and lists of them as they are, all else as text.
-        data: Facts of the rows: "rows", "validation_rows", "shards_uri".
+        settings: The stage's Params by name: numbers, texts and lists of them unchanged, others as text.
+        data: Facts about the rows: "rows", "validation_rows", "shards_uri".
         resumed: Whether the folder holds a part of this training already.
-        surroundings: What the trackers' `surroundings` found where `fit` was called.
+        surroundings: Result of the trackers' `surroundings` in the thread that called `fit`.
     """
 
     name: str
@@ -44,61 +43,61 @@ class RunStart:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """How the training ended.
+    """The end of a training.
 
     Attributes:
         error: The failure's sentence, if it did not finish.
         model: The fitted stage, if it finished.
     """
 
-    status: Status
+    status: EndStatus
     error: str = ""
     model: Any = None
 
 
 class Listener:
-    """Follows one training. The calls come one after another, from one thread; each may raise."""
+    """Follows one training. One thread makes the calls in sequence; each may raise."""
 
     def progress(self, progress: TrainingProgress) -> None:
-        """Is told the present position about twice a second; positions are left out while calls are slow."""
+        """Receives the present position about twice a second; positions are left out while calls are slow."""
 
     def steps(self, records: Sequence[StepRecord]) -> None:
-        """Is told of records of steps, each once; again only if a rollback or restart gave other numbers."""
+        """Receives records of steps, each once; again only if a rollback or restart changed the numbers."""
 
     def epoch(self, record: EpochRecord) -> None:
-        """Is told of a finished epoch, once; again only if a rollback gave other numbers."""
+        """Receives a finished epoch, once; again only if a rollback changed the numbers."""
 
     def end(self, end: RunEnd) -> None:
-        """Is told last how the training ended, unless the driver was killed."""
+        """Receives the end of the training as the last call, unless the driver was killed."""
 
 
 class Tracker:
-    """The settings of a kind of listener. One tracker serves many trainings, also at the same time.
+    """The settings of a listener. One tracker serves many trainings, also at the same time.
 
-    A tracker of this package is a frozen dataclass of plain values and is saved with its stage as
+    A tracker of this package is a frozen dataclass of plain values, saved with its stage as
     `{"name": ..., **options}`.
     """
 
     name: ClassVar[str] = ""
 
     def start(self, run: RunStart) -> Listener:
-        """Begins to follow a training."""
+        """Starts to follow a training."""
         raise NotImplementedError
 
     def check(self) -> None:
         """Raises ValueError, with the remedy, if this tracker cannot work here. Runs before the training."""
 
     def surroundings(self) -> dict[str, str]:
-        """Returns what `start` needs to know of the calling thread, such as an active run; else nothing.
+        """Returns facts about the calling thread that `start` needs, such as the active run.
 
-        Runs in the thread that calls `fit`, and where a stage is copied: a CrossValidator copies in its
-        caller's thread, and fits in threads of a pool. It must be quick and ask no server.
+        Runs in the thread that calls `fit`, and in the thread that copies a stage: a CrossValidator copies in
+        its caller's thread and fits in threads of a pool. It must be quick and must not call a server.
         """
         return {}
 
     def as_setting(self) -> dict[str, Any] | None:
-        """Returns name and options that differ from their defaults; None if they are no plain data."""
-        # A user's own class may have a name and be no dataclass.
+        """Returns the name and changed options; None if they are not plain data."""
+        # A user's class may have a name without being a dataclass.
         if not self.name or not is_dataclass(self):
             return None
         options = {f.name: getattr(self, f.name) for f in fields(self)}

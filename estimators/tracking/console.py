@@ -1,16 +1,25 @@
-"""Shows a training on the driver: a bar on a terminal, plain lines where there is none."""
+"""Shows a training on the driver: a bar on a terminal, else plain lines, as for spark-submit or Databricks.
+
+    training: epoch 2/5, step 1,200/3,000, 183,000 rows/s, 12 min left
+
+There is one such line per period, and one line per finished epoch. The time left follows from the steps since
+the workers started, so a resumed training does not look fast.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tqdm.auto import tqdm
 
 from ringspark.estimators.tracking.base import Listener, RunEnd, RunStart, Tracker
-from ringspark.estimators.tracking.plain_lines import PERIOD_SECONDS, PlainLines, epoch_line
 from ringspark.estimators.training.history import EpochRecord, TrainingProgress
+
+PERIOD_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -18,8 +27,7 @@ class ConsoleTracker(Tracker):
     """Shows a bar over all steps and a line per epoch.
 
     Attributes:
-        period_seconds: Seconds between two lines of the position where standard error is no terminal, as
-            under spark-submit, in a job of Databricks or a scheduler's.
+        period_seconds: Seconds between two lines if standard error is no terminal.
     """
 
     name: ClassVar[str] = "console"
@@ -33,20 +41,7 @@ class ConsoleTracker(Tracker):
             )
 
     def start(self, run: RunStart) -> Listener:
-        if sys.stderr.isatty():
-            return _Bar()
-        return _Lines(self.period_seconds)
-
-
-class _Lines(Listener):
-    def __init__(self, period_seconds: float) -> None:
-        self._lines = PlainLines(period_seconds=period_seconds)
-
-    def progress(self, progress: TrainingProgress) -> None:
-        self._lines.progress(progress)
-
-    def epoch(self, record: EpochRecord) -> None:
-        self._lines.epoch(record)
+        return _Bar() if sys.stderr.isatty() else PlainLines(period_seconds=self.period_seconds)
 
 
 class _Bar(Listener):
@@ -73,3 +68,79 @@ class _Bar(Listener):
 
     def _show(self, step: int) -> None:
         self._bar.update(max(step - self._bar.n, 0))
+
+
+class PlainLines(Listener):
+    """Writes a line per period and a line per epoch.
+
+    Args:
+        write: Takes one line without its end; the default writes to standard error.
+        clock: Monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[str], object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        period_seconds: float = PERIOD_SECONDS,
+    ) -> None:
+        self._write = write or _print_to_stderr
+        self._clock = clock
+        self._period = period_seconds
+        # The training begins now; its first moments need no line.
+        self._written_at = clock()
+        # The first position since the ranks (re)started, and its time.
+        self._first: tuple[TrainingProgress, float] | None = None
+        self._last_step = 0
+
+    def progress(self, progress: TrainingProgress) -> None:
+        now = self._clock()
+        if self._first is None or progress.step < self._last_step:
+            self._first = progress, now
+        self._last_step = progress.step
+        if now - self._written_at >= self._period:
+            self._written_at = now
+            first, seen_at = self._first
+            steps, left = progress.step - first.step, max(0, progress.num_steps - progress.step)
+            self._write(progress_line(progress, (now - seen_at) / steps * left if steps > 0 else None))
+
+    def epoch(self, record: EpochRecord) -> None:
+        self._write(epoch_line(record))
+
+
+def progress_line(progress: TrainingProgress, seconds_left: float | None) -> str:
+    """Returns the line of a position; without the time left if it is None."""
+    parts = [f"epoch {progress.epoch}/{progress.epochs}", f"step {progress.step:,}/{progress.num_steps:,}"]
+    if progress.seconds > 0:
+        parts.append(f"{progress.rows / progress.seconds:,.0f} rows/s")
+    if seconds_left is not None:
+        parts.append(f"{duration(seconds_left)} left")
+    return f"training: {', '.join(parts)}"
+
+
+def epoch_line(record: EpochRecord) -> str:
+    """Returns the line of a finished epoch."""
+    parts = [f"loss {record.train_loss:.4f}"]
+    if record.validation_loss is not None:
+        parts.append(f"validation loss {record.validation_loss:.4f}")
+    parts.append(f"{record.seconds:.1f} s")
+    return f"epoch {record.epoch}: {', '.join(parts)}"
+
+
+def duration(seconds: float) -> str:
+    """Returns seconds in at most two units: "40 s", "12 min", "3 h 5 min", "2 d 4 h"."""
+    whole = int(seconds + 0.5)
+    if whole < 60:
+        return f"{whole} s"
+    minutes = int(seconds / 60 + 0.5)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h" if hours else f"{days} d"
+
+
+def _print_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

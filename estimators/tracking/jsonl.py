@@ -1,4 +1,4 @@
-"""Keeps a training as lines of JSON in its run directory, or in a local file of the driver."""
+"""Writes a training as lines of JSON into its run directory, or into a local file of the driver."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ FILE = "events.jsonl"
 
 @dataclass(frozen=True)
 class JsonLinesTracker(Tracker):
-    """Writes one JSON object a line: "event" is "start", "step", "epoch" or "end"; NaN is null.
+    """Writes one JSON object per line: "event" is "start", "step", "epoch" or "end"; NaN is null.
 
     Attributes:
         path: Local file of the driver, to which each line is appended at once. If unset, the file is
-            `tracking/events.jsonl` in the run directory. Stores cannot append, so this file is written again:
-            at the end, and after an epoch if it has grown by a tenth.
+            `tracking/events.jsonl` in the run directory. Stores cannot append, so this file is rewritten at
+            the end, and after an epoch if it has grown by a tenth.
     """
 
     name: ClassVar[str] = "jsonl"
@@ -46,7 +46,7 @@ class _Lines(Listener):
         self._size = self._written = 0
 
     def write(self, events: Sequence[dict[str, Any]], growth: float = 0.0) -> None:
-        """Adds lines; writes the run directory's file again if it has grown by the share `growth`."""
+        """Adds lines; rewrites the run directory's file if it has grown by the share `growth`."""
         lines = [json.dumps({"run": self._run} | _finite(event), allow_nan=False) for event in events]
         text = "".join(f"{line}\n" for line in lines)
         if self._path is not None:
@@ -70,7 +70,6 @@ class _Lines(Listener):
 
 
 def _finite(value: Any) -> Any:
-    """Returns the value with None for numbers that JSON has no form for."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

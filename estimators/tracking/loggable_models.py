@@ -1,22 +1,22 @@
-"""The list by which `mlflow.pyspark.ml.autolog()` logs our fitted models beside Spark's own.
+"""Prints the list that makes `mlflow.pyspark.ml.autolog()` log our fitted models in addition to Spark's.
 
     python -m ringspark.estimators.tracking.loggable_models > loggable_models.txt
     spark-submit --conf spark.mlflow.pysparkml.autolog.logModelAllowlistFile=loggable_models.txt ...
 
-Without it autolog logs parameters and metrics of a pipeline with our stages, and warns that the model is left
-out. A list of your own replaces MLflow's, so this one begins with that of the MLflow that is installed.
+Without it, autolog logs parameters and metrics of a pipeline with our stages, and warns that it omits the
+model. A user's list replaces MLflow's, so this list starts with the entries of the installed MLflow.
 """
 
 from __future__ import annotations
 
 from importlib.resources import files
 
-# One star at the end is what MLflow understands.
+# MLflow understands one star at the end.
 OURS = ("ringspark.estimators.*", "ringspark.extras.*")
 
 
 def lines() -> list[str]:
-    """Returns the list: a class, a prefix with a star, or a comment an entry.
+    """Returns the list: each entry is a class, a prefix with a star, or a comment.
 
     Raises:
         ValueError: MLflow is not installed.

@@ -1,8 +1,8 @@
-"""One training as one run of MLflow: what is told is kept until the server has taken it.
+"""One training as one run of MLflow: records wait here until the server has taken them.
 
-Invariant: each metric is sent once. A training that goes on in its run asks first what the run has, because
-it is told all of it again. A server that does not answer costs one attempt to connect a call: MLflow's own
-retries take minutes, so nothing is sent to a closed port.
+Invariant: each metric is sent once. A training that continues its run first asks which metrics the run has,
+because it receives all records again. A server that does not answer costs one attempt to connect per call:
+MLflow's own retries take minutes, so nothing is sent to a closed port.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ PARENT = "mlflow.parent"
 EXPERIMENT = "mlflow.experiment"
 CONTEXT = "mlflow.context"
 
-# In the run's folder for trackers: which run of which server this training is.
+# File in the run's tracking folder with the server and id of the MLflow run.
 FILE = "mlflow.json"
-# The module of the `pyfunc`. By its name, as MLflow itself finds it: stages stand above trackers.
+# The module of the `pyfunc`, by name, because stages are above trackers.
 FLAVOUR = "ringspark.estimators.served_model"
 MODEL = "model"
 
 # MLflow's limits of one request and of a text.
-METRICS_A_REQUEST = 1000
-TEXTS_A_REQUEST = 100
+METRICS_PER_REQUEST = 1000
+TEXTS_PER_REQUEST = 100
 PARAM_LENGTH = 6000
 TAG_LENGTH = 5000
 NAME_LENGTH = 250
@@ -58,8 +58,8 @@ CONNECT_SECONDS = 5.0
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 
 
-class Options(Protocol):
-    """What a run needs to know of its tracker; see `MlflowTracker`."""
+class MlflowOptions(Protocol):
+    """The attributes of `MlflowTracker`, which imports this module."""
 
     @property
     def tracking_uri(self) -> str | None: ...
@@ -82,9 +82,9 @@ class Options(Protocol):
 
 
 class MlflowRun(Listener):
-    """Sends to one run, which is made or found at the first call that finds the server."""
+    """A listener that sends to one run, created or found at the first call that reaches the server."""
 
-    def __init__(self, tracker: Options, run: RunStart) -> None:
+    def __init__(self, tracker: MlflowOptions, run: RunStart) -> None:
         import mlflow
 
         self._tracker, self._run = tracker, run
@@ -93,7 +93,7 @@ class MlflowRun(Listener):
         self._run_id = ""
         self._found: Any = None
         self._begun = int(time.time() * 1000)
-        # What the run has, and what it still lacks: (name, value, time in ms, step).
+        # Sent metrics, and waiting metrics: (name, value, time in ms, step).
         self._sent: set[tuple[str, int, str]] = set()
         self._waiting: list[tuple[str, float, int, int]] = []
         self._epochs: dict[int, EpochRecord] = {}
@@ -132,7 +132,7 @@ class MlflowRun(Listener):
 
         self._try_to_send()
         if self._has_warned:
-            # The only warning said that the rest is lost. Still, a run that exists is ended.
+            # The warning has said that the rest is lost. A run that exists is ended all the same.
             if self._found is not None:
                 with suppress(MlflowException, OSError):
                     _connect(self._uri)
@@ -146,7 +146,7 @@ class MlflowRun(Listener):
                 log()
             except Exception as error:
                 problems.append(error)
-        # Also a run whose model could not be logged has ended.
+        # A run whose model could not be logged has ended, too.
         self._client.set_terminated(self._run_id, _STATUS[end.status])
         if problems:
             raise problems[0]
@@ -156,7 +156,7 @@ class MlflowRun(Listener):
         self._waiting += [(_name(name), float(value), at, step) for name, value in values.items()]
 
     def _try_to_send(self) -> None:
-        """Sends what waits; keeps it, with one warning, if the server does not take it."""
+        """Sends all waiting metrics; keeps them, with one warning, if the server does not take them."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -166,8 +166,8 @@ class MlflowRun(Listener):
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning(
-                    "MLflow at %s took nothing (%s); the training goes on, what is to be logged is sent once "
-                    "it answers, and what it has not taken by the end of the training is lost",
+                    "MLflow at %s took nothing (%s); the training continues, metrics are sent once it "
+                    "answers, and metrics that it has not taken by the end of the training are lost",
                     _without_secrets(self._uri),
                     _short(error),
                 )
@@ -179,7 +179,7 @@ class MlflowRun(Listener):
         if not self._run_id:
             self._begin()
         while self._waiting:
-            piece = self._waiting[:METRICS_A_REQUEST]
+            piece = self._waiting[:METRICS_PER_REQUEST]
             new = {
                 _known(name, step, value): Metric(name, value, at, step) for name, value, at, step in piece
             }
@@ -193,15 +193,14 @@ class MlflowRun(Listener):
         from mlflow import MlflowClient
 
         self._client = MlflowClient(tracking_uri=self._uri, registry_uri=self._tracker.registry_uri)
-        self._found = found = self._found or self._earlier() or self._create()
+        self._found = found = self._found or self._find_earlier() or self._create()
         self._begun = found.info.start_time or self._begun
         self._log_settings(found)
         self._log_data(found)
-        # Last: an attempt that failed half-way is begun again, in the same run.
+        # Last: an attempt that failed half-way starts again, in the same run.
         self._run_id = found.info.run_id
 
-    def _earlier(self) -> Any:
-        """Returns this training's run if an earlier start of it has one; else None."""
+    def _find_earlier(self) -> Any:
         from mlflow.exceptions import MlflowException
 
         try:
@@ -233,13 +232,13 @@ class MlflowRun(Listener):
             "ringspark.stage": self._run.name,
             **{str(key): str(value) for key, value in (tracker.tags or {}).items()},
         }
-        parent = self._parent()
+        parent = self._find_parent()
         experiment = around.get(EXPERIMENT)
         if parent is not None:
             tags["mlflow.parentRunId"] = parent.info.run_id
             experiment = parent.info.experiment_id
         if tracker.experiment is not None:
-            experiment = _experiment(self._client, tracker.experiment)
+            experiment = _get_or_create_experiment(self._client, tracker.experiment)
         run = self._client.create_run(
             experiment or _default_experiment(),
             start_time=self._begun,
@@ -247,12 +246,11 @@ class MlflowRun(Listener):
             run_name=tracker.run_name or self._run.name,
         )
         text = json.dumps({"tracking_uri": _without_secrets(self._uri), "run_id": run.info.run_id})
-        with suppress(OSError):  # then a resumed training has a run of its own
+        with suppress(OSError):  # then a resumed training creates another run
             storage.write_atomic(self._file(), text.encode(), durable=False)
         return run
 
-    def _parent(self) -> Any:
-        """Returns the run to nest below; None if there is none, or if it has ended since."""
+    def _find_parent(self) -> Any:
         from mlflow.exceptions import MlflowException
 
         if self._tracker.parent_run_id is not None:
@@ -275,7 +273,7 @@ class MlflowRun(Listener):
         new = {name: text for name, text in texts.items() if name not in run.data.params}
         for piece in _pieces([Param(name, text) for name, text in new.items()]):
             self._client.log_batch(run.info.run_id, params=piece, synchronous=True)
-        # A run's params are for good; some settings may differ in a resumed training.
+        # Params of a run cannot change, but some settings may differ in a resumed training.
         changed = {
             name: texts[name] for name in texts.keys() - new.keys() if run.data.params[name] != texts[name]
         }
@@ -304,7 +302,7 @@ class MlflowRun(Listener):
             try:
                 self._client.log_inputs(run.info.run_id, inputs)
             except MlflowException:
-                # A parallel trial has inserted the record of the same data at the same time.
+                # A parallel trial has inserted the record of the same data in between.
                 _connect(self._uri)
                 self._client.log_inputs(run.info.run_id, inputs)
         except MlflowException as error:
@@ -323,7 +321,7 @@ class MlflowRun(Listener):
             return
         from mlflow.entities import LoggedModelOutput
 
-        # It is known to the server before its files, which name it.
+        # The server must know the model before its files, which name it.
         logged = self._client.create_logged_model(
             self._found.info.experiment_id, name=MODEL, source_run_id=self._run_id, model_type="ringspark"
         )
@@ -350,8 +348,8 @@ class MlflowRun(Listener):
         except MlflowException as error:
             if error.error_code not in ("RESOURCE_ALREADY_EXISTS", "ALREADY_EXISTS"):
                 raise
-        # A server resolves the model's name itself. A database has it resolved by this process, which would
-        # ask the process's own tracking URI.
+        # A server resolves the model's name itself. With a database, this process resolves it, and would
+        # use the process's own tracking URI.
         is_server = urlsplit(self._uri).scheme in ("http", "https") or self._uri.startswith("databricks")
         source = f"models:/{logged.model_id}" if is_server else logged.artifact_location
         self._client.create_model_version(
@@ -363,7 +361,7 @@ class MlflowRun(Listener):
 
 
 def _connect(uri: str) -> None:
-    """Raises OSError if nobody listens at the address of a server; through a proxy one cannot know."""
+    """Raises OSError if nobody listens at the address of a server; behind a proxy it cannot know."""
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         return
@@ -373,8 +371,7 @@ def _connect(uri: str) -> None:
     socket.create_connection((parts.hostname, port), CONNECT_SECONDS).close()
 
 
-def _experiment(client: Any, name: str) -> str:
-    """Returns the id of an experiment, which is made if there is none of that name."""
+def _get_or_create_experiment(client: Any, name: str) -> str:
     from mlflow.exceptions import MlflowException
 
     found = client.get_experiment_by_name(name)
@@ -382,7 +379,7 @@ def _experiment(client: Any, name: str) -> str:
         try:
             return str(client.create_experiment(name))
         except MlflowException as error:
-            # Another training has made it in between.
+            # Another training has created it in between.
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
             found = client.get_experiment_by_name(name)
@@ -390,15 +387,15 @@ def _experiment(client: Any, name: str) -> str:
 
 
 def _default_experiment() -> str:
-    """Returns the id of the experiment that `mlflow.start_run()` would take."""
-    # Public functions give it only with a run that is then the process's active one.
+    """Returns the id of the experiment that `mlflow.start_run()` would use."""
+    # Public functions return it only with a run that then becomes the active run of the process.
     from mlflow.tracking.fluent import _get_experiment_id
 
     return str(_get_experiment_id())
 
 
 def _context(surroundings: Mapping[str, str]) -> dict[str, str]:
-    """Returns MLflow's own tags: who runs which program, and on Databricks which notebook or job."""
+    """Returns MLflow's own tags: user and program, and on Databricks the notebook or job."""
     if CONTEXT in surroundings:
         found: dict[str, str] = json.loads(surroundings[CONTEXT])
         return found
@@ -408,7 +405,7 @@ def _context(surroundings: Mapping[str, str]) -> dict[str, str]:
 
 
 def _known(name: str, step: int, value: float) -> tuple[str, int, str]:
-    """Returns what tells a value of a metric from others; servers store infinity as the largest number."""
+    """Returns the identity of a metric's value; servers store infinity as the largest number."""
     value = float(value)
     if abs(value) >= sys.float_info.max:
         value = math.copysign(math.inf, value)
@@ -416,7 +413,7 @@ def _known(name: str, step: int, value: float) -> tuple[str, int, str]:
 
 
 def _name(name: str) -> str:
-    """Returns a name as MLflow takes it."""
+    # the characters and length that MLflow accepts
     return re.sub(r"[^\w.\-/ ]", "_", name)[:NAME_LENGTH]
 
 
@@ -429,12 +426,11 @@ def _text(value: Any) -> str:
 
 
 def _pieces(entries: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    for start in range(0, len(entries), TEXTS_A_REQUEST):
-        yield entries[start : start + TEXTS_A_REQUEST]
+    for start in range(0, len(entries), TEXTS_PER_REQUEST):
+        yield entries[start : start + TEXTS_PER_REQUEST]
 
 
 def _without_secrets(uri: str) -> str:
-    """Returns the address without user name, password and token."""
     return re.sub(r"(?<=://)[^/@]*@", "", storage.redact(uri))
 
 

@@ -1,7 +1,7 @@
 """Logs a training as one run of MLflow, from the driver only.
 
-MLflow's own state of the process (its active run, its tracking URI) is read and never changed: a notebook's
-`mlflow.start_run()` and fits in other threads stay as they are.
+MLflow's own state of the process (its active run, its tracking URI) is read and never changed, so a
+notebook's `mlflow.start_run()` and fits in other threads are not affected.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _DATABRICKS = "DATABRICKS_RUNTIME_VERSION"
 
 @dataclass(frozen=True)
 class MlflowTracker(Tracker):
-    """Logs one run a training; a resumed training goes on in its run.
+    """Logs one run per training; a resumed training continues its run.
 
     Attributes:
-        tracking_uri: Address of the server or database; unset: what `mlflow.get_tracking_uri()` says.
-        registry_uri: Address of the registry of models, such as "databricks-uc"; unset: MLflow's own choice.
-        experiment: Name of the experiment, made if there is none; unset: that of the parent, else MLflow's.
-        run_name: Name of the run; unset: the stage's uid.
+        tracking_uri: Address of the server or database; default: `mlflow.get_tracking_uri()`.
+        registry_uri: Address of the model registry, such as "databricks-uc"; default: MLflow's own choice.
+        experiment: Name of the experiment, created if needed; default: the parent's, else MLflow's.
+        run_name: Name of the run; default: the stage's uid.
         tags: Further tags of the run.
-        log_model: Whether the fitted stage is logged, as a `pyfunc` that needs no Spark session.
-        registered_model_name: Name under which it is registered too; "catalog.schema.model" in Unity Catalog.
-        nested: Whether a run that is active where `fit` is called becomes the parent.
+        log_model: Whether to log the fitted stage, as a `pyfunc` that needs no Spark session.
+        registered_model_name: Name under which to register it; "catalog.schema.model" in Unity Catalog.
+        nested: Whether a run that is active in the caller of `fit` becomes the parent.
         parent_run_id: Id of the parent, instead of the active run.
     """
 
@@ -56,34 +56,32 @@ class MlflowTracker(Tracker):
             )
         if self.tags is not None and not isinstance(self.tags, Mapping):
             raise ValueError(
-                f"tracking: tags of 'mlflow' must be a dict of names and texts, got {self.tags!r}"
+                f"tracking: tags of 'mlflow' must be a dict of names and strings, got {self.tags!r}"
             )
         for option in ("tracking_uri", "registry_uri", "experiment", "run_name", "registered_model_name"):
             value = getattr(self, option)
             if value is not None and (not isinstance(value, str) or not value):
-                raise ValueError(
-                    f"tracking: {option} of 'mlflow' must be a text that is not empty, got {value!r}"
-                )
+                raise ValueError(f"tracking: {option} of 'mlflow' must be a non-empty string, got {value!r}")
         if self.registered_model_name is not None and not self.log_model:
             raise ValueError(
-                "tracking: registered_model_name of 'mlflow' registers the logged model, and log_model is "
+                "tracking: registered_model_name of 'mlflow' needs the logged model, but log_model is "
                 "False; drop one of the two"
             )
 
     def surroundings(self) -> dict[str, str]:
         found: dict[str, str] = {}
         if os.environ.get(_DATABRICKS):
-            found |= _of_databricks()
+            found |= _databricks_context()
         if not self.nested:
             return found
-        # Without the import there is no active run, and the import takes seconds.
+        # Without the import there is no active run, and importing takes seconds.
         if "mlflow" in sys.modules:
             import mlflow
 
             active = mlflow.active_run()
             if active is not None:
                 return found | {PARENT: active.info.run_id, EXPERIMENT: active.info.experiment_id}
-        # As `mlflow run` and jobs give it to their programs.
+        # Set by `mlflow run` and by jobs.
         given = os.environ.get("MLFLOW_RUN_ID")
         return found | {PARENT: given} if given else found
 
@@ -91,12 +89,12 @@ class MlflowTracker(Tracker):
         return MlflowRun(self, run)
 
 
-def _of_databricks() -> dict[str, str]:
-    """Returns the notebook's or job's tags and experiment, which Databricks tells only the calling thread."""
+def _databricks_context() -> dict[str, str]:
+    """Returns the notebook's or job's tags and experiment, which only the calling thread can read."""
     from mlflow.tracking.context import registry as context
     from mlflow.tracking.default_experiment import registry as default
 
-    # Both report what fails in a log of their own, and raise nothing.
+    # Both log their errors and raise nothing.
     found = {CONTEXT: json.dumps(context.resolve_tags())}
     experiment = default.get_experiment_id()
     return found if experiment is None else found | {EXPERIMENT: str(experiment)}

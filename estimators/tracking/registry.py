@@ -1,49 +1,30 @@
-"""The trackers by name; each is imported when it is asked for, because MLflow alone takes seconds."""
+"""The trackers by name; each is imported on first use, because MLflow alone takes seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
+from ringspark.estimators.lazy_imports import LazyRegistry
 from ringspark.estimators.names import nearest
-from ringspark.estimators.tracking.base import Tracker
-from ringspark.estimators.tracking.function_tracker import FunctionTracker
+from ringspark.estimators.tracking.base import Listener, RunEnd, RunStart, Tracker
+from ringspark.estimators.training.history import EpochRecord, TrainingProgress
 from ringspark.estimators.training.settings.observation import TRACKER_GROUP
+from ringspark.estimators.training.step_log import StepRecord
 from ringspark.pipelines.entry_points import load_entry_point
 
+_FOLDER = "ringspark.estimators.tracking"
 
-def _console() -> type[Tracker]:
-    from ringspark.estimators.tracking.console import ConsoleTracker
-
-    return ConsoleTracker
-
-
-def _jsonl() -> type[Tracker]:
-    from ringspark.estimators.tracking.jsonl import JsonLinesTracker
-
-    return JsonLinesTracker
-
-
-def _mlflow() -> type[Tracker]:
-    from ringspark.estimators.tracking.mlflow_tracker import MlflowTracker
-
-    return MlflowTracker
-
-
-def _tensorboard() -> type[Tracker]:
-    from ringspark.estimators.tracking.tensorboard_tracker import TensorBoardTracker
-
-    return TensorBoardTracker
-
-
-TRACKERS: dict[str, Callable[[], type[Tracker]]] = {
-    "console": _console,
-    "jsonl": _jsonl,
-    "mlflow": _mlflow,
-    "tensorboard": _tensorboard,
-}
+TRACKERS: LazyRegistry[type[Tracker]] = LazyRegistry(
+    {
+        "console": f"{_FOLDER}.console:ConsoleTracker",
+        "jsonl": f"{_FOLDER}.jsonl:JsonLinesTracker",
+        "mlflow": f"{_FOLDER}.mlflow_tracker:MlflowTracker",
+        "tensorboard": f"{_FOLDER}.tensorboard_tracker:TensorBoardTracker",
+    }
+)
 
 
 def make_trackers(given: Sequence[Any], shows_progress: bool) -> list[Tracker]:
@@ -52,9 +33,9 @@ def make_trackers(given: Sequence[Any], shows_progress: bool) -> list[Tracker]:
     Raises:
         ValueError: A tracker has no such option, or cannot work here; the message says why.
     """
-    trackers = [_made(entry) for entry in given]
+    trackers = [_make_tracker(entry) for entry in given]
     if shows_progress and not any(tracker.name == "console" for tracker in trackers):
-        trackers.insert(0, _console()())
+        trackers.insert(0, TRACKERS["console"]())
     for tracker in trackers:
         check = getattr(tracker, "check", None)
         if check is not None:
@@ -63,31 +44,64 @@ def make_trackers(given: Sequence[Any], shows_progress: bool) -> list[Tracker]:
 
 
 def surroundings_of(given: Sequence[Any]) -> dict[str, str]:
-    """Returns what the trackers of `tracking` need to know of the calling thread; see `Tracker`.
-
-    A tracker that cannot be made has none: `make_trackers` tells the user of it.
-    """
+    """Returns the `surroundings` of all trackers; ignores invalid ones, which `make_trackers` reports."""
     found: dict[str, str] = {}
     for entry in given:
         with suppress(ValueError, TypeError):
-            found |= getattr(_made(entry), "surroundings", dict)()
+            found |= getattr(_make_tracker(entry), "surroundings", dict)()
     return found
 
 
-def _made(entry: Any) -> Tracker:
+def _make_tracker(entry: Any) -> Tracker:
     if hasattr(entry, "start"):
         return entry  # type: ignore[no-any-return]
     if callable(entry):
         return FunctionTracker(entry)
     options = {"name": entry} if isinstance(entry, str) else dict(entry)
     name = options.pop("name")
-    if name in TRACKERS:
-        kind = TRACKERS[name]()
-    else:
+    if name not in TRACKERS:
         kind = load_entry_point(TRACKER_GROUP, "tracking", name, TRACKERS, ("start",))
         return kind(**options)  # type: ignore[no-any-return]
+    kind = TRACKERS[name]
     known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
     if unknown := sorted(options.keys() - set(known)):
         hint = nearest(unknown[0], known) or f"; it takes {', '.join(known) or 'none'}"
         raise ValueError(f"tracking: {name!r} has no option {unknown[0]!r}{hint}")
     return kind(**options)
+
+
+class FunctionTracker(Tracker):
+    """Calls `function(event)` on the driver, with a dict of "event", "run" (the stage's uid) and more.
+
+    "start": settings, data, run_uri, resumed; "progress", "step" and "epoch": their records' fields; "end":
+    status, error, model.
+    """
+
+    def __init__(self, function: Callable[[dict[str, Any]], Any]) -> None:
+        self.function = function
+
+    def start(self, run: RunStart) -> Listener:
+        facts = {"run_uri": run.run_uri, "settings": dict(run.settings), "data": dict(run.data)}
+        self.function({"event": "start", "run": run.name, **facts, "resumed": run.resumed})
+        return _Caller(self.function, run.name)
+
+
+class _Caller(Listener):
+    def __init__(self, function: Callable[[dict[str, Any]], Any], run: str) -> None:
+        self._function, self._run = function, run
+
+    def progress(self, progress: TrainingProgress) -> None:
+        self._call("progress", asdict(progress))
+
+    def steps(self, records: Sequence[StepRecord]) -> None:
+        for record in records:
+            self._call("step", asdict(record))
+
+    def epoch(self, record: EpochRecord) -> None:
+        self._call("epoch", asdict(record))
+
+    def end(self, end: RunEnd) -> None:
+        self._call("end", {"status": end.status, "error": end.error, "model": end.model})
+
+    def _call(self, event: str, values: dict[str, Any]) -> None:
+        self._function({"event": event, "run": self._run, **values})

@@ -1,8 +1,8 @@
 """Writes event files for TensorBoard: scalars by step, the settings as text, and hparams.
 
-The files are those of one start of the training. All that earlier starts told is told again at the start, so
-the earlier files are removed first and no value is there twice. A rollback says its steps again after a mark
-of a restart, at which TensorBoard drops what was said of that step and later ones.
+The files belong to one start of the training. A start receives the records of all earlier starts again, so it
+first removes their files. After a rollback, the steps are written again behind the mark of a restart, at
+which TensorBoard drops the events of that step and later ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FOLDER = "tensorboard"
 
 @dataclass(frozen=True)
 class TensorBoardTracker(Tracker):
-    """Writes one folder a training.
+    """Writes one folder per training.
 
     Attributes:
         log_dir: Local folder of the driver, with one folder per run in it. The name of a run's folder is the
@@ -47,12 +47,12 @@ class TensorBoardTracker(Tracker):
             )
         if self.log_dir is not None and (not isinstance(self.log_dir, str) or not self.log_dir):
             raise ValueError(
-                f"tracking: log_dir of 'tensorboard' must be a text that is not empty, got {self.log_dir!r}"
+                f"tracking: log_dir of 'tensorboard' must be a non-empty string, got {self.log_dir!r}"
             )
 
     def start(self, run: RunStart) -> Listener:
         if self.log_dir is not None:
-            # A start removes old events, and URIs of several runs may end in the same name: hence the digest.
+            # A start removes old events, and URIs of several runs may end alike, hence the digest.
             digest = hashlib.sha256(run.run_uri.encode()).hexdigest()[:8]
             name = f"{run.run_uri.rstrip('/').rpartition('/')[2]}-{digest}"
             return _Events(run, str(Path(self.log_dir).expanduser().absolute() / name))
@@ -61,7 +61,7 @@ class TensorBoardTracker(Tracker):
 
 class _Events(Listener):
     def __init__(self, run: RunStart, target: str) -> None:
-        # It takes a second to import.
+        # takes a second to import
         from torch.utils.tensorboard import SummaryWriter
 
         self._run, self._target = run, storage.normalize(target)
@@ -89,14 +89,14 @@ class _Events(Listener):
             self._writer.add_scalar("step/train_loss", record.train_loss, record.step)
             self._writer.add_scalar("step/learning_rate", record.learning_rate, record.step)
             self._last_step = record.step
-        # Local files are visible at once; a store gets whole files, see `_copy`.
+        # Local files are visible at once; a store gets whole files (`_copy`).
         self._writer.flush()
 
     def epoch(self, record: EpochRecord) -> None:
         step = sum(epoch.steps for number, epoch in self._epochs.items() if number < record.epoch)
         step += record.steps
         if record.epoch in self._epochs and step > self._last_step:
-            # Only if no record of a step has said so already.
+            # Unless a record of a step has already done so.
             self._purge(step)
         self._epochs[record.epoch] = record
         for name, value in _values(record).items():
@@ -111,7 +111,7 @@ class _Events(Listener):
         last = self._epochs[max(self._epochs)] if self._epochs else None
         metrics = {f"hparam/{name}": value for name, value in _values(last).items()} if last else {}
         self._writer.add_text("end", end.status + (f": {end.error}" if end.error else ""), 0)
-        # Not `add_hparams`, which makes a folder of its own: this training is one run.
+        # Not `add_hparams`, which creates another folder, that is another run.
         for part in make_hparams(self._hparams, metrics):
             self._writer.file_writer.add_summary(part)
         for name, value in metrics.items():
@@ -122,7 +122,7 @@ class _Events(Listener):
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _purge(self, step: int) -> None:
-        """Marks a restart: what was said of this step and later ones no longer counts."""
+        """Marks a restart: TensorBoard drops the events of this step and later ones."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         restart = Event(step=step, session_log=SessionLog(status=SessionLog.START))
@@ -156,6 +156,5 @@ def _is_plain(value: Any) -> bool:
 
 
 def _table(settings: Mapping[str, Any]) -> str:
-    """Returns the settings as a table of Markdown, which TensorBoard shows."""
     rows = [f"| {name} | {json.dumps(value, default=str)} |" for name, value in sorted(settings.items())]
     return "\n".join(["| setting | value |", "| --- | --- |", *rows])

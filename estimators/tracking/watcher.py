@@ -1,8 +1,8 @@
-"""Follows a training from the driver and tells the trackers of it.
+"""Follows a training from the driver and notifies the trackers.
 
-One thread reads the files that rank 0 writes to the run directory. Each tracker has a queue and a thread of
-its own, so that one that hangs holds up neither the training nor the others. At the end they are waited for
-some seconds, and no longer.
+One thread reads the files that rank 0 writes to the run directory. Each tracker has its own queue and thread,
+so a tracker that hangs delays neither the training nor other trackers. At the end, the driver waits some
+seconds for them.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ringspark.pipelines import storage
 _log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-# A listing of a remote store costs a request, and its news are of seconds.
+# A listing of a remote store costs a request, and its files change every few seconds.
 REMOTE_POLL_SECONDS = 5.0
-# Seconds for all trackers together to take in what came last; logging a model may take some.
+# Seconds for all trackers together to handle the last calls; logging a model may take some.
 END_SECONDS = 60.0
-# A tracker that failed so often in a row is told of nothing but the end.
+# After this many failures in a row, a tracker receives only the end.
 MAX_FAILURES = 3
 
 Call = Callable[[Listener], None]
 
 
 class RunWatcher:
-    """A context manager around a training. What ends with an error tells the trackers of it."""
+    """A context manager around a training. An error that leaves the block is reported to the trackers."""
 
     def __init__(self, run: RunStart, trackers: Sequence[Tracker]) -> None:
         self._run = run
@@ -42,8 +42,9 @@ class RunWatcher:
         self._stop = threading.Event()
         self._reader = threading.Thread(target=self._read, name="ringspark-watcher", daemon=True)
         self._steps = StepFiles(run.run_uri)
-        self._told_steps: dict[int, tuple[float, float]] = {}
-        self._told_epochs: list[EpochRecord] = []
+        # Records that the trackers have received.
+        self._sent_steps: dict[int, tuple[float, float]] = {}
+        self._sent_epochs: list[EpochRecord] = []
 
     def __enter__(self) -> RunWatcher:
         if self._channels:
@@ -61,13 +62,13 @@ class RunWatcher:
             self.end(RunEnd(status="finished"))
 
     def end(self, end: RunEnd) -> None:
-        """Tells the trackers how the training ended, and waits for them; a second call does nothing."""
+        """Reports the end of the training to the trackers, and waits for them; a second call does nothing."""
         if not self._channels or self._stop.is_set():
             return
-        # It reads once more after the stop, so that the last epoch is told too.
+        # The reader reads once more after the stop, to include the last epoch.
         self._stop.set()
         deadline = time.monotonic() + END_SECONDS
-        # A store that hangs is no reason to wait for ever.
+        # A limit, because the store may hang.
         self._reader.join(END_SECONDS / 2)
         for channel in self._channels:
             channel.put(lambda listener: listener.end(end), always=True)
@@ -76,7 +77,7 @@ class RunWatcher:
             channel.thread.join(max(0.0, min(deadline, channel.gives_up_at) - time.monotonic()))
             if channel.thread.is_alive():
                 _log.warning(
-                    "the tracker %s has not answered for %.0f s and is left alone; what it shows of %s may "
+                    "the tracker %s has not answered for %.0f s and is abandoned; its record of %s may "
                     "lack the end",
                     channel.name,
                     END_SECONDS,
@@ -88,20 +89,20 @@ class RunWatcher:
         begun = asked = time.monotonic()
         while True:
             is_last = self._stop.wait(poll)
-            # Whatever a store's client raises: it may fail for a moment, and the files only inform.
+            # A store's client may fail for a moment and raise anything, and the files only inform.
             with suppress(Exception):
-                self._tell_progress()
+                self._send_progress()
             with suppress(Exception):
-                self._tell_epochs()
+                self._send_epochs()
             now = time.monotonic()
             if is_last or now - asked >= max(WRITE_SECONDS, WRITE_SHARE * (now - begun)):
                 asked = now
                 with suppress(Exception):
-                    self._tell_steps()
+                    self._send_steps()
             if is_last:
                 return
 
-    def _tell_progress(self) -> None:
+    def _send_progress(self) -> None:
         progress = read_progress(self._run.run_uri)
         if progress is not None:
             for channel in self._channels:
@@ -109,25 +110,25 @@ class RunWatcher:
                 if channel.is_free:
                     channel.put(lambda listener: listener.progress(progress))
 
-    def _tell_epochs(self) -> None:
+    def _send_epochs(self) -> None:
         history = read_history(self._run.run_uri)
-        if len(history) != len(self._told_epochs):
+        if len(history) != len(self._sent_epochs):
             with suppress(OSError, ValueError):
-                self._tell_steps()
+                self._send_steps()
         for index, record in enumerate(history):
-            told = self._told_epochs[index] if index < len(self._told_epochs) else None
-            self._told_epochs[index : index + 1] = [record]
-            if told is None or _numbers(told) != _numbers(record):
-                self._tell(lambda listener, record=record: listener.epoch(record))  # type: ignore[misc]
+            sent = self._sent_epochs[index] if index < len(self._sent_epochs) else None
+            self._sent_epochs[index : index + 1] = [record]
+            if sent is None or _numbers(sent) != _numbers(record):
+                self._send(lambda listener, record=record: listener.epoch(record))  # type: ignore[misc]
 
-    def _tell_steps(self) -> None:
+    def _send_steps(self) -> None:
         for records in self._steps.read_new():
-            new = [r for r in records if self._told_steps.get(r.step) != (r.train_loss, r.learning_rate)]
-            self._told_steps |= {r.step: (r.train_loss, r.learning_rate) for r in new}
+            new = [r for r in records if self._sent_steps.get(r.step) != (r.train_loss, r.learning_rate)]
+            self._sent_steps |= {r.step: (r.train_loss, r.learning_rate) for r in new}
             if new:
-                self._tell(lambda listener, new=new: listener.steps(new))  # type: ignore[misc]
+                self._send(lambda listener, new=new: listener.steps(new))  # type: ignore[misc]
 
-    def _tell(self, call: Call) -> None:
+    def _send(self, call: Call) -> None:
         for channel in self._channels:
             channel.put(call)
 
@@ -138,7 +139,7 @@ class _Channel:
     def __init__(self, tracker: Tracker, run: RunStart) -> None:
         self._tracker, self._run = tracker, run
         self._calls: queue.SimpleQueue[tuple[Call, bool] | None] = queue.SimpleQueue()
-        # When the call under way began.
+        # Start of the call in progress.
         self._begun: float | None = None
         self.name = tracker.name or type(tracker).__name__
         self.thread = threading.Thread(target=self._work, name=f"ringspark-tracker-{self.name}", daemon=True)
@@ -149,12 +150,12 @@ class _Channel:
 
     @property
     def gives_up_at(self) -> float:
-        """When the call under way has taken too long; one that hung in mid-training is not waited for."""
+        """Deadline of the call in progress, even if it hung in the middle of the training."""
         begun = self._begun
         return (time.monotonic() if begun is None else begun) + END_SECONDS
 
     def put(self, call: Call | None, always: bool = False) -> None:
-        """Queues a call; None ends the thread. `always`: also to a tracker that has failed."""
+        """Queues a call; None ends the thread. `always`: even if the tracker has failed."""
         self._calls.put(None if call is None else (call, always))
 
     def _work(self) -> None:
@@ -164,7 +165,7 @@ class _Channel:
         try:
             listener = self._tracker.start(self._run)
         except Exception as error:
-            self._warn(error, "is told nothing of this training")
+            self._warn(error, "receives nothing of this training")
         self._begun = None
         while (entry := self._calls.get()) is not None:
             call, always = entry
@@ -177,20 +178,21 @@ class _Channel:
             except Exception as error:
                 failures += 1
                 if failures in (1, MAX_FAILURES):
-                    told = "is told only of the end" if failures == MAX_FAILURES else "may lack a part"
-                    self._warn(error, told)
+                    self._warn(
+                        error, "receives only the end" if failures == MAX_FAILURES else "may lack a part"
+                    )
             self._begun = None
 
-    def _warn(self, error: Exception, told: str) -> None:
+    def _warn(self, error: Exception, effect: str) -> None:
         _log.warning(
-            "the tracker %s failed (%s: %s) and %s; the training goes on",
+            "the tracker %s failed (%s: %s) and %s; the training continues",
             self.name,
             type(error).__name__,
             storage.redact_text(str(error).split("\n", 1)[0])[:300],
-            told,
+            effect,
         )
 
 
 def _numbers(record: EpochRecord) -> str:
-    """Returns the record without its times, in a form in which NaN equals NaN."""
+    """Returns the record without its times, as text, in which NaN equals NaN."""
     return repr({key: value for key, value in record.row().items() if key != "seconds"})

@@ -2,8 +2,8 @@
 
 It holds one header line per start of the rank, then what that start wrote to standard output and standard
 error, from Python or native libraries. Its size is bounded: of the present start the first and last part are
-kept (see `launch.witness`), of earlier starts the end. Only host, process and time are added, so it contains
-a secret only if the user's code printed one.
+kept (see `launch.log_process`), of earlier starts the end. Only host, process and time are added, so it
+contains a secret only if the user's code printed one.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.training.check.driver import check_names
 from ringspark.estimators.training.objective.losses import default_loss
 from ringspark.estimators.training.settings import training
@@ -19,8 +19,8 @@ from ringspark.models import ModelSpec
 
 def described(
     model: ModelSpec | nn.Module,
-    inputs: Sequence[Column],
-    labels: Sequence[Column],
+    inputs: Sequence[BatchColumn],
+    labels: Sequence[BatchColumn],
     optimizer: Any,
     loss: Any,
     **settings: Any,

@@ -18,7 +18,7 @@ from torch import nn
 
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.memory.columns import Column, columns_of
+from ringspark.estimators.memory.columns import BatchColumn, columns_of
 from ringspark.estimators.training.build import build_module
 from ringspark.estimators.training.settings import memory, network, training
 from ringspark.extras.planning.described import described
@@ -178,7 +178,7 @@ def _line(step_seconds: Mapping[int, float]) -> tuple[float, float]:
     return max(0.0, step_seconds[many] - many * slope), slope
 
 
-def _network(module: nn.Module, inputs: Sequence[Column]) -> NetworkWork | None:
+def _network(module: nn.Module, inputs: Sequence[BatchColumn]) -> NetworkWork | None:
     try:
         return count_layers(module, [column.empty("meta") for column in inputs])
     # A forward whose shapes depend on values trains all the same.

@@ -18,7 +18,7 @@ import torch
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.parallel.base import PlainSync
 from ringspark.estimators.training.build import build_configured_optimizer, build_module
 from ringspark.estimators.training.feed import Batch
@@ -57,8 +57,8 @@ class Rehearsal:
 
     config: TrainConfig
     objects: bytes
-    inputs: tuple[Column, ...]
-    labels: tuple[Column, ...]
+    inputs: tuple[BatchColumn, ...]
+    labels: tuple[BatchColumn, ...]
     rows: tuple[int, ...]
     sizes: tuple[int, int]
     repeats: int
@@ -112,7 +112,7 @@ def _sum(collective: Collective, buffer: torch.Tensor, name: str) -> None:
     collective.start_sum(buffer, name)()
 
 
-def _example(column: Column, rows: int, device: torch.device) -> torch.Tensor:
+def _example(column: BatchColumn, rows: int, device: torch.device) -> torch.Tensor:
     """Returns random rows; whole numbers are 0, which is an id and a class of every network."""
     shape = (rows, *column.shape[1:])
     if column.dtype == torch.int64:

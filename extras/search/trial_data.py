@@ -16,7 +16,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
-from ringspark.estimators.run.identity import data_differences
+from ringspark.estimators.run.identity import list_data_differences
 from ringspark.estimators.stages.fit_data import FitData, discard
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.manifest import MANIFEST_NAME
@@ -74,7 +74,7 @@ class TrialData:
             again = f"{uri}-again"
             discard(again)
             try:
-                changed = data_differences(manifest, data.write(self._dataset, again))
+                changed = list_data_differences(manifest, data.write(self._dataset, again))
             finally:
                 discard(again)
             if changed:

@@ -19,7 +19,7 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 from pyspark.sql.types import DataType
 
-from ringspark.estimators.columns.schema import field_named, fields_named
+from ringspark.estimators.columns.schema import find_field, find_fields
 from ringspark.pipelines.columns import check_frame, is_case_sensitive, quote
 
 FOLD = "fold"
@@ -57,7 +57,7 @@ def stratified_folds(
     exact = is_case_sensitive(df.sparkSession)
     if keyCols is not None and (isinstance(keyCols, str) or not keyCols):
         raise ValueError(f"keyCols must be a list of at least one column, got {keyCols!r}; None takes all")
-    keys = [field_named(name, "keyCols", df.schema, exact).name for name in keyCols or ()]
+    keys = [find_field(name, "keyCols", df.schema, exact).name for name in keyCols or ()]
     classes = df.groupBy(F.col(quote(label)).alias(_KEY)).agg(F.count(F.lit(1)).alias(_ROWS))
     _refuse_nulls(classes, "labelCol", label)
     smallest = classes.orderBy(_ROWS, _KEY).first()
@@ -123,9 +123,9 @@ def _check(df: DataFrame, name: str, param: str, column: str, k: int, fold_col: 
     check_frame(df, name)
     check_count(name, k)
     exact = is_case_sensitive(df.sparkSession)
-    if fields_named(fold_col, df.schema, exact):
+    if find_fields(fold_col, df.schema, exact):
         raise ValueError(f"foldCol {fold_col!r} is already a column of the DataFrame; choose another name")
-    field = field_named(column, param, df.schema, exact)
+    field = find_field(column, param, df.schema, exact)
     if not _has_hash(field.dataType):
         raise ValueError(
             f"{param} {field.name!r} must have values that can be compared, got "

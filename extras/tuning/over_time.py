@@ -17,7 +17,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, DateType, NumericType, TimestampType
 
-from ringspark.estimators.columns.schema import field_named
+from ringspark.estimators.columns.schema import find_field
 from ringspark.extras.tuning.folds import FOLD, check_count
 from ringspark.pipelines.columns import check_frame, is_case_sensitive, quote
 
@@ -40,7 +40,7 @@ def fold_pairs(df: DataFrame, k: int, foldCol: str = FOLD) -> list[Fold]:
     """
     check_frame(df, "fold_pairs")
     check_count("fold_pairs", k)
-    name = field_named(foldCol, "foldCol", df.schema, is_case_sensitive(df.sparkSession)).name
+    name = find_field(foldCol, "foldCol", df.schema, is_case_sensitive(df.sparkSession)).name
     column = F.col(quote(name))
     found = {row[0] for row in df.select(column).distinct().limit(k + 1).collect()}
     if found != set(range(k)):
@@ -71,7 +71,7 @@ def time_folds(df: DataFrame, timeCol: str, k: int, gap: float | timedelta = 0) 
     """
     check_frame(df, "time_folds")
     check_count("time_folds", k)
-    field = field_named(timeCol, "timeCol", df.schema, is_case_sensitive(df.sparkSession))
+    field = find_field(timeCol, "timeCol", df.schema, is_case_sensitive(df.sparkSession))
     time, width = _number(field.name, field.dataType), _width(gap, field.name, field.dataType)
     shares = ", ".join(repr(i / (k + 1)) for i in range(1, k + 1))
     measured = df.select(time.alias("time")).agg(

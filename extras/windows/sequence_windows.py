@@ -27,7 +27,7 @@ from pyspark.sql.types import (
     StructType,
 )
 
-from ringspark.estimators.columns.schema import field_named
+from ringspark.estimators.columns.schema import find_field
 from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.model_params import check_free
 from ringspark.estimators.stages.persistence import StageReader, StageWriter
@@ -123,7 +123,7 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
                 raise ValueError(f"SequenceWindows needs {name}: {self.getParam(name).doc}")
 
         def fields(param: str, names: Sequence[str]) -> tuple[StructField, ...]:
-            return tuple(field_named(name, param, schema, exact) for name in names)
+            return tuple(find_field(name, param, schema, exact) for name in names)
 
         (time,) = fields("timeCol", [self.getTimeCol()])
         values = fields("valueCols", self.getValueCols())

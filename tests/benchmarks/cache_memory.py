@@ -82,7 +82,7 @@ def train(shards: str, cache: Any, given: int | None, epochs: int) -> dict[str, 
         train_here(replace(_config(f"{shards}-few", "none", 1), run_uri=f"{folder}/first"))
         config = replace(_config(shards, cache, epochs), run_uri=f"{folder}/run")
         if given is not None:
-            pressure.of_process = lambda: Available(num_bytes=given, source="given")
+            pressure.find_process_limit = lambda: Available(num_bytes=given, source="given")
         with Peaks() as peaks:
             try:
                 result = train_here(config)

@@ -104,7 +104,7 @@ def test_labels_of_other_lengths_are_refused_row_by_row(table: Any, tmp_path: Pa
     model = model.setEpochs(1).fit(table)
     pairs = table.where("id in (2, 3)").coalesce(1)
     uneven = pairs.withColumn("both", F.expr("if(id = 2, slice(both, 1, 1), concat(both, array(0.5d)))"))
-    with pytest.raises(ValueError, match="labelCol 'both' needs 2 numbers a row, got 1; give the label"):
+    with pytest.raises(ValueError, match="labelCol 'both' needs 2 numbers per row, got 1; give the label"):
         model.evaluate(uneven)
     with pytest.raises(ValueError, match="labelCol 'both' has a null or NaN"):
         model.evaluate(pairs.withColumn("both", F.expr("if(id = 2, null, both)")))

@@ -180,7 +180,7 @@ def test_a_table_that_changed_is_never_trained_on_in_silence(table: str, tmp_pat
     _linear(tmp_path, **run, resume=True).fitOnParquet(str(root))
     pq.write_table(pq.read_table(file), root / "more.parquet")
     with pytest.raises(
-        ValueError, match=r"1 files of the table changed, came or went, such as 'more.parquet'"
+        ValueError, match=r"1 files of the table were added, changed or removed, such as 'more.parquet'"
     ):
         _linear(tmp_path, **run, resume=True).fitOnParquet(str(root))
     with pytest.raises(ValueError, match=r"the table .*table' -> "):

@@ -21,7 +21,7 @@ from torch import nn
 from ringspark.estimators import TorchClassificationModel, TorchRegressionModel, TorchRegressor
 from ringspark.estimators.columns.feeds import Feed, make_inputs, to_input
 from ringspark.estimators.columns.inputs import ModelInput, bind
-from ringspark.estimators.inference.frames import _fed
+from ringspark.estimators.inference.local_inputs import _make_feed
 from ringspark.estimators.served_model import ServedModel, _signature
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.estimators.training.feed import to_tensor
@@ -416,7 +416,7 @@ def test_nulls_of_a_struct_that_the_shards_keep_are_zeros(spark: Any, tmp_path: 
 
 def _of_pandas(values: list[Any], kind: Scalar, *, fills_nulls: bool = False) -> list[float]:
     item = ModelInput(column=Column(name="x", kind=kind), fills_nulls=fills_nulls)
-    feed, column = _fed(item, "x", pd.Series(values))
+    feed, column = _make_feed(item, "x", pd.Series(values))
     (made,) = make_inputs([feed], [column])
     assert made.dtype == (np.int64 if kind.dtype == "int64" else np.float32)
     return list(made.tolist())

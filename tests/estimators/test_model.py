@@ -30,8 +30,7 @@ from ringspark.estimators import (
 from ringspark.estimators.columns.expressions import class_name
 from ringspark.estimators.columns.feeds import Feed
 from ringspark.estimators.inference import predict
-from ringspark.estimators.inference.device import choose_inference_device
-from ringspark.estimators.inference.predict import Predictor, run
+from ringspark.estimators.inference.predict import Predictor, choose_inference_device, run
 from ringspark.estimators.inference.results import Classes, Values
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.models import ModelSpec
@@ -194,7 +193,7 @@ def test_what_one_vector_cannot_feed_is_refused_in_one_sentence(raw: Any, pairs:
     ids = make(TorchRegressionModel, Echo(), tmp_path / "c", [(1,)], manifest, featuresCol="id")
     for model in (several, padded):
         assert model.numFeatures == -1
-        with pytest.raises(ValueError, match="predict takes one vector, and this model was trained on"):
+        with pytest.raises(ValueError, match="predict takes one vector, but this model was trained on"):
             model.predict([1.0, 2.0])
     assert (ids.numFeatures, ids.predict([3.0])) == (1, 6.0)
     for features, message in (
@@ -636,7 +635,7 @@ def test_another_length_is_refused_in_one_sentence(spark: Any, pairs: Any, tmp_p
     model = make(TorchRegressionModel, linear(1), tmp_path, [(1,)], manifest)
     longer = pairs.selectExpr("id", "concat(features, features) as features")
     for frame in (longer, longer.select("id", array_to_vector("features").alias("features"))):
-        with pytest.raises(Exception, match="'features' has 4 numbers a row, the model was trained on 2"):
+        with pytest.raises(Exception, match="'features' has 4 numbers per row, the model was trained on 2"):
             model.transform(frame).collect()
 
 
@@ -644,7 +643,7 @@ def test_too_long_a_row_to_pad_is_refused(raw: Any, tmp_path: Path) -> None:
     manifest = write_shards(raw.select("id", "tokens"), str(tmp_path / "s"), columns={"tokens": Padded()})
     model = make(TorchModel, Echo(), tmp_path, [(4,)], manifest, inputCols=["tokens"])
     longer = raw.selectExpr("id", "concat(tokens, tokens) as tokens")
-    with pytest.raises(Exception, match=r"'tokens' has an array of [68] elements, .* cut them first"):
+    with pytest.raises(Exception, match=r"'tokens' has an array of [68] elements, .* shorten it"):
         model.transform(longer).collect()
 
 
@@ -929,7 +928,7 @@ def test_an_export_writes_over_nothing(make_shards: Any, tmp_path: Path) -> None
         (f"{tmp_path}/new/", "new/ is a folder"),
         (tmp_path / "mine" / "file", "file exists already"),
     ):
-        with pytest.raises(ValueError, match=f"{message}, .* give a path that is free"):
+        with pytest.raises(ValueError, match=f"{message}, .* give a new path"):
             model.export(str(path))
     assert (tmp_path / "mine" / "file").read_text() == "x"
 

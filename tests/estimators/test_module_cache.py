@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ringspark.estimators import TorchRegressionModel
-from ringspark.estimators.inference import module_cache, predict
-from ringspark.estimators.inference.module_cache import MAX_MODULES, ModuleCache
+from ringspark.estimators.inference import predict
+from ringspark.estimators.inference.predict import MAX_MODULES, ModuleCache
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.models import ModelSpec
 
@@ -53,7 +53,7 @@ def test_a_python_worker_lets_a_model_go_after_its_last_use(spark: Any, tmp_path
                 again = predict.cached_module(predictor)(torch.ones(1, 2)).shape == (1, 1)
             finally:
                 predict.modules.clear()
-                predict.modules.keep_seconds = module_cache.KEEP_SECONDS
+                predict.modules.keep_seconds = predict.KEEP_SECONDS
             yield pa.RecordBatch.from_pylist([{"freed": freed, "again": again}] * (batch.num_rows > 0))
 
     rows = spark.range(0, 1, 1, 1).mapInArrow(work, "freed boolean, again boolean").collect()

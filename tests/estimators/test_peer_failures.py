@@ -151,7 +151,7 @@ def test_the_best_checkpoint_is_not_the_last(table: Any, common: dict[str, Any])
 
 def test_resume_is_not_accepted_and_ignored(table: Any, common: dict[str, Any]) -> None:
     """horovod.spark's resume starts at epoch 0 without optimizer, random state or data position."""
-    with pytest.raises(ValueError, match="resume=True goes on with the run of a folder; set runUri"):
+    with pytest.raises(ValueError, match="resume=True continues the run of a folder; set runUri"):
         TorchRegressor(**common, resume=True).fit(table)
 
 

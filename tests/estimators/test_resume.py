@@ -161,8 +161,8 @@ def test_a_stopped_worker_is_named_and_ended(shards: str, tmp_path: Path) -> Non
         estimator.fitOnShards(shards)
     first_line = str(caught.value).splitlines()[0]
     assert first_line.startswith("rank 1 on host ")
-    assert "has given no sign of life" in first_line
-    assert "fit again with resume=True to go on" in first_line
+    assert "has sent no heartbeat" in first_line
+    assert "fit again with resume=True to resume" in first_line
     (beat,) = hits
     wait_for("the worker's end", lambda: has_ended(beat.pid))
     assert _estimator(tmp_path, resume=True).fitOnShards(shards).summary.steps == STEPS
@@ -174,11 +174,13 @@ def test_a_run_is_gone_on_with_or_refused(table: Any, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match=r"ZeroDivisionError: on purpose; its last checkpoint is kept in "):
         _estimator(tmp_path).fit(table)
     assert _starts(tmp_path) == 2, "what user code raises starts nothing again"
-    with pytest.raises(ValueError, match="holds a run; set resume=True to go on with it, or give another"):
+    with pytest.raises(ValueError, match="holds a run; set resume=True to continue it, or give another"):
         _estimator(tmp_path).fit(table)
-    with pytest.raises(ValueError, match=r"begun with others: learningRate: 0\.001 -> 0\.1; set them back"):
+    with pytest.raises(
+        ValueError, match=r"because these changed: learningRate: 0\.001 -> 0\.1; set them back"
+    ):
         _estimator(tmp_path, resume=True, learningRate=0.1).fit(table)
-    with pytest.raises(ValueError, match=r"begun with others: train rows: 96 -> 95; set them back"):
+    with pytest.raises(ValueError, match=r"because these changed: train rows: 96 -> 95; set them back"):
         _estimator(tmp_path, resume=True).fit(table.limit(95))
     (tmp_path / "fails").unlink()
     run = str(Path(run).rename(tmp_path / "moved"))
@@ -245,7 +247,7 @@ def test_ranks_stop_if_the_folder_of_their_run_is_removed(shards: str, tmp_path:
 
 
 def test_folders_that_cannot_be_used_are_refused_at_once(table: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="resume=True goes on with the run of a folder; set runUri to that"):
+    with pytest.raises(ValueError, match="resume=True continues the run of a folder; set runUri to that"):
         TorchRegressor(model=ModelSpec("linear", {}), resume=True).fit(table)
     estimator = _estimator(tmp_path)
     with pytest.raises(ValueError, match="is the folder of one training, and 2 parameter maps are to be"):
@@ -283,6 +285,6 @@ def test_ctrl_c_keeps_the_checkpoint_and_leaves_no_process(shards: str, tmp_path
         driver.kill()
         driver.wait()
     assert "KeyboardInterrupt" in told
-    assert "fit again with resume=True to go on" in told
+    assert "fit again with resume=True to resume" in told
     wait_for("the workers' end", lambda: all(has_ended(beat.pid) for beat in beats))
     assert folder.has_checkpoint()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ringspark.estimators.run.folder import Begun, RunFolder
-from ringspark.estimators.run.identity import differences
+from ringspark.estimators.run.identity import list_differences
 
 
 def test_a_finished_run_has_nothing_of_what_was_under_way(tmp_path: Path) -> None:
@@ -62,5 +62,5 @@ def test_a_run_that_dies_early_leaves_the_folder_and_the_files_that_were_there(t
 
 
 def test_a_setting_of_one_run_alone_is_a_difference() -> None:
-    found = differences({"settings": {"a": 1}}, {"settings": {"b": 2}})
+    found = list_differences({"settings": {"a": 1}}, {"settings": {"b": 2}})
     assert found == ["a: 1 -> null", "b: null -> 2"]

@@ -161,4 +161,4 @@ def test_rows_that_only_statistics_prove_equal_are_told(
     assert files_of(run) == begun
     (told,) = [record.getMessage() for record in caplog.records]
     assert "but gave files with other bytes" in told
-    assert "goes on with the rows that it began with" in told
+    assert "continues with its first rows" in told

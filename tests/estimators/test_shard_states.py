@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringspark.estimators.run.shard_states import ShardStates
+from ringspark.estimators.run.shards import ShardStates
 from ringspark.pipelines import ShardManifest
 
 MakeShards = Callable[..., ShardManifest]
@@ -23,7 +23,7 @@ def manifest(make_shards: MakeShards) -> ShardManifest:
 @pytest.fixture
 def states(manifest: ShardManifest, tmp_path: Path) -> ShardStates:
     states = ShardStates(manifest, str(tmp_path / "run"))
-    states.note()
+    states.record()
     return states
 
 
@@ -42,7 +42,7 @@ def test_another_manifest_is_refused(
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1))
-    with pytest.raises(ValueError, match=r"manifest\.json' changed during the training; put back"):
+    with pytest.raises(ValueError, match=r"manifest\.json' changed during the training; restore"):
         states.check()
     path.write_text(text)
     states.check()

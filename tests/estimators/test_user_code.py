@@ -64,7 +64,7 @@ def test_modules_that_cannot_travel_say_why(folder: Path) -> None:
     import rs_g  # type: ignore[import-not-found]
 
     told = _elsewhere(rs_g.answer, folder)
-    assert told.startswith("module 'rs_g' is not installed here and could not travel with the network (")
+    assert told.startswith("module 'rs_g' is not installed here and could not be pickled with the network (")
     assert "import functions and classes from it rather than the module" in told
     assert len(told.splitlines()) == 1
 

@@ -168,7 +168,7 @@ def test_a_rank_that_is_hit_costs_no_row(
     assert (len(hits), summary.restarts, len(summary.resumed_steps)) == (1, 1, 1)
     if number == STOP:
         assert f"rank {rank} on host " in summary.restart_reasons[0]
-        assert "has given no sign of life" in summary.restart_reasons[0]
+        assert "has sent no heartbeat" in summary.restart_reasons[0]
     assert (summary.steps, summary.rows) == (EPOCHS * EPOCH_STEPS, EPOCHS * ROWS)
     assert not summary.checkpoint_errors
     lines = rows.Diaries(tmp_path / "diary").read()

@@ -171,7 +171,7 @@ class Training:
                 hit.problems.append("it came after the last step but one: nothing was left to train")
             reasons = answer.get("restart_reasons", [])
             named = f"rank {hit.rank} on host "
-            if hit.rank is not None and not any(named in r and "no sign of life" in r for r in reasons):
+            if hit.rank is not None and not any(named in r and "no heartbeat" in r for r in reasons):
                 hit.problems.append(f"rank {hit.rank} was stopped, and the restarts name others: {reasons}")
             pause = rows.longest_pause(lines, hit.began, end)
             moments.append(

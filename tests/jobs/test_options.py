@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from ringspark.estimators.run.folder import make_way
+from ringspark.estimators.run.folder import remove_old_run
 from ringspark.jobs import cli, score, train
 
 ROOT = Path(__file__).parent.parent.parent
@@ -92,23 +92,23 @@ def test_only_an_unfinished_run_with_a_checkpoint_is_in_the_way_of_a_new_one(tmp
     begun = _run_folder(tmp_path / "begun")
     finished = _run_folder(tmp_path / "finished", checkpoint=True, finished=True)
     for folder in (begun, finished, tmp_path / "not there"):
-        make_way(str(folder), None)
+        remove_old_run(str(folder), None)
         assert not folder.exists()
     training = _run_folder(tmp_path / "training")
     (training / "heartbeat").mkdir()
     (training / "heartbeat" / "rank-0.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"gave a sign of life \d+ s ago, so it may be training; wait 60 s"):
-        make_way(str(training), None)
+    with pytest.raises(ValueError, match=r"sent a heartbeat \d+ s ago, so it may be training; wait 60 s"):
+        remove_old_run(str(training), None)
     long_ago = time.time() - 100
     os.utime(training / "heartbeat" / "rank-0.json", (long_ago, long_ago))
-    make_way(str(training), None)
+    remove_old_run(str(training), None)
     assert not training.exists()
     stopped = _run_folder(tmp_path / "stopped", checkpoint=True)
-    with pytest.raises(ValueError, match=r"an unfinished run; give --resume to go on with it, --no-resume"):
-        make_way(str(stopped), None)
-    make_way(str(stopped), True)
+    with pytest.raises(ValueError, match=r"an unfinished run; give --resume to continue it, --no-resume"):
+        remove_old_run(str(stopped), None)
+    remove_old_run(str(stopped), True)
     assert (stopped / "run.json").exists()
-    make_way(str(stopped), False)
+    remove_old_run(str(stopped), False)
     assert not stopped.exists()
 
 
@@ -121,14 +121,14 @@ def test_a_run_is_not_removed_with_files_that_no_run_writes(
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("")
     with pytest.raises(ValueError, match=f"holds '{name.partition('/')[0]}', which belongs to no run"):
-        make_way(str(tmp_path), resume)
+        remove_old_run(str(tmp_path), resume)
     assert (tmp_path / name).exists()
     assert (tmp_path / "result.json").exists()
 
 
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
-    make_way(str(tmp_path), False)
+    remove_old_run(str(tmp_path), False)
     assert (tmp_path / "thesis.tex").exists()
 
 

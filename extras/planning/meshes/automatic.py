@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.memory.available import Available, of_machine
-from ringspark.estimators.memory.budget import network_name, reason
+from ringspark.estimators.memory.available import Available, find_host_limit
+from ringspark.estimators.memory.budget import first_error_line, network_name
 from ringspark.estimators.memory.columns import column_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.options.mesh import Mesh
@@ -144,7 +144,7 @@ def _chosen(
     except Exception as error:
         warnings.warn(
             f"parallelism='auto' takes whole copies: model {network_name(config, objects)} does not run "
-            f"without data: {reason(error)}; set parallelism yourself to share it",
+            f"without data: {first_error_line(error)}; set parallelism yourself to share it",
             UserWarning,
             stacklevel=6,
         )
@@ -231,7 +231,7 @@ def _measured(training: Training, work: StepWork, workers: int, is_here: bool) -
 
 def _has_room(training: Training, workers: int) -> bool:
     """Whether this machine can hold the whole network's step on all ranks that would measure it."""
-    limit = of_machine(1)
+    limit = find_host_limit(1)
     alone = training.profiles.of(Candidate(sizes={}))
     peak = alone.peak(training.config, rehearsed_rows(training.config.batch_size)[1])
     return limit is None or 2 * min(workers, MOST_RANKS) * peak.total <= limit.num_bytes

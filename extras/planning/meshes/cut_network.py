@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.parallel.model.expert import spread_experts
 from ringspark.estimators.parallel.model.pipeline.cutting import (
@@ -74,7 +74,7 @@ class CutNetwork:
 
 
 def cut_network(
-    empty: nn.Module, sizes: Mapping[str, int], options: Mesh, inputs: Sequence[Column]
+    empty: nn.Module, sizes: Mapping[str, int], options: Mesh, inputs: Sequence[BatchColumn]
 ) -> CutNetwork:
     """Cuts a network as `spread` does on every rank.
 
@@ -129,7 +129,7 @@ def cut_network(
     )
 
 
-def link_costs(empty: nn.Module, inputs: Sequence[Column], rows: int) -> list[float]:
+def link_costs(empty: nn.Module, inputs: Sequence[BatchColumn], rows: int) -> list[float]:
     """Returns the cost of each link of a whole network for so many rows, as pipelines are cut by it."""
     sample = [torch.empty((rows, *c.shape[1:]), dtype=c.dtype, device="meta") for c in inputs]
     return measured_costs(empty, links_of(empty), sample)

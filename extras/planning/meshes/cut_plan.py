@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.memory.meter import Peak
 from ringspark.estimators.parallel.model.pipeline.actions import Action, Steps, with_arrivals
 from ringspark.estimators.parallel.model.pipeline.orders import Orders
@@ -35,8 +35,8 @@ def plan_cut(
     config: TrainConfig,
     objects: UserObjects,
     empty: nn.Module,
-    inputs: Sequence[Column],
-    labels: Sequence[Column],
+    inputs: Sequence[BatchColumn],
+    labels: Sequence[BatchColumn],
 ) -> CutPlan:
     """Plans the bytes of a step on the rank that needs the most.
 
@@ -65,9 +65,9 @@ def plan_cut(
     return max(plans, key=lambda plan: plan.peak.total)
 
 
-def micro_batch(column: Column, num_micro: int) -> Column:
+def micro_batch(column: BatchColumn, num_micro: int) -> BatchColumn:
     """Returns the largest of the equal parts of a column."""
-    return Column(shape=(-(-column.shape[0] // num_micro), *column.shape[1:]), dtype=column.dtype)
+    return BatchColumn(shape=(-(-column.shape[0] // num_micro), *column.shape[1:]), dtype=column.dtype)
 
 
 def steps_of(config: TrainConfig, owners: Sequence[int], num_micro: int) -> list[Steps]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ringspark.estimators.memory.budget import network_name, reason
+from ringspark.estimators.memory.budget import first_error_line, network_name
 from ringspark.estimators.memory.columns import columns_of
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.options.sync import AllReduce, write_earlier
@@ -116,7 +116,8 @@ def plan_parallelism(
     except Exception as error:
         raise ValueError(
             f"meshes of model {network_name(config, objects)} cannot be planned without data: "
-            f"{reason(error)}; check the batch's shapes, and that no shape in its forward depends on values"
+            f"{first_error_line(error)}; check the batch's shapes, and that no shape in its forward "
+            "depends on values"
         ) from error
     own, between = _link(link, "link"), _link(hostLink, "hostLink")
     machine: Machine

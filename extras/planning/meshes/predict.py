@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ringspark.estimators.memory.budget import reason
-from ringspark.estimators.memory.columns import Column
-from ringspark.estimators.memory.step import know_sizes
-from ringspark.estimators.memory.work import Work
+from ringspark.estimators.memory.budget import first_error_line
+from ringspark.estimators.memory.columns import BatchColumn
+from ringspark.estimators.memory.step import initialize_lazy_layers
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.training.finetuning.freezing import apply_finetuning
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
@@ -21,6 +20,7 @@ from ringspark.extras.planning.meshes.machine import Machine
 from ringspark.extras.planning.meshes.profile import Profile, Profiles
 from ringspark.extras.planning.meshes.report import MeshPlan
 from ringspark.extras.planning.meshes.step_time import step_time
+from ringspark.extras.planning.meshes.work import Work
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta, copy_to_meta
 
@@ -45,8 +45,8 @@ class Training:
     settings: TrainConfig
     config: TrainConfig
     objects: UserObjects
-    inputs: Sequence[Column]
-    labels: Sequence[Column]
+    inputs: Sequence[BatchColumn]
+    labels: Sequence[BatchColumn]
     network: nn.Module
     profiles: Profiles
 
@@ -55,8 +55,8 @@ class Training:
         cls,
         config: TrainConfig,
         objects: UserObjects,
-        inputs: Sequence[Column],
-        labels: Sequence[Column],
+        inputs: Sequence[BatchColumn],
+        labels: Sequence[BatchColumn],
     ) -> Training:
         """Builds the network without weights."""
         settings = config
@@ -67,7 +67,7 @@ class Training:
         else:
             network = copy_to_meta(objects.module)
         apply_finetuning(network, config)
-        know_sizes(network, inputs, objects)
+        initialize_lazy_layers(network, inputs, objects)
         profiles = Profiles(config, objects, network, inputs, labels)
         return cls(
             settings=settings,
@@ -133,7 +133,7 @@ def _planned(
         profile = training.profiles.of(candidate)
     # A network that cannot be run in parts may be trained whole.
     except Exception as error:
-        told = str(error) if isinstance(error, ValueError) else reason(error)
+        told = str(error) if isinstance(error, ValueError) else first_error_line(error)
         return MeshPlan(sizes=candidate.sizes, options=candidate.options, refusal=told)
     copies = candidate.size("data") * candidate.size("shard") * candidate.size("expert")
     rows = training.config.batch_size // copies

@@ -13,10 +13,13 @@ from typing import Any
 
 from torch import nn
 
-from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.memory.meter import Peak
-from ringspark.estimators.memory.sharing import communication_bytes, gradients_leave, sums_in_buckets
-from ringspark.estimators.memory.work import Work
+from ringspark.estimators.memory.sharing import (
+    communication_bytes,
+    reduces_during_backward,
+    reduces_in_buckets,
+)
 from ringspark.estimators.parallel.model.pipeline.actions import Steps
 from ringspark.estimators.parallel.model.pipeline.cutting import cut_stages
 from ringspark.estimators.parallel.model.stand_in import Message
@@ -27,6 +30,7 @@ from ringspark.extras.planning.meshes.cut_network import CutNetwork, cut_network
 from ringspark.extras.planning.meshes.cut_plan import steps_of
 from ringspark.extras.planning.meshes.rank_step import RankBytes, measure_ranks
 from ringspark.extras.planning.meshes.schedule_peak import peak_of_steps
+from ringspark.extras.planning.meshes.work import Work
 from ringspark.models.chain import links_of
 
 # How many times fewer rows the smaller of the two measurements has.
@@ -108,8 +112,8 @@ def _peak(rank: RankBytes, config: TrainConfig, module: nn.Module, steps: Steps)
     rank = replace(
         rank,
         communication=communication_bytes(config, module),
-        in_buckets=sums_in_buckets(config),
-        leaves=gradients_leave(config),
+        in_buckets=reduces_in_buckets(config),
+        leaves=reduces_during_backward(config),
     )
     return peak_of_steps(rank, steps, config.sync.sharding)
 
@@ -122,8 +126,8 @@ class Profiles:
         config: TrainConfig,
         objects: UserObjects,
         empty: nn.Module,
-        inputs: Sequence[Column],
-        labels: Sequence[Column],
+        inputs: Sequence[BatchColumn],
+        labels: Sequence[BatchColumn],
     ) -> None:
         """Args: inputs, labels: Columns of all rows of a step over all workers."""
         self._config, self._objects, self._empty = config, objects, empty
@@ -182,8 +186,9 @@ class Profiles:
         inputs, labels = (self._columns(side, rows) for side in (self._inputs, self._labels))
         return measure_ranks(config, self._objects, network, inputs, labels, known)
 
-    def _columns(self, columns: Sequence[Column], rows: int) -> list[Column]:
+    def _columns(self, columns: Sequence[BatchColumn], rows: int) -> list[BatchColumn]:
         share = rows / self._config.batch_size
         return [
-            Column(shape=(max(1, round(c.shape[0] * share)), *c.shape[1:]), dtype=c.dtype) for c in columns
+            BatchColumn(shape=(max(1, round(c.shape[0] * share)), *c.shape[1:]), dtype=c.dtype)
+            for c in columns
         ]

@@ -15,16 +15,15 @@ from typing import Any
 import torch
 
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.memory.meter import SENT, Peak
 from ringspark.estimators.memory.sharing import (
+    backward_buckets,
     communication_bytes,
-    gradients_leave,
-    leaving_buckets,
-    sums_in_buckets,
+    reduces_during_backward,
+    reduces_in_buckets,
 )
-from ringspark.estimators.memory.step import FakeStep, UpdateBytes, know_sizes, on_fake_tensors
-from ringspark.estimators.memory.work import Work, WorkCount
+from ringspark.estimators.memory.step import FakeStep, UpdateBytes, initialize_lazy_layers, on_fake_tensors
 from ringspark.estimators.parallel.model.pipeline.wire import Forms, forms_of, marked
 from ringspark.estimators.parallel.model.stand_in import Message
 from ringspark.estimators.training.feed import Batch
@@ -32,6 +31,7 @@ from ringspark.estimators.training.precision import autocast
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.step import compute_losses, forward, scale_loss
 from ringspark.extras.planning.meshes.cut_network import CutNetwork, RankPart
+from ringspark.extras.planning.meshes.work import Work, WorkCount
 from ringspark.models.chain import as_values, links_of, run_links
 
 
@@ -91,8 +91,8 @@ def measure_ranks(
     config: TrainConfig,
     objects: UserObjects,
     network: CutNetwork,
-    inputs: Sequence[Column],
-    labels: Sequence[Column],
+    inputs: Sequence[BatchColumn],
+    labels: Sequence[BatchColumn],
     known: Sequence[RankBytes] | None = None,
 ) -> list[RankBytes]:
     """Measures one micro-batch and one update on each rank of a pipeline, in the order of `network.parts`.
@@ -106,7 +106,7 @@ def measure_ranks(
     Raises:
         Exception: Like `measure_step`.
     """
-    know_sizes(network.whole, inputs, objects)
+    initialize_lazy_layers(network.whole, inputs, objects)
     forms = _forms(config, objects, network, inputs) if network.is_pipeline else {}
     found = []
     for number, part in enumerate(network.parts):
@@ -139,7 +139,7 @@ class _Rank:
         self._last = len(network.owners) - 1
 
     def measured(
-        self, inputs: Sequence[Column], labels: Sequence[Column], known: RankBytes | None
+        self, inputs: Sequence[BatchColumn], labels: Sequence[BatchColumn], known: RankBytes | None
     ) -> RankBytes:
         step = self._step
         batch = Batch(
@@ -150,7 +150,7 @@ class _Rank:
         rows = [*batch.inputs, *batch.labels]
         step.meter.assign(rows, "batch")
         step.module.train()
-        step.send(leaving_buckets(step.module))
+        step.send(backward_buckets(step.module))
         if step.transform is not None:
             batch = step.transform(batch, 0)
         rounds: list[dict[tuple[int, bool], PassBytes]] = [{}, {}]
@@ -188,8 +188,8 @@ class _Rank:
             arriving={stage: self._bytes_before(stage) for stage in self._part.stages},
             returning=self._returning(),
             communication=communication_bytes(self._config, step.module),
-            in_buckets=sums_in_buckets(self._config),
-            leaves=gradients_leave(self._config),
+            in_buckets=reduces_in_buckets(self._config),
+            leaves=reduces_during_backward(self._config),
         )
 
     def _bytes_before(self, stage: int, *, wanted: bool = False) -> int:
@@ -258,7 +258,7 @@ class _Rank:
 
 
 def _forms(
-    config: TrainConfig, objects: UserObjects, network: CutNetwork, inputs: Sequence[Column]
+    config: TrainConfig, objects: UserObjects, network: CutNetwork, inputs: Sequence[BatchColumn]
 ) -> dict[int, Forms]:
     """Returns the look of the values that arrive at each stage but the first."""
     forms: dict[int, Forms] = {}

@@ -19,7 +19,7 @@ import torch
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.training.phase import Status
@@ -92,8 +92,8 @@ class MeshRehearsal:
 def rehearse_meshes(
     config: TrainConfig,
     objects: UserObjects,
-    inputs: Sequence[Column],
-    labels: Sequence[Column],
+    inputs: Sequence[BatchColumn],
+    labels: Sequence[BatchColumn],
     rows: tuple[int, ...],
     workers: int,
     repeats: int,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.memory.sharing import num_sharers, num_summing
+from ringspark.estimators.memory.sharing import data_parallel_size, shard_group_size
 from ringspark.estimators.parallel.data.gradient_sum import FLAT_BYTES
 from ringspark.estimators.parallel.mesh import AXES
 from ringspark.estimators.parallel.model.expert import expert_names
@@ -119,7 +119,7 @@ def _passes(
 
 def _sum_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> float:
     """Returns the seconds of the exchange of gradients, of the rank whose exchange takes longest."""
-    size = num_summing(config)
+    size = data_parallel_size(config)
     if size == 1:
         return 0.0
     axes = config.axes
@@ -139,7 +139,7 @@ def _sum_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> flo
 
 
 def _update_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> float:
-    share = 1.0 if config.sync.sharding == "none" else 1.0 / num_sharers(config)
+    share = 1.0 if config.sync.sharding == "none" else 1.0 / shard_group_size(config)
     seconds = [machine.rates.seconds(rank.update_work) * share for rank in profile.many]
     crowding = machine.crowding(config.num_workers)
     return max(max(seconds), crowding * math.fsum(seconds) / len(seconds))

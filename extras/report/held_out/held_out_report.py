@@ -19,7 +19,7 @@ from pyspark.sql.types import StructField
 
 from ringspark.estimators.columns.inputs import ModelInput
 from ringspark.estimators.inference.evaluate import Evaluation
-from ringspark.estimators.inference.predict import PIECE_BYTES, Predictor, cached_module, inputs_of
+from ringspark.estimators.inference.predict import CHUNK_BYTES, Predictor, cached_module, inputs_of
 from ringspark.estimators.inference.results import Classes
 from ringspark.estimators.names import nearest
 from ringspark.estimators.training.feed import Array
@@ -136,7 +136,7 @@ def held_out_findings(
         ValueError: A label is null, not a class number, or of another shape than the output.
     """
     row_bytes = sum(item.column.kind.row_bytes for item in question.inputs if item.column is not None)
-    asked, rows = rows, max(1, min(rows, PIECE_BYTES // max(1, row_bytes)))
+    asked, rows = rows, max(1, min(rows, CHUNK_BYTES // max(1, row_bytes)))
     *pieces, labels = _sample(dataset, [*columns, label], rows + 1, seed)
     # One additional row shows whether there are more.
     is_part = len(labels) > rows
@@ -144,7 +144,7 @@ def held_out_findings(
     arrays, valid = inputs_of(question.predictor, pieces)
     if valid is not None:
         labels = labels.filter(pa.array(valid))
-    given, problem = question.evaluation.judge(labels)
+    given, problem = question.evaluation.check_labels(labels)
     if problem is not None:
         raise ValueError(problem.replace("before evaluate", "before report"))
     skipped = 0 if valid is None else int((~valid).sum())

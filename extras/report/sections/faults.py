@@ -27,9 +27,10 @@ def _make(facts: Facts) -> Sequence[Block]:
         blocks.append(
             Text(f"{skipped:,} steps changed no weights, because their loss or gradients were not finite.")
         )
-    if run.signs and run.outcome is None:
+    if run.heartbeats and run.outcome is None:
         rows = [
-            [show(sign.rank), sign.host, sign.phase, shorten(sign.failure, 400)] for sign in run.signs[:MOST]
+            [show(sign.rank), sign.host, sign.phase, shorten(sign.failure, 400)]
+            for sign in run.heartbeats[:MOST]
         ]
         blocks.append(
             Table(
@@ -37,7 +38,9 @@ def _make(facts: Facts) -> Sequence[Block]:
                 rows,
                 words=frozenset({1, 2, 3}),
                 title="Last heartbeats of the ranks",
-                note=f"The first {MOST} of {len(run.signs):,} ranks." if len(run.signs) > MOST else "",
+                note=f"The first {MOST} of {len(run.heartbeats):,} ranks."
+                if len(run.heartbeats) > MOST
+                else "",
             )
         )
     if not blocks:

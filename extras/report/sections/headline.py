@@ -74,11 +74,11 @@ def _make(facts: Facts) -> Sequence[Block]:
 def _state(run: RunFacts) -> str:
     if run.outcome is not None:
         return "finished"
-    return "failed" if any(sign.failure for sign in run.signs) else "not finished"
+    return "failed" if any(sign.failure for sign in run.heartbeats) else "not finished"
 
 
 def _unfinished(run: RunFacts) -> str:
-    if any(sign.failure for sign in run.signs):
+    if any(sign.failure for sign in run.heartbeats):
         return "A rank has failed; see faults and restarts for its error."
     position = ""
     if run.progress is not None:

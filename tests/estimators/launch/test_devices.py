@@ -99,19 +99,19 @@ REFUSED: dict[str, tuple[Layout, str]] = {
     ),
     "torch without CUDA": (
         [("h", "0", ()), ("h", "1", ())],
-        r"on host h Spark gave 0, 1, PyTorch sees 0 device\(s\); install a CUDA build of torch",
+        r"on host h Spark assigned 0, 1, but PyTorch sees 0 device\(s\); install a CUDA build of torch",
     ),
     "an index of the node, and some of its cards hidden": (
         [("h", "5", (A, B))],
-        r"on host h Spark gave 5, PyTorch sees 2 device\(s\)",
+        r"on host h Spark assigned 5, but PyTorch sees 2 device\(s\)",
     ),
     "a UUID that is not there": (
         [("h", f"GPU-{C}", (A, B))],
-        rf"Spark gave GPU-{C}, PyTorch sees 2 device\(s\)",
+        rf"Spark assigned GPU-{C}, but PyTorch sees 2 device\(s\)",
     ),
     "workers narrowed to one card by an earlier job": (
         [("h", "0", (A,)), ("h", "1", (A,))],
-        r"Spark gave 0, 1, PyTorch sees 1 device\(s\).*spark.python.worker.reuse=false",
+        r"Spark assigned 0, 1, but PyTorch sees 1 device\(s\).*spark.python.worker.reuse=false",
     ),
     "one card under two numbers": (
         [("h", "0", (A, B)), ("h", "1", (B, A))],

@@ -17,7 +17,7 @@ import torch
 from supervised_gang import run_gang
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.launch.gang_queue import GangQueue
+from ringspark.estimators.launch.gang import GangQueue
 from ringspark.estimators.launch.slots import count_slots
 from ringspark.estimators.training.phase import Status
 

@@ -36,9 +36,10 @@ import pyarrow as pa
 from pyspark.sql import SparkSession
 from ringspark.estimators import WorkerError
 from ringspark.estimators.launch.devices import Claim, assign_devices
-from ringspark.estimators.launch.resources import profile_of, stage_plan
+from ringspark.estimators.launch.resources import plan_stage, profile_of
 from ringspark.estimators.launch.slots import check_slots, count_slots
 from ringspark.estimators.launch.supervisor import Supervisor
+from ringspark.estimators.stages.session import spark_conf
 from ringspark.estimators.training.settings.config import TrainConfig
 
 kind, master, conf = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
@@ -72,7 +73,7 @@ def devices(told):
 # The session is younger than its executors.
 check_slots(spark, 4)
 report = {"slots": [count_slots(spark), count_slots(spark, use_gpu=True)]}
-plan = stage_plan(spark, True)
+plan = plan_stage(spark_conf(spark), spark.version, True)
 report["task_cpus"] = plan.task_cpus
 report["etl"] = devices(stage(4))
 # From a thread, as CrossValidator fits.

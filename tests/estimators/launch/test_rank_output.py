@@ -23,7 +23,7 @@ from waiting import wait_for
 from ringspark.estimators import Callback, TorchRegressor, TrainingState, WorkerError
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.launch.witness import HEAD_BYTES, TAIL_BYTES, KeptEnds
+from ringspark.estimators.launch.log_process import HEAD_BYTES, TAIL_BYTES, KeptEnds
 from ringspark.estimators.training import rank_log
 from ringspark.estimators.training.phase import Status
 from ringspark.models import ModelSpec
@@ -68,7 +68,7 @@ def _raises() -> None:
 
 
 def _is_killed() -> None:
-    # The witness gets what a pipe holds, also if the rank has no time to say goodbye.
+    # The log process gets what a pipe holds, also if the rank has no time to say goodbye.
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -173,7 +173,7 @@ def test_every_line_reaches_the_log_and_the_ends_the_run(tmp_path: Path, end: st
         assert not died.exists()
     else:
         assert code == 9
-        wait_for("the witness", died.exists)
+        wait_for("the log process", died.exists)
         assert died.read_text() == "t.0"
         os.kill(int((tmp_path / "child").read_text().split()[0]), signal.SIGKILL)
         assert log.read_text().splitlines() == lines[:-1]
@@ -223,19 +223,19 @@ from ringspark.estimators.launch.rank_output import RankOutput
 
 with RankOutput(Pulse(run_uri=sys.argv[1], token="t"), 0, "host") as output:
     before = os.fstat(1).st_ino
-    output._witness.kill()
+    output._log_process.kill()
     print("into the pipe", flush=True)
     while os.fstat(1).st_ino == before:
         time.sleep(0.05)
-    print("after the witness", flush=True)
+    print("after the log process", flush=True)
 """
 
 
-def test_a_rank_whose_witness_is_killed_prints_on(tmp_path: Path) -> None:
+def test_a_rank_whose_log_process_is_killed_prints_on(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILLS_WITNESS, str(tmp_path)], capture_output=True, text=True, check=True
     )
-    assert sorted(done.stdout.splitlines()) == ["after the witness", "into the pipe"]
+    assert sorted(done.stdout.splitlines()) == ["after the log process", "into the pipe"]
 
 
 KILLS_WITNESS_AND_PRINTS_ON = """
@@ -244,8 +244,8 @@ from ringspark.estimators.launch.heartbeat import Pulse
 from ringspark.estimators.launch.rank_output import RankOutput
 
 with RankOutput(Pulse(run_uri=sys.argv[1], token="t"), 0, "host") as output:
-    output._witness.kill()
-    output._witness.wait()
+    output._log_process.kill()
+    output._log_process.wait()
     child = subprocess.Popen([sys.executable, "-c", "for n in range(20_000): print('child', n, flush=True)"])
     for number in range(20_000):  # more than a pipe holds
         print("rank", number, flush=True)
@@ -253,7 +253,7 @@ with RankOutput(Pulse(run_uri=sys.argv[1], token="t"), 0, "host") as output:
 """
 
 
-def test_a_print_that_waits_for_a_killed_witness_reaches_the_log(tmp_path: Path) -> None:
+def test_a_print_that_waits_for_a_killed_log_process_reaches_the_log(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILLS_WITNESS_AND_PRINTS_ON, str(tmp_path)],
         capture_output=True,
@@ -306,7 +306,7 @@ print("after")
 def test_a_rank_ends_although_a_child_holds_its_output_open(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         command = [sys.executable, "-c", LEAVES_A_CHILD, str(tmp_path)]
-        # Far less than the child's life, far more than the rank waits for its witness.
+        # Far less than the child's life, far more than the rank waits for its log process.
         assert subprocess.call(command, stdout=log, stderr=log, timeout=120) == 0
     child, after = (tmp_path / "log").read_text().splitlines()[:2]
     os.kill(int(child), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Which rank hangs, judged from signs of life; what Spark says of a job that failed."""
+"""Which rank hangs, judged from heartbeats; Spark errors of a failed job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ringspark.estimators.launch.heartbeat import (
 )
 from ringspark.estimators.launch.monitor import Monitor
 from ringspark.estimators.launch.owner import write_owner
-from ringspark.estimators.launch.spark_job import lost_workers, was_cancelled
+from ringspark.estimators.launch.spark_job import find_lost_workers, was_cancelled
 from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -63,8 +63,8 @@ def _stopped(second: int) -> Beat:
 def _play(detector: HangDetector, seconds: int, script: Any) -> tuple[float, Any] | None:
     """Shows the beats of `script(second)` each second; when and whom the detector blames."""
     for now in range(seconds):
-        detector.look(script(now), float(now))
-        hung = detector.hung(float(now))
+        detector.update(script(now), float(now))
+        hung = detector.find_hung(float(now))
         if hung is not None:
             return float(now), hung
     return None
@@ -83,7 +83,7 @@ def test_a_silent_rank_is_blamed_and_not_the_one_that_waits_for_it() -> None:
 
     when, hung = _play(HangDetector(2, TIMEOUT), 200, script)  # type: ignore[misc]
     assert (hung.rank, hung.beat.host) == (1, "host1")
-    assert "no sign of life" in hung.reason
+    assert "no heartbeat" in hung.reason
     assert when <= 30 + TIMEOUT + 1
 
 
@@ -158,21 +158,21 @@ def test_those_that_wait_for_one_that_starts_late_do_not_hang() -> None:
 
 def test_a_driver_that_could_not_look_blames_nobody_for_that_time() -> None:
     detector = HangDetector(1, TIMEOUT)
-    detector.look([_beat(0)], 0.0)
-    detector.look([_beat(0)], 1000.0)
-    assert detector.hung(1000.0) is None
+    detector.update([_beat(0)], 0.0)
+    detector.update([_beat(0)], 1000.0)
+    assert detector.find_hung(1000.0) is None
 
 
 def test_a_silent_rank_is_found_where_every_look_takes_long() -> None:
     """A slow store, or many ranks; a look that takes far longer than the others still blames nobody."""
     detector = HangDetector(1, TIMEOUT)
-    looks = [(30.0 * look, detector.look([_beat(0)], 30.0 * look)) for look in range(4)]
-    assert detector.hung(looks[-1][0]) is not None
+    looks = [(30.0 * look, detector.update([_beat(0)], 30.0 * look)) for look in range(4)]
+    assert detector.find_hung(looks[-1][0]) is not None
     detector = HangDetector(1, TIMEOUT)
     for look in range(4):
-        detector.look([_beat(0, beats=look, ticks=look)], 30.0 * look)
-    detector.look([_beat(0, beats=3, ticks=3)], 1000.0)
-    assert detector.hung(1000.0) is None
+        detector.update([_beat(0, beats=look, ticks=look)], 30.0 * look)
+    detector.update([_beat(0, beats=3, ticks=3)], 1000.0)
+    assert detector.find_hung(1000.0) is None
 
 
 def test_a_cancel_that_gets_lost_is_sent_again(tmp_path: Path) -> None:
@@ -254,15 +254,15 @@ def test_where_the_store_takes_no_files_a_silent_rank_does_not_hang(tmp_path: Pa
             assert not cancelled.wait(4)
         wait_for("the verdict", cancelled.is_set)
     assert monitor.verdict is not None
-    assert "no sign of life" in monitor.verdict.sentence
+    assert "no heartbeat" in monitor.verdict.sentence
 
 
-def test_nobody_works_while_all_are_done_or_silent() -> None:
+def test_a_gang_is_idle_if_all_are_done_or_silent() -> None:
     detector = HangDetector(2, TIMEOUT)
-    assert detector.nobody_works(0.0)
-    detector.look([_beat(0), _beat(1, ended=True)], 0.0)
-    assert not detector.nobody_works(1.0)
-    assert detector.nobody_works(12.0)
+    assert detector.is_idle(0.0)
+    detector.update([_beat(0), _beat(1, ended=True)], 0.0)
+    assert not detector.is_idle(1.0)
+    assert detector.is_idle(12.0)
 
 
 def test_nonsense_in_the_folder_is_no_beat(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def _tick_on(status: Status) -> None:
 def test_what_spark_says_of_a_job(text: str, cancelled: bool, lost: bool) -> None:
     error = RuntimeError(text)
     assert was_cancelled(error) is cancelled
-    assert (lost_workers(error) is not None) is lost
+    assert (find_lost_workers(error) is not None) is lost
 
 
 @pytest.mark.parametrize(

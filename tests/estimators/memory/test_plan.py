@@ -1,7 +1,6 @@
 """A plan's parts are those of a real step, and nothing of their size is allocated to know them."""
 
 import resource
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -220,21 +219,6 @@ def test_the_table_names_every_part_and_the_peak() -> None:
     text = plan_memory(DEEP, BATCH).table()
     for words in ("parameters and buffers", "gradients", "optimizer state", "activations", "peak", "KiB"):
         assert words in text
-
-
-def test_the_chart_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "plan.png"
-    plan_memory(DEEP, BATCH, rows=4096, budget="5m").save_chart(str(path))
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_chart_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'ringspark\[examples\]'"):
-        plan_memory(DEEP, BATCH).save_chart(str(tmp_path / "plan.png"))
 
 
 # Networks of the benchmark `plan_memory`, whose table has more of them.

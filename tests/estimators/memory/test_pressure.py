@@ -18,7 +18,12 @@ from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.launch.train_task import TrainTask
-from ringspark.estimators.memory.available import Available, of_cgroups, of_machine, of_spark_workers
+from ringspark.estimators.memory.available import (
+    Available,
+    find_cgroup_limit,
+    find_host_limit,
+    find_spark_limit,
+)
 from ringspark.estimators.memory.pressure import check, check_on_driver, worker_needs
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.check.driver import check_training
@@ -116,7 +121,7 @@ def test_a_rank_refuses_what_its_process_may_not_hold(shards: ShardManifest) -> 
         run_spawned(2, "torch", work)
     sentence = str(caught.value).splitlines()[0]
     assert sentence.startswith("rank 1 on host ")
-    assert "failed in phase 'looking at the memory': ValueError: training needs at least " in sentence
+    assert "failed in phase 'checking the memory': ValueError: training needs at least " in sentence
     assert " that this process is limited to); set sharding='parameters'" in sentence
     assert sentence.endswith("or give the workers more memory by spark.executor.pyspark.memory")
 
@@ -261,7 +266,7 @@ def test_on_a_gpu_the_host_holds_the_network_once(shards: ShardManifest) -> None
 def test_spark_divides_the_memory_of_its_python_workers_by_cores(
     conf: dict[str, str], num_bytes: int | None
 ) -> None:
-    found = of_spark_workers(conf)
+    found = find_spark_limit(conf)
     assert (found and found.num_bytes) == num_bytes
 
 
@@ -294,7 +299,7 @@ def test_the_limit_of_a_container_is_the_least_of_its_groups(tmp_path: Path) -> 
         f"{group}pod/memory.stat": "anon 400000\nfile 300000\nshmem 50000\n",
     }
     root = _write(tmp_path / "v2", files)
-    assert of_cgroups(root) == 1_000_000 - 400_000 - 50_000
+    assert find_cgroup_limit(root) == 1_000_000 - 400_000 - 50_000
     files = {
         "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/not/seen/here\n",
         f"{group}memory/memory.limit_in_bytes": "1000000\n",
@@ -303,12 +308,12 @@ def test_the_limit_of_a_container_is_the_least_of_its_groups(tmp_path: Path) -> 
         "proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:  600 kB\nSwapFree: 100 kB\n",
     }
     root = _write(tmp_path / "v1", files)
-    assert of_cgroups(root) == 500_000
+    assert find_cgroup_limit(root) == 500_000
     # The machine is shared by the workers of the host; the group may be this one's alone.
     for workers, same, expected in ((1, False, 500_000), (2, False, 700 * 512), (2, True, 250_000)):
-        found = of_machine(workers, same_cgroup=same, root=root)
+        found = find_host_limit(workers, same_cgroup=same, root=root)
         assert found is not None
         assert found.num_bytes == expected
     unlimited = {f"{group}memory/memory.limit_in_bytes": "9223372036854771712\n"}
-    assert of_cgroups(_write(tmp_path / "v1", unlimited)) is None
-    assert of_machine(1, root=str(tmp_path / "no Linux")) is None
+    assert find_cgroup_limit(_write(tmp_path / "v1", unlimited)) is None
+    assert find_host_limit(1, root=str(tmp_path / "no Linux")) is None

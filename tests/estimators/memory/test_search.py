@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators import plan_memory
-from ringspark.estimators.memory.search import suggestions
+from ringspark.estimators.memory.search import find_settings
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes, show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -101,7 +101,7 @@ def less_for(**savings: int) -> Callable[[TrainConfig], int]:
 
 def test_one_change_each_is_suggested_in_the_order_of_the_ladder() -> None:
     peak_of = less_for(activation_offload=50, gradient_accumulation=50, sync=10, gradient_checkpointing=50)
-    found, least = suggestions(DEFAULTS, 64, peak_of, budget=50)
+    found, least = find_settings(DEFAULTS, 64, peak_of, budget=50)
     assert least is None
     assert [changes(other) for other in found] == [
         {"gradient_accumulation": 2},
@@ -112,9 +112,9 @@ def test_one_change_each_is_suggested_in_the_order_of_the_ladder() -> None:
 
 def test_rungs_are_taken_together_and_those_that_are_not_needed_are_taken_back() -> None:
     peak_of = less_for(sync=10, gradient_checkpointing=40, activation_compression=20)
-    found, _ = suggestions(DEFAULTS, 64, peak_of, budget=50)
+    found, _ = find_settings(DEFAULTS, 64, peak_of, budget=50)
     assert [changes(other) for other in found] == [{"sync": Zero(stage=1), "gradient_checkpointing": "sqrt"}]
-    found, _ = suggestions(DEFAULTS, 64, peak_of, budget=40)
+    found, _ = find_settings(DEFAULTS, 64, peak_of, budget=40)
     assert [changes(other) for other in found] == [
         {"gradient_checkpointing": "sqrt", "activation_compression": "bits"}
     ]
@@ -122,10 +122,12 @@ def test_rungs_are_taken_together_and_those_that_are_not_needed_are_taken_back()
 
 def test_16_bits_are_suggested_only_where_no_exact_setting_fits() -> None:
     peak_of = less_for(precision=60, sync=20, activation_offload=20)
-    assert [changes(other) for other in suggestions(DEFAULTS, 64, peak_of, 60)[0]] == [
+    assert [changes(other) for other in find_settings(DEFAULTS, 64, peak_of, 60)[0]] == [
         {"sync": Zero(stage=1), "activation_offload": "disk"}
     ]
-    assert [changes(other) for other in suggestions(DEFAULTS, 64, peak_of, 40)[0]] == [{"precision": "bf16"}]
+    assert [changes(other) for other in find_settings(DEFAULTS, 64, peak_of, 40)[0]] == [
+        {"precision": "bf16"}
+    ]
 
 
 def test_settings_that_refuse_each_other_are_tried_one_without_the_other() -> None:
@@ -137,7 +139,7 @@ def test_settings_that_refuse_each_other_are_tried_one_without_the_other() -> No
             - (20 * (tried.gradient_checkpointing == "all"))
         )
 
-    found, _ = suggestions(DEFAULTS, 64, peak_of, budget=50)
+    found, _ = find_settings(DEFAULTS, 64, peak_of, budget=50)
     assert [changes(other) for other in found] == [
         {"gradient_checkpointing": "all", "activation_offload": "disk"}
     ]
@@ -151,7 +153,7 @@ def tried_by(base: TrainConfig, rows: int) -> list[TrainConfig]:
         asked.append(tried)
         return 1_000 - len(asked)
 
-    found, least = suggestions(base, rows, peak_of, budget=1)
+    found, least = find_settings(base, rows, peak_of, budget=1)
     assert found == []
     assert least is not None
     return asked
@@ -191,11 +193,11 @@ def test_settings_that_do_not_suit_the_network_are_not_taken_further() -> None:
     def peak_of(tried: TrainConfig) -> int | None:
         return None if tried.gradient_checkpointing != "none" else less_for(activation_offload=10)(tried)
 
-    found, least = suggestions(DEFAULTS, 64, peak_of, budget=1)
+    found, least = find_settings(DEFAULTS, 64, peak_of, budget=1)
     assert found == []
     assert least is not None
     assert changes(least) == {"activation_offload": "disk"}
-    assert suggestions(DEFAULTS, 64, lambda tried: 10, budget=1) == ([], None)
+    assert find_settings(DEFAULTS, 64, lambda tried: 10, budget=1) == ([], None)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ringspark.estimators.tracking.plain_lines import PlainLines, duration
+from ringspark.estimators.tracking.console import PlainLines, duration
 from ringspark.estimators.training.history import EpochRecord, TrainingProgress
 
 START = TrainingProgress(epoch=1, epochs=5, step=0, num_steps=3_000, rows=0, seconds=0.0)

@@ -48,8 +48,8 @@ def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_each_listed_name_is_a_tracker_that_a_setting_may_name() -> None:
     assert set(TRACKERS) == set(get_args(TrackerName))
-    for name, load in TRACKERS.items():
-        assert load().name == name
+    for name, tracker in TRACKERS.items():
+        assert tracker.name == name
 
 
 @pytest.mark.parametrize("name", TRACKERS)
@@ -61,10 +61,10 @@ def test_a_mistyped_option_is_one_sentence(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"name": "mlflow", "experiment": ""}, "experiment of 'mlflow' must be a text"),
+        ({"name": "mlflow", "experiment": ""}, "experiment of 'mlflow' must be a non-empty string"),
         ({"name": "mlflow", "tags": "a"}, "tags of 'mlflow' must be a dict"),
         ({"name": "mlflow", "registered_model_name": "m", "log_model": False}, "drop one of the two"),
-        ({"name": "tensorboard", "log_dir": 3}, "log_dir of 'tensorboard' must be a text"),
+        ({"name": "tensorboard", "log_dir": 3}, "log_dir of 'tensorboard' must be a non-empty string"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], told: str) -> None:

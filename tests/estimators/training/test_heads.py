@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.run.folder import RunFolder
-from ringspark.estimators.run.identity import data_differences, differences, identity_of
+from ringspark.estimators.run.identity import identity_of, list_data_differences, list_differences
 from ringspark.estimators.training.make_heads import make_heads, set_outputs
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -77,7 +77,7 @@ def test_a_run_with_another_function_as_its_loss_is_another_run(make_shards: Any
         identity_of(_config(), UserObjects(module=module, losses=losses), manifest)
         for losses in ((), (None, _relative))
     )
-    (found,) = differences(old, new)
+    (found,) = list_differences(old, new)
     assert found.startswith('loss: ["cross_entropy", "mse"] -> ["cross_entropy", "')
     assert "_relative" in found
 
@@ -93,22 +93,22 @@ def test_a_run_with_another_metric_of_the_same_name_is_another_run(make_shards: 
         return identity_of(_config(), UserObjects(module=module, metrics={"own": metric}), manifest)
 
     first = given(partial(_relative, scale=1.0))
-    assert differences(first, given(partial(_relative, scale=1.0))) == []
-    (found,) = differences(first, given(partial(_relative, scale=2.0)))
+    assert list_differences(first, given(partial(_relative, scale=1.0))) == []
+    (found,) = list_differences(first, given(partial(_relative, scale=2.0)))
     assert found.startswith("own metrics: ")
     # A number that JSON lacks can be read back as well.
     unbounded = given(partial(_relative, scale=math.inf))
     run = RunFolder.given(str(tmp_path / "run"), resume=False)
     run.begin(_config(), unbounded)
     run.begin(_config(), given(partial(_relative, scale=math.inf)))
-    with pytest.raises(ValueError, match="begun with others: own metrics"):
+    with pytest.raises(ValueError, match="because these changed: own metrics"):
         run.begin(_config(), first)
     torchmetrics = pytest.importorskip("torchmetrics")
     metric = torchmetrics.classification.BinaryF1Score
     same = metric()
     same.update(torch.ones(3), torch.ones(3).long())
-    assert differences(given(metric()), given(same)) == []
-    assert len(differences(given(metric()), given(metric(threshold=0.7)))) == 1
+    assert list_differences(given(metric()), given(same)) == []
+    assert len(list_differences(given(metric()), given(metric(threshold=0.7)))) == 1
 
 
 class _Noise:
@@ -148,8 +148,8 @@ def test_a_run_with_another_setting_of_a_transform_or_loss_is_another_run(
     for layer in used if isinstance(used, tuple) else (used,):
         if isinstance(layer, nn.Module):
             layer.eval()
-    assert differences(given(make(0.5)), given(used)) == []
-    assert len(differences(given(make(0.5)), given(make(0.1)))) == 1
+    assert list_differences(given(make(0.5)), given(used)) == []
+    assert len(list_differences(given(make(0.5)), given(make(0.1)))) == 1
 
 
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e15])
@@ -159,8 +159,8 @@ def test_other_rows_are_told_from_another_order_at_every_size(make_shards: Any, 
         make_shards({"x": values}, name=f"rows-{number}", num_files=3)
         for number, values in enumerate((rows, rows[::-1], np.sign(rows) * np.sqrt(np.abs(rows) * size)))
     )
-    assert data_differences(first, other_order) == []
-    assert data_differences(first, other_rows)
+    assert list_data_differences(first, other_order) == []
+    assert list_data_differences(first, other_rows)
 
 
 def _of_each_per_member(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

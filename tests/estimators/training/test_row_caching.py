@@ -17,8 +17,7 @@ from small_training import config_of, weights_of
 
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.memory.available import Available
-from ringspark.estimators.memory.pressure import check, worker_needs
-from ringspark.estimators.memory.row_cache import choose_cache, free_disk, settle_cache
+from ringspark.estimators.memory.pressure import check, choose_cache, free_disk, resolve_cache, worker_needs
 from ringspark.estimators.training import feed, worker
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.row_caching import find_cached_rows
@@ -128,8 +127,8 @@ def test_the_memory_check_counts_what_is_kept(make_shards: Any) -> None:
     left = check(asked, UserObjects(), manifest, [Available(num_bytes=total, source="here")])
     assert left is not None
     # What "memory" was refused for, "auto" puts on the disk.
-    assert settle_cache(asked, manifest, 0, 1, 1, left).cache == "disk"
-    assert settle_cache(asked, manifest, 0, 1, 1, 2 * 300 * ROW_BYTES).cache == "memory"
+    assert resolve_cache(asked, manifest, 0, 1, 1, left).cache == "disk"
+    assert resolve_cache(asked, manifest, 0, 1, 1, 2 * 300 * ROW_BYTES).cache == "memory"
 
 
 def test_auto_looks_at_the_disk_only_where_memory_does_not_do(
@@ -142,8 +141,8 @@ def test_auto_looks_at_the_disk_only_where_memory_does_not_do(
         raise FileNotFoundError(2, "No usable temporary directory found")
 
     monkeypatch.setattr(tempfile, "gettempdir", no_folder)
-    assert settle_cache(asked, manifest, 0, 1, 1, 1 << 30).cache == "memory"
-    assert settle_cache(asked, manifest, 0, 1, 1, 0).cache == "none"
+    assert resolve_cache(asked, manifest, 0, 1, 1, 1 << 30).cache == "memory"
+    assert resolve_cache(asked, manifest, 0, 1, 1, 0).cache == "none"
 
 
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="needs Linux's file system in memory")

@@ -11,7 +11,6 @@ import pytest
 from ringspark.estimators import plan_parallelism
 from ringspark.estimators.memory import plan_memory
 from ringspark.estimators.memory.columns import columns_of
-from ringspark.estimators.memory.work import Work
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind
 from ringspark.estimators.parallel.model.pipeline.orders import one_forward_one_backward
@@ -32,6 +31,7 @@ from ringspark.extras.planning.meshes.machine import Machine, Rates
 from ringspark.extras.planning.meshes.predict import Training
 from ringspark.extras.planning.meshes.shared_cores import makespan
 from ringspark.extras.planning.meshes.step_time import step_time
+from ringspark.extras.planning.meshes.work import Work
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 

@@ -73,7 +73,7 @@ def test_the_page_of_a_summary_has_its_numbers_whatever_became_of_the_folder(
     loaded.summary.report(tmp_path / "again.html")
     again = Page.at(tmp_path / "again.html")
     assert again.tables["curves"][0].rows == told.rows
-    assert "the run's folder tells nothing more" in again.text["headline"]
+    assert "the run's folder is not readable" in again.text["headline"]
     assert again.cards["state"] == "finished"
 
 

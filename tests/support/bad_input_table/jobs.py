@@ -28,7 +28,7 @@ JOB_LINES = [
       "--timeout-seconds", "must be a number, got 'x'", RefusedError),
     R("train: unfinished run",
       lambda p: p.job("train", "--data", with_unfinished_run(p)),
-      "current holds an unfinished run", "give --resume to go on with it, --no-resume", RefusedError),
+      "current holds an unfinished run", "give --resume to continue it, --no-resume", RefusedError),
     R("score: no model", lambda p: p.job("score", "--data", p.prepared()),
       "no model at", "run jobs/train.py", RefusedError),
     R("shards: no command", lambda p: p.job("shards"), "required: COMMAND", "see --help", RefusedError),

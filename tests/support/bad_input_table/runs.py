@@ -26,7 +26,7 @@ RUNS = [
     R("fit: back to no checkpoint", lambda p: p.fit(onNonFinite="rollback", checkpointEverySeconds=0),
       "'rollback' resumes from the last checkpoint, and there are no", "set checkpointEverySteps"),
     R("resume: no folder", lambda p: p.fit(resume=True),
-      "resume=True goes on with", "set runUri to that folder"),
+      "resume=True continues", "set runUri to that folder"),
     R("resume: not asked for", lambda p: p.train(runUri=p.prepared("run")), "holds a run", "set resume=True"),
     R("resume: no run", lambda p: go_on(p, "shards"), "must be a new or empty folder", "give another folder"),
     R("resume: unwritable folder", lambda p: p.train(runUri=blocked(p)),

@@ -162,7 +162,7 @@ TABLES = [
       "'label' has nulls in 1 of 8 rows, but an external table is read in place", "fill or drop them"),
     R("fitOnParquet: single rows to hold out",
       lambda p: on_table(p, p.prepared(damage=with_table()), validationFraction=0.5),
-      "validationFraction draws single rows", "name a column of its folders by validationIndicatorCol"),
+      "validationFraction selects single rows", "name a partition column by validationIndicatorCol"),
     R("fitOnParquet: a struct", lambda p: on_table(p, on_structs(p)),
       "'features' has type struct, which is computed when rows are written", "use fit"),
     R("fitOnDelta: no Delta table", lambda p: p.fit(run=lambda e: e.fitOnDelta(p.storage)),

@@ -1,4 +1,4 @@
-"""Counts what operators compute and move: the parts of a prediction of their time, on any machine."""
+"""Counts the computations and memory traffic of operators, to predict their time on any machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VIEWS = frozenset(
     | {"split", "split_with_sizes", "unbind", "alias", "detach", "as_strided", "unfold", "_reshape_alias"}
     | {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
 )
-# Products of queries with keys and their like, of a forward and a backward pass: torch counts those of GPUs.
+# Matrix products per attention call; torch counts those of GPU kernels.
 _ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu": 2,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
@@ -25,11 +25,11 @@ _ATTENTION = {
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What some operators do.
+    """The work of some operators.
 
     Attributes:
         launches: Number of operators that compute something.
-        flops: Floating-point operations of products of matrices and the like.
+        flops: Floating-point operations of matrix products and similar operators.
         num_bytes: Bytes that operators read and write.
     """
 

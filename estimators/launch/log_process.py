@@ -1,11 +1,11 @@
-"""Passes on what a rank prints and keeps its first and last part: see `rank_output`.
+"""The log process of a rank: forwards the rank's output and keeps its first and last part, see `rank_output`.
 
-    python -m ringspark.estimators.launch.witness <process id> <descriptors> <run> <rank> <start> <line>
+    python -m ringspark.estimators.launch.log_process <process id> <descriptors> <run> <rank> <start> <line>
 
-The three descriptors are the pipes of standard output and standard error, and the one for answers. It runs as
-long as the rank does, so it imports next to nothing before that. A "?" on standard input asks for what was
-kept, if there is more than at the last answer; a "!" does too, and says that the rank's work has ended in
-order. If the rank's process ends without it, the witness stores what it kept itself.
+The three descriptors are the pipes of standard output, standard error and the answers. The process lives as
+long as the rank, so it imports almost nothing before the rank has died. A "?" on standard input requests the
+kept output, if there is more than at the last answer. A "!" does the same, and says that the rank's work has
+ended in order. If the rank's process ends without it, this process stores the kept output.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ import signal
 import sys
 from contextlib import suppress
 
-# Kept of what a rank prints: so much of its beginning, and so much of its end.
+# Bytes kept of the beginning and of the end of the output.
 HEAD_BYTES = 1 << 16
 TAIL_BYTES = 1 << 17
-# An answer is this many bytes, the length of what follows, which may be nothing.
+# Each answer starts with its length, in this many bytes.
 LENGTH_BYTES = 4
 
 READ_BYTES = 1 << 16
-# For the store that the output goes to.
 _STORE_SECONDS = 60
 
 
 class KeptEnds:
-    """The first and the last bytes of what was added, whole lines where the middle is left out."""
+    """The first and the last bytes of all added bytes, cut at whole lines."""
 
     def __init__(self, head_bytes: int, tail_bytes: int) -> None:
         self._head_bytes, self._tail_bytes = head_bytes, tail_bytes
@@ -36,21 +35,21 @@ class KeptEnds:
         self._added = 0
 
     def add(self, data: bytes) -> None:
-        """Takes in more bytes."""
+        """Adds bytes."""
         self._added += len(data)
         room = self._head_bytes - len(self._head)
         self._head += data[:room]
         self._tail += data[room:]
-        # Seldom, because it moves the rest.
+        # Rarely, because it moves the rest.
         if len(self._tail) > 2 * self._tail_bytes:
             del self._tail[: -self._tail_bytes]
 
     def text(self) -> bytes:
-        """Returns what is kept; a line says how many bytes are left out in the middle."""
+        """Returns the kept bytes; a line says how many bytes are left out in the middle."""
         tail = bytes(self._tail[-self._tail_bytes :])
         if len(self._head) + len(tail) == self._added:
             return self._head + tail
-        # A last line that is longer than all that is kept stays a part of one.
+        # A last line longer than the kept tail stays incomplete.
         tail = tail.partition(b"\n")[2] or tail
         left_out = self._added - len(self._head) - len(tail)
         gap = b"" if self._head.endswith(b"\n") else b"\n"
@@ -58,22 +57,22 @@ class KeptEnds:
 
 
 def main() -> None:
-    """Returns when nobody can write any more, or the rank's process has ended."""
+    """Runs until the pipes are closed or the rank's process has ended."""
     rank, out, err, answers = map(int, sys.argv[1:5])
     try:
         end = os.pidfd_open(rank)
     except ProcessLookupError:
-        end = os.open(os.devnull, os.O_RDONLY)  # always ready, as the descriptor of a dead process is
-    # Where each pipe went before: this process has inherited both.
+        end = os.open(os.devnull, os.O_RDONLY)  # always ready, like the descriptor of a dead process
+    # Pipe -> original output, which this process has inherited.
     targets = {out: 1, err: 2}
     watched, kept, is_new = [out, err, end, 0], KeptEnds(HEAD_BYTES, TAIL_BYTES), False
     while True:
         ready = select.select(watched, [], [])[0]
-        # What the rank has written comes first: the pipes' own ends may be held by a child of the rank.
+        # The rank's output comes first. A child of the rank may keep the pipes open.
         if sources := [source for source in ready if source in targets]:
             for source in sources:
                 data = os.read(source, READ_BYTES)
-                # Nobody may listen any more.
+                # The original output may be closed.
                 with suppress(OSError):
                     os.write(targets[source], data)
                 kept.add(data)
@@ -101,23 +100,23 @@ def main() -> None:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Writes all of the bytes; blocks until they are taken."""
+    """Writes all bytes; blocks until they are taken."""
     while data:
         data = data[os.write(descriptor, data) :]
 
 
 def _store(text: bytes) -> None:
-    """Stores what a rank that has died printed, then the file that tells the driver so."""
+    """Stores the output of a dead rank, then the file that says so to the driver."""
     run_uri, rank, start, line = sys.argv[5:]
-    # Not before, because these imports take more memory than all the rest.
+    # Not earlier, because these imports take more memory than all the rest.
     from ringspark.estimators import run_layout
     from ringspark.estimators.training import rank_log
     from ringspark.pipelines import storage
 
-    # A driver that no longer asks has removed the folder of the signs of life.
+    # A driver that has stopped waiting has removed the heartbeat folder.
     with suppress(storage.UnclaimedError), storage.only_where(run_uri, run_layout.HEARTBEAT):
         if text:
-            with suppress(Exception):  # the driver learns at once that there is nothing to wait for
+            with suppress(Exception):  # on failure the driver must still get its file
                 rank_log.store(run_uri, int(rank), line, text)
         storage.write_atomic(rank_log.died_uri(run_uri, int(rank)), start.encode())
 
