@@ -1,7 +1,4 @@
-"""Plain `nn.Module` networks, the spec that names one, and activation checkpointing.
-
-Nothing here knows of Spark or Arrow; a network trains, saves and loads without either.
-"""
+"""Plain `nn.Module` networks, `ModelSpec`, and activation checkpointing; without Spark and Arrow."""
 
 from ringspark.models.augmentation import RandomCrop, RandomHorizontalFlip
 from ringspark.models.chain import Link

@@ -1,8 +1,7 @@
-"""Random changes of training images: for the setting `transformBatch`, or as first layers of a network.
+"""Random image augmentation, for the setting `transformBatch` or as first layers of a network.
 
-Each row of a batch draws its own numbers, from torch's generator on the CPU: the same ones for the same seed
-on every device. In evaluation mode all of them return the images as they are. To use several, put them
-into an `nn.Sequential`.
+Each row draws its own numbers from torch's CPU generator, so one seed gives the same images on every device.
+Evaluation mode returns the images unchanged. Combine several in an `nn.Sequential`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ class RandomHorizontalFlip(nn.Module):
         self.p = p
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Mirrors some of the images."""
         if not self.training:
             return images
         chosen = (torch.rand(len(images)) < self.p).to(images.device)
@@ -35,12 +33,12 @@ class RandomHorizontalFlip(nn.Module):
 class RandomCrop(nn.Module):
     """Shifts an image by up to `padding` pixels each way: (batch, channels, height, width) -> the same.
 
-    It pads all four sides and cuts the old size out again, anywhere (He et al. 2016, section 4.2, with 4).
+    It pads all four sides and crops the old size at a random position (He et al. 2016, section 4.2, with 4).
 
     Args:
         padding: Pixels on each side.
-        mode: What they are filled with, as `torch.nn.functional.pad` names it: "reflect" with what lies
-            inside, or "constant" with 0, which is black only where images are not normalised.
+        mode: Fill of `torch.nn.functional.pad`: "reflect", or "constant" for 0, which is black only in images
+            that are not normalized.
     """
 
     def __init__(self, padding: int, mode: str = "reflect") -> None:
@@ -50,7 +48,6 @@ class RandomCrop(nn.Module):
         self.padding, self.mode = padding, mode
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Shifts every image."""
         if not self.training:
             return images
         num_rows, _, height, width = images.shape
@@ -59,9 +56,9 @@ class RandomCrop(nn.Module):
         rows = (tops[:, None] + torch.arange(height)).to(images.device)  # (batch, height)
         columns = (lefts[:, None] + torch.arange(width)).to(images.device)  # (batch, width)
         each = torch.arange(num_rows, device=images.device)[:, None, None]
-        # An index beside a slice puts the channels last.
-        cut = padded[each, :, rows[:, :, None], columns[:, None, :]]  # (batch, height, width, channels)
-        return cut.permute(0, 3, 1, 2).contiguous()
+        # Indices around a slice put the channels last.
+        cropped = padded[each, :, rows[:, :, None], columns[:, None, :]]  # (batch, height, width, channels)
+        return cropped.permute(0, 3, 1, 2).contiguous()
 
     def extra_repr(self) -> str:
         return f"padding={self.padding}, mode={self.mode!r}"

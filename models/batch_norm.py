@@ -1,8 +1,8 @@
-"""Lets batch normalisation train on a single row, when a rank's share of a batch is no more.
+"""Batch normalization that accepts a single row in training.
 
-One value per channel has no variance, and PyTorch refuses it in training. The last batch of an epoch may
-leave one row to a rank. The rank's layers then normalise by the running statistics, as in evaluation, and
-do not update them.
+The last batch of an epoch may leave a rank one row. One value per channel has no variance, and PyTorch
+refuses it, so the layer then normalizes by its running statistics, as in evaluation, and does not update
+them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def accept_single_rows(module: nn.Module) -> None:
-    """Makes the module's batch normalisations accept one value per channel in training."""
+    """Makes the module's batch normalizations accept one value per channel in training."""
     for layer in module.modules():
         if isinstance(layer, _BatchNorm) and layer.track_running_stats:
             layer.register_forward_pre_hook(_evaluate_single_values)

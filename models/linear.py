@@ -3,30 +3,24 @@
 import torch
 from torch import nn
 
+from ringspark.models.checks import check_sizes
+
 
 class Linear(nn.Module):
-    """One affine map.
+    """One affine map: (batch, in_features) -> (batch, out_features).
 
-    With a squared loss it is linear regression. With a cross-entropy loss its outputs are logits, which
-    makes it logistic regression (one output, or one per class).
-
-    Args:
-        in_features: Numbers per row.
-        out_features: Outputs per row.
+    With a squared loss it is linear regression; with a cross-entropy loss its outputs are logits and it is
+    logistic regression.
 
     Raises:
-        ValueError: If a size is not positive.
+        ValueError: If a size is below 1.
     """
 
     def __init__(self, in_features: int, out_features: int = 1) -> None:
         super().__init__()
-        if in_features < 1 or out_features < 1:
-            raise ValueError(
-                f"in_features and out_features must be at least 1, got {in_features} and {out_features}"
-            )
+        check_sizes(in_features=in_features, out_features=out_features)
         self.linear = nn.Linear(in_features, out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps (batch, in_features) to (batch, out_features)."""
         out: torch.Tensor = self.linear(x)
         return out

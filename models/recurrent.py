@@ -1,8 +1,8 @@
-"""Recurrent networks over sequences of numbers or of token ids: GRU, LSTM or Elman layers, and a linear head.
+"""Recurrent networks over sequences of numbers or token ids: GRU, LSTM or Elman layers, and a linear head.
 
-Cho et al. 2014 (GRU), Hochreiter and Schmidhuber 1997 (LSTM). Each layer is a link of its own that goes along
-time, so a pipeline can have the second layer work on a row's first part while the first layer is at the next
-(Appleyard et al. 2016, "Optimizing Performance of Recurrent Neural Networks on GPUs", overlap layers so).
+Cho et al. 2014 (GRU), Hochreiter and Schmidhuber 1997 (LSTM). Each layer is a link that accepts sequence
+chunks, so in a pipeline the second layer can compute one chunk while the first layer computes the next
+(Appleyard et al. 2016, "Optimizing Performance of Recurrent Neural Networks on GPUs").
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ringspark.models.chain import Link, State
-from ringspark.models.mlp import check_dropout
+from ringspark.models.checks import check_choice, check_dropout, check_sizes
 
 CELLS: dict[str, Callable[..., nn.RNNBase]] = {"gru": nn.GRU, "lstm": nn.LSTM, "rnn": nn.RNN}
 POOLS = ("last", "mean")
@@ -21,7 +21,7 @@ Masked = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class RecurrentLayer(nn.Module):
-    """One layer along time, and dropout on its outputs: (batch, time, width) -> (batch, time, hidden)."""
+    """One recurrent layer and dropout on its outputs: (batch, time, width) -> (batch, time, hidden)."""
 
     def __init__(self, kind: str, width: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -32,10 +32,10 @@ class RecurrentLayer(nn.Module):
         """Runs the layer on (batch, time, width).
 
         Args:
-            state: What an earlier call returned for the times before; None at the start of the rows.
+            state: State that the call for the previous chunk returned; None at the start of the rows.
 
         Returns:
-            Outputs (batch, time, hidden), and the state after the last time.
+            Outputs (batch, time, hidden), and the state after the last time step.
         """
         is_lstm = isinstance(self.cell, nn.LSTM)
         given = state if state is None or is_lstm else state[0]
@@ -49,18 +49,18 @@ class Recurrent(nn.Module):
     Args:
         hidden: Width of each layer.
         out_features: Outputs per row.
-        in_features: Numbers at each time, for rows of (time, in_features) numbers; or
-        vocab_size: Number of token ids, which run from 0 to `vocab_size - 1`, for rows of ids.
+        in_features: Numbers per time step, for rows of (time, in_features) numbers; or
+        vocab_size: Number of token ids, for rows of ids from 0 to `vocab_size - 1`.
         dim: Width of the ids' embeddings; None takes `hidden`.
         depth: Number of layers.
         kind: A name in `CELLS`.
-        pool: What the head sees: the outputs at a row's "last" real time, or their "mean" over the real ones.
+        pool: Input of the head: the outputs at a row's "last" time step, or their "mean", without padding.
         dropout: Dropout probability on the outputs of all layers but the last.
-        padding_id: Token id that fills rows up at their ends; a mask given to `forward` says the same without
-            it.
+        padding_id: Token id of padding at the end of rows; a mask given to `forward` replaces it.
 
     Raises:
-        ValueError: If an argument is out of range, or not one of `in_features` and `vocab_size` is given.
+        ValueError: If an argument is out of range, or not exactly one of `in_features` and `vocab_size` is
+            given.
     """
 
     def __init__(
@@ -82,13 +82,11 @@ class Recurrent(nn.Module):
                 f"recurrent takes in_features (rows of numbers) or vocab_size (rows of ids), got "
                 f"{in_features} and {vocab_size}; give one of them"
             )
-        sizes = {"hidden": hidden, "out_features": out_features, "in_features": in_features}
-        for name, size in (sizes | {"vocab_size": vocab_size, "dim": dim, "depth": depth}).items():
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
-        for name, word, known in (("kind", kind, tuple(CELLS)), ("pool", pool, POOLS)):
-            if word not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {word!r}")
+        optional = {"in_features": in_features, "vocab_size": vocab_size, "dim": dim}
+        given = {name: size for name, size in optional.items() if size is not None}
+        check_sizes(hidden=hidden, out_features=out_features, depth=depth, **given)
+        check_choice("kind", kind, CELLS)
+        check_choice("pool", pool, POOLS)
         check_dropout("dropout", dropout)
         if padding_id is not None and not 0 <= padding_id < (vocab_size or 0):
             raise ValueError(f"padding_id must be one of vocab_size's ids, got {padding_id}")
@@ -106,8 +104,8 @@ class Recurrent(nn.Module):
 
         Args:
             x: (batch, time, in_features) numbers, or (batch, time) ids.
-            mask: (batch, time), 0 where a row is filled up at its end; None takes `padding_id`. A row that is
-                all filled up is summed up as zeros.
+            mask: (batch, time), 0 for padding at a row's end; None uses `padding_id`. The head sees zeros for
+                a row of padding alone.
         """
         y, real = self._vectors(x, mask)
         for layer in self.layers:
@@ -115,7 +113,7 @@ class Recurrent(nn.Module):
         return self._pooled_head(y, real)
 
     def links(self) -> list[Link]:
-        """Returns the embedding, if there is one, the layers and the head; the mask travels beside."""
+        """Returns the embedding, the layers and the head; each passes the mask on."""
         layers = [_LayerLink(layer) for layer in self.layers]
         first = Link("tokens", self._vectors, ("tokens",), self._vectors_over_time)
         return [
@@ -125,7 +123,7 @@ class Recurrent(nn.Module):
         ]
 
     def _vectors(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Masked:
-        """Returns (batch, time, width), and (batch, time) booleans, False where a row is filled up."""
+        """Returns (batch, time, width), and (batch, time) booleans, False for padding."""
         real = None if mask is None else mask.bool()
         if self.tokens is None:
             return x, real
@@ -145,10 +143,9 @@ class Recurrent(nn.Module):
         else:
             weights = real.bool()
             if self.pool == "last":
-                # The last time that is real, of which there are none behind it.
-                behind = weights.flip(1).cumsum(1).flip(1)  # (batch, time)
-                weights = weights & (behind == 1)
-            # At least in fp32: 16 bits do not count beyond some hundreds.
+                left = weights.flip(1).cumsum(1).flip(1)  # (batch, time): tokens from here to the end
+                weights = weights & (left == 1)
+            # At least in fp32: 16 bits cannot count beyond some hundreds.
             numbers = weights.unsqueeze(-1).to(torch.promote_types(y.dtype, torch.float32))
             pooled = ((y * numbers).sum(1) / numbers.sum(1).clamp(min=1)).to(y.dtype)
         out: torch.Tensor = self.head(pooled)
@@ -156,7 +153,7 @@ class Recurrent(nn.Module):
 
 
 class _LayerLink:
-    """A layer that takes and gives beside its values which of them are real."""
+    """A layer that passes the mask on."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer

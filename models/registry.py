@@ -1,8 +1,6 @@
-"""The networks that ship with ringspark, by name.
+"""Import paths of the networks that ship with ringspark, by name; listing a name imports no network.
 
-Values are import paths instead of classes, so listing a name costs no import, and a saved `ModelSpec`
-holds the same string. `tests/models/test_contract.py` runs over every entry, so a new one needs a line
-here and a line of example arguments there.
+A new network needs a line here and a line of example arguments in `tests/models/test_contract.py`.
 """
 
 MODELS: dict[str, str] = {

@@ -1,8 +1,8 @@
 """Residual networks for small images (He et al. 2016, "Deep Residual Learning", section 4.2).
 
-The network is a convolution, stages of blocks of two convolutions, global averaging and a linear head.
-From the second stage on, the first block halves height and width. All blocks are the items of one
-`nn.Sequential`, `blocks`, so that activation checkpointing has a chain to cut into segments.
+A convolution, stages of blocks of two convolutions, global averaging and a linear head. From the second stage
+on, the first block halves height and width. All blocks are the items of one `nn.Sequential`, `blocks`, which
+activation checkpointing can cut into segments.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from ringspark.models.chain import Link
+from ringspark.models.checks import check_choice, check_sizes
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "batch": nn.BatchNorm2d,
-    # Wu and He 2018: the statistics are each row's own, so small batches and many workers change nothing.
+    # Wu and He 2018: statistics are per row, so batch size and number of workers change nothing.
     "group": lambda channels: nn.GroupNorm(gcd(channels, 8), channels),
 }
 
@@ -37,7 +38,6 @@ class ResidualBlock(nn.Module):
         self.shortcut = _convolution(in_channels, out_channels, 1, stride) if changes else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Runs the block."""
         y = F.relu(self.first_norm(self.first(x)))
         return F.relu(self.second_norm(self.second(y)) + self.shortcut(x))
 
@@ -48,7 +48,7 @@ class ResNet(nn.Module):
     Args:
         in_channels: Channels of the images.
         out_features: Outputs per row.
-        depths: Blocks of each stage; `[n, n, n]` are the networks of the paper.
+        depths: Blocks of each stage; `[n, n, n]` gives the paper's networks.
         width: Channels of the first stage; each further stage has twice as many.
         norm: `"batch"` or `"group"`.
 
@@ -65,13 +65,10 @@ class ResNet(nn.Module):
         norm: str = "batch",
     ) -> None:
         super().__init__()
-        for name, size in {"in_channels": in_channels, "out_features": out_features, "width": width}.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        check_sizes(in_channels=in_channels, out_features=out_features, width=width)
         if not depths or min(depths) < 1:
             raise ValueError(f"depths must hold at least one number, each at least 1, got {list(depths)}")
-        if norm not in NORMS:
-            raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
+        check_choice("norm", norm, NORMS)
         self.stem = _convolution(in_channels, width, 3)
         self.stem_norm = NORMS[norm](width)
         blocks = []
@@ -89,7 +86,6 @@ class ResNet(nn.Module):
         return self._pooled_head(self.blocks(self._stem(images)))
 
     def links(self) -> list[Link]:
-        """Returns the first convolution, the blocks, and the head."""
         blocks = [Link(f"blocks.{key}", b, (f"blocks.{key}",)) for key, b in self.blocks.named_children()]
         stem = Link("stem", self._stem, ("stem", "stem_norm"))
         return [stem, *blocks, Link("head", self._pooled_head, ("head",))]
@@ -103,7 +99,7 @@ class ResNet(nn.Module):
 
 
 def _convolution(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    # The normalisation that follows would subtract the bias again.
+    # The normalization that follows would subtract the bias again.
     layer = nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=False)
     nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
     return layer

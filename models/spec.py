@@ -1,14 +1,13 @@
-"""`ModelSpec`: which network to build, as an import path and JSON keyword arguments.
+"""`ModelSpec`: a network as an import path and JSON keyword arguments.
 
-A spec travels from the driver to the ranks and is saved as plain text beside the weights, so a model
-can be rebuilt without unpickling anything. Invariant: every spec survives `from_json(to_json())`
-unchanged, because the constructor refuses arguments that JSON would alter or refuse.
+A spec travels from the driver to the ranks and is saved as text with the weights, so a model is rebuilt
+without unpickling. Invariant: `from_json(to_json())` returns an equal spec, because the constructor refuses
+arguments that JSON would change.
 """
 
 from __future__ import annotations
 
 import copy
-import difflib
 import importlib
 import inspect
 import json
@@ -22,6 +21,7 @@ from typing import TypeAlias
 
 from torch import nn
 
+from ringspark.models.checks import suggest
 from ringspark.models.registry import MODELS
 
 _IMPORTABLE = "give the class's own import path, in a module that driver and workers have, or an nn.Module"
@@ -65,10 +65,10 @@ class ModelSpec:
         object.__setattr__(self, "kwargs", checked)
 
     def build(self) -> nn.Module:
-        """Imports the class and calls it with the keyword arguments.
+        """Imports the class and calls it.
 
         Raises:
-            ValueError: If it cannot be imported, is not an `nn.Module`, or refuses the arguments.
+            ValueError: If the class cannot be imported, is not an `nn.Module`, or refuses the arguments.
         """
         cls = _import_class(self.target)
         signature = inspect.signature(cls)
@@ -80,13 +80,13 @@ class ModelSpec:
                 f"{', '.join(signature.parameters) or 'none'}"
             ) from error
         try:
-            # A copy, because a network may keep and change the lists it is given.
+            # A copy, because a network may keep and change its lists.
             return cls(**copy.deepcopy(self.kwargs))
         except (TypeError, ValueError) as error:
             raise ValueError(f"model {self.target!r} could not be built: {error}") from error
 
     def to_json(self) -> str:
-        """Returns the spec as one line of JSON with sorted keys, so equal specs give equal text."""
+        """Returns the spec as one line of JSON; equal specs give equal text."""
         return json.dumps({"target": self.target, "kwargs": self.kwargs}, sort_keys=True)
 
     @classmethod
@@ -107,7 +107,7 @@ class ModelSpec:
     def check_apart(self, folder: str) -> None:
         """Refuses a class that a file in `folder` may define; imports nothing.
 
-        Python takes any folder on `sys.path` for a namespace package, so a path such as `model.weights.net`
+        Python treats any folder on `sys.path` as a namespace package, so a path such as `model.weights.net`
         may lead into a folder of data.
 
         Args:
@@ -119,6 +119,10 @@ class ModelSpec:
         """
         if self.target in MODELS:
             return
+
+        def refusal(why: str) -> ValueError:
+            return ValueError(f"model {self.target!r} is not imported: {why}")
+
         folder, name, places = os.path.realpath(folder), "", None
         for part in self.target.partition(":")[0].split("."):
             name = f"{name}.{part}" if name else part
@@ -128,16 +132,13 @@ class ModelSpec:
             package = found.submodule_search_locations
             # `ringspark` itself is a namespace package; its subpackages are not.
             if package is not None and not found.has_location and name != "ringspark":
-                self._refuse(f"{name} is a namespace package, which any folder on sys.path can be")
+                raise refusal(f"{name} is a namespace package, which any folder on sys.path can be")
             files = [os.path.realpath(file) for file in (found.origin or "", *(package or ())) if file]
             if any(_is_inside(file, folder) for file in files):
-                self._refuse(f"{name} lies in {folder!r}, next to the weights")
+                raise refusal(f"{name} lies in {folder!r}, next to the weights")
             if places is None and package and any(_is_inside(folder, os.path.realpath(p)) for p in package):
-                self._refuse(f"the package {name} contains the folder {folder!r}")
+                raise refusal(f"the package {name} contains the folder {folder!r}")
             places = list(package or ())
-
-    def _refuse(self, why: str) -> None:
-        raise ValueError(f"model {self.target!r} is not imported: {why}")
 
     def __hash__(self) -> int:
         return hash(self.to_json())
@@ -151,16 +152,14 @@ def _check_target(target: str) -> None:
     if ":" not in target:
         if target in MODELS:
             return
-        near = difflib.get_close_matches(target, MODELS, n=1)
-        hint = f"did you mean {near[0]!r}? Known" if near else "known"
         raise ValueError(
-            f"unknown model {target!r}; {hint} are {', '.join(sorted(MODELS))}, "
-            "or give 'package.module:Class'"
+            f"unknown model {target!r}{suggest(target, MODELS)}; known are {', '.join(sorted(MODELS))}, or "
+            "give 'package.module:Class'"
         )
     module_name, _, class_name = target.partition(":")
     parts = [*module_name.split("."), *class_name.split(".")]
     if not all(part.isidentifier() for part in parts):
-        raise ValueError(f"a model's import path must read 'package.module:Class', got {target!r}")
+        raise ValueError(f"a model's import path must be 'package.module:Class', got {target!r}")
     if module_name == "__main__":
         raise ValueError(
             f"model {target!r} is defined in the main script, which workers cannot import; "
@@ -192,8 +191,7 @@ def _import_class(target: str) -> type[nn.Module]:
     module_name, _, class_path = MODELS.get(target, target).partition(":")
     try:
         found: object = importlib.import_module(module_name)
-    # Importing runs the user's module, which may raise anything.
-    except Exception as error:
+    except Exception as error:  # the user's module may raise anything
         raise ValueError(
             f"model {target!r} could not be imported: {type(error).__name__}: {error}; {_IMPORTABLE}"
         ) from error
@@ -210,7 +208,7 @@ def _import_class(target: str) -> type[nn.Module]:
 
 
 def _to_json_value(value: object, where: str) -> JSON:
-    """Returns a deep copy of `value` in JSON's own types; a refusal says where the odd value is."""
+    """Returns a deep copy of `value` in JSON types; errors name the position, `where`."""
     if value is None or isinstance(value, bool | int | str):
         # The type must match exactly: a str or int subclass (an Enum, numpy.str_) would change its type.
         if value is None or type(value) in (bool, int, str):

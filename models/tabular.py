@@ -1,8 +1,8 @@
 """Entity-embedding network for tables of categories and numbers.
 
-Each categorical column has an embedding table learnt with the rest (Guo and Berkhahn 2016, "Entity
-Embeddings of Categorical Variables"); the embeddings and the numbers of a row are joined and go
-through a chain of dense blocks, `trunk`, which activation checkpointing can cut into segments.
+Each categorical column has an embedding table (Guo and Berkhahn 2016, "Entity Embeddings of Categorical
+Variables"). The embeddings and the numbers of a row are concatenated and go through dense blocks, `trunk`,
+which activation checkpointing can cut into segments.
 """
 
 import math
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ringspark.models.chain import Link
-from ringspark.models.mlp import check_dropout, dense_trunk, trunk_links
+from ringspark.models.checks import check_dropout, check_sizes
+from ringspark.models.mlp import dense_trunk, trunk_links
 
 
 def embedding_dim(cardinality: int) -> int:
@@ -21,18 +22,18 @@ def embedding_dim(cardinality: int) -> int:
 
 
 class TabularNet(nn.Module):
-    """Embeddings of K categorical columns beside M numbers, dense blocks, a linear head.
+    """Embeddings of K categorical columns and M numbers, dense blocks, a linear head.
 
     Args:
-        cardinalities: Number of indices of each categorical column; n means the indices 0 to n - 1.
-            Spark's `StringIndexer(handleInvalid="keep")` uses one more than it has labels.
-        num_numeric: Numbers per row; 0 for none.
+        cardinalities: Number of indices of each categorical column. Spark's
+            `StringIndexer(handleInvalid="keep")` uses one more than it has labels.
+        num_numeric: Numbers per row.
         hidden: Width of each dense block.
         out_features: Outputs per row (logits or values).
         embedding_dims: Width of each embedding; None takes `embedding_dim`.
         dropout: Probability of zeroing a hidden unit in training.
-        embedding_dropout: Probability of zeroing an embedded number in training. It keeps the net from
-            leaning on columns that nearly name the row, such as an aircraft's registration.
+        embedding_dropout: Probability of zeroing an embedded number in training. It helps against columns
+            that nearly identify the row, such as an aircraft's registration.
         activation: A name in `ringspark.models.mlp.ACTIVATIONS`.
         norm: `"none"`, `"batch"` or `"layer"`, in every dense block.
 
@@ -65,8 +66,7 @@ class TabularNet(nn.Module):
             )
         if num_numeric < 0 or num_numeric + len(dims) == 0:
             raise ValueError(f"there must be a categorical or numeric column, got num_numeric={num_numeric}")
-        if out_features < 1:
-            raise ValueError(f"out_features must be at least 1, got {out_features}")
+        check_sizes(out_features=out_features)
         check_dropout("embedding_dropout", embedding_dropout)
         self.num_numeric = num_numeric
         self.embeddings = nn.ModuleList(
@@ -77,36 +77,34 @@ class TabularNet(nn.Module):
         self.trunk = dense_trunk(in_dim, hidden, activation, dropout, norm)
         self.head = nn.Linear(hidden[-1] if hidden else in_dim, out_features)
         for table in self.embeddings.parameters():
-            # PyTorch's own N(0, 1) would drown the standardised numbers in the noise of rare categories.
+            # PyTorch's N(0, 1) would drown the standardized numbers in the noise of rare categories.
             nn.init.normal_(table, std=0.05)
 
     def forward(self, categorical: torch.Tensor, numeric: torch.Tensor) -> torch.Tensor:
         """Maps (batch, K) indices and (batch, M) numbers to (batch, out_features).
 
         Raises:
-            ValueError: If the number of columns is not what the network was built for, or, on the CPU,
-                an index is beyond its column's cardinality.
+            ValueError: If the number of columns is wrong, or, on the CPU, an index exceeds its column's
+                cardinality.
         """
-        out: torch.Tensor = self.head(self.trunk(self._joined(categorical, numeric)))
+        out: torch.Tensor = self.head(self.trunk(self._concatenate(categorical, numeric)))
         return out
 
     def links(self) -> list[Link]:
-        """Returns the embeddings, the blocks and the head."""
-        embed = Link("embeddings", self._joined, ("embeddings", "embedding_dropout"))
+        embed = Link("embeddings", self._concatenate, ("embeddings", "embedding_dropout"))
         return [embed, *trunk_links(self.trunk), Link("head", self.head, ("head",))]
 
-    def _joined(self, categorical: torch.Tensor, numeric: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings and the numbers side by side, (batch, width of the trunk's input)."""
+    def _concatenate(self, categorical: torch.Tensor, numeric: torch.Tensor) -> torch.Tensor:
         num_categorical = len(self.embeddings)
         if categorical.shape[1:] != (num_categorical,) or numeric.shape[1:] != (self.num_numeric,):
             raise ValueError(
                 f"TabularNet takes (batch, {num_categorical}) categories and (batch, {self.num_numeric}) "
                 f"numbers, got {tuple(categorical.shape)} and {tuple(numeric.shape)}"
             )
-        parts = [self._embed(column, categorical[:, column]) for column in range(num_categorical)]
-        if not parts:
+        vectors = [self._embed(column, categorical[:, column]) for column in range(num_categorical)]
+        if not vectors:
             return numeric
-        embedded = self.embedding_dropout(torch.cat(parts, dim=1))  # (batch, sum of dims)
+        embedded = self.embedding_dropout(torch.cat(vectors, dim=1))  # (batch, sum of dims)
         return torch.cat([embedded, numeric], dim=1)
 
     def _embed(self, column: int, indices: torch.Tensor) -> torch.Tensor:
@@ -115,7 +113,7 @@ class TabularNet(nn.Module):
         try:
             out: torch.Tensor = table(indices)
         except IndexError as error:
-            # The error is explained after the fact, because a check in every batch would stall a GPU.
+            # Not checked before: a check in every batch would stall a GPU.
             raise ValueError(
                 f"categorical column {column} takes indices 0 to {table.num_embeddings - 1}, "
                 f"got {int(indices.min())} to {int(indices.max())}"

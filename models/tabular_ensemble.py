@@ -1,9 +1,8 @@
-"""Several tabular networks side by side, each learning for itself: a deep ensemble in one module.
+"""A deep ensemble of tabular networks in one module.
 
-Lakshminarayanan, Pritzel and Blundell 2017, "Simple and Scalable Predictive Uncertainty Estimation
-using Deep Ensembles". The members differ by their initial weights and their dropout. If training
-averaged their outputs, they would be one wide network and lose the gain of an ensemble. So in training
-a loss `..._per_member` compares every member with the label by itself.
+Lakshminarayanan, Pritzel and Blundell 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep
+Ensembles". The members differ by their initial weights and dropout. Averaging their outputs in training would
+make them one wide network, so a loss `..._per_member` compares each member with the label.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from ringspark.models.checks import check_sizes
 from ringspark.models.tabular import TabularNet
 
 
@@ -36,17 +36,10 @@ class TabularEnsemble(nn.Module):
         embedding_dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if members < 1:
-            raise ValueError(f"members must be at least 1, got {members}")
+        check_sizes(members=members)
+        columns = (cardinalities, num_numeric)
         self.members = nn.ModuleList(
-            TabularNet(
-                cardinalities,
-                num_numeric,
-                hidden,
-                out_features,
-                dropout=dropout,
-                embedding_dropout=embedding_dropout,
-            )
+            TabularNet(*columns, hidden, out_features, None, dropout, embedding_dropout)
             for _ in range(members)
         )
 
@@ -60,5 +53,5 @@ class TabularEnsemble(nn.Module):
         return outputs if self.training else outputs.mean(1)
 
     def checkpoint_branches(self) -> Iterable[nn.Module]:
-        """Returns the parts that activation checkpointing treats as separate networks."""
+        """Returns the networks that activation checkpointing treats separately."""
         return self.members

@@ -1,9 +1,8 @@
-"""Transformers: an encoder that classifies sequences of token ids, and a causal decoder, a language model.
+"""Transformers: an encoder that classifies sequences of token ids, and a causal language model.
 
-Vaswani et al. 2017, "Attention Is All You Need", with normalisation before each sublayer (Xiong et al.
-2020) and learned positions. The blocks are the items of one `nn.ModuleList`, `blocks`, so that
-activation checkpointing has a chain to cut into segments. In some of them a mixture of experts may take the
-place of the perceptron.
+Vaswani et al. 2017, "Attention Is All You Need", with normalization before each sublayer (Xiong et al. 2020)
+and learned positions. The blocks are the items of one `nn.ModuleList`, `blocks`, which activation
+checkpointing can cut into segments. A mixture of experts may replace the perceptron of some blocks.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ringspark.models.chain import Link
-from ringspark.models.experts.layer import MixtureOfExperts
-from ringspark.models.experts.options import mixture_options
-from ringspark.models.mlp import check_dropout
+from ringspark.models.checks import check_dropout, check_sizes
+from ringspark.models.experts.layer import MixtureOfExperts, mixture_options
 from ringspark.models.whole_rows import WholeRows, attend, read
 
 INIT_STD = 0.02
@@ -26,11 +24,11 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
 
 
 class Attention(nn.Module):
-    """Self-attention of several heads: (batch, seq, dim) -> (batch, seq, dim).
+    """Multi-head self-attention: (batch, seq, dim) -> (batch, seq, dim).
 
     Attributes:
-        head_dim: Width of a head. `qkv` and `out` may hold fewer heads than the whole network has.
-        attend: How queries, keys and values are mixed; see `whole_rows.attend`, which it is at first.
+        head_dim: Width of a head. With tensor parallelism `qkv` and `out` hold only some of the heads.
+        attend: Attention function; `whole_rows.attend` unless context parallelism replaces it.
     """
 
     attend: Attend = staticmethod(attend)
@@ -44,7 +42,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Attends where `mask`, (batch, 1, 1, seq) booleans, is True; everywhere if it is None."""
-        # Not a view: a size of -1 is unknown to it where there are no rows or tokens.
+        # Not `view`, which cannot infer -1 without rows or tokens.
         heads = self.qkv(x).unflatten(-1, (3, -1, self.head_dim))
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (batch, heads, seq, head_dim)
         mixed = self.attend(query, key, value, mask, self.dropout if self.training else 0.0, self.causal)
@@ -52,28 +50,41 @@ class Attention(nn.Module):
         return out
 
 
-class TransformerBlock(nn.Module):
-    """Attention and a two-layer perceptron; each normalises its input and adds its output to it."""
+class _AttentionBlock(nn.Module):
+    """Base of blocks: attention, to which a subclass adds a second sublayer on `mlp_norm`."""
 
     def __init__(
-        self, dim: int, num_heads: int, mlp_dim: int, dropout: float, attention_dropout: float, causal: bool
+        self, dim: int, num_heads: int, dropout: float, attention_dropout: float, causal: bool
     ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(dim)
         self.attention = Attention(dim, num_heads, attention_dropout, causal)
         self.mlp_norm = nn.LayerNorm(dim)
-        self.up, self.activation, self.down = nn.Linear(dim, mlp_dim), nn.GELU(), nn.Linear(mlp_dim, dim)
         self.dropout = nn.Dropout(dropout)
 
+    def _add_attention(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        out: torch.Tensor = x + self.dropout(self.attention(self.attention_norm(x), mask))
+        return out
+
+
+class TransformerBlock(_AttentionBlock):
+    """Attention and a two-layer perceptron; each normalizes its input and adds its output to it."""
+
+    def __init__(
+        self, dim: int, num_heads: int, mlp_dim: int, dropout: float, attention_dropout: float, causal: bool
+    ) -> None:
+        super().__init__(dim, num_heads, dropout, attention_dropout, causal)
+        self.up, self.activation, self.down = nn.Linear(dim, mlp_dim), nn.GELU(), nn.Linear(mlp_dim, dim)
+
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Runs the block on (batch, seq, dim); `mask` as in `Attention`."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
+        """Maps (batch, seq, dim) to the same; `mask` as in `Attention`."""
+        x = self._add_attention(x, mask)
         out: torch.Tensor = x + self.dropout(self.down(self.activation(self.up(self.mlp_norm(x)))))
         return out
 
 
-class MixtureBlock(nn.Module):
-    """A transformer block that has a mixture of experts for its perceptron; see `MixtureOfExperts`."""
+class MixtureBlock(_AttentionBlock):
+    """A transformer block with a mixture of experts as its perceptron; see `MixtureOfExperts`."""
 
     def __init__(
         self,
@@ -85,38 +96,35 @@ class MixtureBlock(nn.Module):
         causal: bool,
         experts: Mapping[str, Any],
     ) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(dim)
-        self.attention = Attention(dim, num_heads, attention_dropout, causal)
-        self.mlp_norm = nn.LayerNorm(dim)
+        super().__init__(dim, num_heads, dropout, attention_dropout, causal)
         self.mixture = MixtureOfExperts(dim, **{"mlp_dim": mlp_dim, **experts}, causal=causal)
-        self.dropout = nn.Dropout(dropout)
 
     def forward(
         self, x: torch.Tensor, mask: torch.Tensor | None = None, tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Runs the block on (batch, seq, dim).
+        """Maps (batch, seq, dim) to the same.
 
         Args:
             mask: See `Attention`.
-            tokens: (batch, seq) booleans, False for padding; None takes what `mask` says. As a mask, they are
-                those of whole rows, and where they have no rows, they only tell how long one is.
+            tokens: (batch, seq) booleans of whole rows, False for padding, or the result of `WholeRows.told`;
+                None uses `mask`.
         """
         if tokens is None and mask is not None:
             tokens = mask[:, 0, 0]
-        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
+        x = self._add_attention(x, mask)
         out: torch.Tensor = x + self.dropout(self.mixture(self.mlp_norm(x), tokens))
         return out
 
 
 class _Trunk(nn.Module):
-    """The part that both networks share below their heads: embeddings, blocks, the last normalisation.
+    """Embeddings, blocks and the last normalization, which both networks share.
 
     Attributes:
-        rows: Which tokens of a row are here; see `WholeRows`.
+        rows: Tokens of a row that this rank has; see `WholeRows`.
     """
 
     rows = WholeRows()
+    causal: bool
 
     def __init__(
         self,
@@ -128,24 +136,21 @@ class _Trunk(nn.Module):
         mlp_dim: int | None,
         dropout: float,
         attention_dropout: float,
-        causal: bool,
-        padding_id: int | None = None,
-        experts: Mapping[str, Any] | None = None,
+        experts: Mapping[str, Any] | None,
     ) -> None:
         super().__init__()
-        sizes = {"vocab_size": vocab_size, "max_seq_len": max_seq_len, "dim": dim, "num_heads": num_heads}
-        _check_sizes(**sizes, depth=depth, mlp_dim=4 * dim if mlp_dim is None else mlp_dim)
+        mlp_dim = 4 * dim if mlp_dim is None else mlp_dim
+        check_sizes(vocab_size=vocab_size, max_seq_len=max_seq_len, dim=dim, num_heads=num_heads)
+        check_sizes(depth=depth, mlp_dim=mlp_dim)
         if dim % num_heads:
             raise ValueError(f"dim must be a multiple of num_heads ({num_heads}), got {dim}")
         check_dropout("dropout", dropout)
         check_dropout("attention_dropout", attention_dropout)
-        if padding_id is not None and not 0 <= padding_id < vocab_size:
-            raise ValueError(f"padding_id must lie in 0..{vocab_size - 1}, got {padding_id}")
-        self.max_seq_len, self.padding_id = max_seq_len, padding_id
+        self.max_seq_len = max_seq_len
         self.tokens = nn.Embedding(vocab_size, dim)
         self.positions = nn.Embedding(max_seq_len, dim)
         self.dropout = nn.Dropout(dropout)
-        block = (dim, num_heads, mlp_dim or 4 * dim, dropout, attention_dropout, causal)
+        block = (dim, num_heads, mlp_dim, dropout, attention_dropout, self.causal)
         every, options = (depth + 1, {}) if experts is None else mixture_options(experts, depth)
         self.blocks = nn.ModuleList(
             TransformerBlock(*block) if number % every else MixtureBlock(*block, options)
@@ -154,10 +159,10 @@ class _Trunk(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def tensor_plan(self, num_ranks: int) -> dict[str, Any]:
-        """Returns how tensor parallelism cuts the layers: whole heads, pairs of layers, ids.
+        """Returns how tensor parallelism shards the layers: heads, pairs of linear layers, token ids.
 
         Raises:
-            ValueError: So many ranks have no whole heads each.
+            ValueError: `num_ranks` does not divide the heads.
         """
         heads = next(layer.num_heads for layer in self.modules() if isinstance(layer, Attention))
         if heads % num_ranks:
@@ -175,27 +180,35 @@ class _Trunk(nn.Module):
         return plan
 
     def _init_weights(self) -> None:
-        # Embeddings start small, as in GPT-2: torch's variance of 1 would drown what the blocks add.
+        # Embeddings start small, as in GPT-2: torch's variance of 1 would drown the blocks' outputs.
         for module in self.modules():
             if isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=INIT_STD)
 
     def _features(self, ids: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Maps (batch, seq) ids to (batch, own seq, dim); attends where `tokens`, (batch, seq), is True."""
-        x = self._embedded(ids)
+        x = self._embed(ids)
         mask = self.rows.mask(_attention_mask(tokens), ids.shape[1])
         for block in self.blocks:
             x = block(x, mask, tokens) if isinstance(block, MixtureBlock) else block(x, mask)
         out: torch.Tensor = self.norm(x)
         return out
 
-    def _block_links(self) -> list[Link]:
+    def _links(self, embed: Callable[..., Any], last: str) -> list[Link]:
+        """Returns the embeddings, the blocks and the head; each passes the result of `rows.told` on."""
         return [
-            Link(f"blocks.{key}", _MaskedBlock(block), (f"blocks.{key}",))
-            for key, block in self.blocks.named_children()
+            Link("tokens", embed, ("tokens", "positions", "dropout")),
+            *(
+                Link(f"blocks.{key}", _MaskedBlock(block), (f"blocks.{key}",))
+                for key, block in self.blocks.named_children()
+            ),
+            Link("head", self._normed_head, ("norm", last)),
         ]
 
-    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+    def _normed_head(self, x: torch.Tensor, told: torch.Tensor | None) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Maps (batch, seq) ids to (batch, own seq, dim)."""
         seq = ids.shape[1]
         if seq > self.max_seq_len:
@@ -210,23 +223,25 @@ class TransformerClassifier(_Trunk):
     """An encoder and a linear head on the mean over the tokens; the outputs are logits.
 
     Args:
-        vocab_size: Number of token ids, which run from 0 to `vocab_size - 1`.
-        max_seq_len: Most tokens per row.
+        vocab_size: Number of token ids; ids run from 0 to `vocab_size - 1`.
+        max_seq_len: Largest number of tokens per row.
         dim: Width between the blocks.
         depth: Number of blocks.
         num_heads: Number of attention heads; it must divide `dim`.
         out_features: Outputs per row.
-        mlp_dim: Width inside the blocks; None takes 4 * dim.
+        mlp_dim: Width inside the blocks; None means 4 * dim.
         dropout: Dropout probability on embeddings and on the output of each sublayer.
         attention_dropout: Dropout probability on attention weights.
-        padding_id: Token id that fills rows up; attention and the mean leave such tokens out. A mask given
-            to `forward` says the same without it.
-        experts: Options of `MixtureOfExperts`, such as {"num_experts": 8}, which then takes the place of the
-            perceptron in every second block; "every" gives another distance. None: perceptrons alone.
+        padding_id: Token id of padding, which attention and the mean ignore. A mask given to `forward`
+            replaces it.
+        experts: Options of `MixtureOfExperts`, such as {"num_experts": 8}. The mixture replaces the
+            perceptron in every second block, or in every n-th with {"every": n}. None: no mixtures.
 
     Raises:
         ValueError: If an argument is out of range, or in `forward` a row is too long.
     """
+
+    causal = False
 
     def __init__(
         self,
@@ -243,19 +258,12 @@ class TransformerClassifier(_Trunk):
         experts: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
-            vocab_size,
-            max_seq_len,
-            dim,
-            depth,
-            num_heads,
-            mlp_dim,
-            dropout,
-            attention_dropout,
-            causal=False,
-            padding_id=padding_id,
-            experts=experts,
+            vocab_size, max_seq_len, dim, depth, num_heads, mlp_dim, dropout, attention_dropout, experts
         )
-        _check_sizes(out_features=out_features)
+        if padding_id is not None and not 0 <= padding_id < vocab_size:
+            raise ValueError(f"padding_id must lie in 0..{vocab_size - 1}, got {padding_id}")
+        check_sizes(out_features=out_features)
+        self.padding_id = padding_id
         self.head = nn.Linear(dim, out_features)
         self._init_weights()
 
@@ -264,26 +272,24 @@ class TransformerClassifier(_Trunk):
 
         Args:
             ids: (batch, seq) token ids.
-            mask: (batch, seq), 0 where a row is filled up; None takes `padding_id`.
+            mask: (batch, seq), 0 for padding; None uses `padding_id`.
         """
         tokens = self._real_tokens(ids, mask)
         return self._pooled_head(self._features(ids, tokens), tokens, ids.shape[1])
 
     def links(self) -> list[Link]:
-        """Returns the embeddings, the blocks and the head; real tokens travel beside the hidden states."""
-        embed = Link("tokens", self._embedded_with_mask, ("tokens", "positions", "dropout"))
-        return [embed, *self._block_links(), Link("head", self._normed_head, ("norm", "head"))]
+        return self._links(self._embed_with_mask, "head")
 
     def _real_tokens(self, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns (batch, seq) booleans, False where a row is filled up; None if no row is."""
+        """Returns (batch, seq) booleans, False for padding; None if there is none."""
         if mask is not None:
             return mask.bool()
         return None if self.padding_id is None else ids != self.padding_id
 
-    def _embedded_with_mask(
+    def _embed_with_mask(
         self, ids: torch.Tensor, mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._embedded(ids), self.rows.told(self._real_tokens(ids, mask), ids.shape[1])
+        return self._embed(ids), self.rows.told(self._real_tokens(ids, mask), ids.shape[1])
 
     def _normed_head(self, x: torch.Tensor, told: torch.Tensor | None) -> torch.Tensor:
         return self._pooled_head(self.norm(x), *read(told, x))
@@ -293,15 +299,15 @@ class TransformerClassifier(_Trunk):
 
 
 def scores(x: torch.Tensor, tokens: nn.Embedding) -> torch.Tensor:
-    """Compares (batch, seq, dim) with every token's embedding: (batch, seq, vocab_size)."""
+    """Multiplies (batch, seq, dim) by every token's embedding: (batch, seq, vocab_size)."""
     return F.linear(x, tokens.weight)
 
 
 class TransformerLM(_Trunk):
     """A causal decoder: logits of the next token at every position. The head shares the embedding's weights.
 
-    The label column is the ids moved up by one, -100 where there is no next token. The outputs are
-    (batch, vocab_size, seq), as torch's cross entropy wants classes, not (batch, seq, vocab_size).
+    The label column is the ids shifted by one, -100 where there is no next token. The outputs are
+    (batch, vocab_size, seq), the order that torch's cross entropy expects.
 
     Args:
         vocab_size, max_seq_len, dim, depth, num_heads, mlp_dim, dropout, attention_dropout, experts: See
@@ -311,7 +317,8 @@ class TransformerLM(_Trunk):
         ValueError: If an argument is out of range, or in `forward` a row is too long.
     """
 
-    # How tokens are compared; a table that is cut by its ids has a way of its own.
+    causal = True
+    # Tensor parallelism replaces it where the embedding is sharded by ids.
     scores: Callable[[torch.Tensor, Any], torch.Tensor] = staticmethod(scores)
 
     def __init__(
@@ -327,16 +334,7 @@ class TransformerLM(_Trunk):
         experts: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
-            vocab_size,
-            max_seq_len,
-            dim,
-            depth,
-            num_heads,
-            mlp_dim,
-            dropout,
-            attention_dropout,
-            causal=True,
-            experts=experts,
+            vocab_size, max_seq_len, dim, depth, num_heads, mlp_dim, dropout, attention_dropout, experts
         )
         self._init_weights()
 
@@ -345,24 +343,22 @@ class TransformerLM(_Trunk):
         return self._tied_head(self._features(ids), ids.shape[1])
 
     def links(self) -> list[Link]:
-        """Returns the embeddings, the blocks and the head, which uses the embedding's weights."""
-        embed = Link("tokens", self._embedded_with_length, ("tokens", "positions", "dropout"))
-        return [embed, *self._block_links(), Link("head", self._normed_head, ("norm", "tokens"))]
+        return self._links(self._embed_with_length, "tokens")
 
-    def _embedded_with_length(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._embedded(ids), self.rows.told(None, ids.shape[1])
+    def _embed_with_length(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._embed(ids), self.rows.told(None, ids.shape[1])
 
     def _normed_head(self, x: torch.Tensor, told: torch.Tensor | None) -> torch.Tensor:
         return self._tied_head(self.norm(x), read(told, x)[1])
 
     def _tied_head(self, x: torch.Tensor, seq: int) -> torch.Tensor:
         logits = self.rows.joined(self.scores(x, self.tokens), 1, seq)  # (batch, seq, vocab_size)
-        # Not a view: fully sharded training puts a hook on the output, which a change of a view would lose.
+        # Not a view: fully sharded training puts a hook on the output, and changing a view loses its hook.
         return logits.transpose(1, 2).contiguous()
 
 
 class _MaskedBlock:
-    """A block that takes and gives beside the hidden states what `WholeRows.told` says of the rows."""
+    """A block that passes the result of `WholeRows.told` on."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block
@@ -371,21 +367,15 @@ class _MaskedBlock:
         self, x: torch.Tensor, told: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         mask = _attention_mask(told)
-        # A mixture has to know rows that are all padding, which attend to themselves.
+        # A mixture needs the tokens themselves: the mask lets rows of padding alone attend to themselves.
         more = (told,) if isinstance(self.block, MixtureBlock) else ()
         return self.block(x, mask, *more), told
 
 
 def _attention_mask(tokens: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns where to attend, (batch, 1, 1, seq) booleans, for real tokens, (batch, seq)."""
+    """Returns a (batch, 1, 1, seq) boolean attention mask for real tokens, (batch, seq)."""
     if tokens is None:
         return None
     mask = tokens[:, None, None, :]
-    # A row that is all padding attends to itself: attention to nothing would be NaN.
+    # A row of padding alone attends to itself: attention to nothing would be NaN.
     return mask | ~mask.any(-1, keepdim=True)
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")

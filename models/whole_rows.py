@@ -1,9 +1,9 @@
-"""What a network over tokens asks of its rows: the part that it sees, sums over all tokens, whole outputs.
+"""The interface between a network over tokens and context parallelism.
 
-Here every row is whole, so the answers are plain. Where a row is spread over several ranks, other classes
-with the same methods, and other functions in the place of `attend`, give each rank its part of the tokens. A
-network can be spread if it has an attribute `rows`, asks it as the transformers here do, and attends by the
-attribute `attend` of its modules.
+A network supports context parallelism if it has an attribute `rows`, calls its methods as the transformers
+here do, and attends by the attribute `attend` of its modules. Without context parallelism every rank has
+whole rows, and `WholeRows` and `attend` do nothing special. For sequence-sharded rows the parallel package
+replaces both, and each rank gets its shard of the tokens.
 """
 
 from __future__ import annotations
@@ -14,50 +14,52 @@ from torch.nn import functional as F
 
 
 class WholeRows:
-    """Every token is here. The methods say what holds where a row is spread.
+    """Rows of which this rank has every token. The methods document sequence-sharded rows too.
 
-    Between `pool` and `alike` a network computes from whole rows, which is the same on all ranks of a row.
-    What it draws at random there must be the same too.
+    Between `pool` and `alike` all ranks of a row compute the same values, so they must also draw the same
+    random numbers there.
 
     Attributes:
-        is_spread: Whether a rank may have a part of the tokens only.
+        is_spread: Whether rows are sequence-sharded.
     """
 
     is_spread = False
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns the part of `x` that belongs to the tokens of this rank; no gradient flows back.
+        """Returns this rank's shard of `x`, without a gradient.
 
         Args:
-            x: Something about all tokens, such as ids, the same on all ranks of a row.
-            dim: The dimension of the tokens.
+            x: A tensor over all tokens, such as ids, equal on all ranks of a row.
+            dim: Dimension of the tokens.
         """
         return x
 
     def embedded(self, table: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings of this rank's tokens, (batch, own tokens, dim).
 
+        The first call of a forward pass.
+
         Args:
             table: Maps ids to embeddings.
-            ids: (batch, seq), of all tokens. A pass of the network begins here.
+            ids: (batch, seq), all tokens.
         """
         found: torch.Tensor = table(self.own(ids, 1))
         return found
 
     def mask(self, mask: torch.Tensor | None, seq: int) -> torch.Tensor | None:
-        """Returns what `attend` gets as its mask: of all tokens, and something also where there was none.
+        """Returns the mask for `attend`, over all tokens; sequence-sharded rows always have one.
 
         Args:
-            mask: (batch, 1, 1, seq) booleans, False where no token attends to; None if there is no such.
+            mask: (batch, 1, 1, seq) booleans, False for tokens to ignore; None for none.
             seq: Number of all tokens.
         """
         return mask
 
     def told(self, tokens: torch.Tensor | None, seq: int) -> torch.Tensor | None:
-        """Returns what the later parts of a network, which see no ids, are told of a row: see `read`.
+        """Returns a tensor from which later links, which see no ids, `read` the real tokens and the length.
 
         Args:
-            tokens: (batch, seq) booleans, the tokens that count; None if all do.
+            tokens: (batch, seq) booleans, False for padding; None without padding.
             seq: Number of all tokens.
         """
         return tokens
@@ -67,7 +69,7 @@ class WholeRows:
 
         Args:
             x: (batch, own tokens, dim).
-            tokens: (batch, seq) booleans, the tokens that count; None if all do.
+            tokens: (batch, seq) booleans, False for padding; None without padding.
             seq: Number of all tokens.
         """
         if tokens is None:
@@ -76,25 +78,25 @@ class WholeRows:
         return (x * real).sum(1) / real.sum(1).clamp(min=1)
 
     def alike(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Marks outputs that every rank of a row computed from `pool`: their gradients count once."""
+        """Marks outputs that every rank of a row computed from `pool`, so that their gradients count once."""
         return outputs
 
     def joined(self, x: torch.Tensor, dim: int, seq: int) -> torch.Tensor:
-        """Returns what all ranks of a row have, in the order of the tokens: outputs that leave the network.
+        """All-gathers outputs of the network, in the order of the tokens.
 
         Args:
-            x: Something about the tokens of this rank.
-            dim: The dimension of the tokens.
+            x: A tensor over this rank's tokens.
+            dim: Dimension of the tokens.
             seq: Number of all tokens.
         """
         return x
 
 
 def read(told: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor | None, int]:
-    """Returns the tokens that count, (batch, seq), or None if all do, and the number of all tokens.
+    """Returns the real tokens, (batch, seq) booleans or None without padding, and the number of all tokens.
 
     Args:
-        told: What `told` returned: (batch, seq), or of no rows, where its shape alone is looked at; or None.
+        told: Result of `WholeRows.told`: (batch, seq); (0, seq), which gives the length alone; or None.
         x: (batch, own tokens, ...).
     """
     if told is None:
@@ -110,13 +112,13 @@ def attend(
     dropout: float,
     causal: bool,
 ) -> torch.Tensor:
-    """Returns each query's mean of the values, (batch, heads, seq, head_dim).
+    """Computes scaled dot-product attention, (batch, heads, seq, head_dim).
 
     Args:
         query, key, value: (batch, heads, seq, head_dim).
-        mask: (batch, 1, 1, seq) booleans, False for keys to be left out; None if there are none.
-        dropout: Probability at which a weight is dropped; 0 in evaluation.
-        causal: Whether a query sees only its own key and those before.
+        mask: (batch, 1, 1, seq) booleans, False for keys to ignore; None for none.
+        dropout: Dropout probability of a weight; 0 in evaluation.
+        causal: Whether a query ignores later keys.
     """
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal

@@ -1,1 +1,1 @@
-"""Mixtures of experts: `routing` decides which expert computes which token, `layer` has them do it."""
+"""Mixtures of experts: `routing` assigns tokens to experts, `layer` computes them."""

@@ -1,15 +1,14 @@
-"""Decides which expert computes which token: pure functions on fp32 logits.
+"""Assigns tokens to experts: pure functions on fp32 logits.
 
 - `switch`: each token chooses its best expert (Fedus et al. 2021, "Switch Transformers").
 - `gshard`: each token chooses its two best experts (Lepikhin et al. 2020, "GShard").
 - `expert_choice`: each expert chooses its best tokens (Zhou et al. 2022).
 
-Tokens compete for places inside their own row. An expert takes at most `capacity` of them, which follows from
-the row's number of tokens without padding. The papers do so in groups of a fixed size; here the group is a
-row, so that what becomes of a row depends neither on its batch nor on the rank that has it: any number of
-ranks computes what one does.
+Tokens of one row compete for an expert's capacity, which follows from the row's number of tokens without
+padding. The papers use groups of a fixed size; here the group is a row, so the result depends neither on the
+batch nor on the number of ranks.
 
-Equal logits go to the expert with the lowest number, or to the token that comes first.
+Ties go to the expert with the lowest number, or to the earlier token.
 """
 
 from __future__ import annotations
@@ -22,17 +21,18 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
-    """How many tokens of a row an expert takes, and in which order.
+class CapacityRule:
+    """Number of tokens of a row that an expert takes, and their order.
 
     Attributes:
-        capacity_factor: Places of all experts together, as a multiple of the expert computations that the
-            tokens of a row ask for; None for as many as are asked for.
-        min_capacity: Places that each expert has at least.
-        in_order: Whether the choices of earlier tokens come before those of later ones, as a causal network
-            needs. If not, all first choices come before all second ones, as in GShard.
-        random_second: Whether the second choice is asked for with a probability of twice its weight only.
-        chances: Draws numbers from 0 to 1 for that, of the shape that it gets, (batch, seq, 1).
+        capacity_factor: Capacity of all experts together, as a multiple of the assignments that a row's
+            tokens request; None for no limit.
+        min_capacity: Smallest capacity of an expert.
+        in_order: Whether choices of earlier tokens precede choices of later tokens, as a causal network
+            needs. If not, all first choices precede all second choices, as in GShard.
+        random_second: Whether a second choice is requested with a probability of twice its weight.
+        chances: Draws numbers from 0 to 1 for random second choices, shaped like its argument, (batch, seq,
+            1).
     """
 
     capacity_factor: float | None = 1.25
@@ -42,42 +42,42 @@ class Rule:
     chances: Callable[[torch.Tensor], torch.Tensor] = torch.rand_like
 
     def capacity(self, tokens: torch.Tensor, num_experts: int, choices: int) -> torch.Tensor:
-        """Returns ceil(choices * tokens / num_experts * capacity_factor), at least the least and in integers.
+        """Returns max(min_capacity, ceil(choices * tokens / num_experts * capacity_factor)), in integers.
 
         Args:
             tokens: Number of tokens of each row, (batch,) int64.
-            choices: Experts that a token asks for.
+            choices: Experts that a token requests.
         """
         over, under = self._ratio(num_experts, choices)
         return ((tokens * over + under - 1) // under).clamp(min=self.min_capacity)
 
     def most(self, tokens: int, num_experts: int, choices: int) -> int:
-        """Returns the capacity for a row of so many tokens."""
+        """Returns the capacity for a row of `tokens` tokens."""
         over, under = self._ratio(num_experts, choices)
         return max((tokens * over + under - 1) // under, self.min_capacity)
 
     def _ratio(self, num_experts: int, choices: int) -> tuple[int, int]:
         assert self.capacity_factor is not None
-        # Fractions, because in floating point 10 times 1.1 is more than 11. The factor is bounded, because a
-        # factor of `num_experts` drops no tokens already, and a huge one would overflow 64 bits.
+        # Fractions, because in floating point 10 times 1.1 is more than 11. The factor is bounded, because
+        # a factor of `num_experts` drops no tokens, and a huge factor would overflow 64 bits.
         factor = Fraction(min(self.capacity_factor, max(num_experts, 1000))).limit_denominator(10**6)
         return choices * factor.numerator, num_experts * factor.denominator
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """A list of assignments of tokens to experts, and what became of each row.
+    """Assignments of tokens to experts, and statistics of each row.
 
     Attributes:
-        tokens: Place of each token in (batch * seq), (assignments,) int64.
-        experts: Its expert, (assignments,) int64; `num_experts` where nothing is computed: padding, a second
-            choice that was not asked for, or no place left.
+        tokens: Index of each token in (batch * seq), (assignments,) int64.
+        experts: Expert of each assignment, (assignments,) int64; `num_experts` if nothing is computed, for
+            padding, second choices that were not requested, and dropped tokens.
         weights: Factor of the expert's output, (assignments,) fp32, with the gradient of the router.
-        load: Tokens that asked for each expert, (batch, num_experts) fp32.
-        asked: Assignments that were asked for, (batch,) fp32; with expert choice, tokens.
-        dropped: Those of them for which there was no place, (batch,) fp32.
+        load: Tokens that requested each expert, (batch, num_experts) fp32.
+        asked: Requested assignments, (batch,) fp32; with expert choice, tokens.
+        dropped: Requested assignments beyond the capacity, (batch,) fp32.
         balance: Switch's balance loss of each row, (batch,) fp32: `num_experts` times the sum over experts of
-            the share of first choices and the mean probability. 1 if both are even.
+            the share of first choices times the mean probability. 1 if both are even.
     """
 
     tokens: torch.Tensor
@@ -89,11 +89,11 @@ class Routing:
     balance: torch.Tensor
 
 
-Router = Callable[[torch.Tensor, torch.Tensor, Rule], Routing]
+Router = Callable[[torch.Tensor, torch.Tensor, CapacityRule], Routing]
 
 
-def switch(logits: torch.Tensor, real: torch.Tensor, rule: Rule) -> Routing:
-    """Each token asks for its best expert, whose output is multiplied by its probability.
+def switch(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule) -> Routing:
+    """Each token requests its best expert, and multiplies the expert's output by its probability.
 
     Args:
         logits: (batch, seq, num_experts) fp32.
@@ -102,8 +102,8 @@ def switch(logits: torch.Tensor, real: torch.Tensor, rule: Rule) -> Routing:
     return _tokens_choose(logits, real, rule, 1)
 
 
-def gshard(logits: torch.Tensor, real: torch.Tensor, rule: Rule) -> Routing:
-    """Each token asks for its two best experts; their weights, before any is dropped, add up to 1.
+def gshard(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule) -> Routing:
+    """Each token requests its two best experts, with weights that sum to 1 before tokens are dropped.
 
     Args:
         logits, real: See `switch`.
@@ -111,10 +111,10 @@ def gshard(logits: torch.Tensor, real: torch.Tensor, rule: Rule) -> Routing:
     return _tokens_choose(logits, real, rule, 2)
 
 
-def expert_choice(logits: torch.Tensor, real: torch.Tensor, rule: Rule) -> Routing:
-    """Each expert takes as many tokens of a row as it has places: those that want it most.
+def expert_choice(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule) -> Routing:
+    """Each expert takes the tokens of a row with the highest probabilities, up to its capacity.
 
-    A token may have several experts, or none. The load is even, so there is nothing to balance.
+    A token may have several experts, or none. The load is even, so the balance loss is 0.
 
     Args:
         logits, real: See `switch`.
@@ -150,12 +150,12 @@ ROUTERS: dict[str, Router] = {"switch": switch, "gshard": gshard, "expert_choice
 def z_loss(logits: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     """Returns each row's mean of the squared log-sum-exp of its tokens' logits, (batch,).
 
-    Zoph et al. 2022, "ST-MoE": it keeps logits small, whose softmax rounds badly.
+    Zoph et al. 2022, "ST-MoE": it keeps logits small, because large logits round badly.
     """
     return _mean(logits.logsumexp(-1).square(), real)
 
 
-def _tokens_choose(logits: torch.Tensor, real: torch.Tensor, rule: Rule, choices: int) -> Routing:
+def _tokens_choose(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule, choices: int) -> Routing:
     num_experts = logits.shape[-1]
     probabilities = logits.softmax(-1)
     with torch.no_grad():
@@ -195,7 +195,7 @@ def _best(probabilities: torch.Tensor, choices: int) -> torch.Tensor:
     """Returns the experts with the highest probabilities, best first, (..., choices)."""
     found: list[torch.Tensor] = []
     for _ in range(choices):
-        # Of equals `argmax` returns the first; `topk` promises nothing.
+        # `argmax` returns the first of equals; `topk` does not promise it.
         best = probabilities.argmax(-1, keepdim=True)
         probabilities = probabilities.scatter(-1, best, -1.0)
         found.append(best)
@@ -203,12 +203,12 @@ def _best(probabilities: torch.Tensor, choices: int) -> torch.Tensor:
 
 
 def _queue(values: torch.Tensor, in_order: bool) -> torch.Tensor:
-    """Lays (batch, seq, choices) out in the order in which places are given, (batch, seq * choices)."""
+    """Flattens (batch, seq, choices) in the order in which capacity is given, (batch, seq * choices)."""
     return (values if in_order else values.transpose(1, 2)).flatten(1)
 
 
 def _row_starts(logits: torch.Tensor) -> torch.Tensor:
-    """Returns the place of each row's first token in (batch * seq), (batch, 1, 1)."""
+    """Returns the index of each row's first token in (batch * seq), (batch, 1, 1)."""
     batch, seq, _ = logits.shape
     return (torch.arange(batch, device=logits.device) * seq)[:, None, None]
 

@@ -103,7 +103,7 @@ def spread_experts(module: nn.Module, collective: Collective) -> dict[str, Cut]:
                 f"the experts of {name!r} have {hook}, which would see rows of other workers, because "
                 "parallelism has 'expert'; put it on the mixture of experts, or leave 'expert' out"
             )
-        mixture.exchange = TokenExchange(mixture.num_experts, collective)
+        mixture.dispatch = TokenExchange(mixture.num_experts, collective)
         for key, parameter in mixture.experts.named_parameters(f"{name}.experts" if name else "experts"):
             parameter.data = part_of(parameter.data, _CUT, collective.rank, collective.size)
             cuts[key] = _CUT

@@ -9,7 +9,7 @@ import torch
 
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.experts.layer import MixtureOfExperts
-from ringspark.models.experts.routing import ROUTERS, Rule
+from ringspark.models.experts.routing import ROUTERS, CapacityRule
 from ringspark.models.reports import add_loss, collect_reports
 
 DIM, EXPERTS = 6, 4
@@ -209,7 +209,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"router": "gshard", "num_experts": 1}, "num_experts must be at least 2 for router 'gshard', got 1"),
     (
         {"router": "expert_choice", "causal": True},
-        "'expert_choice' has later tokens .*; take 'switch' or 'gshard'",
+        "'expert_choice' lets later tokens .*; use 'switch' or 'gshard'",
     ),
     ({"router": "expert_choice", "capacity_factor": None}, "'expert_choice' needs a capacity_factor"),
     (
@@ -219,7 +219,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"min_capacity": 0}, "min_capacity must be at least 1, got 0"),
     ({"balance_weight": -1.0}, "balance_weight must be at least 0, got -1.0"),
     ({"jitter": 1.0}, "jitter must be at least 0 and below 1, got 1.0"),
-    ({"random_second": True}, "random_second is for router 'gshard'"),
+    ({"random_second": True}, "random_second needs router 'gshard'"),
     ({"mlp_dim": 0}, "mlp_dim must be at least 1, got 0"),
 ]
 
@@ -237,7 +237,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
         ({"router": "gshard"}, "experts must give num_experts, such as .*, got"),
         ({"num_experts": 2, "every": 3}, r"every must be from 1 to depth \(2\), got 3"),
         ([2], "experts must be a dict"),
-        ({"num_experts": 2, "router": "expert_choice"}, "take 'switch' or 'gshard'"),
+        ({"num_experts": 2, "router": "expert_choice"}, "use 'switch' or 'gshard'"),
     ],
 )
 def test_a_language_model_refuses_experts_in_a_sentence(experts: Any, message: str) -> None:
@@ -276,6 +276,6 @@ def test_a_compiled_network_runs_its_mixtures_uncompiled() -> None:
     ("factor", "wanted"), [(0.0004, 20), (1 / 3, 16_667), (1.1, 55_000), (1e15, 50_000_000)]
 )
 def test_the_capacity_follows_every_factor(factor: float, wanted: int) -> None:
-    rule = Rule(capacity_factor=factor, min_capacity=1)
+    rule = CapacityRule(capacity_factor=factor, min_capacity=1)
     assert rule.most(100_000, 6, 3) == wanted
     assert rule.capacity(torch.tensor([100_000]), 6, 3).tolist() == [wanted]

@@ -7,7 +7,15 @@ import pytest
 import torch
 from hypothesis import given
 
-from ringspark.models.experts.routing import ROUTERS, Routing, Rule, expert_choice, gshard, switch, z_loss
+from ringspark.models.experts.routing import (
+    ROUTERS,
+    CapacityRule,
+    Routing,
+    expert_choice,
+    gshard,
+    switch,
+    z_loss,
+)
 
 
 def logits_of(*preferences: list[float]) -> torch.Tensor:
@@ -32,20 +40,22 @@ SIX = logits_of(
 
 
 def test_capacity_counts_the_places_that_the_tokens_ask_for() -> None:
-    rule = Rule(capacity_factor=2, min_capacity=1)
+    rule = CapacityRule(capacity_factor=2, min_capacity=1)
     assert rule.capacity(torch.tensor([8]), num_experts=2, choices=2).tolist() == [16]
     assert rule.most(8, num_experts=2, choices=2) == 16
     # 10 * 1.1 is 11, also where floating point has more.
-    assert Rule(capacity_factor=1.1, min_capacity=1).capacity(torch.tensor([10, 1, 0]), 1, 1).tolist() == [
+    assert CapacityRule(capacity_factor=1.1, min_capacity=1).capacity(
+        torch.tensor([10, 1, 0]), 1, 1
+    ).tolist() == [
         11,
         2,
         1,
     ]
-    assert Rule(capacity_factor=0.01, min_capacity=3).most(10, 4, 1) == 3
+    assert CapacityRule(capacity_factor=0.01, min_capacity=3).most(10, 4, 1) == 3
 
 
 def test_switch_fills_an_expert_in_the_order_of_tokens_and_drops_the_rest() -> None:
-    routing = switch(SIX, all_real(SIX), Rule(capacity_factor=1, min_capacity=1))  # 2 places each
+    routing = switch(SIX, all_real(SIX), CapacityRule(capacity_factor=1, min_capacity=1))  # 2 places each
     assert lists(routing, 3) == [[0, 1], [2], [5]]
     assert routing.dropped.tolist() == [2.0]
     assert routing.asked.tolist() == [6.0]
@@ -55,36 +65,38 @@ def test_switch_fills_an_expert_in_the_order_of_tokens_and_drops_the_rest() -> N
 
 def test_gshard_gives_places_to_all_first_choices_before_the_second_ones() -> None:
     # ceil(2 * 6 / 3 * 0.75) = 3 places. First choices: 0 0 1 0 0 2; second ones: 1 1 0 2 1 1.
-    routing = gshard(SIX, all_real(SIX), Rule(capacity_factor=0.75, min_capacity=1))
+    routing = gshard(SIX, all_real(SIX), CapacityRule(capacity_factor=0.75, min_capacity=1))
     assert lists(routing, 3) == [[0, 1, 3], [2, 0, 1], [5, 3]]
     assert routing.dropped.tolist() == [12.0 - 8]
 
 
 def test_a_causal_queue_gives_places_token_by_token() -> None:
-    routing = gshard(SIX, all_real(SIX), Rule(capacity_factor=0.75, min_capacity=1, in_order=True))
+    routing = gshard(SIX, all_real(SIX), CapacityRule(capacity_factor=0.75, min_capacity=1, in_order=True))
     assert lists(routing, 3) == [[0, 1, 2], [0, 1, 2], [3, 5]]
 
 
 def test_gshard_weights_are_those_of_two_experts_before_the_drop() -> None:
-    routing = gshard(SIX, all_real(SIX), Rule(capacity_factor=None))
+    routing = gshard(SIX, all_real(SIX), CapacityRule(capacity_factor=None))
     first, second = routing.weights.view(2, 6)
     assert torch.allclose(first + second, torch.ones(6))
     assert torch.allclose(first[0], torch.tensor(7 / 9))
 
 
 def test_experts_choose_the_tokens_that_want_them_most() -> None:
-    routing = expert_choice(SIX, all_real(SIX), Rule(capacity_factor=1, min_capacity=1))  # 2 places each
+    routing = expert_choice(
+        SIX, all_real(SIX), CapacityRule(capacity_factor=1, min_capacity=1)
+    )  # 2 places each
     assert lists(routing, 3) == [[0, 1], [2, 4], [5, 3]]
     assert routing.dropped.tolist() == [0.0]
     assert routing.balance.tolist() == [0.0]
-    one = expert_choice(SIX, all_real(SIX), Rule(capacity_factor=0.5, min_capacity=1))
+    one = expert_choice(SIX, all_real(SIX), CapacityRule(capacity_factor=0.5, min_capacity=1))
     assert lists(one, 3) == [[0], [2], [5]]
     assert one.dropped.tolist() == [3.0]
 
 
 def test_equal_logits_go_to_the_first_expert_and_to_the_first_token() -> None:
     even = torch.zeros(1, 4, 3)
-    rule = Rule(capacity_factor=1.5, min_capacity=1)
+    rule = CapacityRule(capacity_factor=1.5, min_capacity=1)
     assert lists(switch(even, all_real(even), rule), 3) == [[0, 1], [], []]
     assert lists(gshard(even, all_real(even), rule), 3) == [[0, 1, 2, 3], [0, 1, 2, 3], []]
     assert lists(expert_choice(even, all_real(even), rule), 3) == [[0, 1]] * 3
@@ -92,9 +104,9 @@ def test_equal_logits_go_to_the_first_expert_and_to_the_first_token() -> None:
 
 def test_the_balance_loss_is_one_for_an_even_load_and_the_number_of_experts_for_one_expert() -> None:
     even = 50 * torch.eye(4)[None].repeat(1, 3, 1)
-    assert torch.allclose(switch(even, all_real(even), Rule()).balance, torch.ones(1))
+    assert torch.allclose(switch(even, all_real(even), CapacityRule()).balance, torch.ones(1))
     one = torch.zeros(1, 12, 4).index_fill(2, torch.tensor([2]), 50.0)
-    assert torch.allclose(switch(one, all_real(one), Rule()).balance, torch.tensor([4.0]))
+    assert torch.allclose(switch(one, all_real(one), CapacityRule()).balance, torch.tensor([4.0]))
 
 
 def test_the_z_loss_is_the_squared_log_sum_of_tokens_alone() -> None:
@@ -106,7 +118,7 @@ def test_the_z_loss_is_the_squared_log_sum_of_tokens_alone() -> None:
 def test_a_second_choice_by_chance_is_asked_for_by_twice_its_weight() -> None:
     torch.manual_seed(0)
     logits = torch.tensor([0.8, 0.2]).log().expand(1, 20_000, 2)
-    rule = Rule(capacity_factor=None, random_second=True)
+    rule = CapacityRule(capacity_factor=None, random_second=True)
     routing = gshard(logits, all_real(logits), rule)
     first, second = routing.load[0].tolist()
     assert first == 20_000
@@ -136,7 +148,7 @@ def test_places_and_weights_of_every_router(
     logits, real = case
     if name == "expert_choice" and factor is None:
         factor = 1.0
-    rule = Rule(capacity_factor=factor, min_capacity=least, in_order=in_order)
+    rule = CapacityRule(capacity_factor=factor, min_capacity=least, in_order=in_order)
     routing = ROUTERS[name](logits, real, rule)
     batch, seq, experts = logits.shape
     choices = {"switch": 1, "gshard": 2, "expert_choice": 1}[name]
@@ -172,7 +184,7 @@ def test_a_row_is_routed_as_if_it_were_alone_and_without_padding(
     name: str, case: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     logits, real = case
-    rule = Rule(capacity_factor=1.0, min_capacity=1)
+    rule = CapacityRule(capacity_factor=1.0, min_capacity=1)
     seq, experts = logits.shape[1:]
     together = ROUTERS[name](logits, real, rule)
     for number in range(len(logits)):

@@ -100,7 +100,7 @@ def test_a_stage_keeps_its_own_tensors_under_their_names() -> None:
     assert set(network.state_dict()) == names
     assert type(network) is type(whole)
     ids = torch.randint(0, 50, (3, 8))
-    want = whole.blocks[0](whole._embedded(ids))
+    want = whole.blocks[0](whole._embed(ids))
     alone = copy.deepcopy(whole)
     keep_stages(alone, {0: links[:2]})
     with pytest.raises(RuntimeError, match=r"a callback cannot call .* holds only stages \[0\] of "):
