@@ -1,9 +1,8 @@
-"""A network as a chain of links, so that it can be cut into stages that lie on different workers.
+"""A network as a chain of links, which a pipeline divides into stages on different workers.
 
-A network offers `links()`: the pieces that its forward pass calls one after the other. Each takes the values
-that travel, as positional arguments (the first link takes the network's own), and returns those for the next:
-a tensor, or a tuple of tensors and Nones, such as hidden states and a mask. An `nn.Sequential` needs no
-method.
+A network's method `links()` returns the parts that its forward pass calls in order. The first link takes the
+network's arguments; each further link takes the result of the link before it, a tensor or a tuple of tensors
+and Nones, as positional arguments. An `nn.Sequential` needs no method.
 
     class Net(nn.Module):
         def links(self):
@@ -13,8 +12,8 @@ method.
                 Link("head", self._normed_head, ("norm", "head")),
             ]
 
-Invariant: the links one after the other compute what `forward` computes, and every parameter and buffer
-belongs to one of them. Two links may use the same parameter: then it is tied.
+Invariant: running the links in order computes `forward`, and every parameter and buffer belongs to a link. A
+parameter of two links is tied.
 """
 
 from __future__ import annotations
@@ -33,19 +32,17 @@ State = tuple[torch.Tensor, ...] | None
 
 @dataclass(frozen=True)
 class Link:
-    """One piece of a network.
+    """One part of a network.
 
     Attributes:
-        name: Name by which a cut names it: that of its submodule, where it is one.
-        run: What computes it: a submodule or a method of the network, so that a copy of the network is run by
-            its own.
+        name: Name of the link; for a submodule the submodule's name.
+        run: A submodule or a method of the network, so that a copy of the network runs its own.
         parts: Names of the submodules and parameters that it uses.
-        over_time: (state, chunk of the values) -> (chunk of the result, state), for a link that sees of a row
-            only what came before, such as a recurrent layer. All values and results are (batch, time, ...),
-            and are cut along time. The state is a tuple of tensors, or None: at the start of a row, and of a
-            link that looks at each position alone. All chunks one after the other give what `run` gives. Like
-            `run` a method of what holds the weights; nothing in it changes its arguments in place. None for a
-            link that needs whole rows.
+        over_time: (state, *sequence chunk) -> (chunk of the result, state), for a link whose result depends
+            on earlier time steps alone, such as a recurrent layer. Chunks are (batch, time, ...). The state
+            is a tuple of tensors; None at the start of a row, and for a link that treats each time step
+            alone. All chunks in order give the result of `run`. Like `run`, a method of the object that holds
+            the weights. It must not change its arguments in place. None for a link that needs whole rows.
     """
 
     name: str
@@ -58,7 +55,7 @@ def links_of(network: nn.Module) -> list[Link]:
     """Returns the network's links in order.
 
     Raises:
-        ValueError: The network is no chain, or its links leave a parameter or buffer out.
+        ValueError: The network is no chain, or its links omit a parameter or buffer.
     """
     own = getattr(network, "links", None)
     if callable(own):
@@ -67,16 +64,15 @@ def links_of(network: nn.Module) -> list[Link]:
         links = _items(network, "")
     else:
         raise ValueError(
-            f"a pipeline needs a network that is a chain, and {type(network).__name__} is not known to be "
-            "one; give it a method links() that returns its pieces in order, as ringspark.models.chain "
-            "describes, or give an nn.Sequential"
+            f"a pipeline needs a chain, and {type(network).__name__} has no method links(); add it as "
+            "ringspark.models.chain describes, or use an nn.Sequential"
         )
     _check(network, links)
     return links
 
 
 def run_links(links: Sequence[Link], values: tuple[Any, ...]) -> Any:
-    """Returns what the last link returns."""
+    """Returns the result of the last link."""
     result: Any = values
     for index, link in enumerate(links):
         result = link.run(*(values if index == 0 else as_values(result, link)))
@@ -86,12 +82,12 @@ def run_links(links: Sequence[Link], values: tuple[Any, ...]) -> Any:
 def run_over_time(
     links: Sequence[Link], states: Sequence[State], values: tuple[Any, ...]
 ) -> tuple[Any, list[State]]:
-    """Returns what the last link gives for one chunk of time, and the state of each link after it.
+    """Returns the last link's result for one sequence chunk, and the new state of each link.
 
     Args:
-        links: Links that go along time.
-        states: State of each link after the chunk before; None at the start of the rows.
-        values: One chunk of what is given to the first link.
+        links: Links with `over_time`.
+        states: State of each link after the previous chunk; None at the start of the rows.
+        values: One chunk of the first link's arguments.
     """
     result: Any = values
     after: list[State] = []
@@ -103,28 +99,28 @@ def run_over_time(
 
 
 def as_values(result: object, link: Link) -> tuple[torch.Tensor | None, ...]:
-    """Returns what is given to a link as a tuple.
+    """Returns the arguments of a link as a tuple.
 
     Raises:
-        ValueError: It gives something else than tensors.
+        ValueError: A value is not a tensor.
     """
     values = result if isinstance(result, tuple) else (result,)
     for value in values:
         if value is not None and not isinstance(value, torch.Tensor):
             raise ValueError(
-                f"the links up to {link.name!r} must give it a tensor or a tuple of tensors and Nones, got a "
-                f"{type(value).__name__}; let links() return pieces that give each other no other values"
+                f"link {link.name!r} must get a tensor, or a tuple of tensors and Nones, from the link "
+                f"before, got a {type(value).__name__}; let links() divide the network elsewhere"
             )
     return values
 
 
 def belongs_to(name: str, part: str) -> bool:
-    """Whether the submodule, parameter or buffer of this name is the part or lies in it."""
+    """Returns whether the submodule, parameter or buffer `name` is `part` or inside it."""
     return name == part or name.startswith(f"{part}.")
 
 
 def _items(network: nn.Module, prefix: str) -> list[Link]:
-    """Returns the items of a Sequential, and those of the Sequentials in it."""
+    """Returns the items of a Sequential, with nested Sequentials flattened."""
     links = []
     for key, item in network._modules.items():
         assert item is not None
@@ -139,7 +135,7 @@ def _items(network: nn.Module, prefix: str) -> list[Link]:
 def _check(network: nn.Module, links: Sequence[Link]) -> None:
     kind = type(network).__name__
     if not links:
-        raise ValueError(f"links() of {kind} returns no link; return its pieces in order")
+        raise ValueError(f"links() of {kind} returns no link; return the network's parts in order")
     if wrong := [link for link in links if not isinstance(link, Link)]:
         raise ValueError(
             f"links() of {kind} must return ringspark.models.chain.Link, got a {type(wrong[0]).__name__}"
@@ -151,13 +147,13 @@ def _check(network: nn.Module, links: Sequence[Link]) -> None:
         for part in link.parts:
             if not part or part not in known:
                 raise ValueError(
-                    f"link {link.name!r} of {kind} names a part {part!r}, which the network lacks"
+                    f"link {link.name!r} of {kind} names a part {part!r}, which the network does not have"
                 )
     parts = {part for link in links for part in link.parts}
     tensors = [*network.named_parameters(), *network.named_buffers()]
     left = [name for name, _ in tensors if not any(belongs_to(name, part) for part in parts)]
     if left:
         raise ValueError(
-            f"the links of {kind} leave out {', '.join(left[:5])}; name every submodule and parameter in the "
-            "parts of a link that uses it"
+            f"the links of {kind} omit {', '.join(left[:5])}; name every submodule and parameter in a "
+            "link's parts"
         )

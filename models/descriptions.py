@@ -1,4 +1,4 @@
-"""The description of a network in JSON, by whichever of the two forms serves it."""
+"""Descriptions of networks in JSON: of torch's own layers, or of a class of the transformers library."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ringspark.models.layers import Description
 
 
 def describe_network(module: nn.Module) -> Description | None:
-    """Returns the description of a network of torch's own layers or of transformers; else None."""
+    """Describes a network of torch's own layers or of transformers; returns None for any other."""
     return layers.describe(module) or hugging_face.describe(module)
 
 
 def build_network(description: Mapping[str, Any]) -> nn.Module:
-    """Builds the network, with weights as its own code draws them.
+    """Builds the network; its constructors draw the weights.
 
     Raises:
-        ValueError: This is no description, or not one for the libraries that are installed here.
+        ValueError: This is no description, or it does not fit the installed libraries.
     """
     if hugging_face.LIBRARY in description:
         return hugging_face.build(description)

@@ -1,11 +1,11 @@
-"""A network whose weights are fetched where its forward pass uses them, and dropped right after.
+"""Disk offload: reads each weight when the forward pass uses it, and drops it right after.
 
-A module finds its own tensors in two dicts, of parameters and of buffers. Here these dicts fetch a tensor
-anew with each look into them, so a tensor lives as long as the operation that was given it, whoever asks: the
-module itself, its parent, or torch's fused kernels, which take the weights of a whole layer. The operations
-and the numbers are those of the network with all its weights.
+A module keeps its tensors in two dicts, of parameters and of buffers. These dicts are replaced by dicts that
+read a tensor at every access, so a tensor lives as long as the operation that uses it. That works for the
+module itself, its parent, and torch's fused kernels, which take the weights of a whole layer. The results are
+bitwise those of the network with all its weights.
 
-A network that changes a fetched buffer in place while it predicts changes a copy that is dropped, too.
+If a network changes a fetched buffer in place while it predicts, the change is lost.
 """
 
 from __future__ import annotations
@@ -18,29 +18,27 @@ import torch
 from torch import nn
 
 
-class Source(Protocol):
-    """The tensors of a state dict, by name."""
+class TensorSource(Protocol):
+    """Reads the tensors of a state dict by name."""
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns the tensor on the CPU, each time a new one."""
+        """Returns the tensor on the CPU, a new one at every call."""
 
     def announce(self, name: str) -> None:
-        """Says that all of the tensor will be used soon; returns at once."""
+        """Starts to prefetch the whole tensor; returns at once."""
 
 
 class FetchedTensors(dict[str, Any]):
-    """The parameters, or the buffers, of one module; what it was made with stands in for those to fetch.
+    """Parameters or buffers of one module, of which some are fetched at every access.
 
-    A tensor that the module sets itself is its own from then on.
+    A tensor that the module sets itself is no longer fetched.
+
+    Args:
+        known: The module's tensors; meta tensors for the tensors to fetch.
+        fetch: Name -> function that reads the tensor, for each tensor to fetch.
     """
 
     def __init__(self, known: dict[str, Any], fetch: dict[str, Callable[[], torch.Tensor]]) -> None:
-        """Makes the dict.
-
-        Args:
-            known: The module's tensors; those to fetch as stand-ins.
-            fetch: What fetches a tensor, for each of those to fetch.
-        """
         super().__init__(known)
         self._to_fetch = dict(fetch)
 
@@ -69,23 +67,23 @@ class FetchedTensors(dict[str, Any]):
         super().__delitem__(key)
 
 
-def offload_to_disk(module: nn.Module, source: Source, device: torch.device | str = "cpu") -> None:
-    """Lets the module fetch the weights that it lacks whenever it uses them.
+def offload_to_disk(module: nn.Module, source: TensorSource, device: torch.device | str = "cpu") -> None:
+    """Makes the module fetch its meta tensors whenever it uses them.
 
     Args:
-        module: A skeleton, see `models.meta_device`. Tensors that have numbers stay, and move to `device`.
-        source: Where the others are.
-        device: Device of the tensors that the module sees.
+        module: A meta-device module, see `models.meta_device`. Tensors with values move to `device`.
+        source: Reads the values of the meta tensors.
+        device: Device of the fetched tensors.
 
     Raises:
-        ValueError: The module has a tensor without numbers that its state dict does not hold as it is.
+        ValueError: The state dict does not hold a meta tensor of the module, or holds a changed form of it.
     """
     names = {id(tensor): name for name, tensor in module.state_dict(keep_vars=True).items()}
-    stand_ins: list[torch.Tensor] = []
-    announced = _Announced(source, _looked_up(module, names))
+    replaced: list[torch.Tensor] = []
+    prefetcher = _Prefetcher(source, _embedding_names(module, names))
 
     def fetch(name: str, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-        announced.use(name)
+        prefetcher.use(name)
         return read()
 
     for owner in module.modules():
@@ -96,36 +94,38 @@ def offload_to_disk(module: nn.Module, source: Source, device: torch.device | st
                 if tensor is None:
                     continue
                 if not tensor.is_meta:
-                    # The object stays, wherever else the network keeps it.
+                    # The object stays the same, because the network may keep it elsewhere too.
                     tensor.data = tensor.data.to(device)
                     continue
                 if id(tensor) not in names:
                     raise ValueError(
                         f"the state dict of {type(module).__name__} does not hold {key!r} of its "
-                        f"{type(owner).__name__} as it is, so it cannot be fetched by itself; set "
+                        f"{type(owner).__name__} unchanged, so it cannot be fetched; set "
                         "inferenceOffload='none'"
                     )
                 name = names[id(tensor)]
                 to_fetch[key] = partial(fetch, name, _reader(source, name, tensor, device))
-                stand_ins.append(tensor)
+                replaced.append(tensor)
             if to_fetch:
                 owner.__dict__[group] = FetchedTensors(known, to_fetch)
         if isinstance(owner, nn.RNNBase):
-            _fetch_around(owner)
-    for tensor in stand_ins:
-        _bar(tensor)
+            _fetch_per_call(owner)
+    for tensor in replaced:
+        if not isinstance(tensor, _Barred):
+            # The object stays the same, because the network may keep it elsewhere too.
+            tensor.__class__ = _BarredParameter if isinstance(tensor, nn.Parameter) else _BarredTensor
 
 
 def _reader(
-    source: Source, name: str, stand_in: torch.Tensor, device: torch.device | str
+    source: TensorSource, name: str, meta: torch.Tensor, device: torch.device | str
 ) -> Callable[[], torch.Tensor]:
-    """Returns what reads the tensor that a tensor without numbers stands for."""
-    dtype, needs_gradient = stand_in.dtype, stand_in.requires_grad
-    is_parameter = isinstance(stand_in, nn.Parameter)
+    """Returns a function that reads the values of a meta tensor."""
+    dtype, needs_gradient = meta.dtype, meta.requires_grad
+    is_parameter = isinstance(meta, nn.Parameter)
 
     def read() -> torch.Tensor:
-        # As a loaded weight is in every respect, even outside of the inference that asks for it: torch (2.13)
-        # chooses by `requires_grad`, for one, whether it multiplies the rows of a batch at once.
+        # Equal to a loaded weight in every respect, and no inference tensor: torch (2.13) chooses kernels
+        # by `requires_grad`.
         with torch.inference_mode(False):
             tensor = source.read(name).to(device, dtype)
             return nn.Parameter(tensor, requires_grad=needs_gradient) if is_parameter else tensor
@@ -134,41 +134,35 @@ def _reader(
 
 
 class _Barred:
-    """Refuses to be used: torch (2.13) multiplies with a tensor on `meta` and gives numbers from nowhere."""
+    """Raises when used: torch (2.13) multiplies with a `meta` tensor and returns undefined values."""
 
     @classmethod
     def __torch_function__(cls, *_: object, **__: object) -> Any:
         raise ValueError(
-            "the network uses a weight that it keeps beside its parameters and buffers, in a list or an "
-            "attribute, where inferenceOffload='disk' cannot fetch it; set inferenceOffload='none', or name "
-            "the weight in forward by its attribute"
+            "the network uses a weight from a list or a plain attribute, where inferenceOffload='disk' "
+            "cannot fetch it; set inferenceOffload='none', or use the parameter's own attribute in forward"
         )
 
 
 class _BarredTensor(_Barred, torch.Tensor):
-    """A stand-in for a buffer."""
+    """A buffer on `meta`."""
 
 
 class _BarredParameter(_Barred, nn.Parameter):
-    """A stand-in for a parameter."""
+    """A parameter on `meta`."""
 
 
-def _bar(stand_in: torch.Tensor) -> None:
-    """Makes a stand-in one that cannot be used, wherever else the network keeps it."""
-    if not isinstance(stand_in, _Barred):
-        # The object stays, as where torch makes parameters of uninitialized ones.
-        stand_in.__class__ = _BarredParameter if isinstance(stand_in, nn.Parameter) else _BarredTensor
+class _Prefetcher:
+    """Prefetches a used tensor, and the tensor that followed it last time.
 
+    Otherwise a memory mapping would read and wait page by page.
 
-class _Announced:
-    """Has the source read a tensor at once, and the one that was used after it the last time.
-
-    Left to itself, a mapping reads a disk in the small pieces that are touched, and waits for each.
+    Args:
+        embeddings: Names of tensors that are not prefetched, because few of their rows are used.
     """
 
-    def __init__(self, source: Source, looked_up: set[str]) -> None:
-        """Makes it; of the tensors that are looked up, few rows are used, and the rest stays where it is."""
-        self._source, self._looked_up = source, looked_up
+    def __init__(self, source: TensorSource, embeddings: set[str]) -> None:
+        self._source, self._embeddings = source, embeddings
         self._following: dict[str, str] = {}
         self._last: str | None = None
 
@@ -177,12 +171,12 @@ class _Announced:
             self._following[self._last] = name
         self._last = name
         for each in (name, self._following.get(name)):
-            if each is not None and each not in self._looked_up:
+            if each is not None and each not in self._embeddings:
                 self._source.announce(each)
 
 
-def _looked_up(module: nn.Module, names: dict[int, str]) -> set[str]:
-    """Returns the names of tables of embeddings that no other module has."""
+def _embedding_names(module: nn.Module, names: dict[int, str]) -> set[str]:
+    """Returns the names of embedding tables that no other module shares."""
     tables: set[str] = set()
     others: set[str] = set()
     for owner in module.modules():
@@ -191,8 +185,8 @@ def _looked_up(module: nn.Module, names: dict[int, str]) -> set[str]:
     return tables - others
 
 
-def _fetch_around(layer: nn.RNNBase) -> None:
-    """Fetches a recurrent layer's weights for each call, because it keeps a list of them beside the dicts."""
+def _fetch_per_call(layer: nn.RNNBase) -> None:
+    """Fetches a recurrent layer's weights before each call, because it keeps them in a list too."""
 
     def before(layer: nn.RNNBase, _: object) -> None:
         layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]

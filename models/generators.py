@@ -1,6 +1,6 @@
-"""State of a rank's random generators: torch's on the CPU and the GPU, NumPy's and Python's.
+"""Random generators of a rank: torch's on the CPU and the GPU, NumPy's and Python's.
 
-The state is tensors and plain numbers, so that it can be saved without pickle.
+Their state is tensors and plain numbers, so it is saved without pickle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RANK_FACTOR = 1_000_003
 
 
 def get_generator_state(device: torch.device) -> tuple[Tensors, dict[str, Any]]:
-    """Returns the state of all generators: their words as tensors, and the few plain numbers beside them."""
+    """Returns the state of all generators: their words as tensors, and the remaining plain numbers."""
     _, words, position, has_gauss, gauss = np.random.get_state()
     version, python, python_gauss = random.getstate()
     tensors = {
@@ -38,7 +38,7 @@ def get_generator_state(device: torch.device) -> tuple[Tensors, dict[str, Any]]:
 
 
 def set_generator_state(tensors: Tensors, plain: dict[str, Any], device: torch.device) -> None:
-    """Sets all generators to the state that `get_generator_state` returned.
+    """Sets all generators to a state from `get_generator_state`.
 
     Raises:
         ValueError: The values are not a state of these generators.
@@ -57,10 +57,10 @@ def set_generator_state(tensors: Tensors, plain: dict[str, Any], device: torch.d
 
 
 def seed_rank(seed: int, step: int, rank: int) -> None:
-    """Seeds all generators of a rank that starts at `step`, each with a stream of its own.
+    """Seeds all generators of a rank that starts at `step`, each with its own stream.
 
-    torch's seed at step 0 stays what it always was, so that old trainings can be repeated to the bit. With
-    seed 0, rank 0 therefore draws its dropout from the stream that the first weights came from.
+    torch's seed at step 0 must not change, so that old trainings are reproduced bitwise. With seed 0, rank 0
+    therefore draws its dropout from the stream of the initial weights.
     """
     torch.manual_seed((seed * _RANK_FACTOR + step * _STEP_FACTOR + rank) % 2**63)
     _seed_by_name(f"{seed} {step} {rank}")
@@ -68,21 +68,20 @@ def seed_rank(seed: int, step: int, rank: int) -> None:
 
 def seed_constructor(seed: int) -> None:
     """Seeds all generators equally on every rank, because a constructor may draw from any of them."""
-    # `seed` may be any whole number, but torch takes 64 bits.
+    # `seed` may be any integer, but torch takes 64 bits.
     torch.manual_seed(seed % 2**63)
     _seed_by_name(f"{seed} constructor")
 
 
 def _seed_by_name(name: str) -> None:
-    """Seeds NumPy's and Python's generators from a text."""
-    # Hashed, because NumPy and torch make the same numbers of the same seed.
+    # Hashed, because NumPy and torch draw the same numbers from the same seed.
     np.random.seed(np.frombuffer(hashlib.sha256(name.encode()).digest(), dtype=np.uint32))
     random.seed(name)
 
 
 @contextmanager
 def keep_shared_generators() -> Iterator[None]:
-    """Restores NumPy's and Python's generators at the end: the process may run other work afterwards."""
+    """Restores NumPy's and Python's generators at the end, because the process may run other work later."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     try:
         yield

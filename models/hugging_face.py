@@ -3,8 +3,8 @@
     {"transformers": "BertForSequenceClassification", "config": {...}, "attention": "sdpa",
      "dtype": "float32", "frozen": []}
 
-The class is one that the library itself has under that name, so no code comes from a model's repository.
-What is built is compared with the network it describes; one that was changed by hand has no description.
+The class must be in the library itself, so no code comes from a model's repository. The network is rebuilt
+from the description and compared; a network that was changed by hand has no description.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from ringspark.models.meta_device import build_on_meta
 
 LIBRARY = "transformers"
 
-# Without code or weights of a hub: other attention is a kernel that the library may fetch by its name.
+# Other attention names are kernels that the library may fetch from a hub.
 _ATTENTION = ("eager", "sdpa")
 _FETCHES = frozenset({
     *("attn_implementation", "_attn_implementation", "experts_implementation", "kernel_config"),
     *("auto_map", "backbone", "backbone_config", "quantization_config", "use_pretrained_backbone"),
-    # What timm makes of them may be a file or a network of a hub.
+    # timm may load a file or a hub's network for these.
     *("architecture", "checkpoint_path", "model_args", "pretrained_cfg", "use_timm_backbone"),
 })  # fmt: skip
 _BY_TIMM = ("timm_backbone", "timm_wrapper")
-# Attributes that tell how a network was loaded, and nothing of what it computes.
+# Attributes about loading, without effect on the computation.
 _OF_LOADING = frozenset({"training", "name_or_path", "_weight_conversions"})
 _COMPARED_ELSEWHERE = frozenset({"_modules", "_parameters", "_buffers"})
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def describe(module: nn.Module) -> Description | None:
-    """Returns the description of a network; None if it has none."""
+    """Describes a network; returns None if it has no description."""
     if not type(module).__module__.startswith(f"{LIBRARY}."):
         return None
     try:
@@ -57,42 +57,43 @@ def describe(module: nn.Module) -> Description | None:
 
 
 def build(description: Mapping[str, Any]) -> nn.Module:
-    """Builds the network, with weights as its class draws them.
+    """Builds the network; its class draws the weights.
 
     Raises:
-        ValueError: The library is not installed, or this is no description of a class of it.
+        ValueError: The library is not installed, or this does not describe one of its classes.
     """
     try:
         import transformers
     except ImportError:
         raise ValueError(
-            "the network is one of the transformers library, which is not installed here; pip install "
+            "the network needs the transformers library, which is not installed; pip install "
             "'ringspark[transformers]'"
         ) from None
     name, settings = description[LIBRARY], description["config"]
     kind = getattr(transformers, name, None) if str(name).isidentifier() else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise ValueError(
-            f"transformers {transformers.__version__} has no network {name!r}; take the version that it was "
-            "saved with"
+            f"transformers {transformers.__version__} has no network {name!r}; use the version that saved it"
         )
     if any(part in _BY_TIMM for part in kind.__module__.split(".")):
         raise ValueError(f"{name} builds its network by timm, which may fetch code or weights")
     _refuse_fetching(name, settings)
     if description["attention"] not in _ATTENTION:
-        raise ValueError(f"the attention {description['attention']!r} of {name} is none of {_ATTENTION}")
+        raise ValueError(
+            f"the attention of {name} must be one of {_ATTENTION}, got {description['attention']!r}"
+        )
     try:
         config: Any = kind.config_class.from_dict(settings)  # type: ignore[attr-defined]
-        # Also what the class takes where the description says nothing.
+        # The class's defaults too.
         _refuse_fetching(name, config.to_dict())
         config._attn_implementation = description["attention"]
         module: nn.Module = kind(config)
         module.to(getattr(torch, description["dtype"]))
         freeze(module, description["frozen"])
-    except Exception as error:  # the library checks a config in many ways
+    except Exception as error:  # the library raises many types
         raise ValueError(
             f"the config of {name} does not fit transformers {transformers.__version__} "
-            f"({type(error).__name__}: {error}); take the version that it was saved with"
+            f"({type(error).__name__}: {error}); use the version that saved it"
         ) from error
     return module
 
@@ -103,7 +104,7 @@ def _refuse_fetching(name: str, settings: Any) -> None:
 
 
 def _keys(value: Any) -> Iterator[str]:
-    """Yields the names of all settings that are given, at any depth."""
+    """Yields the names of all settings except None and False, at any depth."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if inner is not None and inner is not False:
@@ -122,7 +123,8 @@ def _is_same(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _compared(value: Any) -> Any:
-    """Returns what of an attribute must be equal: all of plain values and functions, otherwise its type."""
+    """Returns a comparable form of an attribute: plain values and functions themselves, otherwise the
+    type."""
     if isinstance(value, _PLAIN) or inspect.isfunction(value):
         return value
     if type(value) in (list, tuple):
@@ -135,19 +137,19 @@ def _compared(value: Any) -> Any:
 
 
 def _form(module: nn.Module) -> tuple[Any, ...]:
-    """Returns what decides a layer's computation besides its weights, as far as it is plain."""
+    """Returns a comparable form of a layer, without its weights."""
     tensors = {
         name: (tuple(t.shape), t.dtype, t.requires_grad)
         for name, t in [*module._parameters.items(), *module._buffers.items()]
         if t is not None
     }
-    # Of buffers that no checkpoint holds, the numbers come from the config.
-    made = {
+    # Values of non-persistent buffers come from the config, not from a checkpoint.
+    buffers = {
         name: buffer.tolist()
         for name in sorted(module._non_persistent_buffers_set)
         if (buffer := module._buffers[name]) is not None and not buffer.is_meta
     }
-    # A method that was replaced by hand is an attribute that the class's own networks lack.
+    # A method that was replaced by hand shows as an instance attribute.
     attributes = {
         name: _compared(value)
         for name, value in module.__dict__.items()
@@ -156,4 +158,4 @@ def _form(module: nn.Module) -> tuple[Any, ...]:
         and not (name == "_use_kernels" and value is False)
     }
     has_hooks = any(getattr(module, name) for name in ("_forward_hooks", "_forward_pre_hooks"))
-    return type(module), tensors, made, attributes, has_hooks
+    return type(module), tensors, buffers, attributes, has_hooks

@@ -1,10 +1,10 @@
-"""Describes a network of torch's own layers in JSON, so that it is saved as text and built without pickle.
+"""Describes a network of torch's own layers in JSON, so that it is saved and built without pickle.
 
     {"layers": {"layer": "Sequential", "children": {"0": {"layer": "Linear", "in_features": 4, ...}}}}
 
-A layer is named by its class in `torch.nn`, with the arguments of its constructor, which torch's layers keep
-as attributes. What was built from a description is compared with the network it describes, attribute by
-attribute; a network that differs in anything, or holds a class of somebody's own, has no description.
+A layer is described by its class in `torch.nn` and the constructor arguments, which torch's layers keep as
+attributes. The network is rebuilt from the description and compared, attribute by attribute; if anything
+differs, or a layer is of another class, the network has no description.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from ringspark.models.meta_device import build_on_meta
 
 Description: TypeAlias = dict[str, Any]
 
-# What every module has, also one without parameters or children.
 _OF_ALL_MODULES = frozenset(nn.Module().__dict__)
 _HOOKS = [name for name in sorted(_OF_ALL_MODULES) if name.endswith("_hooks")]
-# An RNN's second view of its parameters.
+# An RNN's second reference to its parameters.
 _VIEWS = frozenset({"_flat_weights", "_flat_weight_refs"})
 _RNN_ARGUMENTS = (
     "input_size",
@@ -39,11 +38,11 @@ _MAX_DEPTH = 50
 
 
 class _NoDescriptionError(Exception):
-    """A part of the network is none of torch's own layers, or does not keep its arguments."""
+    """A layer is not one of torch's own, or does not keep its arguments."""
 
 
 def describe(module: nn.Module) -> Description | None:
-    """Returns the description of a network; None if it has none."""
+    """Describes a network; returns None if it has no description."""
     known: dict[int, str] = {}
     if any(is_lazy(tensor) for tensor in [*module.parameters(), *module.buffers()]):
         return None
@@ -61,10 +60,10 @@ def describe(module: nn.Module) -> Description | None:
 
 
 def build(description: Mapping[str, Any]) -> nn.Module:
-    """Builds the network, with weights as its layers' constructors draw them.
+    """Builds the network; the layers' constructors draw the weights.
 
     Raises:
-        ValueError: This is no description, or not one for this torch.
+        ValueError: This is no description, or it does not fit this torch.
     """
     try:
         module = _build(description["layers"], "", {})
@@ -78,18 +77,18 @@ def build(description: Mapping[str, Any]) -> nn.Module:
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"the network's description does not fit torch {torch.__version__} ({type(error).__name__}: "
-            f"{error}); take the torch that it was saved with"
+            f"{error}); use the torch version that saved it"
         ) from error
     return module
 
 
 def frozen_names(module: nn.Module) -> list[str]:
-    """Returns the names of the parameters that are not trained."""
+    """Returns the names of the frozen parameters."""
     return [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
 
 
 def freeze(module: nn.Module, names: Sequence[str]) -> None:
-    """Excludes the parameters of these names from training."""
+    """Freezes the parameters of these names."""
     for name in names:
         module.get_parameter(name).requires_grad_(False)
 
@@ -111,14 +110,14 @@ def _layer(module: nn.Module | None, path: str, known: dict[int, str]) -> Descri
     if getattr(nn, kind.__name__, None) is not kind or path.count(".") > _MAX_DEPTH:
         raise _NoDescriptionError
     if kind is nn.Sequential:
-        # Not named_children(), which names a layer that stands in two places once.
+        # Not named_children(), which names a repeated layer once.
         children = {name: _layer(child, f"{path}.{name}", known) for name, child in module._modules.items()}
         return {"layer": "Sequential", "children": children}
     return {"layer": kind.__name__} | {name: _plain(value) for name, value in _arguments(module).items()}
 
 
 def _arguments(module: nn.Module) -> dict[str, Any]:
-    """Returns the arguments with which a layer was made, but for those that it does not keep."""
+    """Returns the constructor arguments that a layer keeps."""
     special = _ARGUMENTS.get(type(module))
     if special is not None:
         return special(module)
@@ -132,7 +131,7 @@ def _arguments(module: nn.Module) -> dict[str, Any]:
             raise _NoDescriptionError
         if hasattr(module, parameter.name):
             value = getattr(module, parameter.name)
-            # A layer keeps its bias itself, or None, where the constructor took a bool.
+            # The attribute is the bias or None; the argument is a bool.
             has_tensor = parameter.name in module._parameters
             arguments[parameter.name] = value is not None if has_tensor else value
         elif parameter.default is parameter.empty:
@@ -163,7 +162,7 @@ def _of_encoder_layer(module: Any) -> dict[str, Any]:
         "nhead": module.self_attn.num_heads,
         "dim_feedforward": module.linear1.out_features,
         "dropout": module.dropout.p,
-        # Another callable shows in the comparison.
+        # The comparison finds any other callable.
         "activation": "gelu" if module.activation is nn.functional.gelu else "relu",
         "layer_norm_eps": module.norm1.eps,
         "batch_first": module.self_attn.batch_first,
@@ -172,7 +171,7 @@ def _of_encoder_layer(module: Any) -> dict[str, Any]:
     }
 
 
-# Layers that do not keep their arguments under the arguments' names.
+# Layers whose attributes differ from their arguments' names.
 _ARGUMENTS: dict[type[nn.Module], Callable[[Any], dict[str, Any]]] = {
     nn.RNN: _of_rnn,
     nn.LSTM: _of_rnn,
@@ -183,7 +182,6 @@ _ARGUMENTS: dict[type[nn.Module], Callable[[Any], dict[str, Any]]] = {
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as JSON holds it."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple | list):
@@ -201,7 +199,9 @@ def _build(description: Mapping[str, Any], path: str, known: dict[str, nn.Module
     name = description["layer"]
     kind = getattr(nn, name, None)
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise ValueError(f"torch {torch.__version__} has no layer {name!r}; take the torch it was saved with")
+        raise ValueError(
+            f"torch {torch.__version__} has no layer {name!r}; use the torch version that saved it"
+        )
     if kind is nn.Sequential:
         module: nn.Module = kind()
         known[path] = module
@@ -215,7 +215,7 @@ def _build(description: Mapping[str, Any], path: str, known: dict[str, nn.Module
 
 
 def find_tied_names(module: nn.Module) -> list[list[str]]:
-    """Returns the names of parameters that are one, but for those of layers that are one."""
+    """Returns the names of each tied parameter; a repeated layer counts once."""
     names: dict[int, list[str]] = {}
     for prefix, owner in module.named_modules():
         for name, parameter in owner._parameters.items():
@@ -225,7 +225,7 @@ def find_tied_names(module: nn.Module) -> list[list[str]]:
 
 
 def _is_same(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two networks compute the same with the same weights."""
+    """Returns whether two networks compute the same with the same weights."""
     ours, theirs = (list(m.named_modules(remove_duplicate=False)) for m in (one, other))
     return len(ours) == len(theirs) and all(
         name == other_name and _is_same_layer(first, second)

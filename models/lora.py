@@ -1,12 +1,11 @@
-"""LoRA: trains a product of two thin matrices beside each chosen linear layer, whose own weight stays.
+"""LoRA: trains a product of two thin matrices for each chosen linear layer; the layer's weight is frozen.
 
-Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models". A layer with weight W gives
-W x + (alpha / rank) B A x, with A (rank, in) drawn as a linear layer's weight and B (out, rank) zero at
-first, so that the first outputs are those of the network without adapters.
+Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models". A layer with weight W computes
+W x + (alpha / rank) B A x. A (rank, in) is initialized like a linear layer's weight and B (out, rank) with
+zeros, so the initial outputs are those of the network without adapters.
 
-A and B are parameters of the layer itself, `lora_A` and `lora_B`, and a hook adds their product: no layer is
-wrapped or replaced, so all other names of the state dict stay as they are. The `peft` package replaces the
-layers, and every worker would import it and `transformers` for three seconds.
+A and B are parameters `lora_A` and `lora_B` of the layer itself, and a forward hook adds their product. So
+all other names of the state dict stay, unlike with the `peft` package (see docs/design.md).
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ _A, _B = "lora_A", "lora_B"
 def add_lora(
     module: nn.Module, rank: int, alpha: float, targets: Sequence[str], dropout: float = 0.0
 ) -> list[str]:
-    """Gives each linear layer whose name matches a pattern an adapter; returns the layers' names.
+    """Adds an adapter to each linear layer whose name matches a pattern; returns the layers' names.
 
     Args:
-        alpha: The product counts `alpha / rank` times.
+        alpha: The product is scaled by `alpha / rank`.
         targets: Shell patterns over names of linear layers, such as "*.query".
-        dropout: Probability with which the adapter, in training, does not see an input.
+        dropout: Dropout probability on the adapter's input.
 
     Raises:
         ValueError: A pattern matches no linear layer, or a layer cannot have an adapter.
@@ -46,22 +45,22 @@ def add_lora(
     for pattern in targets:
         found = {name: layer for name, layer in linear.items() if fnmatchcase(name, pattern)}
         if not found:
-            raise ValueError(f"the pattern {pattern!r} matches no linear layer; they are {list(linear)[:10]}")
+            raise ValueError(
+                f"the pattern {pattern!r} matches no linear layer; the layers are {list(linear)[:10]}"
+            )
         chosen |= found
     uses = Counter(id(p) for owner in module.modules() for p in owner._parameters.values())
     for name, layer in chosen.items():
         if is_lazy(layer.weight):
-            raise ValueError(f"layer {name!r} is lazy, its sizes are not known yet; give it its in_features")
+            raise ValueError(f"layer {name!r} is lazy, so its size is unknown; give it in_features")
         if own := [part for part in (_A, _B) if hasattr(layer, part)]:
             raise ValueError(
-                f"layer {name!r} has a {own[0]!r} of its own, where an adapter's would stand; choose other "
-                "layers"
+                f"layer {name!r} already has {own[0]!r}, the name of an adapter's matrix; choose other layers"
             )
         if not _is_plain(layer):
             raise ValueError(
-                f"layer {name!r} computes more than W x + b (by its own forward, by a hook or by a weight "
-                "that is computed, as weight_norm's), so that no adapter can be merged into it; choose other "
-                "layers"
+                f"layer {name!r} computes more than W x + b (by its own forward, a hook, or a computed "
+                "weight as with weight_norm), so no adapter can be merged into it; choose other layers"
             )
         if uses[id(layer.weight)] > 1:
             raise ValueError(
@@ -73,7 +72,7 @@ def add_lora(
 
 
 def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
-    """Returns the linear layers that are called, by name; attention of torch's own only reads its weights."""
+    """Returns the linear layers by name, except in torch's own attention, which does not call its layer."""
     return {
         name: layer
         for name, layer in module.named_modules()
@@ -82,7 +81,7 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _is_plain(layer: nn.Linear) -> bool:
-    """Whether the layer computes W x + b of a parameter W, which alone a merged adapter changes."""
+    """Returns whether the layer computes W x + b with a parameter W, so that an adapter can be merged."""
     has_hooks = layer._forward_hooks or layer._forward_pre_hooks
     forward = layer.__dict__.get("forward", type(layer).forward)
     return forward is nn.Linear.forward and "weight" in layer._parameters and not has_hooks
@@ -99,7 +98,7 @@ def _adapt(layer: nn.Linear, rank: int, scale: float, dropout: float) -> None:
 
 
 def _add_product(layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    # The layer is the hook's argument, so that a copy of the network uses its own matrices.
+    # No closure over the layer, so that a copy of the network uses its own matrices.
     seen = F.dropout(inputs[0], layer._lora_dropout, layer.training)  # type: ignore[arg-type]
     product = F.linear(F.linear(seen, layer.lora_A), layer.lora_B)  # type: ignore[arg-type]
     return output + product * _scale(layer)
@@ -111,7 +110,7 @@ def _scale(layer: Any) -> float:
 
 
 def find_adapters(module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the layers that have an adapter of ours, by name; a user's own may have such matrices too."""
+    """Returns the layers with an adapter of ours, by name; a user's layer may have such matrices too."""
     return {
         name: layer
         for name, layer in module.named_modules(remove_duplicate=False)
@@ -125,9 +124,9 @@ def matrix_names(module: nn.Module) -> set[str]:
 
 
 def merged_state(module: nn.Module) -> State:
-    """Returns the state dict of the network without adapters that computes the same as this one with them.
+    """Returns the state dict of a network without adapters that computes the same.
 
-    Runs on every rank where the ranks hold parts of the weights.
+    Runs on every rank if the weights are sharded.
     """
     state: State = module.state_dict()
     for prefix, layer in find_adapters(module).items():
@@ -139,7 +138,7 @@ def merged_state(module: nn.Module) -> State:
 
 
 def _product(second: Any, first: Any, weight: Any) -> torch.Tensor:
-    """Returns B A, cut as the weight is where the ranks hold parts (`DTensor`) of all three."""
+    """Returns B A; if the weights are sharded (`DTensor`), sharded like the weight."""
     if not hasattr(weight, "full_tensor"):
         return torch.matmul(second, first)
     from torch.distributed.tensor import distribute_tensor
@@ -149,10 +148,7 @@ def _product(second: Any, first: Any, weight: Any) -> torch.Tensor:
 
 
 def adapter_state(module: nn.Module) -> State:
-    """Returns the tensors that a training with adapters trains: matrices, and parameters chosen beside them.
-
-    Returns nothing for a network without adapters.
-    """
+    """Returns the trained tensors of a network with adapters; an empty dict without adapters."""
     if not find_adapters(module):
         return {}
     trained = {name for name, p in module.named_parameters() if p.requires_grad}

@@ -1,8 +1,8 @@
-"""Takes the weights out of modules and puts them back, so that small modules travel and weights are mapped.
+"""Modules on the `meta` device: copies without weights, which a checkpoint fills.
 
-A skeleton is a module whose parameters and persistent buffers lie on torch's `meta` device: they have
-shapes and dtypes but no numbers. Buffers that no state dict holds (`persistent=False`) and plain
-attributes keep their values, because no checkpoint could give them back. Tied weights stay one object.
+Parameters and persistent buffers of a meta-device module have shapes and dtypes, but no values.
+Non-persistent buffers and plain attributes keep their values, because no checkpoint holds them. Tied weights
+stay one object.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ringspark.models.process_state import PROCESS_LOCK, fork_generators
 
 
 def copy_to_meta(module: nn.Module) -> nn.Module:
-    """Returns a copy of the module without weights; copies no number of a parameter on the way."""
-    # deepcopy uses the entries here as finished copies, wherever the objects turn up.
+    """Returns a copy of the module on the `meta` device, without copying the weights first."""
+    # deepcopy uses these entries as finished copies.
     memo: dict[int, object] = {}
     for parameter in module.parameters():
         if not is_lazy(parameter):
@@ -40,7 +40,7 @@ def copy_module(module: nn.Module, memo: dict[int, object] | None = None) -> nn.
     """Returns a deep copy of a user's module.
 
     Args:
-        memo: Finished copies by the id of what they stand for, as `copy.deepcopy` takes them.
+        memo: See `copy.deepcopy`.
 
     Raises:
         ValueError: An attribute of the module cannot be copied.
@@ -51,20 +51,19 @@ def copy_module(module: nn.Module, memo: dict[int, object] | None = None) -> nn.
         raise
     except Exception as error:
         raise ValueError(
-            f"model {type(module).__name__} cannot be copied: {error}; give a module as it is made, "
-            "without results, sessions, locks or open files in its attributes"
+            f"model {type(module).__name__} cannot be copied: {error}; remove results, sessions, locks and "
+            "open files from its attributes"
         ) from error
     return result
 
 
 def fill(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Replaces the module's tensors by those of a state dict, without a copy.
+    """Replaces the module's tensors by the tensors of a state dict, without a copy.
 
-    Each parameter stays the same object, so tied weights stay tied and other references to it see the
-    new numbers.
+    Each parameter stays the same object, so tied weights stay tied and other references see the new values.
 
     Raises:
-        RuntimeError: The state dict belongs to another module; the message is torch's.
+        RuntimeError: The state dict does not fit; the message is torch's.
     """
     dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
     cast = {
@@ -73,7 +72,7 @@ def fill(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     }
     recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
     for layer in recurrent:
-        # They keep weak references to their weights, and what has one cannot be swapped.
+        # RNNs keep weak references to their weights, and torch cannot swap a tensor that has one.
         layer._flat_weight_refs = []
     with PROCESS_LOCK:
         before = torch.__future__.get_swap_module_params_on_conversion()
@@ -87,10 +86,10 @@ def fill(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def find_changed_buffers(start: nn.Module, trained: nn.Module) -> list[str]:
-    """Returns the names of non-persistent buffers that a training changed; no checkpoint holds them.
+    """Returns the names of the non-persistent buffers that a training changed; no checkpoint holds them.
 
     Args:
-        start: The module before the training; its `copy_to_meta` is enough, because it keeps such buffers.
+        start: The module before the training, or its `copy_to_meta`, which keeps such buffers.
         trained: The module after the training, on any device.
     """
     before, after = _non_persistent(start), _non_persistent(trained)
@@ -100,7 +99,6 @@ def find_changed_buffers(start: nn.Module, trained: nn.Module) -> list[str]:
 
 
 def _non_persistent(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Returns the buffers that no state dict holds, by full name."""
     return {
         f"{prefix}.{name}" if prefix else name: owner._buffers[name]
         for prefix, owner in module.named_modules()
@@ -119,12 +117,12 @@ def _is_same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """Returns what `build` builds, without weights; spends neither memory nor random draws on them."""
+    """Returns the network that `build` builds, on `meta`; uses no memory and no random draws for weights."""
     mine = threading.get_ident()
     empty: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        # The hook applies to the whole process; networks that other threads build must stay as they are.
+        # The hook applies to the whole process, but must not change networks that other threads build.
         if threading.get_ident() != mine or parameter is None or parameter.is_meta or is_lazy(parameter):
             return None
         known = empty.get(id(parameter))
@@ -139,7 +137,7 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
             try:
                 return build()
             except Exception:
-                # The constructor probably read its own weights, so build them. Other errors come again here.
+                # The constructor probably read its weights, so build them. Other errors are raised again.
                 hook.remove()
                 return copy_to_meta(build())
     finally:

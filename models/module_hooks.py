@@ -1,4 +1,4 @@
-"""Finds hooks on a module. They are lost or repeated if another object replaces the module or its calls."""
+"""Finds a module's hooks, which are lost or repeated if another object replaces the module or its calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KINDS = {
 
 
 def find_hook(module: nn.Module) -> str | None:
-    """Returns which hook the module itself has, or that its `forward` is replaced; None if neither."""
+    """Describes the module's hook or its replaced `forward`; returns None if it has neither."""
     if "forward" in vars(module):
         return "a replaced forward()"
     return next((kind for name, kind in _KINDS.items() if getattr(module, name)), None)

@@ -1,9 +1,9 @@
-"""Operators that a saved program may name, and nothing else: a saved program may come from a stranger.
+"""Allowlist of operators for saved programs, which may come from untrusted files.
 
-Each computes new tensors from tensors, and checks shapes and indices itself (on CPUs; on GPUs an index out of
-range ends the process). Left out are operators that write into their arguments, whose result is memory that
-nobody filled, that make sparse, nested or quantized tensors, that take storage as they are told
-(`as_strided`, `set_`, `resize_`), that skip checks (`_unsafe_*`, `native_batch_norm`), or that open files.
+Each operator computes new tensors from tensors and checks shapes and indices itself (on CPUs; on GPUs an
+index out of range ends the process). Not allowed are operators that write into their arguments, return
+uninitialized memory, make sparse, nested or quantized tensors, choose storage (`as_strided`, `set_`,
+`resize_`), skip checks (`_unsafe_*`, `native_batch_norm`), or open files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 _OPERATOR = re.compile(r"aten\.(\w+)\.(\w+)")
 
-# By name, with all overloads that write into none of their arguments.
+# Each name allows all overloads that do not write into their arguments.
 OPERATORS = frozenset({
     "linear", "addmm", "addmv", "addbmm", "baddbmm", "bmm", "mm", "mv", "dot", "matmul", "einsum",
     "outer", "ger", "kron", "bilinear", "cdist", "tensordot", "chain_matmul", "linalg_vector_norm",
@@ -74,7 +74,6 @@ OPERATORS = frozenset({
     "_assert_scalar", "_assert_async",
 })  # fmt: skip
 
-# Arithmetic on sizes, by name.
 ON_SIZES: dict[str, Callable[..., Any]] = {
     f"size.{function.__name__.strip('_')}": function
     for function in (
@@ -88,32 +87,32 @@ ON_SIZES: dict[str, Callable[..., Any]] = {
 
 
 class Device:
-    """Stands for the device of the inputs."""
+    """Placeholder for the device of the inputs."""
 
 
 def find_operator(name: str) -> Callable[..., Any]:
     """Returns the operator of this name.
 
     Raises:
-        ValueError: No program may name it.
+        ValueError: The operator is not allowed.
     """
     if name in ON_SIZES:
         return ON_SIZES[name]
     match = _OPERATOR.fullmatch(name)
-    if match is None or match[1] not in OPERATORS:
-        raise ValueError(f"the program asks for {name!r}, which is no operator that a program may name")
-    found = getattr(getattr(torch.ops.aten, match[1]), match[2])
-    if not isinstance(found, torch._ops.OpOverload) or found._schema.is_mutable or name == "aten.lstm.data":
-        raise ValueError(f"the program asks for {name!r}, which is no operator that a program may name")
-    checked: dict[str, Callable[..., Any]] = {"lstm": _lstm, "embedding_bag": _embedding_bag}
-    return checked.get(match[1], found)
+    if match is not None and match[1] in OPERATORS:
+        found: Callable[..., Any] = getattr(getattr(torch.ops.aten, match[1]), match[2])
+        is_operator = isinstance(found, torch._ops.OpOverload) and not found._schema.is_mutable
+        if is_operator and name != "aten.lstm.data":
+            checked: dict[str, Callable[..., Any]] = {"lstm": _lstm, "embedding_bag": _embedding_bag}
+            return checked.get(match[1], found)
+    raise ValueError(f"the program uses {name!r}, which is not an allowed operator")
 
 
 def check_arguments(function: Callable[..., Any], args: list[Any], named: dict[str, Any]) -> None:
-    """Refuses arguments that make something else than plain tensors where the inputs are.
+    """Refuses arguments that make other than strided tensors on the inputs' device.
 
     Raises:
-        ValueError: An argument asks for it.
+        ValueError: An argument is not allowed.
     """
     schema = function._schema.arguments if isinstance(function, torch._ops.OpOverload) else []
     positional = zip((argument.name for argument in schema), args, strict=False)
@@ -124,22 +123,20 @@ def check_arguments(function: Callable[..., Any], args: list[Any], named: dict[s
             "dtype": isinstance(value, torch.dtype),
         }
         if value is not None and not allowed.get(name, True):
-            raise ValueError(f"the program gives {function} the {name} {value!r}, which no program may")
+            raise ValueError(f"the program gives {function} the {name} {value!r}, which is not allowed")
 
 
 def _lstm(
     steps: torch.Tensor, state: list[torch.Tensor], weights: list[torch.Tensor], has_biases: bool,
     num_layers: int, dropout: float, train: bool, bidirectional: bool, batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Checks the shapes first, as `nn.LSTM` does: torch's operator (2.13) reads past smaller tensors."""
+    """Checks shapes as `nn.LSTM` does: torch's operator (2.13) reads past the end of smaller tensors."""
     out, hidden = state[0].shape[-1], state[1].shape[-1]
     ways, batch = 2 if bidirectional else 1, steps.shape[0 if batch_first else 1]
-    expected: list[tuple[int, ...]] = [
-        *((num_layers * ways, batch, out), (num_layers * ways, batch, hidden)),
-    ]
+    expected: list[tuple[int, ...]] = [(num_layers * ways, batch, size) for size in (out, hidden)]
     for layer in range(num_layers):
-        taken = steps.shape[-1] if layer == 0 else out * ways
-        one_way = [(4 * hidden, taken), (4 * hidden, out)] + [(4 * hidden,)] * (2 * has_biases)
+        width = steps.shape[-1] if layer == 0 else out * ways
+        one_way = [(4 * hidden, width), (4 * hidden, out)] + [(4 * hidden,)] * (2 * has_biases)
         expected += (one_way + [(out, hidden)] * (out != hidden)) * ways
     tensors = [*state, *weights]
     if steps.dim() != 3 or [tuple(tensor.shape) for tensor in tensors] != expected:
@@ -155,7 +152,7 @@ def _lstm(
 def _embedding_bag(
     weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Checks that the bags lie within the indices: torch's operator (2.13) overlooks some that do not."""
+    """Checks that the bags lie within the indices: torch's operator (2.13) does not always check it."""
     if offsets.device.type == "cpu" and offsets.numel():
         ends = torch.cat([offsets, offsets.new_tensor([len(indices)])])
         if ends[0] < 0 or (ends.diff() < 0).any():

@@ -1,4 +1,4 @@
-"""Turns a module's return value into a tuple of tensors, the form that losses and metrics take."""
+"""Converts a module's return value to the tuple of tensors that losses and metrics take."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 def as_outputs(output: object, model: str = "the model") -> tuple[torch.Tensor, ...]:
     """Returns the tensors of a module's output, in the module's order.
 
-    A tensor is one output; a tuple or list of tensors is several. A mapping or a dataclass, such as the
-    outputs of the transformers library, counts as its `logits` alone if it has them (the rest is hidden
-    states and attentions), and otherwise as all its values. Entries that are None are left out.
+    A tuple or list of tensors is several outputs. Of a mapping or dataclass with `logits`, such as the
+    outputs of the transformers library, only the logits count: the rest is hidden states and attentions.
+    Otherwise all values count, except None.
 
     Raises:
-        ValueError: The module returned nothing, or something else than tensors.
+        ValueError: The module returned nothing, or not only tensors.
     """
     if isinstance(output, torch.Tensor):
         return (output,)
@@ -32,7 +32,6 @@ def as_outputs(output: object, model: str = "the model") -> tuple[torch.Tensor, 
 
 
 def _values(output: object) -> list[object]:
-    """Returns the entries that count, whatever their types."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if logits is not None:
         # A tuple of logits (one per head) is several outputs.

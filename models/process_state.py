@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 PROCESS_LOCK = threading.RLock()
-"""Lock for tracing a network and for changes of torch's global state, which are not thread-safe."""
+"""Lock for tracing a network and for changes of torch's global state."""
 
 
 @contextmanager

@@ -1,15 +1,15 @@
-"""A network as the list of its operations on tensors, which predicts where the network's class is not known.
+"""A network as a list of operations on tensors, which predicts without the network's class.
 
     {"format_version": 1, "torch": "2.13.0", "num_inputs": 1, "single": true, "outputs": [{"at": 3}],
      "tensors": [{"name": "fc.weight", "dtype": "float32", "shape": [2, 4], "kind": "parameter"}, ...],
      "steps": [["aten.linear.default", [{"at": 2}, {"at": 0}, {"at": 1}], {}]]}
 
-`recording.recorded` makes it by `torch.export`, whose own file is not kept: `torch.export.load` (torch 2.13)
-unpickles what the file asks it to and evaluates expressions of the file as Python. This form is JSON, each
-step one of the operators of torch's `aten` library that `operators` lists, or arithmetic on sizes.
-`{"at": n}` counts the tensors, the inputs and the results of the steps, in this order.
+`recording.record_program` makes it by `torch.export`, but not in torch's own format: `torch.export.load`
+(torch 2.13) unpickles and evaluates code of the file. This format is JSON. Each step is an operator of
+torch's `aten` library that `operators` allows, or arithmetic on sizes. `{"at": n}` is an index into the
+tensors, the inputs and the results of the steps, in this order.
 
-A tensor has the name that it has in the network's own state dict, so one checkpoint serves both.
+Tensors have the names of the network's state dict, so both read the same checkpoint.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ _OF_TORCH: dict[str, type] = {
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Place of a value among the tensors, the inputs and the results of the steps."""
+class ValueRef:
+    """Index of a value among the tensors, the inputs and the results of the steps."""
 
     index: int
 
 
 class Program(nn.Module):
-    """Computes what the recorded network computed in evaluation, whatever mode it is in itself.
+    """Computes the recorded network's results of evaluation, in either mode.
+
+    The constructor leaves weights on `meta`, to be filled as in `models.meta_device`.
 
     Attributes:
         text: The program as JSON values.
+
+    Raises:
+        ValueError: This torch cannot run the program.
     """
 
     def __init__(self, text: Json) -> None:
-        """Makes the program without weights; they are filled in as into a skeleton.
-
-        Raises:
-            ValueError: This is no program that this torch can run.
-        """
         super().__init__()
         self.text = text
         try:
             if text["format_version"] != FORMAT_VERSION:
                 raise ValueError(
-                    f"the program's format is {text['format_version']}, this ringspark reads "
+                    f"the program has format {text['format_version']}, but this ringspark reads format "
                     f"{FORMAT_VERSION}; upgrade ringspark"
                 )
             for tensor in text["tensors"]:
@@ -68,20 +68,20 @@ class Program(nn.Module):
             self._resolve()
         except (LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
             raise ValueError(
-                f"the program does not fit torch {torch.__version__} ({type(error).__name__}: {error}); take "
-                "the torch that it was saved with"
+                f"the program does not fit torch {torch.__version__} ({type(error).__name__}: {error}); use "
+                "the torch version that saved it"
             ) from error
 
     def constants(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors that no checkpoint holds, by name."""
+        """Returns the tensors that are not in checkpoints, by name."""
         names = [tensor["name"] for tensor in self.text["tensors"] if tensor["kind"] == "constant"]
         return {name: self.get_buffer(name) for name in names}
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Gives the tensor of this name its numbers.
+        """Sets the tensor of this name.
 
         Raises:
-            ValueError: The program has another tensor of this name, or none.
+            ValueError: The program has no tensor of this name, shape and dtype.
         """
         path, _, own = name.rpartition(".")
         try:
@@ -101,18 +101,18 @@ class Program(nn.Module):
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if len(inputs) != self.text["num_inputs"]:
             raise ValueError(f"the program takes {self.text['num_inputs']} inputs, got {len(inputs)}")
-        entries, first = _Entries(self), len(self.text["tensors"])
+        entries, first = _Values(self), len(self.text["tensors"])
         entries.update(enumerate(inputs, start=first))
         device = next((tensor.device for tensor in inputs), torch.device("cpu"))
         for at, (function, args, kwargs, last_uses) in enumerate(self._steps, start=first + len(inputs)):
-            # Without names for what is given, which would hold it until the next step has its own.
+            # No local variables for arguments: they would keep tensors alive until the next step.
             entries[at] = function(
-                *_given(args, entries, device),
-                **{name: _given(arg, entries, device) for name, arg in kwargs.items()},
+                *_resolve_args(args, entries, device),
+                **{name: _resolve_args(arg, entries, device) for name, arg in kwargs.items()},
             )
             for index in last_uses:
                 entries.pop(index, None)
-        outputs = tuple(_given(self._outputs, entries, device))
+        outputs = tuple(_resolve_args(self._outputs, entries, device))
         return outputs[0] if self.text["single"] else outputs
 
     def _declare(self, name: str, dtype: str, shape: list[int], kind: str) -> None:
@@ -129,7 +129,7 @@ class Program(nn.Module):
             owner.register_buffer(own, empty, persistent=kind == "buffer")
 
     def _resolve(self) -> None:
-        """Resolves the operators' names, and notes after which step an entry is of no more use."""
+        """Resolves the operators' names, and finds the last use of each value."""
         first = len(self.text["tensors"]) + self.text["num_inputs"]
         decoded = [
             (find_operator(name), decode(args), {key: decode(value) for key, value in named.items()})
@@ -142,7 +142,9 @@ class Program(nn.Module):
         for at, (_, *arguments) in enumerate([*decoded, (None, self._outputs)], start=first):
             for index in _references(arguments):
                 if not 0 <= index < at:
-                    raise ValueError(f"step {at - first} of the program takes entry {index}, which it lacks")
+                    raise ValueError(
+                        f"step {at - first} of the program uses value {index}, which does not exist"
+                    )
                 last[index] = at
         ends: dict[int, list[int]] = {}
         for index, at in last.items():
@@ -150,7 +152,7 @@ class Program(nn.Module):
         self._steps = [(*step, ends.get(at, [])) for at, step in enumerate(decoded, start=first)]
 
     def __getstate__(self) -> dict[str, Any]:
-        # Operators are resolved by name where the copy arrives.
+        # `__setstate__` resolves the operators again.
         return {name: value for name, value in self.__dict__.items() if name not in ("_steps", "_outputs")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -158,15 +160,15 @@ class Program(nn.Module):
         self._resolve()
 
 
-class _Entries(dict[int, Any]):
-    """The values so far by index; the program's tensors are looked up at each use and not held."""
+class _Values(dict[int, Any]):
+    """Values by index; the program's tensors are looked up at each use, so disk offload can drop them."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
         self._program = program
 
     def __missing__(self, index: int) -> torch.Tensor:
-        # Not a method of the program, whose names are those of a network's tensors and modules.
+        # Not a method of Program, whose attribute names belong to the network's tensors and modules.
         tensor = self._program.text["tensors"][index]
         program = self._program
         get = program.get_parameter if tensor["kind"] == "parameter" else program.get_buffer
@@ -174,12 +176,12 @@ class _Entries(dict[int, Any]):
 
 
 def encode(value: Any) -> Any:
-    """Returns an argument of a step as JSON holds it.
+    """Encodes an argument of a step as JSON.
 
     Raises:
-        ValueError: JSON cannot hold it.
+        ValueError: The argument's type is not supported.
     """
-    if isinstance(value, Entry):
+    if isinstance(value, ValueRef):
         return {"at": value.index}
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
@@ -192,18 +194,18 @@ def encode(value: Any) -> Any:
     for name, kind in _OF_TORCH.items():
         if isinstance(value, kind):
             return {name: str(value).removeprefix("torch.")}
-    raise ValueError(f"a {type(value).__name__} as the argument of an operation cannot be recorded")
+    raise ValueError(f"an argument of type {type(value).__name__} cannot be recorded")
 
 
 def decode(value: Any) -> Any:
-    """Returns what `encode` was given."""
+    """Inverts `encode`."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     ((name, inner),) = value.items()
     if name == "at":
-        return Entry(inner)
+        return ValueRef(inner)
     if name == "float":
         return float(inner)
     return Device if name == "device" else _of_torch(name, inner)
@@ -211,22 +213,22 @@ def decode(value: Any) -> Any:
 
 def _of_torch(kind: str, name: str) -> Any:
     found = getattr(torch, name)
-    # Quantized tensors, and those of bits, are none that torch's ordinary operators take.
+    # torch's ordinary operators take no quantized or bits dtypes.
     if not isinstance(found, _OF_TORCH[kind]) or name.startswith(("q", "bits")):
         raise ValueError(f"torch has no {kind} {name!r}")
     return found
 
 
-def _given(value: Any, entries: dict[int, Any], device: torch.device) -> Any:
-    if isinstance(value, Entry):
+def _resolve_args(value: Any, entries: dict[int, Any], device: torch.device) -> Any:
+    if isinstance(value, ValueRef):
         return entries[value.index]
     if isinstance(value, list):
-        return [_given(item, entries, device) for item in value]
+        return [_resolve_args(item, entries, device) for item in value]
     return device if value is Device else value
 
 
 def _references(value: Any) -> Iterator[int]:
-    if isinstance(value, Entry):
+    if isinstance(value, ValueRef):
         yield value.index
     elif isinstance(value, list | dict):
         for item in value.values() if isinstance(value, dict) else value:

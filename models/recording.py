@@ -11,19 +11,19 @@ from torch import nn
 from ringspark.models.operators import ON_SIZES, find_operator
 from ringspark.models.outputs import as_outputs
 from ringspark.models.process_state import PROCESS_LOCK, silence_thread
-from ringspark.models.program import FORMAT_VERSION, Entry, Json, Program, encode
+from ringspark.models.program import FORMAT_VERSION, Json, Program, ValueRef, encode
 
 Inputs: TypeAlias = tuple[torch.Tensor, ...]
 
-# Numbers of rows for which a program must give the network's own results before it is believed. Nothing is
-# predicted for none. The trace has two: from one, torch would take the 1 for a constant.
+# The program must reproduce the network's results for these numbers of rows. The trace has two rows, because
+# torch would treat a size of 1 as a constant.
 TRACED_ROWS = 2
 _TRIED_ROWS = (1, 2, 5)
 _TOLERANCE = 1e-6
 
-# Checks of what the trace saw; on a GPU they would refuse the device.
-_LEFT_OUT = {"aten._assert_tensor_metadata.default"}
-# What a program names in place of operators that skip checks, or give memory that the network then fills.
+# Checks that would refuse another device than the trace's.
+_SKIPPED = {"aten._assert_tensor_metadata.default"}
+# Replacements of operators that skip checks or return uninitialized memory.
 _INSTEAD = {
     "aten._unsafe_view.default": "aten.reshape.default",
     "aten.empty.memory_format": "aten.zeros.default",
@@ -35,7 +35,7 @@ _CONSTANT = "constant_of_program"
 
 
 class NoProgramError(ValueError):
-    """The network cannot be recorded; the message says why, as a part of a sentence."""
+    """The network cannot be recorded; the message is a clause that says why."""
 
 
 def record_program(
@@ -44,26 +44,26 @@ def record_program(
     varying: Sequence[Mapping[int, Any]],
     lengths: Sequence[int] = (),
 ) -> Program:
-    """Records a network and tries the program against it on a few rows; the two share the weights.
+    """Records a network and compares the program with it on a few rows; both share the weights.
 
     Args:
         module: The network with its weights, in eval mode.
-        samples: Makes inputs of so many rows, and of a length.
-        varying: For each input the dimensions that vary, as `torch.export` takes them.
-        lengths: Lengths for which the program is tried, where inputs are as long as their longest row.
+        samples: (number of rows, length if any) -> inputs.
+        varying: Dynamic dimensions of each input, as for `torch.export`.
+        lengths: Lengths to compare, for inputs that are padded to their longest row.
 
     Raises:
         NoProgramError: The network cannot be recorded.
     """
     try:
-        # A trace changes `nn.Module` itself, so the lock also covers `_try`, which runs the network.
+        # A trace changes `nn.Module` itself, so the lock also covers `_compare`, which runs the network.
         with PROCESS_LOCK:
             exported = trace_network(module, samples(TRACED_ROWS), varying)
             text, tensors = _text_of(_without_writes(exported), module)
             program = Program(text)
             for name, tensor in tensors.items():
                 program.put(name, tensor)
-            _try(program, module, samples, lengths)
+            _compare(program, module, samples, lengths)
     except NoProgramError:
         raise
     except Exception as error:  # tracing runs the module's code
@@ -74,20 +74,20 @@ def record_program(
 def trace_network(
     module: nn.Module, inputs: Inputs, varying: Sequence[Mapping[int, Any]]
 ) -> torch.export.ExportedProgram:
-    """Returns torch's record of the network's evaluation, of which only tensors come out."""
-    # Hide torch's messages: errors are raised anyway, and the caller tests the result.
+    """Exports the network's evaluation by torch, with its tensor outputs alone."""
+    # Hide torch's messages: errors are raised anyway, and the caller checks the result.
     with PROCESS_LOCK, torch.no_grad(), silence_thread():
         return torch.export.export(_Outputs(module).eval(), inputs, dynamic_shapes=(tuple(varying),))
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of the error, which says what went wrong; torch's reasoning fills pages."""
+    """Returns the first line of the error; torch's explanation fills pages."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(" .;:") if lines else "no reason given"
 
 
 class _Outputs(nn.Module):
-    """Returns only the tensors, whatever else the network returns beside them."""
+    """Returns the tensors among the network's outputs."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -101,13 +101,13 @@ class _Outputs(nn.Module):
 def _text_of(
     exported: torch.export.ExportedProgram, module: nn.Module
 ) -> tuple[Json, dict[str, torch.Tensor]]:
-    """Returns the program's text, and all of its tensors by name."""
+    """Returns the program as JSON values, and its tensors by name."""
     tensors = dict(module.state_dict(keep_vars=True))
     declared = [
         _declared(name, tensor, "parameter" if isinstance(tensor, nn.Parameter) else "buffer")
         for name, tensor in tensors.items()
     ]
-    # The names of the trace's placeholders -> the program's tensors.
+    # Placeholder of the trace -> tensor of the program.
     sources, users = {}, []
     for spec in exported.graph_signature.input_specs:
         kind, target = spec.kind.name, (spec.target or "").removeprefix("module.")
@@ -121,10 +121,10 @@ def _text_of(
         elif kind in ("PARAMETER", "BUFFER"):
             sources[spec.arg.name] = target
         else:
-            raise NoProgramError(f"its constant {target!r} is no tensor")
+            raise NoProgramError(f"its constant {target!r} is not a tensor")
     places = {name: index for index, name in enumerate(tensors)}
-    entries = {placeholder: Entry(places[name]) for placeholder, name in sources.items()}
-    entries |= {name: Entry(len(tensors) + index) for index, name in enumerate(users)}
+    entries = {placeholder: ValueRef(places[name]) for placeholder, name in sources.items()}
+    entries |= {name: ValueRef(len(tensors) + index) for index, name in enumerate(users)}
     steps, outputs = _steps(exported, entries, len(tensors) + len(users))
     return {
         "format_version": FORMAT_VERSION,
@@ -138,7 +138,7 @@ def _text_of(
 
 
 def _without_writes(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Returns the record with new tensors in place of those that the network writes into."""
+    """Returns the exported program with new tensors instead of in-place writes."""
     targets = [node.target for node in exported.graph.nodes]
     if not any(isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable for t in targets):
         return exported
@@ -146,15 +146,15 @@ def _without_writes(exported: torch.export.ExportedProgram) -> torch.export.Expo
         exported = exported.run_decompositions({})
     graph = exported.graph
     for node in list(graph.nodes):
-        # As torch writes batch normalisation now, it skips the checks of the operator that the network named.
+        # torch's decomposition skips the checks of `batch_norm`.
         if str(node.target) == "aten._native_batch_norm_legit_no_training.default":
             *tensors, momentum, epsilon = node.args
             with graph.inserting_before(node):
-                whole = graph.call_function(
+                checked = graph.call_function(
                     torch.ops.aten.batch_norm.default, (*tensors, False, momentum, epsilon, True)
                 )
             for user in list(node.users):
-                user.replace_all_uses_with(whole)
+                user.replace_all_uses_with(checked)
                 graph.erase_node(user)
             graph.erase_node(node)
     for spec in exported.graph_signature.output_specs:
@@ -169,13 +169,13 @@ def _declared(name: str, tensor: torch.Tensor, kind: str) -> Json:
 
 
 def _steps(
-    exported: torch.export.ExportedProgram, entries: dict[str, Entry], next_entry: int
+    exported: torch.export.ExportedProgram, entries: dict[str, ValueRef], next_entry: int
 ) -> tuple[list[Any], list[Any]]:
-    """Returns the steps and the outputs, with references to entries in place of the graph's nodes."""
+    """Returns the steps and the outputs, with a `ValueRef` for each node of the graph."""
     steps: list[Any] = []
 
-    def told(argument: Any) -> Any:
-        entry: Any = lambda node: entries[node.name]  # noqa: E731 (torch's type lacks values of one's own)
+    def refer(argument: Any) -> Any:
+        entry: Any = lambda node: entries[node.name]  # noqa: E731 (torch's type does not allow a ValueRef)
         return torch.fx.node.map_arg(argument, entry)
 
     kinds = [spec.kind.name for spec in exported.graph_signature.output_specs]
@@ -183,18 +183,18 @@ def _steps(
         if node.op == "output":
             # An input that the network writes into is an output of another kind.
             found = [value for value, kind in zip(node.args[0], kinds, strict=True) if kind == "USER_OUTPUT"]
-            outputs = [told(value) for value in found if value is not None]
-            if not all(isinstance(value, Entry) for value in outputs):
-                raise NoProgramError("it returns something that is no tensor")
+            outputs = [refer(value) for value in found if value is not None]
+            if not all(isinstance(value, ValueRef) for value in outputs):
+                raise NoProgramError("it returns something other than a tensor")
             return steps, encode(outputs)
-        if node.op == "call_function" and str(node.target) not in _LEFT_OUT:
+        if node.op == "call_function" and str(node.target) not in _SKIPPED:
             name = _name(node.target)
-            arguments = {key: encode(told(value)) for key, value in node.kwargs.items()}
-            steps.append([name, encode(told(node.args)), arguments])
-            entries[node.name] = Entry(next_entry)
+            arguments = {key: encode(refer(value)) for key, value in node.kwargs.items()}
+            steps.append([name, encode(refer(node.args)), arguments])
+            entries[node.name] = ValueRef(next_entry)
             next_entry += 1
         elif node.op not in ("placeholder", "call_function"):
-            raise NoProgramError(f"it holds a part that is computed under rules of its own ({node.name})")
+            raise NoProgramError(f"it holds an operation of another kind ({node.name})")
     raise NoProgramError("it has no output")
 
 
@@ -204,15 +204,17 @@ def _name(target: Any) -> str:
         try:
             find_operator(name)
         except ValueError:
-            raise NoProgramError(f"the operator {name} is none of those that a program may name") from None
+            raise NoProgramError(f"the operator {name} is not allowed in a program") from None
         return name
     if target in _SIZE_NAMES:
         return _SIZE_NAMES[target]
-    raise NoProgramError(f"the operation {target} is none of torch's own")
+    raise NoProgramError(f"the operation {target} is not one of torch's own")
 
 
-def _try(program: Program, module: nn.Module, samples: Callable[..., Inputs], lengths: Sequence[int]) -> None:
-    """Refuses a program that computes something else than its network."""
+def _compare(
+    program: Program, module: nn.Module, samples: Callable[..., Inputs], lengths: Sequence[int]
+) -> None:
+    """Raises NoProgramError if the program's results differ from the network's."""
     sizes = [(rows,) for rows in _TRIED_ROWS] + [(TRACED_ROWS, length) for length in lengths]
     for size in sizes:
         zeros = samples(*size)
@@ -221,19 +223,19 @@ def _try(program: Program, module: nn.Module, samples: Callable[..., Inputs], le
                 try:
                     expected = as_outputs(module(*(tensor.clone() for tensor in inputs)))
                     break
-                except Exception:  # 1 may be no index, and a network may refuse a single row.
+                except Exception:  # 1 may be out of range, and a network may refuse a single row.
                     continue
             else:
                 continue
             found = as_outputs(program(*inputs))
         for one, other in zip(found, expected, strict=True):
             if not torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
-                told = " of length ".join(map(str, (f"{size[0]} rows", *size[1:])))
-                raise NoProgramError(f"its trace computes something else for {told}")
+                shape = " of length ".join(map(str, (f"{size[0]} rows", *size[1:])))
+                raise NoProgramError(f"its trace computes different results for {shape}")
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns numbers in place of zeros: ones where they are whole, and every third a zero, as in a mask."""
+    """Returns nonzero values, ones for integers; every third is zero, as in a mask."""
     count = tensor.numel()
     numbers = torch.linspace(-1, 1, count) if tensor.is_floating_point() else torch.ones(count)
     numbers[2::3] = 0

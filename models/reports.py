@@ -16,32 +16,27 @@ from torch import nn
 
 
 class CountingLayer(nn.Module):
-    """Base of layers that count something over the rows they see.
-
-    Attributes:
-        num_counts: Length of the counts, equal on all ranks.
-    """
+    """Base of layers that count something over their rows; `num_counts` numbers, equal on all ranks."""
 
     num_counts: int
 
     @staticmethod
     def numbers(totals: Sequence[torch.Tensor]) -> dict[str, float]:
-        """Returns numbers by their names in the history.
+        """Returns columns of the training history.
 
         Args:
-            totals: Counts of each layer of this kind, (num_counts,) each, summed over all rows.
+            totals: Counts of each layer of this class, (num_counts,) each, summed over all rows.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class CountingLayerInfo:
-    """What is known of a layer that counts, wherever it is.
+    """Description of a counting layer, which may be on another rank.
 
     Attributes:
-        names: Its names in the network.
-        num_counts: See `CountingLayer`.
-        numbers: Its class's `numbers`.
+        names: Names of the layer in the network.
+        num_counts, numbers: See `CountingLayer`.
     """
 
     names: tuple[str, ...]
@@ -50,7 +45,7 @@ class CountingLayerInfo:
 
 
 def find_counting_layers(network: nn.Module) -> list[CountingLayerInfo]:
-    """Returns the network's layers that count, in order."""
+    """Describes the network's counting layers, in order."""
     names: dict[CountingLayer, list[str]] = {}
     for name, layer in network.named_modules(remove_duplicate=False):
         if isinstance(layer, CountingLayer):
@@ -62,7 +57,7 @@ def find_counting_layers(network: nn.Module) -> list[CountingLayerInfo]:
 
 @dataclass(frozen=True)
 class Reports:
-    """What the layers of one forward pass have added.
+    """Losses and counts that the layers of one forward pass added.
 
     Attributes:
         losses: Losses of the rows, (rows,) each.
@@ -78,7 +73,7 @@ _OPEN: ContextVar[Reports | None] = ContextVar("_OPEN", default=None)
 
 @contextmanager
 def collect_reports() -> Iterator[Reports]:
-    """Wraps a forward pass; yields what its layers add."""
+    """Wraps a forward pass; yields the reports of its layers."""
     reports = Reports()
     token = _OPEN.set(reports)
     try:
@@ -88,12 +83,13 @@ def collect_reports() -> Iterator[Reports]:
 
 
 def add_loss(rows: torch.Tensor) -> None:
-    """Adds a loss to what the training minimises: its mean over the rows of the global batch.
+    """Adds the mean of `rows` over the global batch to the training loss.
 
-    Rows weigh in that mean what they weigh in the loss of the outputs. Called in training mode only.
+    Rows have the same weights as in the loss of the outputs. Call it in training mode only.
 
     Args:
-        rows: Value of each row, (rows,). What is no sum over rows would differ with the number of ranks.
+        rows: Loss of each row, (rows,). A loss that is not a sum over rows would depend on the number of
+            ranks.
     """
     reports = _OPEN.get()
     if reports is not None:
@@ -101,7 +97,7 @@ def add_loss(rows: torch.Tensor) -> None:
 
 
 def num_losses() -> int:
-    """Returns how many losses have been added so far; 0 outside of `collect_reports`."""
+    """Returns the number of losses added so far; 0 outside of `collect_reports`."""
     reports = _OPEN.get()
     return 0 if reports is None else len(reports.losses)
 

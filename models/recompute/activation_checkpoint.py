@@ -1,20 +1,17 @@
-"""Activation checkpointing: drop activations in the forward pass, recompute them in the backward.
+"""Activation checkpointing: drops activations in the forward pass, and recomputes them in the backward pass.
 
-Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost": if a chain of n blocks is cut into
-about sqrt(n) segments, it stores the segments' inputs and, during the backward pass, the activations of
-one segment. So memory is O(sqrt(n)), and the price is one more forward pass. `segment_recompute.Segment`
-does the recomputing.
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost": a chain of n blocks is divided into about
+sqrt(n) segments. Only the segments' inputs are stored, and in the backward pass the activations of one
+segment, so memory is O(sqrt(n)) for one more forward pass. `segment_recompute.Segment` recomputes.
 
-Invariants: only the instance attribute `forward` of the chosen modules is replaced, so the module's
-type, parameter names, state-dict keys and hooks stay; on the CPU outputs and gradients stay bitwise the
-same, dropout included; buffers that a module updates in its forward pass (running means) move once, not
-twice; in evaluation, or without gradients, nothing is recomputed. The segment of a call decides only
-how much memory it takes, and changes no number.
+Invariants: only the instance attribute `forward` of the chosen modules is replaced, so types, parameter
+names, state-dict keys and hooks stay. On the CPU outputs and gradients are bitwise the same, with dropout
+too. Buffers that a forward pass updates (running means) are updated once. Nothing is recomputed in evaluation
+or without gradients. Segments change memory, but no result.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import itertools
 import math
@@ -26,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ringspark.models.checks import suggest
 from ringspark.models.recompute.moving_buffers import MovingBuffers
 from ringspark.models.recompute.segment_recompute import Segment, take_rerun
 
@@ -34,32 +32,30 @@ Chain = nn.Sequential | nn.ModuleList
 
 
 def apply_activation_checkpoint(net: Net, policy: str | int | Sequence[str]) -> Net:
-    """Has some of `net`'s activations recomputed in the backward pass; changes `net` in place.
+    """Changes `net` in place so that the backward pass recomputes some activations.
 
     Args:
-        net: The network. Its chain is the `nn.Sequential` or `nn.ModuleList` with the most blocks, the
-            network itself included, and the outermost of equals. A block is an item that holds
-            parameters and, in a list, is made of several layers. Tensors that a loop over a list makes
-            between two blocks are kept.
-        policy: `"none"`; `"all"` recomputes every block of the chain by itself; `"sqrt"` or a number
-            from 2 cuts the chain into that many segments of consecutive blocks, of which the last keeps
-            its activations because the backward pass needs them at once; names of submodules recompute
-            each of them as a whole.
+        net: The network. Its chain is the `nn.Sequential` or `nn.ModuleList` with the most blocks, including
+            the network itself, and the outermost of equals. A block is an item with parameters, and in a list
+            one of several layers. Tensors that a loop makes between two blocks are kept.
+        policy: `"none"`; `"all"` recomputes every block separately; `"sqrt"` or a number from 2 divides the
+            chain into that many segments of consecutive blocks, of which the last keeps its activations,
+            because the backward pass starts with it; names of submodules to recompute.
 
     Returns:
         `net` itself.
 
     Raises:
-        ValueError: If the policy is unknown, there is no chain to cut, or a policy was applied before.
+        ValueError: If the policy is unknown, there is no chain, or a policy was applied before.
     """
     if policy == "none":
         return net
-    if any(isinstance(vars(module).get("forward"), _StandIn) for module in net.modules()):
+    if any(isinstance(vars(module).get("forward"), _ReplacedForward) for module in net.modules()):
         raise ValueError(
             f"gradientCheckpointing={policy!r}: {_name(net)} is checkpointed already; apply it once"
         )
     if isinstance(policy, str | int):
-        # Each of several networks side by side, such as an ensemble's members, has its own chain.
+        # Each member of an ensemble has its own chain.
         branches = getattr(net, "checkpoint_branches", lambda: [net])()
         for branch in branches:
             _apply_to_chain(branch, policy)
@@ -83,21 +79,22 @@ def block_names(net: nn.Module) -> list[str]:
 
 
 def compile_segments(net: nn.Module, mode: str | None) -> bool:
-    """Has every recomputed module compiled by itself, by torch.compile; returns whether there is one.
+    """Compiles every recomputed module by torch.compile; returns whether there is one.
 
-    A module that holds recomputed ones stays as it is: a segment has to see their calls.
+    A module with recomputed submodules is not compiled, because a segment must see their calls.
     """
     forwards = [vars(module).get("forward") for module in net.modules()]
     recomputed = [forward for forward in forwards if isinstance(forward, _Recompute)]
-    for stand_in in recomputed:
-        held = {id(module) for module in stand_in.module.modules()} - {id(stand_in.module)}
+    for forward in recomputed:
+        held = {id(module) for module in forward.module.modules()} - {id(forward.module)}
         if not any(id(other.module) in held for other in recomputed):
-            stand_in.compiled = torch.compile(stand_in.plain_forward(), mode=mode, dynamic=True)
+            forward.compiled = torch.compile(forward.plain_forward(), mode=mode, dynamic=True)
     return bool(recomputed)
 
 
 def segment_bounds(num_blocks: int, num_segments: int) -> list[tuple[int, int]]:
-    """Cuts a chain into consecutive segments whose lengths differ by at most one; longer ones first."""
+    """Divides a chain into consecutive segments whose lengths differ by at most one; longer segments
+    first."""
     size, extra = divmod(num_blocks, num_segments)
     starts = [i * size + min(i, extra) for i in range(num_segments + 1)]
     return list(itertools.pairwise(starts))
@@ -112,7 +109,7 @@ def _apply_to_chain(net: nn.Module, policy: str | int) -> None:
         )
     path, chain = _longest_chain(net, setting)
     if policy == "all":
-        # Every module is replaced once, also if the chain has a block in two places.
+        # `dict.fromkeys`: a block may occur twice in the chain.
         for module in dict.fromkeys(module for block in chain for module in _callables(block)):
             _replace_forward(module, _Recompute(module))
         return
@@ -122,8 +119,8 @@ def _apply_to_chain(net: nn.Module, policy: str | int) -> None:
         raise ValueError(f"{setting} must be from 2 to {len(chain)}, the number of blocks in {path}")
     if net is chain and not _has_forward(net):
         raise ValueError(
-            f"{setting} needs to see where a pass over the blocks ends, but {path} has no forward; "
-            "give the network that runs its blocks"
+            f"{setting} needs a network with a forward pass, but {path} has no forward; give the network "
+            "that runs its blocks"
         )
     *recomputed, _ = segment_bounds(len(chain), num_segments)
     places: dict[nn.Module, list[int | None]] = {}
@@ -143,8 +140,8 @@ def _longest_chain(net: nn.Module, setting: str) -> tuple[str, Chain]:
         if isinstance(module, nn.Sequential | nn.ModuleList):
             blocks = [block for block in module if any(True for _ in block.parameters())]
             if isinstance(module, nn.ModuleList):
-                # The items of a list may stand side by side (embedding tables, heads), so only items made of
-                # several layers count as blocks. A single layer has little to recompute anyway.
+                # A list may hold parallel layers (embedding tables, heads), so only items of several layers
+                # count as blocks. A single layer has little to recompute anyway.
                 blocks = [block for block in blocks if any(True for _ in block.children())]
             length = len(blocks)
             if length > best_length:
@@ -152,14 +149,14 @@ def _longest_chain(net: nn.Module, setting: str) -> tuple[str, Chain]:
                 best, best_length = (path, module), length
     if best is None:
         raise ValueError(
-            f"{setting} found no chain of blocks in {_name(net)}; it needs an nn.Sequential or nn.ModuleList "
-            "of two or more items with parameters, or give a list of submodule names"
+            f"{setting} found no chain of blocks in {_name(net)}; use an nn.Sequential or nn.ModuleList of "
+            "at least two items with parameters, or give a list of submodule names"
         )
     return best
 
 
 def _callables(block: nn.Module) -> list[nn.Module]:
-    """Returns the block, or its items if it is a mere container, as in a list of pairs of layers."""
+    """Returns the block, or its items if it has no forward, such as a pair of layers."""
     if _has_forward(block):
         return [block]
     return [module for child in block.children() for module in _callables(child)]
@@ -175,11 +172,8 @@ def _find_named(net: nn.Module, names: list[str]) -> list[nn.Module]:
     known = dict(net.named_modules(remove_duplicate=False))
     for name in names:
         if name not in known or not name:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "see named_modules()"
-            raise ValueError(
-                f"gradientCheckpointing names {name!r}, which {_name(net)} does not have; {hint}"
-            )
+            hint = suggest(name, known) or "; see named_modules()"
+            raise ValueError(f"gradientCheckpointing names {name!r}, which {_name(net)} does not have{hint}")
         if not _has_forward(known[name]):
             raise ValueError(
                 f"gradientCheckpointing names {name!r}, a container without a forward; name its items"
@@ -191,13 +185,13 @@ def _name(net: nn.Module) -> str:
     return type(net).__name__
 
 
-def _replace_forward(module: nn.Module, forward: _StandIn) -> None:
-    # nn.Module.__call__ looks up self.forward, so an instance attribute is enough, and hooks still run.
+def _replace_forward(module: nn.Module, forward: _ReplacedForward) -> None:
+    # nn.Module.__call__ looks up self.forward, so hooks still run.
     module.forward = forward
 
 
 class _Pass:
-    """One forward pass of a network; knows the open segment."""
+    """One forward pass of a network, with its open segment."""
 
     def __init__(self) -> None:
         self._calls: Counter[int] = Counter()
@@ -207,7 +201,7 @@ class _Pass:
     def segment_of(self, module: nn.Module, places: Sequence[int | None]) -> Segment | None:
         """Returns the segment of a call of `module`; None in the last segment, which keeps everything.
 
-        A module in several places of the chain is assumed to be called in the order of these places.
+        A module that occurs several times in the chain is assumed to be called in this order.
         """
         place = places[self._calls[id(module)] % len(places)]
         self._calls[id(module)] += 1
@@ -225,8 +219,8 @@ class _Pass:
 _PASS: ContextVar[_Pass | None] = ContextVar("_PASS", default=None)
 
 
-class _StandIn:
-    """Stands in for `module.forward`. A class, not a closure, so that networks deep-copy and pickle."""
+class _ReplacedForward:
+    """Replaces `module.forward`. A class, not a closure, so that networks can be deep-copied and pickled."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -237,15 +231,15 @@ class _StandIn:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """Lets `inspect.signature(net.forward)` see the arguments of the network's own forward."""
+        """The network's own forward, whose arguments `inspect.signature` shows."""
         return self.plain_forward()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
 
-class _MarkPass(_StandIn):
-    """Tells the blocks of a chain when a forward pass over them begins and when it ends."""
+class _MarkPass(_ReplacedForward):
+    """Marks begin and end of a forward pass for the blocks of a chain."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = _Pass()
@@ -257,13 +251,13 @@ class _MarkPass(_StandIn):
             _PASS.reset(token)
 
 
-class _Recompute(_StandIn):
-    """Has the module's calls recomputed, each by itself or together with the others of its segment.
+class _Recompute(_ReplacedForward):
+    """Recomputes the module's calls, separately or with the other calls of a segment.
 
     Args:
         module: The module whose `forward` this replaces.
-        places: The segment number at each of the module's places in the chain; None for the last
-            segment, which keeps its activations. Empty if each call is recomputed by itself.
+        places: Segment number of each occurrence of the module in the chain; None for the last segment, which
+            keeps its activations. Empty to recompute each call separately.
     """
 
     def __init__(self, module: nn.Module, places: Sequence[int | None] = ()) -> None:
@@ -273,7 +267,7 @@ class _Recompute(_StandIn):
         self.compiled: Callable[..., Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is compiled belongs to this module, not to a copy.
+        # The compiled function belongs to this module, not to a copy.
         return {**vars(self), "compiled": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -289,7 +283,7 @@ class _Recompute(_StandIn):
             if segment is None:
                 return forward(*args, **kwargs)
             return segment.call(self.module, forward, self.buffers, args, kwargs)
-        # A block that is called from outside the network's forward is a segment by itself.
+        # A block that is called outside of the network's forward is a separate segment.
         segment = Segment()
         try:
             return segment.call(self.module, forward, self.buffers, args, kwargs)

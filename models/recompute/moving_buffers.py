@@ -1,7 +1,7 @@
-"""Records the buffers that a forward pass changes, so that a second run starts from them and changes copies.
+"""Records the buffers that a forward pass changes, so that a rerun starts from them and changes copies.
 
-Otherwise batch normalisation would take every batch into its running mean twice, and spectral
-normalisation would divide by another estimate than in the forward pass.
+Otherwise batch normalization would add every batch to its running mean twice, and spectral normalization
+would divide by a different estimate in the rerun.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ Values = dict[Key, torch.Tensor]
 
 
 class MovingBuffers:
-    """Learns which buffers of a module its forward pass changes; copies only those before each pass.
+    """Learns which buffers a module's forward pass changes, and copies only these before each pass.
 
-    Autograd's version counter shows a change. The kernels of batch normalisation do not move it, but in
-    training they write their buffers without reading them, so nothing is lost. A buffer that the first
-    pass leaves unchanged is copied only from the pass after its first change.
+    Autograd's version counter shows a change. The kernels of batch normalization do not increase it, but in
+    training they do not read their buffers, so a rerun needs no copies. A buffer that does not change in the
+    first pass is copied only after its first change.
     """
 
     def __init__(self) -> None:
         self._moving: set[Key] | None = None
 
     @contextlib.contextmanager
-    def recorded(self, module: nn.Module) -> Iterator[Values]:
-        """Wraps a forward pass; yields a dict that at its end holds the old values of changed buffers."""
+    def record(self, module: nn.Module) -> Iterator[Values]:
+        """Wraps a forward pass; yields a dict that holds the old values of changed buffers at the end."""
         recorded: Values = {}
         before = _buffers(module)
         versions = {key: buffer._version for key, buffer in before.items()}
@@ -49,11 +49,10 @@ class MovingBuffers:
 
 
 @contextlib.contextmanager
-def replaced(module: nn.Module, recorded: Values) -> Iterator[None]:
-    """Wraps a second run: replaces all buffers by copies of their recorded or else their present values.
+def replace_buffers(module: nn.Module, recorded: Values) -> Iterator[None]:
+    """Wraps a rerun: replaces all buffers by copies of their recorded or else their present values.
 
-    The buffers are swapped instead of written back, because writing in place would trip autograd's version
-    check on tensors that the forward pass saved.
+    The buffers are swapped, not written in place, which would fail autograd's version check on saved tensors.
     """
     kept = [(path, owner, dict(owner._buffers)) for path, owner in module.named_modules() if owner._buffers]
     for path, owner, buffers in kept:

@@ -1,8 +1,8 @@
-"""The state of every generator that a forward pass may draw from, so that a rerun draws the same numbers.
+"""States of all random generators, so that a rerun of a forward pass draws the same numbers.
 
-Dropout draws from torch's generators; a user's block may also draw from Python's `random` or from NumPy's
-global generator. The states are read twice per block and step, but few networks draw from the last two,
-so an unchanged state is not copied again.
+Dropout draws from torch's generators; a user's block may also draw from Python's `random` or from NumPy. The
+states are read twice per block and step. Few networks use Python's and NumPy's generators, so an unchanged
+state is not copied again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,9 @@ Cuda = dict[torch.device, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class RandomState:
-    """The states of the generators at one moment; None for a generator that needs no restoring.
+    """States of the generators of `random`, of NumPy, and of torch on the CPU and each CUDA device in use.
 
-    Attributes:
-        python: State of the module `random`.
-        numpy: State of NumPy's global generator.
-        cpu: State of torch's generator on the CPU.
-        cuda: State of torch's generator on each CUDA device in use.
+    None for a generator that needs no restoring.
     """
 
     python: tuple[Any, ...] | None
@@ -37,7 +33,7 @@ class RandomState:
     cuda: Cuda | None
 
     def since(self, other: RandomState | None) -> RandomState:
-        """Returns this state without the parts that are the same object in `other`."""
+        """Returns this state without the states that are the same object in `other`."""
         if other is None:
             return self
         return RandomState(
@@ -68,14 +64,14 @@ class RandomState:
             torch.cuda.set_rng_state(state, device)
 
 
-# The last state, and NumPy's part as raw memory: an unchanged part is returned as the same object again.
-# Python's part alone takes 22 KB, so the states of some hundred blocks could outweigh the memory saved.
+# The last state, and NumPy's raw memory. An unchanged state is returned as the same object: Python's state
+# takes 22 KB, so states of some hundred blocks could outweigh the memory saved.
 _latest: RandomState | None = None
 _latest_numpy_bytes = b""
 
 
 def current_state(tensors: Iterable[torch.Tensor]) -> RandomState:
-    """Returns the present state of all generators; for CUDA only those of the tensors' devices."""
+    """Returns the current state of all generators; for CUDA, of the tensors' devices only."""
     global _latest
     python = random.getstate()
     cpu, cuda = _torch_state({tensor.device for tensor in tensors if tensor.is_cuda})
@@ -95,7 +91,7 @@ def current_state(tensors: Iterable[torch.Tensor]) -> RandomState:
 
 @contextlib.contextmanager
 def keep_random_state(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Restores all generators after the block to their states before it."""
+    """Restores all generators at the end."""
     before = current_state(tensors)
     try:
         yield
@@ -108,11 +104,11 @@ def _torch_state(devices: Iterable[torch.device]) -> tuple[torch.Tensor, Cuda]:
 
 
 def _numpy_state() -> tuple[Any, ...]:
-    """Returns NumPy's state; the last object again if it has not changed.
+    """Returns NumPy's state; the same object if it has not changed.
 
-    NumPy takes some 100 us to copy its state, so the raw memory is compared first. The memory does not
-    show whether the second number of a pair of normal numbers waits beside it, so a state with a waiting
-    number is always copied. From a state without one, the memory must change before a number waits again.
+    NumPy takes some 100 us to copy its state, so the raw memory is compared first. The memory does not show
+    whether the second of a pair of normal numbers is cached, so a state with a cached number is always
+    copied. Without a cached number, the memory must change before a number is cached.
     """
     global _latest_numpy_bytes
     generator = np.random.mtrand.get_bit_generator()
@@ -129,7 +125,7 @@ def _numpy_state() -> tuple[Any, ...]:
 
 
 _MT19937_BYTES = 624 * 4 + 4  # the key and the position in it
-_HAS_GAUSS = 3  # index in `get_state` of the flag that a normal number waits
+_HAS_GAUSS = 3  # index in `get_state` of the flag for a cached normal number
 
 
 def _same_numpy(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
@@ -139,8 +135,7 @@ def _same_numpy(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
 
 
 def _same_tensors(first: torch.Tensor, second: torch.Tensor) -> bool:
-    # Compares memory without an operation of torch: a FLOP counter or a plan of memory, which watch or fake
-    # operations, would count it as one of the network's.
+    # Without an operation of torch: a FLOP counter or the memory planner would count it as the network's.
     return first.numel() == second.numel() and _memory(first) == _memory(second)
 
 

@@ -1,14 +1,14 @@
-"""A segment: calls of modules that keep only their inputs, and run again when the backward pass reaches them.
+"""A segment: calls of modules that keep only their inputs, and run again in the backward pass.
 
-As in `torch.utils.checkpoint` (non-reentrant), the autograd graph is that of the forward pass, and the
-rerun only supplies the VALUES that its operations saved. So the calls of one segment need not follow each
-other in one function: the work of the network's own loop between two blocks (masks, skipped blocks, lists
-of hidden states) is outside the segment; it never runs again and keeps the tensors that it saves.
+As in `torch.utils.checkpoint` (non-reentrant), the autograd graph is the graph of the forward pass, and the
+rerun only supplies the values of its saved tensors. So the calls of a segment need not be consecutive in one
+function: the network's own code between two blocks (masks, skipped blocks, lists of hidden states) is outside
+the segment, is not run again, and keeps its saved tensors.
 
-Invariants: a tensor made by a call of the segment is made again and not kept; every other argument of a
-call is kept, through autograd like the tensors that an operation saves, so that outer hooks (offload,
-compression) see it and a change in place is noticed. Nothing in the graph refers to a later part of it, so
-a graph without a backward pass is freed at once.
+Invariants: a tensor made by a call of the segment is recomputed, not kept. Every other argument of a call is
+kept through autograd, like a saved tensor, so that outer hooks (offload, compression) see it and a change in
+place raises. Nothing in the graph refers to a later part of it, so a graph without a backward pass is freed
+at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from ringspark.models.recompute.moving_buffers import MovingBuffers, Values, replaced
+from ringspark.models.recompute.moving_buffers import MovingBuffers, Values, replace_buffers
 from ringspark.models.recompute.random_state import RandomState, current_state, keep_random_state
 
 Forward = Callable[..., Any]
@@ -33,20 +33,20 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _Slot:
-    """Takes the place of a tensor among the arguments of a call."""
+    """Placeholder of a tensor among the arguments of a call."""
 
     number: int
 
 
 @dataclass(kw_only=True)
 class _Call:
-    """Everything needed to run a module again.
+    """A recorded call of a module.
 
     Attributes:
-        arguments: Leaves of (args, kwargs), with slots in place of tensors.
-        random: States of the generators that the previous call does not leave as this call needs them.
+        arguments: Leaves of (args, kwargs), with slots for tensors.
+        random: Generator states, except those that the previous call leaves.
         autocast: (device type, enabled, dtype) for each device type.
-        buffers: Values that the changed buffers had before the call.
+        buffers: Values of changed buffers before the call.
         outputs: Slot of each leaf of the return value; None for a leaf that is not a tensor.
     """
 
@@ -61,7 +61,7 @@ class _Call:
 
 
 class _Holder:
-    """Takes the place of a saved tensor in the graph."""
+    """Placeholder of a saved tensor in the graph."""
 
     __slots__ = ("__weakref__", "segment", "value")
 
@@ -76,7 +76,7 @@ class Segment:
     def __init__(self) -> None:
         self._calls: list[_Call] = []
         self._num_slots = 0
-        # id of a tensor -> (tensor, version, slot); valid while the tensor lives and is unchanged.
+        # id of a tensor -> (tensor, version, slot), while the tensor lives and is unchanged
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         # Slot -> (tensor whose graph node saves the kept tensor, whether that one requires a gradient).
         self._kept: dict[int, tuple[torch.Tensor, bool]] = {}
@@ -93,7 +93,7 @@ class Segment:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Runs the module's own `forward`; records how to run it again instead of the tensors it saves."""
+        """Runs the module's own `forward`, and records the call instead of its saved tensors."""
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         random = current_state(tensors)
@@ -106,17 +106,17 @@ class Segment:
             autocast=_autocast_state(tensors),
         )
         self._calls.append(call)
-        with buffers.recorded(module) as call.buffers, saved_tensors_hooks(self._pack, _unpack):
+        with buffers.record(module) as call.buffers, saved_tensors_hooks(self._pack, _unpack):
             output = forward(*args, **kwargs)
         call.outputs = [
             self._new_slot(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(output)
         ]
-        # Most calls draw dropout from torch, so the next call need not store torch's state again.
+        # Most calls draw dropout from torch; the next call need not store this state again.
         self._random = random.now_of_torch()
         return output
 
     def close(self) -> None:
-        """Forgets everything that only further calls would need."""
+        """Drops the state that only further calls would need."""
         self._known.clear()
         self._random = None
 
@@ -124,7 +124,7 @@ class Segment:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         known, version, slot = self._known.get(id(leaf), (None, 0, 0))
-        # A tensor that was changed in place between two calls is no longer what the earlier call made.
+        # A tensor that was changed in place between two calls is kept, not recomputed.
         if known is None or known() is not leaf or version != leaf._version:
             slot = self._new_slot(leaf)
             self._kept[slot] = _keep(leaf), leaf.requires_grad
@@ -144,7 +144,7 @@ class Segment:
         return holder
 
     def run_again(self) -> None:
-        """Fills every holder that the graph still has; leaves no other trace."""
+        """Fills every holder that the graph still has."""
         values = {
             slot: keeper.grad_fn.saved_tensors[0].detach().requires_grad_(requires_grad)  # type: ignore[union-attr]
             for slot, (keeper, requires_grad) in self._kept.items()
@@ -166,7 +166,8 @@ class Segment:
         def forward() -> Any:
             # Restored last, because a hook of the module may have drawn before the forward pass.
             call.random.restore()
-            with saved_tensors_hooks(refill.pack, lambda tensor: tensor), replaced(call.module, call.buffers):
+            hooks = saved_tensors_hooks(refill.pack, lambda tensor: tensor)
+            with hooks, replace_buffers(call.module, call.buffers):
                 output = call.forward(*args, **kwargs)
             for slot, leaf in zip(call.outputs, tree_leaves(output), strict=True):
                 if slot in self._used:
@@ -176,18 +177,18 @@ class Segment:
         token = _AGAIN.set((call.module, forward))
         try:
             with _autocast(call.autocast):
-                # The module is called with its hooks: fully sharded modules gather their parameters there.
+                # With the module's hooks: fully sharded modules gather their parameters there.
                 call.module(*args, **kwargs)
         finally:
             _AGAIN.reset(token)
 
 
-# The module that is about to run again, and the function that its forward must call then.
+# The module that is about to run again, and the function that its forward must call.
 _AGAIN: ContextVar[tuple[nn.Module, Forward] | None] = ContextVar("_AGAIN", default=None)
 
 
 def take_rerun(module: nn.Module) -> Forward | None:
-    """Returns what the forward of `module` must call if this call is a rerun; None if it is not."""
+    """Returns the function that the forward of `module` must call in a rerun; None if this is no rerun."""
     pending = _AGAIN.get()
     if pending is None or pending[0] is not module:
         return None
@@ -204,11 +205,11 @@ def _unpack(holder: _Holder) -> torch.Tensor:
 
 
 class _AllRefilled(Exception):  # noqa: N818
-    """Ends a rerun once the last saved tensor is made: the rest of the module would be of no use."""
+    """Ends a rerun after the last saved tensor; the rest of the module need not run."""
 
 
 class _Refill:
-    """Puts the tensors that a rerun saves into the holders, in their order."""
+    """Fills the holders with the tensors that a rerun saves, in order."""
 
     def __init__(self, holders: Sequence[weakref.ref[_Holder]], saved: Sequence[tuple[Any, ...]]) -> None:
         self._holders = list(holders)
@@ -231,7 +232,7 @@ class _Refill:
             holder.value = value
         if self._count == len(self._holders):
             raise _AllRefilled
-        # A rerun may differentiate as well: a network for forces does.
+        # A rerun may differentiate too, such as a network for forces.
         return value
 
     def check_complete(self, calls: Sequence[_Call]) -> None:
@@ -241,13 +242,13 @@ class _Refill:
             names = ", ".join(dict.fromkeys(type(call.module).__name__ for call in calls))
             raise RuntimeError(
                 f"gradientCheckpointing: {names} must do the same when run again in the backward pass, but "
-                f"{self._difference}; let its forward change no cache or other state, do not "
-                "switch between train() and eval() before the backward pass, or name other modules"
+                f"{self._difference}; do not change a cache or other state in its forward, do not switch "
+                "between train() and eval() before the backward pass, or name other modules"
             )
 
 
 class _Keep(torch.autograd.Function):
-    """Saves a tensor like an operation does, so that outer hooks and the version check see it."""
+    """Saves a tensor like an operation, so that outer hooks and the version check see it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -260,7 +261,7 @@ def _keep(tensor: torch.Tensor) -> torch.Tensor:
 
     Before torch 2.13, a node frees its saved tensors once no tensor refers to it, even if Python still does.
     """
-    # Detached: otherwise the segment would hold the graph between its calls, which holds the segment.
+    # Detached: otherwise the segment and the graph between its calls would refer to each other.
     anchor = torch.empty(0, requires_grad=True)
     keeper: torch.Tensor = _Keep.apply(anchor, tensor if tensor.is_leaf else tensor.detach())  # type: ignore[no-untyped-call]
     return keeper

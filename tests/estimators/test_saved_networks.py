@@ -303,31 +303,31 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a later format": (_edit(lambda text: text.update(format_version=2)), "format is 2.*upgrade ringspark"),
     "a function of Python": (
         _first_step("os.system", ["true"]),
-        "asks for 'os.system', which is no operator",
+        "uses 'os.system', which is not an allowed operator",
     ),
     "an operator that opens files": (
         _first_step("aten.from_file.default", ["/etc/passwd"]),
-        "asks for 'aten.from_file.default', which is no operator",
+        "uses 'aten.from_file.default', which is not an allowed operator",
     ),
     "an operator that skips checks": (
         _first_step("aten._sparse_coo_tensor_unsafe.default", [{"at": 0}, {"at": 0}, [4]]),
-        "asks for 'aten._sparse_coo_tensor_unsafe.default', which is no operator",
+        "uses 'aten._sparse_coo_tensor_unsafe.default', which is not an allowed operator",
     ),
     "an operator that writes into a tensor": (
         _first_step("aten.add_.Tensor", [{"at": 0}, {"at": 0}]),
-        "asks for 'aten.add_.Tensor', which is no operator",
+        "uses 'aten.add_.Tensor', which is not an allowed operator",
     ),
     "an operator that writes where it is told": (
         _first_step("aten.add.out", [{"at": 0}, {"at": 0}]),
-        "asks for 'aten.add.out', which is no operator",
+        "uses 'aten.add.out', which is not an allowed operator",
     ),
     "a sparse tensor": (
         _first_step("aten.zeros.default", [[4], None, {"layout": "sparse_coo"}]),
-        "the layout torch.sparse_coo, which no program may",
+        "the layout torch.sparse_coo, which is not allowed",
     ),
     "a sparse tensor by a number": (
         _first_step("aten.zeros.default", [[4], None, 1]),
-        "the layout 1, which no program may",
+        "the layout 1, which is not allowed",
     ),
     "a quantized tensor": (
         _edit(lambda text: text["tensors"][0].update(dtype="qint8")),
@@ -363,9 +363,9 @@ def test_a_damaged_program_is_refused_in_one_sentence(own: Any, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"transformers": "pipeline"}, "has no network 'pipeline'; take the version"),
-        ({"transformers": "os.system"}, "has no network 'os.system'; take the version"),
-        ({"attention": "somebody/kernels"}, "attention 'somebody/kernels' of Bert.* is none of"),
+        ({"transformers": "pipeline"}, "has no network 'pipeline'; use the version"),
+        ({"transformers": "os.system"}, "has no network 'os.system'; use the version"),
+        ({"attention": "somebody/kernels"}, "attention of Bert.* must be one of .*, got 'somebody/kernels'"),
         ({"config": {"auto_map": {"AutoModel": "x"}}}, "names 'auto_map', which may fetch code or weights"),
         ({"config": {"model_args": {"depth": 3}}}, "names 'model_args', which may fetch code"),
         ({"transformers": "TimmWrapperModel"}, "TimmWrapperModel builds its network by timm, which may"),
@@ -475,5 +475,5 @@ def test_a_branch_on_the_length_is_no_program() -> None:
 
     column = Column(name="text", kind=AsLongAsTheLongest(dtype="int64", length=32))
     inputs = [ModelInput(column=column, part=part) for part in (".ids", ".mask")]
-    with pytest.raises(NoProgramError, match="something else for 2 rows of length 9"):
+    with pytest.raises(NoProgramError, match="different results for 2 rows of length 9"):
         record_module(Branching().eval(), inputs)

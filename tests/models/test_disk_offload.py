@@ -196,7 +196,7 @@ def test_a_weight_that_is_used_from_a_list_is_refused_unless_it_is_kept() -> Non
     kept = Memory(whole.state_dict(), small=64).fill(copy_to_meta(whole))
     assert torch.equal(kept(rows), whole(rows))
     for small in (0, 32):
-        with pytest.raises(ValueError, match=r"keeps beside its parameters and buffers, in a list"):
+        with pytest.raises(ValueError, match=r"uses a weight from a list"):
             Memory(whole.state_dict(), small).fill(copy_to_meta(whole))(rows)
 
 
@@ -207,7 +207,7 @@ def test_a_weight_that_the_state_dict_changes_is_refused() -> None:
             destination[f"{prefix}bias"] = self.bias
 
     module = copy_to_meta(Packed(2, 2))
-    with pytest.raises(ValueError, match="does not hold 'weight' of its Packed as it is"):
+    with pytest.raises(ValueError, match="does not hold 'weight' of its Packed unchanged"):
         offload_to_disk(module, Memory(Packed(2, 2).state_dict()))
 
 

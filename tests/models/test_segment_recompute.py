@@ -455,5 +455,5 @@ def test_blocks_called_from_outside_of_the_network_are_recomputed_too(count_byte
 
 
 def test_a_bare_list_has_no_pass_to_cut() -> None:
-    with pytest.raises(ValueError, match="needs to see where a pass over the blocks ends"):
+    with pytest.raises(ValueError, match="needs a network with a forward pass"):
         apply_activation_checkpoint(Around(*(CheckpointsItself() for _ in range(4))).blocks, "sqrt")

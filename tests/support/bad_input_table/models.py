@@ -64,10 +64,10 @@ MODELS = [
       "network of 'model' cannot be loaded: model.program.json .* is missing", "save the stage again"),
     R("load: program with a function of Python",
       lambda p: TorchModel.load(saved_program(p, edited("model.program.json", with_system_call))),
-      "asks for 'os.system', which is no operator that a program may name", "save the stage again"),
+      "uses 'os.system', which is not an allowed operator", "save the stage again"),
     R("load: layer of another torch",
       lambda p: TorchClassifier.load(saved_estimator(p, edited("ringspark.json", with_other_layer))),
-      "torch .* has no layer 'Linear9'", "take the torch it was saved with"),
+      "torch .* has no layer 'Linear9'", "use the torch version that saved it"),
     R("fit: a saved program", lambda p: p.train(model=program_of(p)),
       "model is a saved program, which predicts and cannot be trained", "give a network of its class"),
 ]
