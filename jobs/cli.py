@@ -1,6 +1,6 @@
-"""Code that the jobs share: options, refusals in one sentence, the Spark session, rates.
+"""Shared code of the jobs: options, one-line errors, the Spark session, rates.
 
-Nothing here imports Spark before a job needs it, so `--help` and a misspelt option answer at once.
+Spark is imported only when a job needs it, so `--help` and wrong options answer at once.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ if TYPE_CHECKING:
 
 DEFAULT_ROOT = "artifacts/flights"
 DEFAULT_MASTER = "local[2]"
-# Names of the options' values in the help.
 _INTERRUPTED = 130
-_SHOWN = {"int": "N", "float": "X"}
-# The code that Spark makes for a row of 60 columns is longer than Java compiles without being asked.
+_METAVARS = {"int": "N", "float": "X"}
+# Spark's generated code for a row of 60 columns exceeds Java's default limit for compilation.
 _JAVA_OPTIONS = "-XX:-DontCompileHugeMethods"
 _SUBMIT_OPTIONS = "SPARK_SUBMIT_OPTS"
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
-# In a minute on a few cores, a thorough compiler takes more time than its code saves.
+# In a job of a minute, Java's thorough compiler takes more time than its code saves.
 _SHORT_JAVA_OPTIONS = "-XX:TieredStopAtLevel=1"
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults that say something."""
+    """Omits empty defaults."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False or action.default == []:
@@ -44,26 +43,22 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class JobParser(argparse.ArgumentParser):
-    """Options of one job: the help shows defaults, and a wrong option ends in one line and exit code 2."""
+    """Options of one job: the help shows defaults; a wrong option prints one line and exits with code 2."""
 
-    def __init__(self, prog: str | None = None, description: str | None = None, **words: Any) -> None:
-        words.setdefault("formatter_class", _HelpFormatter)
-        super().__init__(prog=prog, description=description, allow_abbrev=False, **words)
+    def __init__(self, prog: str | None = None, description: str | None = None, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", _HelpFormatter)
+        super().__init__(prog=prog, description=description, allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see --help\n")
 
-    def add_master(self) -> None:
-        """Adds `--master`, which every job that starts Spark takes."""
-        add_master(self)
-
 
 def add_master(parser: argparse.ArgumentParser) -> None:
-    """Adds `--master`, which every job that starts Spark takes."""
+    """Adds `--master`, for jobs that start Spark."""
     parser.add_argument(
         "--master",
         metavar="URL",
-        help=f"Spark master; without it spark-submit's, the running session's, or {DEFAULT_MASTER}",
+        help=f"Spark master; default: spark-submit's, the running session's, or {DEFAULT_MASTER}",
     )
 
 
@@ -74,69 +69,66 @@ def main(
     *,
     refused: int = 1,
 ) -> int:
-    """Parses the options and runs the job, or the command that `command_run` names.
+    """Parses the options and runs the job.
 
     Returns:
-        The exit code: 0, or `refused` where the job could not use its input (a ValueError, an OSError or an
-        ImportError, printed as one line). Any other exception is a defect and keeps its traceback.
+        The exit code: 0, or `refused` if the job cannot use its input (ValueError, OSError, ImportError;
+            printed as one line). Any other exception is a defect and keeps its traceback.
     """
     args = parser.parse_args(argv)
-    prog = getattr(args, "command_prog", parser.prog)
     try:
-        getattr(args, "command_run", run)(args)
+        run(args)
         sys.stdout.flush()
+        return 0
     except BrokenPipeError:
-        # As in `ringspark runs list URI | head`. What is left cannot be written at the end either.
+        # As in `ringspark runs list URI | head`. Python's flush at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return _INTERRUPTED
     except KeyboardInterrupt:
-        return _told(prog, "interrupted", _INTERRUPTED)
+        message, code = "interrupted", _INTERRUPTED
     except (ValueError, OSError, ImportError) as error:
-        return _told(prog, str(error), refused)
-    return 0
-
-
-def _told(prog: str, sentence: str, code: int) -> int:
-    print(f"{prog}: error: {' '.join(sentence.split())}", file=sys.stderr)
+        message, code = str(error), refused
+    prog = getattr(args, "command_prog", parser.prog)
+    print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 
-def option(setting: Setting[Any]) -> str:
-    """Returns the option's name, such as "--num-workers"."""
+def option_name(setting: Setting[Any]) -> str:
+    """Returns the name of a setting's option, such as "--num-workers"."""
     return "--" + re.sub("[A-Z]", lambda capital: f"-{capital[0].lower()}", setting.name)
 
 
 def add_setting(parser: Any, setting: Setting[Any], default: Any = None) -> None:
-    """Adds the option of a setting of the estimators, with its words, its default and its refusals.
+    """Adds the option of an estimator's setting, with its description, default and checks.
 
     Args:
-        parser: A parser or a group of its options.
-        default: The job's own; without it the setting's.
+        parser: A parser or an argument group.
+        default: The job's default; None for the setting's.
     """
-    words: dict[str, Any] = {
+    kwargs: dict[str, Any] = {
         "dest": setting.name,
         "default": setting.default if default is None else default,
         "help": setting.words.replace("%", "%%"),
     }
     if setting.kind == "bool":
-        parser.add_argument(option(setting), action="store_true", **words)
+        parser.add_argument(option_name(setting), action="store_true", **kwargs)
         return
 
     def convert(text: str) -> Any:
-        if text == words["default"]:
-            return text  # argparse converts a default too, and asking a registry costs an import of torch
+        if text == kwargs["default"]:
+            return text  # argparse converts defaults too, and a lookup in a registry imports torch
         try:
             return setting.from_text(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     choices = setting.accepts.choices if setting.accepts is not None else ()
-    shown = f"{{{','.join(choices)}}}" if choices else _SHOWN.get(setting.kind, "WORD")
-    parser.add_argument(option(setting), type=convert, metavar=shown, **words)
+    metavar = f"{{{','.join(choices)}}}" if choices else _METAVARS.get(setting.kind, "WORD")
+    parser.add_argument(option_name(setting), type=convert, metavar=metavar, **kwargs)
 
 
 def positive_int(text: str) -> int:
-    """Reads an option's value that must be a whole number of at least 1."""
+    """Parses an integer of at least 1."""
     try:
         value = int(text)
     except ValueError:
@@ -147,7 +139,7 @@ def positive_int(text: str) -> int:
 
 
 def fraction(text: str) -> float:
-    """Reads an option's value that must be above 0 and at most 1."""
+    """Parses a number above 0 and at most 1."""
     try:
         value = float(text)
     except ValueError:
@@ -159,11 +151,7 @@ def fraction(text: str) -> float:
 
 @contextlib.contextmanager
 def spark(app_name: str, master: str | None = None, *, is_short: bool = False) -> Iterator[SparkSession]:
-    """Gives a `with` block a session and stops it at the end, unless it ran before (as in a notebook).
-
-    Args:
-        is_short: See `spark_session`.
-    """
+    """Yields a session, and stops it at the end unless it was running before, as in a notebook."""
     running = _running_session()
     session = spark_session(app_name, master, is_short=is_short)
     try:
@@ -176,26 +164,25 @@ def spark(app_name: str, master: str | None = None, *, is_short: bool = False) -
 def spark_session(app_name: str, master: str | None = None, *, is_short: bool = False) -> SparkSession:
     """Returns the running Spark session, or a new one.
 
-    The master of a new session is the given one; without it spark-submit or SPARK_REMOTE decides, and
-    without these it is `DEFAULT_MASTER` on this machine.
-
     Args:
+        master: Master of a new session; None for the master of spark-submit or SPARK_REMOTE, or else
+            `DEFAULT_MASTER`.
         is_short: Whether a new local session has about a minute of work.
     """
     running = _running_session()
     if running is not None:
         if master is not None:
-            print(f"--master {master} has no effect: a Spark session is running already", file=sys.stderr)
+            print(f"--master {master} has no effect: a Spark session is already running", file=sys.stderr)
         return running
-    # spark-submit starts the JVM first and tells the script its port; its settings hold the master.
+    # spark-submit starts the JVM first and passes its port; its configuration has the master.
     if master is None and "PYSPARK_GATEWAY_PORT" not in os.environ and "SPARK_REMOTE" not in os.environ:
         master = DEFAULT_MASTER
     if master is not None and master.startswith("local"):
-        # Set before the JVM starts, which would look up the host's name: containers often lack one.
+        # The JVM would look up the host's name, which containers often lack.
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    # Said once a file where Spark is older than pandas; the pinned ones are tested together.
+    # Repeated for each file if Spark is older than pandas; the pinned versions are tested together.
     warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
-    # Executors must run this very Python, not the first python3 on the PATH.
+    # Executors must run this Python, not the first python3 on the PATH.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     from pyspark.sql import SparkSession
 
@@ -214,19 +201,19 @@ def spark_session(app_name: str, master: str | None = None, *, is_short: bool = 
         .config("spark.log.level", "ERROR")
         .config("spark.sql.execution.arrow.pyspark.enabled", True)
     )
-    # Before the user's own, because Java takes the later of two. A setting of Spark's would replace his.
+    # Before the user's options, because Java uses the last one. Spark's own setting would replace the user's.
     options = f"{java_options} {os.environ.get(_SUBMIT_OPTIONS, '')}".strip()
     with environment({_SUBMIT_OPTIONS: options or None}):
         return builder.getOrCreate()
 
 
 def print_rate(job: str, rows: int, seconds: float) -> None:
-    """Prints a job's throughput in the one format that all jobs share."""
+    """Prints a job's throughput."""
     print(f"{job}: {rows:,} rows in {seconds:.1f} s, {rows / max(seconds, 1e-9):,.0f} rows/s", flush=True)
 
 
-def size(num_bytes: float) -> str:
-    """Returns a number of bytes as people read it, such as "1.5 MiB"."""
+def format_size(num_bytes: float) -> str:
+    """Formats a number of bytes, such as "1.5 MiB"."""
     for unit in _UNITS[:-1]:
         if num_bytes < 1024:
             return f"{num_bytes:,.0f} bytes" if unit == "bytes" else f"{num_bytes:.1f} {unit}"

@@ -1,11 +1,11 @@
-"""The command `ringspark`: trains by a job file, scores rows, looks at shards and runs.
+"""The command `ringspark`: trains by a job file, scores rows, shows shards and runs.
 
     ringspark train job.yaml
     ringspark runs list /data/runs
     spark-submit --py-files dist/ringspark-0.1.0.zip jobs/command.py train job.yaml
 
-Invariant: help and completion import neither Spark nor torch. So each command is a module whose top imports
-nothing heavy, with `DESCRIPTION`, `add_arguments(parser)` and `run(args)`.
+Each command is a module with `DESCRIPTION`, `add_arguments(parser)` and `run(args)`. Invariant: importing it
+imports neither Spark nor torch, so help and completion are fast.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ COMMANDS = {
     "shards": "shards",
 }
 SHELLS = ("bash", "zsh", "tcsh")
-# Exit code for refused input or options, as in argparse; 1 means a failed training, save or evaluation.
+# Exit code for wrong input or options, as in argparse; 1 means a failed training, save or evaluation.
 REFUSED = 2
-_EPILOG = "ringspark COMMAND --help has the options of a command; docs/jobs.md has examples."
+_EPILOG = "ringspark COMMAND --help shows a command's options; docs/jobs.md has examples."
 
 
 def build_parser() -> cli.JobParser:
-    """Returns the parser of all commands."""
     parser = cli.JobParser("ringspark", "Train PyTorch networks on Spark's rows.", epilog=_EPILOG)
     parser.add_argument("--version", action=_Version, help="print the version and stop")
     parser.add_argument(
@@ -59,36 +58,32 @@ def build_parser() -> cli.JobParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns 0, or `REFUSED` if it refused its input.
+    """Runs one command. Returns 0, or `REFUSED` for wrong input.
 
     Raises:
-        SystemExit: A training, or its save or evaluation, failed; the exit code is 1.
+        SystemExit: A training, save or evaluation failed; the exit code is 1.
     """
-    return cli.main(build_parser(), _nothing, argv, refused=REFUSED)
-
-
-def _nothing(args: argparse.Namespace) -> None:
-    raise AssertionError("every command has its own function")
+    return cli.main(build_parser(), lambda args: args.command_run(args), argv, refused=REFUSED)
 
 
 class _Version(argparse.Action):
-    def __init__(self, option_strings: Sequence[str], dest: str, **words: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **words)
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **kwargs)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         try:
-            found = version("ringspark")
+            text = version("ringspark")
         except PackageNotFoundError:  # shipped by --py-files
-            found = "of an unknown version"
-        print(f"ringspark {found}")
+            text = "of an unknown version"
+        print(f"ringspark {text}")
         parser.exit()
 
 
 class _Completion(argparse.Action):
-    """Prints the script of a shell; shtab writes it from the parser."""
+    """Prints the completion script of a shell, made by shtab."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, **words: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, **words)
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, **kwargs)
 
     def __call__(self, parser: argparse.ArgumentParser, _: Any, shell: Any, *__: Any) -> None:
         if shell not in SHELLS:
@@ -102,14 +97,13 @@ class _Completion(argparse.Action):
         parser.exit()
 
 
-def _complete_files(parser: argparse.ArgumentParser, how: Any) -> None:
-    """Lets the shell complete files where a path may stand."""
+def _complete_files(parser: argparse.ArgumentParser, completer: Any) -> None:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
-                _complete_files(inner, how)
+                _complete_files(inner, completer)
         elif action.metavar in ("FILE", "URI", "ROOT"):
-            action.complete = how  # type: ignore[attr-defined]
+            action.complete = completer  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

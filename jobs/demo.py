@@ -1,4 +1,4 @@
-"""The whole main job: runs etl, train and score in a row, in one Spark session.
+"""Runs etl, train and score in one Spark session.
 
 python jobs/demo.py --root artifacts/flights
 """
@@ -13,20 +13,18 @@ from ringspark.jobs import cli, etl, score, train
 
 
 def build_parser() -> cli.JobParser:
-    """Returns the parser of the job's options."""
     parser = cli.JobParser("demo", "Will a flight arrive over 15 minutes late? ETL, training and scoring.")
     parser.add_argument("--root", default=cli.DEFAULT_ROOT, metavar="URI", help="folder for everything")
     for setting, default in train.FOR_DEMO:
         cli.add_setting(parser, setting, default)
-    parser.add_master()
+    cli.add_master(parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the three jobs, each with the options that it would take by itself."""
     started = time.perf_counter()
-    given = [text for s, _ in train.FOR_DEMO for text in (cli.option(s), str(getattr(args, s.name)))]
-    # One session for all: starting Spark, and compiling its code for a new one, would take as long as a job.
+    given = [text for s, _ in train.FOR_DEMO for text in (cli.option_name(s), str(getattr(args, s.name)))]
+    # One session: starting Spark and compiling its code again would take as long as a job.
     with cli.spark("ringspark demo", args.master, is_short=True):
         etl.run(etl.build_parser().parse_args(["--output", args.root]))
         train.run(train.build_parser().parse_args(["--data", args.root, *given]))

@@ -1,7 +1,6 @@
-"""Docstrings of Python's standard library, and the package of each: real text that every Python has.
+"""A text classification data set: the docstrings of Python's standard library, labelled by package.
 
-A few thousand texts of a few words to a few hundred, in as many classes as are asked for: the packages with
-the most docstrings. Which rows there are depends on the version of Python.
+A few thousand texts of a few words to a few hundred. The rows depend on the version of Python.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-# Tests, and what pip or a distribution has put into the folder.
-_LEFT_OUT = {"test", "tests", "site-packages", "dist-packages"}
+# Tests and installed packages.
+_SKIPPED = {"test", "tests", "site-packages", "dist-packages"}
 _MIN_WORDS = 5
 
 
 def frame(spark: SparkSession, packages: int = 20) -> DataFrame:
-    """Returns the columns `package` and `text` of all rows."""
+    """Returns `rows` as a DataFrame with columns `package` and `text`."""
     return spark.createDataFrame(rows(packages), "package string, text string").coalesce(2)
 
 
 def rows(packages: int = 20) -> list[tuple[str, str]]:
-    """Returns (package, docstring) of the packages that have most, each text once, in a fixed order."""
+    """Returns (package, docstring) of the `packages` largest packages, each text once, in a fixed order."""
     owners: dict[str, str | None] = {}
     for package, text in _docstrings(Path(sysconfig.get_paths()["stdlib"])):
-        # A text that two packages have tells nothing.
+        # A text of two packages has no label.
         owners[text] = package if owners.get(text, package) == package else None
     found = [(package, text) for text, package in owners.items() if package is not None]
     largest = {name for name, _ in Counter(package for package, _ in found).most_common(packages)}
@@ -38,12 +37,11 @@ def rows(packages: int = 20) -> list[tuple[str, str]]:
 
 
 def _docstrings(root: Path) -> Iterator[tuple[str, str]]:
-    """Yields (package, docstring) of all modules, classes and functions below a folder."""
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
         package = parts[0].removesuffix(".py")
-        # Private modules are the insides of public ones.
-        if _LEFT_OUT.intersection(parts) or package.startswith("_"):
+        # Private modules belong to public packages.
+        if _SKIPPED.intersection(parts) or package.startswith("_"):
             continue
         try:
             tree = ast.parse(path.read_bytes())

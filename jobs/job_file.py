@@ -1,18 +1,19 @@
-"""Reads a job file, YAML or JSON, into a dataclass; what is wrong is one sentence with line and key.
+"""Reads a job file, YAML or JSON, into a dataclass; errors are one sentence with line and key.
 
-YAML is read as its version 1.2 means it, which is how most people take it: only `true` and `false` are
-booleans, `1e-3` is a number, and a date is a text. A key that stands twice is refused. A JSON file has the
-same content.
+YAML is version 1.2: only `true` and `false` are booleans, `1e-3` is a number, and a date is a string.
+Duplicate keys are refused.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import reduce
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from ringspark.estimators.names import nearest
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 Path = tuple[str | int, ...]
 
-# Of one file. Repeated anchors could otherwise make a small text a huge job.
+# Limits per file: repeated anchors could expand a small text to a huge job.
 _MOST_VALUES = 100_000
 _DEEPEST = 50
 _SCALARS = {
@@ -30,7 +31,7 @@ _SCALARS = {
     "float": (r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?\.(?:inf|Inf)|\.(?:nan|NaN)", "-+.0123456789"),
     "null": (r"~|null|Null|", "~nN\0"),
 }
-_TYPES = {"str": "a text", "int": "a whole number", "bool": "true or false", "float": "a number"}
+_TYPES = {"str": "a string", "int": "a whole number", "bool": "true or false", "float": "a number"}
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class JobFile:
 
     Attributes:
         name: Name of the file, for messages.
-        tree: What it holds.
-        lines: Line of each key and entry, as far as known.
-        changes: Places of the values that do not stand in the file, see `changed`.
+        tree: Content of the file.
+        lines: Line of each key and entry, if known.
+        changes: Paths of the values that `set_value` changed.
     """
 
     name: str
@@ -51,28 +52,28 @@ class JobFile:
 
     @classmethod
     def parse(cls, name: str, text: str) -> JobFile:
-        """Parses the text of a file; as JSON if its name ends so, else as YAML.
+        """Parses the text of a file: JSON if the name ends in .json, else YAML.
 
         Raises:
-            ValueError: It is not such a text, or pyyaml is missing.
+            ValueError: The text is wrong, or pyyaml is missing.
         """
         if name.endswith(".json"):
             try:
-                tree = json.loads(text, object_pairs_hook=_distinct)
+                tree = json.loads(text, object_pairs_hook=_refuse_duplicates)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{name}, line {error.lineno}: this is no JSON: {error.msg}") from None
+                raise ValueError(f"{name}, line {error.lineno}: this is not JSON: {error.msg}") from None
             except RecursionError:
                 raise ValueError(f"{name} is nested too deeply") from None
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-            # Nearly all JSON is YAML as well, whose parser knows the lines.
+            # Nearly all JSON is also YAML, and the YAML parser gives line numbers.
             with suppress(ValueError):
                 return cls(name, tree, _parse_yaml(name, text).lines)
             return cls(name, tree)
         return _parse_yaml(name, text)
 
     def error(self, path: Path, sentence: str) -> ValueError:
-        """Returns the error for a place of the file: that of the key, or of the nearest one around it."""
+        """Returns an error with the line of the key at `path`, or of the nearest enclosing key."""
         for change in self.changes:
             if path[: len(change)] == change:
                 return ValueError(f"--set {'.'.join(map(str, change))}: {sentence}")
@@ -81,18 +82,11 @@ class JobFile:
                 return ValueError(f"{self.name}, line {self.lines[path[:length]]}: {sentence}")
         return ValueError(f"{self.name}: {sentence}")
 
-    def at(self, path: Path) -> Any:
-        """Returns the value in a place that is there."""
-        value = self.tree
-        for key in path:
-            value = value[key]
-        return value
-
-    def changed(self, assignment: str) -> JobFile:
+    def set_value(self, assignment: str) -> JobFile:
         """Returns the file with one value changed by KEY=VALUE, such as "params.epochs=3".
 
         Raises:
-            ValueError: It is no assignment, or its key leads through a value that has no keys.
+            ValueError: This is no assignment, or an enclosing value has no keys.
         """
         dotted, equals, text = assignment.partition("=")
         keys = dotted.split(".")
@@ -105,36 +99,36 @@ class JobFile:
                 inner[key] = {}
             inner = inner[key]
             if not isinstance(inner, dict):
-                raise ValueError(f"--set {dotted}: {'.'.join(keys[:number])} has no keys, it is {inner!r}")
-        inner[keys[-1]] = _value_of(text)
+                raise ValueError(f"--set {dotted}: {'.'.join(keys[:number])} has no keys, but is {inner!r}")
+        inner[keys[-1]] = _parse_value(text)
         path = tuple(keys)
         kept = {place: line for place, line in self.lines.items() if place[: len(path)] != path}
         return JobFile(self.name, tree, kept, (path, *self.changes))
 
 
 def read_section(file: JobFile, kind: type[T], path: Path = ()) -> T:
-    """Returns the dataclass of a part of the file, and of the parts in it.
+    """Reads a section of the file, with its subsections, into a dataclass.
 
     Raises:
-        ValueError: A key is unknown or missing, or a value has another type; the message has line and key.
+        ValueError: A key is unknown or missing, or a value has a wrong type; the message has line and key.
     """
-    values, title = file.at(path), ".".join(map(str, path))
+    values, title = reduce(operator.getitem, path, file.tree), ".".join(map(str, path))
     known = {entry.name: entry for entry in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(values, Mapping):
         raise file.error(
-            path, f"{title or 'a job'} must have the keys {_listed(known)}, got {_short(values)}"
+            path, f"{title or 'a job'} must have the keys {', '.join(known)}, got {_shorten(values)}"
         )
     hints, given = get_type_hints(kind), {}
     for key, value in values.items():
         dotted = f"{title}.{key}" if title else str(key)
         if key not in known:
-            hint = nearest(str(key), known) or f"; its keys are {_listed(known)}"
-            raise file.error((*path, key), f"{dotted} is not known to {title or 'a job'}{hint}")
+            hint = nearest(str(key), known) or f"; its keys are {', '.join(known)}"
+            raise file.error((*path, key), f"{title or 'a job'} has no key {key!r}{hint}")
         inner = next((part for part in (hints[key], *get_args(hints[key])) if is_dataclass(part)), None)
         if isinstance(inner, type) and value is not None:
             given[key] = read_section(file, inner, (*path, key))
         else:
-            given[key] = _checked(file, (*path, key), hints[key], value, dotted)
+            given[key] = _check_type(file, (*path, key), hints[key], value, dotted)
     for name, entry in known.items():
         if name not in given and entry.default is MISSING and entry.default_factory is MISSING:
             raise file.error(path, f"{title or 'a job'} must have the key {name!r}; see docs/jobs.md")
@@ -142,14 +136,14 @@ def read_section(file: JobFile, kind: type[T], path: Path = ()) -> T:
 
 
 def yaml_or_json(value: Any) -> str:
-    """Returns a value as the text of a job file: YAML, or JSON where pyyaml is missing."""
+    """Formats a value as a job file: YAML, or JSON if pyyaml is missing."""
     try:
         import yaml
     except ImportError:
         return json.dumps(value, indent=2)
 
     class Dumper(yaml.SafeDumper):
-        """Writes texts plain only where this module reads them as texts."""
+        """Quotes strings that this module would read as another type."""
 
         def ignore_aliases(self, data: Any) -> bool:
             return True
@@ -164,12 +158,12 @@ def _parse_yaml(name: str, text: str) -> JobFile:
         import yaml
     except ImportError:
         raise ValueError(
-            f"{name} is YAML, which needs the package PyYAML; pip install pyyaml, or write the job as JSON, "
-            "in a file whose name ends in .json"
+            f"{name} is YAML, which needs the package PyYAML; pip install pyyaml, or write the job as JSON "
+            "in a .json file"
         ) from None
 
     class Loader(yaml.SafeLoader):
-        """Knows only the scalars of YAML 1.2's core."""
+        """Reads the scalars of YAML 1.2's core schema only."""
 
     Loader.yaml_implicit_resolvers = {}
     _add_resolvers(Loader)
@@ -182,7 +176,7 @@ def _parse_yaml(name: str, text: str) -> JobFile:
         mark = getattr(error, "problem_mark", None)
         place = f"{name}, line {mark.line + 1}" if mark is not None else name
         problem = getattr(error, "problem", None) or error
-        raise ValueError(f"{place}: this is no YAML: {problem}") from None
+        raise ValueError(f"{place}: this is not YAML: {problem}") from None
     except RecursionError:
         raise ValueError(f"{name} is nested too deeply") from None
     return JobFile(name, tree, lines)
@@ -195,9 +189,9 @@ def _add_resolvers(kind: Any) -> None:
 
 
 def _value(name: str, loader: Any, node: Any, path: Path, lines: dict[Path, int]) -> Any:
-    """Returns the value of a node of YAML; notes the lines of all below."""
+    """Returns the value of a YAML node; adds the lines of its keys and entries to `lines`."""
     if len(path) > _DEEPEST or len(lines) > _MOST_VALUES:
-        raise ValueError(f"{name} is larger than any job, or refers to itself")
+        raise ValueError(f"{name} is too large for a job, or refers to itself")
     if node.id == "sequence":
         values = []
         for number, entry in enumerate(node.value):
@@ -210,9 +204,9 @@ def _value(name: str, loader: Any, node: Any, path: Path, lines: dict[Path, int]
     for key_node, entry in node.value:
         key, line = key_node.value, key_node.start_mark.line + 1
         if key_node.id != "scalar":
-            raise ValueError(f"{name}, line {line}: a key must be a text")
+            raise ValueError(f"{name}, line {line}: a key must be a string")
         if key in mapping:
-            raise ValueError(f"{name}, line {line}: {key!r} stands here twice; keep one")
+            raise ValueError(f"{name}, line {line}: {key!r} is a duplicate key; remove one")
         lines[(*path, key)] = line
         mapping[key] = _value(name, loader, entry, (*path, key), lines)
     return mapping
@@ -226,11 +220,11 @@ def _scalar(name: str, loader: Any, node: Any) -> Any:
         return int(node.value)  # 010 is ten, as in YAML 1.2
     if kind in (*_SCALARS, "str"):
         return loader.construct_object(node)
-    raise ValueError(f"{name}, line {node.start_mark.line + 1}: {node.tag} has no meaning in a job")
+    raise ValueError(f"{name}, line {node.start_mark.line + 1}: {node.tag} is not supported in a job")
 
 
-def _checked(file: JobFile, path: Path, hint: Any, value: Any, title: str) -> Any:
-    """Returns a value of the type that a field asks for; a mapping or list is only looked at from outside."""
+def _check_type(file: JobFile, path: Path, hint: Any, value: Any, title: str) -> Any:
+    """Returns the value if it has the field's type; does not check the content of a mapping or list."""
     options = [getattr(option, "__origin__", option) for option in (get_args(hint) or (hint,))]
     if isinstance(getattr(hint, "__origin__", None), type):
         options = [hint.__origin__]
@@ -242,34 +236,30 @@ def _checked(file: JobFile, path: Path, hint: Any, value: Any, title: str) -> An
     if float in options and type(value) is int:
         return float(value)
     if dict in options:
-        raise file.error(path, f"{title} must have keys and values, got {_short(value)}")
+        raise file.error(path, f"{title} must have keys and values, got {_shorten(value)}")
     words = " or ".join(_TYPES[option.__name__] for option in options if option.__name__ in _TYPES)
-    raise file.error(path, f"{title} must be {words}, got {_short(value)}")
+    raise file.error(path, f"{title} must be {words}, got {_shorten(value)}")
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"{key!r} stands there twice; keep one")
+            raise ValueError(f"{key!r} is a duplicate key; remove one")
         found[key] = value
     return found
 
 
-def _value_of(text: str) -> Any:
-    """Reads the value of an assignment: JSON, or the text itself."""
+def _parse_value(text: str) -> Any:
+    """Parses the value of an assignment: JSON, or else the text itself."""
     try:
         value = json.loads(text)
     except ValueError:
         return text
-    # Such as "Infinity", which JSON does not have and Python's reader takes.
+    # Such as "Infinity", which is not JSON, but Python's parser accepts it.
     return text if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _listed(names: Mapping[str, Any]) -> str:
-    return ", ".join(names)
-
-
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = "nothing" if value is None else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

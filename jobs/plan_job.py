@@ -1,9 +1,8 @@
-"""Shows the memory of one training step of a job file's network, without training.
+"""Shows the memory that a training step of a job file needs, without training.
 
     ringspark plan job.yaml --budget 2g
 
-Of shards the manifest tells what the columns are, and no Spark starts. Other rows are looked at as the
-training would write them, but only some of them.
+For shards, the manifest has the columns and no Spark starts. Of other rows a sample is read.
 """
 
 from __future__ import annotations
@@ -20,22 +19,20 @@ from ringspark.jobs import cli, train_job
 if TYPE_CHECKING:
     from ringspark.estimators.memory import MemoryPlan
     from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-    from ringspark.jobs.job_file import JobFile
     from ringspark.pipelines import ShardManifest
 
 DESCRIPTION = "Show the memory that a training step of a job file needs on a worker."
-# So many rows tell the columns' shapes; of lengths that vary, their mean counts.
+# Enough rows for the columns' shapes and the mean of varying lengths.
 _SAMPLED_ROWS = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's options."""
     parser.add_argument("file", metavar="FILE", help="job file, YAML or JSON: a path or a URI")
     train_job.add_changes(parser)
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help="bytes that a worker may take, such as 4g; says what would fit; without it the file's own",
+        help="memory of a worker, such as 4g, to show what would fit; default: params.memoryBudget",
     )
     cli.add_master(parser)
 
@@ -44,14 +41,14 @@ def run(args: argparse.Namespace) -> None:
     """Prints the plan.
 
     Raises:
-        ValueError: The file, or what it names, cannot be used.
+        ValueError: The job is wrong.
     """
     from ringspark.estimators.training.settings.byte_sizes import parse_bytes
 
     file, job = train_job.read_job(args.file, args.set)
     estimator = train_job.make_estimator(file, job)
     budget = parse_bytes(args.budget) if args.budget else estimator.getMemoryBudget()
-    with _described(file, job, estimator, args.master) as (config, objects, manifest):
+    with _open_data(job, estimator, args.master) as (config, objects, manifest):
         plan = _plan(config, objects, manifest, budget)
     print(f"plan: {plan.rows:,} rows per step on each of {config.num_workers} workers")
     print(plan.table())
@@ -74,10 +71,10 @@ def _plan(
 
 
 @contextmanager
-def _described(
-    file: JobFile, job: train_job.TrainJob, estimator: Any, master: str | None
+def _open_data(
+    job: train_job.TrainJob, estimator: Any, master: str | None
 ) -> Iterator[tuple[TrainConfig, UserObjects, ShardManifest]]:
-    """Gives a `with` block the training's config and a manifest that describes its columns."""
+    """Yields the training's config, its objects, and a manifest that describes its columns."""
     from ringspark.pipelines import ShardManifest, storage
 
     if job.data.shards is not None:
@@ -88,8 +85,8 @@ def _described(
     from ringspark.estimators.stages.fit_data import SharedShards
 
     with cli.spark("ringspark plan", master) as spark:
-        rows = train_job.rows_of(spark, job).limit(_SAMPLED_ROWS)
-        # A plan leaves the folder of the run alone.
+        rows = train_job.read_rows(spark, job).limit(_SAMPLED_ROWS)
+        # Without runUri, because a plan must not touch the run folder.
         fit = CheckedFit.of(estimator.copy().setRunUri(None), rows)
         with SharedShards(rows, [fit.data]).shards(fit.data) as manifest:
             yield fit.config, fit.objects, manifest

@@ -1,7 +1,7 @@
-"""The recipes of the flights example: how its network is trained, and the boosting that it has to meet.
+"""Hyperparameters of the flights example: the network, and gradient boosting as its baseline.
 
-Both were chosen by the validation month alone, in equal time, among the recipes of
-tests/benchmarks/flights_tuning.py; nothing in that search reads the test months.
+tests/benchmarks/flights_tuning.py chose both in equal time by the validation month; it never reads the test
+months.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkRecipe:
-    """The entity-embedding network and its training: AdamW, one cycle, batches of 1,024 rows."""
+    """The entity-embedding network, trained by AdamW with a one-cycle schedule."""
 
     hidden: tuple[int, ...] = (128, 64)
     dropout: float = 0.4
@@ -26,7 +26,7 @@ class NetworkRecipe:
     weight_decay: float = 1e-2
 
     def spec(self, members: int, cardinalities: Sequence[int], num_numeric: int) -> ModelSpec:
-        """Returns an ensemble of `members` networks for these columns."""
+        """Returns the spec of an ensemble of `members` networks."""
         from ringspark.models import ModelSpec
 
         return ModelSpec(
@@ -45,7 +45,7 @@ class NetworkRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class BoostingRecipe:
-    """Settings of scikit-learn's `HistGradientBoostingClassifier`, by its own names."""
+    """Arguments of scikit-learn's `HistGradientBoostingClassifier`."""
 
     max_iter: int = 450
     learning_rate: float = 0.05

@@ -1,8 +1,4 @@
-"""Judges predicted probabilities: metrics, a table for the terminal, a page of plots.
-
-All functions but `save_report` and `read_history` are pure: they turn labels and probabilities into numbers
-and a figure.
-"""
+"""Metrics of predicted probabilities, a table for the terminal, and a page of plots."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ CALIBRATION_BINS = 15
 
 
 class Epoch(TypedDict):
-    """One line of a training's history; the validation loss is None where nothing was held out."""
+    """One epoch of a training's history; the validation loss is None without validation rows."""
 
     epoch: int
     train_loss: float
@@ -37,10 +33,10 @@ class Epoch(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """One model's probabilities of class 1, shape (rows,), beside the labels 0 and 1.
+    """One model's probabilities of class 1, and the labels 0 and 1, shape (rows,) each.
 
     Raises:
-        ValueError: If the two differ in length, or the labels hold only one class.
+        ValueError: If the shapes differ, or the labels hold only one class.
     """
 
     name: str
@@ -60,7 +56,7 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Ranking (ROC AUC, average precision: higher is better) and calibration (log loss: lower)."""
+    """ROC AUC and average precision (higher is better), and log loss (lower is better)."""
 
     roc_auc: float
     average_precision: float
@@ -68,7 +64,6 @@ class Metrics:
 
 
 def measure(scored: Scored) -> Metrics:
-    """Computes the metrics of one model with scikit-learn."""
     from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 
     return Metrics(
@@ -79,7 +74,7 @@ def measure(scored: Scored) -> Metrics:
 
 
 def format_table(models: Sequence[Scored]) -> str:
-    """Formats the metrics as aligned text: a header, then one line per model."""
+    """Formats the metrics as an aligned table, one line per model."""
     width = max(len("model"), *(len(scored.name) for scored in models))
     lines = [f"{'model':<{width}}  {'ROC AUC':>8}  {'average precision':>17}  {'log loss':>8}"]
     for scored in models:
@@ -92,10 +87,10 @@ def format_table(models: Sequence[Scored]) -> str:
 
 
 def read_history(uri: str) -> list[Epoch]:
-    """Reads the epochs that the training wrote to `uri` as a JSON list.
+    """Reads a training's history, a JSON list of epochs.
 
     Raises:
-        ValueError: If the file is there but is not such a list.
+        ValueError: If the file has another content.
     """
     try:
         history: Any = json.loads(storage.read_bytes(uri))
@@ -105,14 +100,15 @@ def read_history(uri: str) -> list[Epoch]:
         ]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{uri} is no training history, a JSON list with {', '.join(Epoch.__annotations__)}: {error!r}"
+            f"{uri} must be a training history, a JSON list with {', '.join(Epoch.__annotations__)}: "
+            f"{error!r}"
         ) from error
     return kept
 
 
 def draw_report(models: Sequence[Scored], history: Sequence[Epoch]) -> Figure:
     """Draws three panels: learning curve, ROC curves, calibration with a histogram of the probabilities."""
-    # Unlike pyplot, the class leaves no window, backend or figure behind in this process.
+    # Unlike pyplot, the class leaves no window, backend or figure in this process.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.8), layout="constrained")
@@ -126,7 +122,7 @@ def draw_report(models: Sequence[Scored], history: Sequence[Epoch]) -> Figure:
 
 
 def save_report(uri: str, models: Sequence[Scored], history: Sequence[Epoch]) -> None:
-    """Draws the report and writes it to `uri` as a PNG, whole or not at all."""
+    """Draws the report and writes it to `uri` atomically as a PNG."""
     image = io.BytesIO()
     draw_report(models, history).savefig(image, format="png", dpi=110)
     storage.write_atomic(uri, image.getvalue())
@@ -166,7 +162,7 @@ def _draw_calibration(axes: Axes, models: Sequence[Scored]) -> None:
 
     highest = 0.0
     for scored, color in zip(models, COLORS, strict=False):
-        # All bins hold equally many rows; bins of equal width would hold a handful of rows at the right.
+        # Bins with equal numbers of rows; bins of equal width would have few rows at the right.
         share, predicted = calibration_curve(
             scored.labels, scored.probabilities, n_bins=CALIBRATION_BINS, strategy="quantile"
         )

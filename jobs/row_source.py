@@ -1,4 +1,4 @@
-"""Where a job's rows come from: a table of Spark's catalog, files of a format, or shards."""
+"""Input rows of a job: a table of Spark's catalog, files of a format, or shards."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from urllib.parse import unquote
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-# The formats of files that Spark reads by these names.
+# Names of Spark's file formats.
 FORMATS = ("parquet", "delta", "csv", "json", "orc")
-# The keys of which one must be given.
-_PLACES = ("table", *FORMATS, "shards")
+_LOCATIONS = ("table", *FORMATS, "shards")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +24,12 @@ class RowSource:
 
     Attributes:
         table: Name of a table in Spark's catalog.
-        shards: Folder that `write_shards` has written.
-        options: Options of Spark's reader, such as `header` of CSV.
-        where: Condition in SQL on the rows.
-        inPlace: Whether the workers read the Parquet or Delta files as they are, without a copy.
-        version: Version of the Delta table; unset: the newest.
+        parquet, delta, csv, json, orc: Files of this format.
+        shards: Folder that `write_shards` wrote.
+        options: Options of Spark's reader, such as `header` for CSV.
+        where: SQL filter of the rows.
+        inPlace: Whether the workers read the Parquet or Delta files without copying them to shards.
+        version: Version of the Delta table; None for the newest.
     """
 
     table: str | None = None
@@ -45,23 +45,25 @@ class RowSource:
     version: int | None = None
 
     @property
-    def place(self) -> tuple[str, str]:
-        """The key that says what the rows are, and its value."""
-        ((kind, uri),) = [(name, getattr(self, name)) for name in _PLACES if getattr(self, name) is not None]
+    def location(self) -> tuple[str, str]:
+        """The key of the rows and its value, such as ("parquet", "/data/rows")."""
+        ((kind, uri),) = [
+            (name, getattr(self, name)) for name in _LOCATIONS if getattr(self, name) is not None
+        ]
         return kind, uri
 
-    def problem(self, *, trains: bool = False) -> str:
-        """Returns what refuses this source, a sentence without its subject; empty if it can be used.
+    def find_problem(self, *, trains: bool = False) -> str:
+        """Returns a sentence without subject that says what is wrong; empty if the source can be used.
 
         Args:
-            trains: Whether these rows are trained on, which may be shards or files as they are.
+            trains: Whether these rows are for training, which can read shards and files in place.
         """
-        given = [name for name in _PLACES if getattr(self, name) is not None]
+        given = [name for name in _LOCATIONS if getattr(self, name) is not None]
         if len(given) != 1:
-            return f"must have one of the keys {', '.join(_PLACES)}, got {' and '.join(given) or 'none'}"
-        ((kind, uri),) = [(name, getattr(self, name)) for name in given]
+            return f"must have one of the keys {', '.join(_LOCATIONS)}, got {' and '.join(given) or 'none'}"
+        kind, uri = self.location
         if kind != "table":
-            from ringspark.pipelines import storage  # late, because `--help` does without a store's client
+            from ringspark.pipelines import storage  # late, because `--help` needs no storage client
 
             storage.refuse_secrets(uri)
         if not trains and (kind == "shards" or self.inPlace):
@@ -71,26 +73,23 @@ class RowSource:
         if kind == "shards" or self.inPlace:
             unused = [name for name in ("where", "options") if getattr(self, name)]
             if unused:
-                told = "shards are" if kind == "shards" else "a table inPlace is"
-                return f"cannot have {unused[0]!r}, because {told} read whole; leave it out"
+                subject = "shards are" if kind == "shards" else "a table inPlace is"
+                return f"cannot have {unused[0]!r}, because {subject} read whole; remove it"
         if self.version is not None and kind != "delta":
             return "can have a version only with delta"
         return ""
 
-    def frame(self, spark: SparkSession) -> DataFrame:
-        """Returns the rows as a DataFrame; reads no row yet.
+    def read(self, spark: SparkSession) -> DataFrame:
+        """Returns the rows as a lazy DataFrame.
 
         Raises:
-            ValueError: Spark finds no such table or files, or cannot understand the condition.
+            ValueError: Spark finds no such table or files, or cannot parse the filter.
         """
         from pyspark.errors import AnalysisException, ParseException
 
-        kind, uri = self.place
-        options = {name: str(value).lower() if isinstance(value, bool) else value
-                   for name, value in self.options.items()}  # fmt: skip
-        if self.version is not None:
-            options["versionAsOf"] = self.version
-        quiet_refusals()
+        kind, uri = self.location
+        options = self.options if self.version is None else self.options | {"versionAsOf": self.version}
+        _silence_query_errors()
         try:
             reader = spark.read.options(**options)
             frame = reader.table(uri) if kind == "table" else reader.format(kind).load(uri)
@@ -99,22 +98,18 @@ class RowSource:
             raise ValueError(f"Spark cannot read {kind} {uri!r}: {first_line(error)}") from None
 
     def check_apart(self, spark: SparkSession, output: str) -> None:
-        """Refuses a folder to be written, and first removed, that is, holds or lies in that of the rows.
-
-        Raises:
-            ValueError: See above.
-        """
-        kind, uri = self.place
-        places = [uri]
+        """Raises ValueError if writing to `output`, which may replace the folder, would remove these rows."""
+        kind, uri = self.location
+        uris = [uri]
         if kind == "table" or (kind in FORMATS and re.search(r"[*?\[{]", uri)):
             # Spark finds the files of a table, or of a pattern such as "/data/2024-*".
-            places = [unquote(file) for file in self.frame(spark).inputFiles()]
-        for place in places:
-            check_apart(spark, output, place, "the rows")
+            uris = [unquote(file) for file in self.read(spark).inputFiles()]
+        for each in uris:
+            check_apart(spark, output, each, "the rows")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the source as a job file has it, with its defaults."""
-        kind, uri = self.place
+        """Returns the source as a section of a job file, with defaults."""
+        kind, uri = self.location
         found: dict[str, Any] = {kind: uri, "where": self.where, "options": dict(self.options)}
         if kind in ("parquet", "delta"):
             found["inPlace"] = self.inPlace
@@ -124,38 +119,27 @@ class RowSource:
 
 
 def check_apart(spark: SparkSession, output: str, uri: str, what: str) -> None:
-    """Refuses a folder to be written that is, holds or lies in one that is read.
-
-    Args:
-        what: What lies in `uri`.
-
-    Raises:
-        ValueError: See above.
-    """
+    """Raises ValueError if `output` is, contains or lies in `uri`; `what` names the content of `uri`."""
     from ringspark.pipelines import storage
     from ringspark.pipelines.spark_paths import resolve
 
-    written, read = (
-        _without_links(storage.normalize(resolve(spark, given))).rstrip("/") + "/" for given in (output, uri)
-    )
+    def real_folder(given: str) -> str:
+        folder = storage.normalize(resolve(spark, given))
+        # Other stores have no links.
+        return (os.path.realpath(folder) if storage.is_local(folder) else folder).rstrip("/") + "/"
+
+    written, read = real_folder(output), real_folder(uri)
     if written.startswith(read) or read.startswith(written):
         raise ValueError(f"{output} would be written over {what} in {uri}; give another folder")
 
 
-def _without_links(uri: str) -> str:
-    """Resolves the links of a local path; returns URIs of other stores, which have no links, unchanged."""
-    from ringspark.pipelines import storage
-
-    return os.path.realpath(uri) if storage.is_local(uri) else uri
-
-
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error of Spark's, whose others show its plan."""
+    """Returns the first line of Spark's error; the rest shows its plan."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def quiet_refusals() -> None:
-    """Lets Spark not print a refused query as JSON with a trace; the job says it in one sentence."""
+def _silence_query_errors() -> None:
+    """Stops Spark from printing a refused query as JSON; the job prints one sentence."""
     with suppress(ImportError):  # Spark 3.5 prints none
         from pyspark.logger import PySparkLogger
 

@@ -1,4 +1,4 @@
-"""Writes the report of a training, one HTML page, from its run folder.
+"""Writes the report of a training as one HTML page.
 
 ringspark report /data/runs/one page.html
 """
@@ -11,9 +11,8 @@ DESCRIPTION = "Write the report of a training as one HTML page."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's options."""
-    parser.add_argument("run_uri", metavar="URI", help="run folder; the run may be under way, failed or done")
-    parser.add_argument("path", metavar="FILE", help="the page, on any store")
+    parser.add_argument("run_uri", metavar="URI", help="run folder of a running, failed or finished training")
+    parser.add_argument("path", metavar="FILE", help="HTML file to write, on any store")
 
 
 def run(args: argparse.Namespace) -> None:

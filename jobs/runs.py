@@ -1,11 +1,11 @@
-"""Lists, shows and removes the folders of trainings.
+"""Lists, shows and removes run folders.
 
     ringspark runs list /data/runs
     ringspark runs show /data/runs/one
     ringspark runs remove /data/runs/one
 
-No Spark starts: a path without a scheme is this machine's disk. What fits without `runUri` left behind is
-removed all at once by `ringspark shards runs`.
+No Spark starts: a path without a scheme is on this machine. `ringspark shards runs` removes everything that
+fits without `runUri` left behind.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ if TYPE_CHECKING:
     from ringspark.estimators.run.facts import RunFacts
     from ringspark.estimators.run.listing import ListedRun
 
-DESCRIPTION = "List, show and remove the folders of trainings."
+DESCRIPTION = "List, show and remove run folders."
 _HOUR = 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the commands and their options."""
     commands = parser.add_subparsers(
         dest="what", required=True, metavar="COMMAND", title="commands", parser_class=cli.JobParser
     )
     for name, what, title in (
-        ("list", "list the runs in a folder, the newest last", "folder with run folders in it"),
+        ("list", "list the runs in a folder, the newest last", "folder that contains run folders"),
         ("show", "show settings, epochs and faults of a run", "run folder"),
         ("remove", "remove a run, its checkpoints and weights", "run folder"),
     ):
@@ -38,14 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         added = commands.add_parser(name, help=what, description=sentence)
         added.add_argument("uri", metavar="URI", help=title)
         if name == "show":
-            added.add_argument("--all", action="store_true", help="show all settings, not only those changed")
-            added.add_argument("--logs", action="store_true", help="show what the workers printed, too")
+            added.add_argument("--all", action="store_true", help="show all settings, not only changed ones")
+            added.add_argument("--logs", action="store_true", help="show the workers' output too")
         if name == "remove":
             added.add_argument("--yes", action="store_true", help="remove without asking")
             added.add_argument(
                 "--stopped",
                 action="store_true",
-                help="the driver of this unfinished run is known to have ended, however new its files are",
+                help="declare that the driver of this unfinished run has ended, even if its files are new",
             )
         added.set_defaults(command_prog=added.prog)
 
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     """Runs one command.
 
     Raises:
-        ValueError: The folder holds no run, or the run may be under way.
+        ValueError: The folder is no run folder, or the run may be in progress.
     """
     if args.what == "list":
         _list(args.uri)
@@ -71,7 +70,10 @@ def _list(uri: str) -> None:
     width = max((len(run.name) for run in found), default=0)
     for run in found:
         epochs = f"{run.epochs} epochs" if run.epochs != 1 else "1 epoch"
-        print(f"{run.name:{width}}  {run.state:10}  {epochs:>10}  {_ago(run):>12}  {cli.size(run.num_bytes)}")
+        print(
+            f"{run.name:{width}}  {run.state:10}  {epochs:>10}  {_ago(run):>12}  "
+            f"{cli.format_size(run.num_bytes)}"
+        )
     print(f"runs: {len(found)} in {uri}")
 
 
@@ -88,13 +90,13 @@ def _show(uri: str, *, everything: bool, logs: bool) -> None:
 
     listed, facts = inspect_run(uri), read_run(uri)
     print(f"run      {listed.uri}")
-    print(f"state    {listed.state}, last change {_ago(listed)}, {cli.size(listed.num_bytes)}")
+    print(f"state    {listed.state}, last change {_ago(listed)}, {cli.format_size(listed.num_bytes)}")
     if facts.outcome is not None:
-        done = facts.outcome
-        print(f"trained  {done.rows:,} rows in {done.steps:,} steps and {done.seconds:.1f} s")
-        print(f"model    of epoch {done.model_epoch}")
-        if done.stop_reason is not None:
-            print(f"stopped  {done.stop_reason}")
+        outcome = facts.outcome
+        print(f"trained  {outcome.rows:,} rows in {outcome.steps:,} steps and {outcome.seconds:.1f} s")
+        print(f"model    of epoch {outcome.model_epoch}")
+        if outcome.stop_reason is not None:
+            print(f"stopped  {outcome.stop_reason}")
     elif facts.progress is not None:
         now = facts.progress
         print(f"at       step {now.step:,} of {now.num_steps:,}, epoch {now.epoch} of {now.epochs}")
@@ -110,7 +112,7 @@ def _show_settings(facts: RunFacts, everything: bool) -> None:
 
     if facts.config is None:
         return
-    print("settings" if everything else "settings that are not the defaults")
+    print("settings" if everything else "settings that differ from the defaults")
     for name, setting in sorted(SETTINGS.items()):
         if setting.field and hasattr(facts.config, setting.field):
             value = getattr(facts.config, setting.field)
@@ -123,7 +125,7 @@ def _show_epochs(facts: RunFacts) -> None:
     if not facts.history:
         return
     rows = [record.row() for record in facts.history]
-    # A metric that is 0 in every epoch says something; steps that none was skipped of do not.
+    # A column without values is hidden. A metric that is always 0 is shown; these counts are not.
     dull = {"skipped_steps": (None, 0), "bytes_sent": (None, 0)}
     names = [name for name in rows[0] if any(row.get(name) not in dull.get(name, (None,)) for row in rows)]
     table = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
@@ -134,16 +136,16 @@ def _show_epochs(facts: RunFacts) -> None:
 
 
 def _show_faults(facts: RunFacts) -> None:
-    told = [*facts.problems]
-    told += [f"rank {sign.rank} on {sign.host}: {sign.failure}" for sign in facts.heartbeats if sign.failure]
+    faults = [*facts.problems]
+    faults += [f"rank {sign.rank} on {sign.host}: {sign.failure}" for sign in facts.signs if sign.failure]
     if facts.outcome is not None:
-        told += [f"started again: {reason}" for reason in facts.outcome.restart_reasons]
-        told += [f"resumed from step {step}" for step in facts.outcome.resumed_steps]
-        told += [*facts.outcome.checkpoint_errors, *facts.outcome.non_finite]
+        faults += [f"started again: {reason}" for reason in facts.outcome.restart_reasons]
+        faults += [f"resumed from step {step}" for step in facts.outcome.resumed_steps]
+        faults += [*facts.outcome.checkpoint_errors, *facts.outcome.non_finite]
     elif len(facts.environment.starts) > 1:
-        told.append(f"started {len(facts.environment.starts)} times")
-    print("faults" if told else "faults: none")
-    for line in told:
+        faults.append(f"started {len(facts.environment.starts)} times")
+    print("faults" if faults else "faults: none")
+    for line in faults:
         print(f"  {line}")
 
 
@@ -168,11 +170,13 @@ def _remove(uri: str, *, yes: bool, stopped: bool) -> None:
     run = inspect_run(uri)
     if not yes:
         if not sys.stdin.isatty():
-            raise ValueError(f"{run.uri} is not removed unasked; give --yes")
-        loss = "its weights are only in saved models" if run.state == "finished" else "nothing can be resumed"
-        answer = input(f"Remove {run.uri}, {run.state}, {cli.size(run.num_bytes)}? Then {loss}. [y/N] ")
+            raise ValueError(f"{run.uri} is not removed without confirmation; give --yes")
+        loss = "its weights are only in saved models" if run.state == "finished" else "it cannot be resumed"
+        answer = input(
+            f"Remove {run.uri}, {run.state}, {cli.format_size(run.num_bytes)}? Then {loss}. [y/N] "
+        )
         if answer.strip().lower() not in ("y", "yes"):
             print("runs: nothing removed")
             return
     run = remove_run(uri, stopped=stopped)
-    print(f"runs: {cli.size(run.num_bytes)} freed, {run.uri} removed")
+    print(f"runs: {cli.format_size(run.num_bytes)} freed, {run.uri} removed")

@@ -1,10 +1,10 @@
-"""Predicts the test rows with the saved pipeline, and compares it with gradient boosting.
+"""Predicts the test rows with the saved pipeline, and compares the network with gradient boosting.
 
     python jobs/score.py --data artifacts/flights
     spark-submit --py-files dist/ringspark-0.1.0.zip jobs/score.py --data s3a://bucket/flights
 
-The job reads `model`, `test`, `shards` and `history.json` below `--data`, and writes `predictions`
-(Parquet) and `report.png`. It trains the baseline in the same run, on the encoded rows of the network.
+The job reads `model`, `test`, `shards` and `history.json` below `--data`, and writes `predictions` (Parquet)
+and `report.png`. It trains the baseline on the same encoded rows.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ KEYS = ("time_hour", "carrier", "flight", "origin", "dest")
 
 
 def build_parser() -> cli.JobParser:
-    """Returns the parser of the job's options."""
     parser = cli.JobParser("score", "Predict the test rows with the saved pipeline and report how well.")
-    parser.add_argument("--data", default=cli.DEFAULT_ROOT, metavar="URI", help="folder of etl and train")
-    parser.add_argument("--model", metavar="URI", help="saved pipeline; without it DATA/model")
-    parser.add_argument("--test", metavar="URI", help="rows to predict; without it DATA/test")
-    parser.add_argument("--output", metavar="URI", help="Parquet folder; without it DATA/predictions")
-    parser.add_argument("--report", metavar="URI", help="PNG file; without it DATA/report.png")
     parser.add_argument(
-        "--history", metavar="URI", help="epochs of the training; without it DATA/history.json"
+        "--data", default=cli.DEFAULT_ROOT, metavar="URI", help="output folder of etl and train"
     )
+    parser.add_argument("--model", metavar="URI", help="saved pipeline; default: DATA/model")
+    parser.add_argument("--test", metavar="URI", help="rows to predict; default: DATA/test")
+    parser.add_argument("--output", metavar="URI", help="Parquet folder; default: DATA/predictions")
+    parser.add_argument("--report", metavar="URI", help="PNG file; default: DATA/report.png")
+    parser.add_argument("--history", metavar="URI", help="epochs of the training; default: DATA/history.json")
     parser.add_argument(
         "--baseline",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="train scikit-learn's gradient boosting on the same rows to compare with",
+        help="train scikit-learn's gradient boosting on the same rows for comparison",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the baseline")
-    parser.add_master()
+    parser.add_argument("--seed", type=int, default=0, help="seed of the baseline")
+    cli.add_master(parser)
     return parser
 
 
@@ -67,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     with cli.spark("ringspark score", args.master) as spark:
         from pyspark.ml import PipelineModel
 
-        where = _places(args, spark)
+        where = _resolve_uris(args, spark)
         for name, job in (("model", "train"), ("test", "etl")):
             if not storage.exists(where[name]):
                 raise ValueError(f"no {name} at {where[name]}; run jobs/{job}.py first, or give --{name}")
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
         started = time.perf_counter()
         _predict(model, test).write.mode("overwrite").parquet(where["output"])
         seconds = time.perf_counter() - started
-        # The report describes the written predictions; the DataFrame would predict a second time.
+        # Read the written predictions; the DataFrame would predict again.
         written = spark.read.parquet(where["output"]).select("label", "probability").toPandas()
         models = [
             report.Scored(
@@ -97,8 +96,8 @@ def run(args: argparse.Namespace) -> None:
     print(f"score: predictions in {where['output']}, report in {where['report']}")
 
 
-def _places(args: argparse.Namespace, spark: SparkSession) -> dict[str, str]:
-    """Returns the URI of each thing that the job reads or writes."""
+def _resolve_uris(args: argparse.Namespace, spark: SparkSession) -> dict[str, str]:
+    """Returns the URI of each input and output."""
     root = resolve(spark, args.data)
     return {
         name: resolve(spark, given) if given else storage.join(root, default)
@@ -122,7 +121,7 @@ def _predict(model: PipelineModel, test: DataFrame) -> DataFrame:
 
 
 def _encode(model: PipelineModel, test: DataFrame) -> dict[str, npt.NDArray[Any]]:
-    """Encodes the test rows for the network: runs every stage but the last."""
+    """Encodes the test rows by all stages except the network."""
     from pyspark.ml import PipelineModel
     from pyspark.ml.functions import vector_to_array
     from pyspark.sql import functions as F
@@ -134,7 +133,7 @@ def _encode(model: PipelineModel, test: DataFrame) -> dict[str, npt.NDArray[Any]
 
 
 def read_split(manifest: ShardManifest, split: Literal["train", "validation"]) -> dict[str, npt.NDArray[Any]]:
-    """Reads the encoded rows of one split, whole, as one array a column."""
+    """Reads the encoded rows of one split, one array per column."""
     reader = open_reader(manifest.select(split), engine="arrow", shuffle=False, batch_size=16_384)
     batches = list(reader.batches(0))
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
@@ -149,16 +148,16 @@ def train_boosting(recipe: recipes.BoostingRecipe, rows: dict[str, npt.NDArray[A
 
 
 def boosting_matrix(rows: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
-    """Joins the columns as numbers, shape (rows, features).
+    """Concatenates the columns as numbers, shape (rows, features).
 
-    Category indices go in as numbers too, commonest first. On the validation month that beat boosting's own
-    handling of categories, and the network has to meet the stronger baseline.
+    Category indices are numbers too, by decreasing frequency: on the validation month this beat boosting's
+    own handling of categories.
     """
     return np.hstack([rows["categorical"].astype(np.float32), rows["numeric"]])
 
 
 def _score_boosting(manifest: ShardManifest, encoded: dict[str, npt.NDArray[Any]], seed: int) -> Any:
-    """Trains on the training split, on the driver, and scores the encoded test rows."""
+    """Trains on the training split on the driver, and scores the encoded test rows."""
     from ringspark.jobs import report
 
     train = read_split(manifest, "train")

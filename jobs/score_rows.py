@@ -1,4 +1,4 @@
-"""Predicts rows with a saved model, or with a saved pipeline that ends in one.
+"""Predicts rows with a saved model or pipeline.
 
 ringspark score /data/model --parquet /data/new --output /data/predictions
 """
@@ -20,24 +20,23 @@ _MODELS = ("TorchClassificationModel", "TorchRegressionModel", "TorchModel")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's options."""
     parser.add_argument("model", metavar="URI", help="saved pipeline, such as save.model of a job file")
-    rows = parser.add_argument_group("rows, by one of these").add_mutually_exclusive_group(required=True)
+    rows = parser.add_argument_group("rows, one of these").add_mutually_exclusive_group(required=True)
     for kind in FORMATS:
         rows.add_argument(f"--{kind}", metavar="URI", help=f"files of the format {kind}")
     rows.add_argument("--table", metavar="NAME", help="table of Spark's catalog")
-    parser.add_argument("--where", metavar="SQL", help="condition on the rows")
+    parser.add_argument("--where", metavar="SQL", help="filter of the rows")
     parser.add_argument(
         "--option",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="option of Spark's reader, such as header=true of CSV; may be given several times",
+        help="option of Spark's reader, such as header=true for CSV; can be repeated",
     )
     parser.add_argument("--output", metavar="URI", required=True, help="Parquet folder for the predictions")
-    parser.add_argument("--overwrite", action="store_true", help="replace the folder if it is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing folder")
     parser.add_argument(
-        "--columns", metavar="A,B", help="columns to write, predictions included; without it all"
+        "--columns", metavar="A,B", help="columns to write, including predictions; default: all"
     )
     cli.add_master(parser)
 
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     """Predicts and writes. Runs on the driver.
 
     Raises:
-        ValueError: Model, rows or output cannot be used.
+        ValueError: The model, rows or output are wrong.
     """
     source = _source(args)
     with cli.spark("ringspark score", args.master) as spark:
@@ -62,7 +61,7 @@ def _source(args: argparse.Namespace) -> RowSource:
         options[key] = value
     (kind,) = [name for name in (*FORMATS, "table") if getattr(args, name) is not None]
     source = RowSource(where=args.where, options=options, **{kind: getattr(args, kind)})
-    source.problem()  # refuses a password in a URI
+    source.find_problem()  # refuses a password in a URI
     return source
 
 
@@ -73,12 +72,11 @@ def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> 
     storage.refuse_secrets(args.output)
     output = resolve(spark, args.output)
     if not args.overwrite and storage.exists(output):
-        raise ValueError(f"--output {output} is there; give --overwrite or another folder")
+        raise ValueError(f"--output {output} exists; give --overwrite or another folder")
     source.check_apart(spark, output)
     check_apart(spark, output, args.model, "the model")
-    model = _loaded(resolve(spark, args.model))
-    scored = model.transform(source.frame(spark))
-    scored = _chosen(scored, args.columns)
+    model = _load_model(resolve(spark, args.model))
+    scored = _select(model.transform(source.read(spark)), args.columns)
     started = time.perf_counter()
     scored.write.mode("overwrite" if args.overwrite else "error").parquet(output)
     seconds = time.perf_counter() - started
@@ -87,8 +85,8 @@ def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> 
     cli.print_rate("score", rows, seconds)
 
 
-def _loaded(uri: str) -> Any:
-    """Returns the saved pipeline, or the saved model alone."""
+def _load_model(uri: str) -> Any:
+    """Returns the saved pipeline or model."""
     from pyspark.ml import PipelineModel
 
     from ringspark import estimators
@@ -105,7 +103,7 @@ def _loaded(uri: str) -> Any:
     return getattr(estimators, kind).load(uri)
 
 
-def _chosen(scored: DataFrame, columns: str | None) -> DataFrame:
+def _select(scored: DataFrame, columns: str | None) -> DataFrame:
     if columns is None:
         return scored
     from pyspark.errors import AnalysisException

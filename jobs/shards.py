@@ -1,4 +1,4 @@
-"""Lists, describes, verifies and removes shards, caches of shards, and runs that fits left behind.
+"""Lists, describes, verifies and removes shards, shard caches, and runs that fits left behind.
 
     python -m ringspark.jobs.shards list /data/cache
     python -m ringspark.jobs.shards describe /data/shards
@@ -6,8 +6,7 @@
     python -m ringspark.jobs.shards remove /data/cache 3f2a
     python -m ringspark.jobs.shards runs /data/storage --remove-older-than 24
 
-A cache is a folder that `cached_shards` writes to; runs are what fits leave in the folder of their runs. The
-job starts no Spark: a path without a scheme is this machine's disk.
+`cached_shards` writes a cache. The job starts no Spark: a path without a scheme is on this machine.
 """
 
 from __future__ import annotations
@@ -21,37 +20,34 @@ from ringspark.jobs import cli
 if TYPE_CHECKING:
     from ringspark.estimators.run.stored_runs import StoredRun
 
-DESCRIPTION = "Look at shards, and at caches of them."
+DESCRIPTION = "Show, verify and remove shards and shard caches."
 
 
 def build_parser() -> cli.JobParser:
-    """Returns the parser of the job's options."""
     parser = cli.JobParser("shards", DESCRIPTION)
     add_arguments(parser)
     return parser
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the commands and their options."""
-    # The parsers of the commands take none of the job's own arguments, hence the plain class.
     commands = parser.add_subparsers(
         dest="what", required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser
     )
     for command, argument, what in (
         ("list", "root", "show the entries of a cache"),
         ("describe", "uri", "show splits, columns and ranges of shards"),
-        ("verify", "uri", "check that every file is there, with the rows that the manifest says"),
+        ("verify", "uri", "check that every file exists and has the rows that the manifest lists"),
         (
             "runs",
             "root",
-            "show what fits left in the folder of their runs: hours since the last change, state, size",
+            "show the runs that fits left behind: hours since the last change, state, size",
         ),
         ("remove", "root", "remove an entry of a cache, or all"),
     ):
         added = commands.add_parser(
             command, help=what, description=f"{what[0].upper()}{what[1:]}.", allow_abbrev=False
         )
-        # A wrong option ends in one line, like the job's own refusals.
+        # A wrong option prints one line, like the job's own errors.
         added.error = parser.error  # type: ignore[method-assign]
         added.add_argument(argument, metavar=argument.upper(), help="folder or URI")
         if command == "runs":
@@ -59,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 "--remove-older-than",
                 type=float,
                 metavar="HOURS",
-                help="remove what lost its driver and has not changed for so many hours, at least 1",
+                help="remove runs without a driver that have not changed for N hours, at least 1",
             )
             added.add_argument(
                 "--finished", action="store_true", help="remove finished runs too, whose models are saved"
@@ -73,9 +69,9 @@ def run(args: argparse.Namespace) -> None:
     """Runs one command.
 
     Raises:
-        ValueError: The folder holds no shards, they are damaged, or no entry has the key.
+        ValueError: The folder has no shards, they are damaged, or no entry has the key.
     """
-    # Late, because `--help` does without a store's client.
+    # Late, because `--help` needs no storage client.
     from ringspark.estimators.run.stored_runs import list_runs, remove_runs
     from ringspark.pipelines import ShardManifest
     from ringspark.pipelines.reuse.cache_entries import remove_cached
@@ -84,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
         _list(args.root)
     elif args.what == "runs":
         if args.remove_older_than is None and args.finished:
-            raise ValueError("--finished goes with --remove-older-than HOURS")
+            raise ValueError("--finished needs --remove-older-than HOURS")
         if args.remove_older_than is None:
             _print_runs(args.root, list_runs(args.root), "there")
         else:
@@ -92,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
             _print_runs(args.root, removed, "removed")
     elif args.what == "remove":
         freed = remove_cached(args.root, None if args.all else args.key)
-        print(f"shards: {cli.size(freed)} freed in {args.root}")
+        print(f"shards: {cli.format_size(freed)} freed in {args.root}")
     else:
         manifest = ShardManifest.load(args.uri)
         if args.what == "describe":
@@ -108,16 +104,18 @@ def _list(root: str) -> None:
     entries = list_cached(root)
     for entry in entries:
         print(f"{entry.key[:KEY_DIGITS]}  {entry.created or 'unfinished'}  {entry.rows:,} rows  ", end="")
-        print(f"{cli.size(entry.num_bytes)}  {', '.join(entry.columns)}")
+        print(f"{cli.format_size(entry.num_bytes)}  {', '.join(entry.columns)}")
         print(f"  {entry.uri}\n  {entry.plan}")
     total = sum(entry.num_bytes for entry in entries)
-    print(f"shards: {len(entries)} entries, {cli.size(total)} in {root}")
+    print(f"shards: {len(entries)} entries, {cli.format_size(total)} in {root}")
 
 
 def _print_runs(root: str, runs: list[StoredRun], what: str) -> None:
     for run in runs:
-        print(f"{run.idle_seconds / 3600:8.1f} h  {run.state:10}  {cli.size(run.num_bytes)}  {run.uri}")
-    total = cli.size(sum(run.num_bytes for run in runs))
+        print(
+            f"{run.idle_seconds / 3600:8.1f} h  {run.state:10}  {cli.format_size(run.num_bytes)}  {run.uri}"
+        )
+    total = cli.format_size(sum(run.num_bytes for run in runs))
     print(f"shards: {len(runs)} runs and shards, {total} {what} in {root}")
 
 

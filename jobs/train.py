@@ -1,17 +1,15 @@
-"""Trains a network on the encoded shards, and saves it as one pipeline with the features.
+"""Trains the flights network on the shards of jobs/etl.py, and saves it as one pipeline with the features.
 
     python jobs/train.py --data artifacts/flights
     spark-submit --py-files dist/ringspark-0.1.0.zip jobs/train.py --data s3a://bucket/flights
     python jobs/train.py job.yaml
 
-With a job file it trains what that says, see `train_job`; all below is about the flights.
+With a job file it trains by the file, see `train_job`.
 
-The job reads `shards` and `features` below `--data`, as jobs/etl.py wrote them. It writes `model`, a Spark
-ML PipelineModel (features + network), and `history.json`, one entry per epoch.
-
-The training keeps its checkpoints in `runs/current`. After any process of a job died, the same command with
-`--resume` goes on from the last checkpoint, and `--no-resume` starts anew. Without either, the job refuses
-to throw the unfinished run away.
+The job reads `shards` and `features` below `--data`. It writes `model`, a Spark ML PipelineModel (features
+and network), and `history.json`, one entry per epoch. Checkpoints are in `runs/current`. After a failure,
+`--resume` continues from the last checkpoint and `--no-resume` starts again. Without either, the job refuses
+to remove an unfinished run.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from ringspark.jobs import cli, recipes, train_job
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.spark_paths import resolve
 
-# The estimator's settings that are options of the job, each with the default that this data asks for, if any.
+# The estimator's settings that are options of the job, with the job's own defaults.
 FOR_DEMO: tuple[tuple[Setting[Any], Any], ...] = (
     (workers.NUM_WORKERS, 2),
     (training.EPOCHS, recipes.NETWORK.epochs),
@@ -58,31 +56,27 @@ RECOVERY: tuple[tuple[Setting[Any], Any], ...] = (
 
 
 def build_parser() -> cli.JobParser:
-    """Returns the parser of the job's options."""
     parser = cli.JobParser(
         "train",
-        "Train the entity-embedding network on the shards of jobs/etl.py; `train FILE`: by a job.",
+        "Train the flights network on the shards of jobs/etl.py, or by a job file: `train FILE`.",
     )
-    parser.add_argument("--data", default=cli.DEFAULT_ROOT, metavar="URI", help="folder that etl wrote")
-    parser.add_argument("--output", metavar="URI", help="saved pipeline; without it DATA/model")
+    parser.add_argument("--data", default=cli.DEFAULT_ROOT, metavar="URI", help="output folder of etl")
+    parser.add_argument("--output", metavar="URI", help="saved pipeline; default: DATA/model")
     parser.add_argument(
         "--members", type=cli.positive_int, default=3, help="networks of the ensemble; time grows with it"
     )
     for setting, default in TRAINING:
         cli.add_setting(parser, setting, default)
     recovery_group = parser.add_argument_group("when something fails")
-    recovery_group.add_argument(
-        "--run", metavar="URI", help="folder of this one training; without it DATA/runs/current"
-    )
+    recovery_group.add_argument("--run", metavar="URI", help="run folder; default: DATA/runs/current")
     recovery_group.add_argument(
         "--resume",
         action=argparse.BooleanOptionalAction,
-        help="go on with the run of that folder, or start anew; without either an unfinished run is kept and "
-        "the job refuses to start",
+        help="resume the run of that folder, or start again; default: refuse an unfinished run",
     )
     for setting, default in RECOVERY:
         cli.add_setting(recovery_group, setting, default)
-    parser.add_master()
+    cli.add_master(parser)
     return parser
 
 
@@ -90,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
     """Trains and saves. Runs on the driver.
 
     Raises:
-        ValueError: There is nothing to train on, or an option cannot be used.
+        ValueError: The shards are missing, or an option is wrong.
     """
     from pyspark.ml import PipelineModel
 
@@ -102,8 +96,8 @@ def run(args: argparse.Namespace) -> None:
     with cli.spark("ringspark train", args.master) as spark:
         data = resolve(spark, args.data)
         run_uri = resolve(spark, args.run) if args.run else storage.join(data, "runs", "current")
-        ShardManifest.load(storage.join(data, "shards"))  # before anything is removed
-        remove_old_run(run_uri, args.resume)
+        ShardManifest.load(storage.join(data, "shards"))  # before `make_way` removes an old run
+        make_way(run_uri, args.resume)
         features = PipelineModel.load(storage.join(data, "features"))
         cardinalities, num_numeric = flights.feature_sizes(features)
         estimator = TorchClassifier(
@@ -120,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
         try:
             model = estimator.fitOnShards(storage.join(data, "shards"))
         except WorkerError as error:
-            # The message holds the worker's trace; the driver's is left out.
+            # The message has the worker's traceback; the driver's is omitted.
             raise SystemExit(f"train: error: {error}") from None
         output = resolve(spark, args.output) if args.output else storage.join(data, "model")
         PipelineModel([*features.stages, model]).write().overwrite().save(output)
@@ -132,7 +126,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains by a job file if the first argument names one, else on the flights; returns the exit code."""
+    """Trains by a job file if the first argument is one, else on the flights; returns the exit code."""
     if not argv or argv[0].startswith("-"):
         return cli.main(build_parser(), run, argv)
     parser = cli.JobParser("train", train_job.DESCRIPTION)

@@ -1,11 +1,10 @@
-"""Trains by a job file: data, stage and its Params, where the model goes, on what it is evaluated.
+"""Trains by a job file: data, stage and its Params, output, evaluation.
 
     ringspark train job.yaml
     ringspark train job.yaml --print
     spark-submit --py-files dist/ringspark-0.1.0.zip jobs/command.py train job.yaml
 
-docs/jobs.md has a whole file. The values of `params` are the estimators' settings by their names; what they
-mean, their defaults and their ranges are declared with the settings alone.
+docs/jobs.md has an example. `params` has the estimator's settings by name.
 """
 
 from __future__ import annotations
@@ -28,26 +27,22 @@ if TYPE_CHECKING:
     from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 
 DESCRIPTION = "Train by a job file and save the model."
-# Spark's prefix of a refused value.
-_SPARKS_WORDS = re.compile(r'^Invalid param value given for param "\w+"\. ')
+_SPARK_PREFIX = re.compile(r'^Invalid param value given for param "\w+"\. ')
 STAGES = ("TorchClassifier", "TorchRegressor", "TorchEstimator")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """Where the model goes, as a Spark ML PipelineModel that has the features too."""
+    """Folder of the saved Spark ML PipelineModel, which includes the features."""
 
     model: str
     overwrite: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """Rows that the model is evaluated on, by the Param `metrics`.
-
-    Attributes:
-        output: JSON file for the metrics; unset: they are only printed.
-    """
+class EvaluationSection:
+    """Rows on which the model is evaluated, by the Param `metrics`; `output` is a JSON file for the
+    results."""
 
     data: RowSource
     output: str | None = None
@@ -58,8 +53,8 @@ class TrainJob:
     """The content of a job file.
 
     Attributes:
-        stage: Name of the estimator.
-        features: Columns to compute, by name, each an expression in SQL; they are a part of the model.
+        stage: Class name of the estimator.
+        features: Column name -> SQL expression; the saved model includes them.
         params: The estimator's settings by name.
     """
 
@@ -68,34 +63,32 @@ class TrainJob:
     save: Save
     features: dict[str, Any] = field(default_factory=dict)
     params: dict[str, Any] = field(default_factory=dict)
-    evaluation: Evaluation | None = None
+    evaluation: EvaluationSection | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's options."""
     parser.add_argument("file", metavar="FILE", help="job file, YAML or JSON: a path or a URI")
     add_changes(parser)
     parser.add_argument(
         "--print",
         action="store_true",
-        help="print the job with everything that it leaves to defaults, and stop",
+        help="print the job with all defaults, and stop",
     )
     parser.add_argument(
         "--resume",
         action=argparse.BooleanOptionalAction,
-        help="go on with the run in params.runUri, or start it anew",
+        help="resume the run in params.runUri, or start it again",
     )
     cli.add_master(parser)
 
 
 def add_changes(parser: argparse.ArgumentParser) -> None:
-    """Adds `--set`, which changes values of the file."""
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="change a value of the file, such as params.epochs=3; may be given several times",
+        help="change a value of the file, such as params.epochs=3; can be repeated",
     )
 
 
@@ -103,48 +96,48 @@ def run(args: argparse.Namespace) -> None:
     """Reads the file, trains, saves, evaluates. Runs on the driver.
 
     Raises:
-        ValueError: The file or what it names cannot be used; the message says where and why.
+        ValueError: The job is wrong; the message has the line.
     """
     file, job = read_job(args.file, args.set)
     estimator = make_estimator(file, job)
     if args.print:
-        print(yaml_or_json(resolved(job, estimator)))
+        print(yaml_or_json(_fill_defaults(job, estimator)))
         return
     with cli.spark("ringspark train", args.master) as spark:
         _train(spark, file, job, estimator, args.resume)
 
 
 def read_job(uri: str, changes: Sequence[str] = ()) -> tuple[JobFile, TrainJob]:
-    """Returns a file's content as it stands there, and as the job that it describes.
+    """Reads a job file with changes KEY=VALUE.
 
     Raises:
-        ValueError: The file is missing, or something in it is wrong.
+        ValueError: The file is missing or wrong.
     """
     from ringspark.pipelines import storage
 
     try:
         data = storage.read_bytes(storage.normalize(uri))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise ValueError(f"there is no job file {uri!r}; docs/jobs.md has one to begin with") from None
+        raise ValueError(f"job file {uri!r} does not exist; docs/jobs.md has an example") from None
     except OSError as error:
         raise ValueError(f"the job file {uri!r} cannot be read: {error}") from None
     name = uri.rstrip("/").rpartition("/")[2]
     try:
         file = JobFile.parse(name, data.decode())
     except UnicodeDecodeError:
-        raise ValueError(f"{name} is no text in UTF-8") from None
+        raise ValueError(f"{name} is not UTF-8 text") from None
     for change in changes:
-        file = file.changed(change)
+        file = file.set_value(change)
     job = read_section(file, TrainJob)
     _check(file, job)
     return file, job
 
 
 def make_estimator(file: JobFile, job: TrainJob) -> Any:
-    """Returns the stage of a job with its Params. Needs no Spark session.
+    """Returns the job's estimator with its Params. Needs no Spark session.
 
     Raises:
-        ValueError: A Param is unknown or refuses its value, or two refuse each other.
+        ValueError: A Param is unknown, has a wrong value, or excludes another one.
     """
     from ringspark import estimators
 
@@ -153,33 +146,30 @@ def make_estimator(file: JobFile, job: TrainJob) -> Any:
         try:
             estimator.setParams(**{name: _from_file(name, value)})
         except (TypeError, ValueError) as error:
-            # Spark's own words before ours say nothing more.
-            raise file.error(("params", name), _SPARKS_WORDS.sub("", str(error))) from None
+            raise file.error(("params", name), _SPARK_PREFIX.sub("", str(error))) from None
     try:
         config_of(estimator)
     except ValueError as error:
         raise file.error(("params",), str(error)) from None
     if job.evaluation is not None and not estimator.getMetrics():
-        # Else the evaluation would refuse it, after the training.
-        raise file.error(
-            ("evaluation",), "evaluation needs params.metrics; name some, or leave evaluation out"
-        )
+        # Otherwise the evaluation would fail after the training.
+        raise file.error(("evaluation",), "evaluation needs params.metrics; add some, or remove evaluation")
     return estimator
 
 
 def config_of(estimator: Any) -> tuple[TrainConfig, UserObjects]:
-    """Returns the config of an estimator's training, and the objects that travel beside it.
+    """Returns the training's config and its Python objects.
 
     Raises:
-        ValueError: Its Params refuse each other.
+        ValueError: The Params exclude each other.
     """
     from ringspark.estimators.stages import to_config
 
     return to_config.config_of(estimator, estimator._task, estimator._label_columns())
 
 
-def resolved(job: TrainJob, estimator: Any) -> dict[str, Any]:
-    """Returns the job with everything that it leaves to defaults; it can be written as a job file again."""
+def _fill_defaults(job: TrainJob, estimator: Any) -> dict[str, Any]:
+    """Returns the job as the content of a job file, with all defaults."""
     from ringspark.estimators.stages.declared import values_of
 
     evaluation = job.evaluation
@@ -194,7 +184,7 @@ def resolved(job: TrainJob, estimator: Any) -> dict[str, Any]:
 
 
 def _check(file: JobFile, job: TrainJob) -> None:
-    """Refuses what the types of the keys do not tell."""
+    """Checks what `read_section` does not check."""
     from ringspark.estimators.names import check_name
     from ringspark.pipelines import storage
 
@@ -207,20 +197,21 @@ def _check(file: JobFile, job: TrainJob) -> None:
         (("evaluation", "data"), job.evaluation.data if job.evaluation is not None else None),
     ):
         try:
-            problem = source.problem(trains=path == ("data",)) if source is not None else ""
+            problem = source.find_problem(trains=path == ("data",)) if source is not None else ""
         except ValueError as error:
             raise file.error(path, f"{'.'.join(path)}: {error}") from None
         if problem:
             raise file.error(path, f"{'.'.join(path)} {problem}")
     if job.features and (job.data.shards is not None or job.data.inPlace):
-        told = "shards are" if job.data.shards is not None else "a table inPlace is"
+        subject = "shards are" if job.data.shards is not None else "a table inPlace is"
         raise file.error(
-            ("features",), f"features cannot be computed, because {told} read whole; leave them out"
+            ("features",), f"features cannot be computed, because {subject} read whole; remove them"
         )
     for name, expression in job.features.items():
         if not isinstance(expression, str):
-            sentence = f"features.{name} must be an expression in SQL, got {expression!r}"
-            raise file.error(("features", name), sentence)
+            raise file.error(
+                ("features", name), f"features.{name} must be an SQL expression, got {expression!r}"
+            )
     outputs = {("save", "model"): job.save.model}
     if job.evaluation is not None:
         outputs["evaluation", "output"] = job.evaluation.output or ""
@@ -232,7 +223,7 @@ def _check(file: JobFile, job: TrainJob) -> None:
 
 
 def _from_file(name: str, value: Any) -> Any:
-    """Returns a Param's value from that of a file, where networks and column types are plain data."""
+    """Converts a value of the file to a Param's value: networks and column types from plain data."""
     import torch
 
     from ringspark.estimators.training.settings.data import COLUMNS
@@ -240,24 +231,24 @@ def _from_file(name: str, value: Any) -> Any:
     from ringspark.models import ModelSpec
 
     if name == COLUMNS.name and isinstance(value, dict):
-        return {column: _kind(kind) if isinstance(kind, dict) else kind for column, kind in value.items()}
+        return {c: _column_type(kind) if isinstance(kind, dict) else kind for c, kind in value.items()}
     if name != MODEL.name or not isinstance(value, dict):
         return value
     if "target" not in value or not set(value) <= {"target", "kwargs"}:
         raise ValueError(
-            "model must have the key target, a network's name or 'package.module:Class', and may have the "
-            f"key kwargs, its arguments; got the keys {', '.join(map(str, value))}"
+            "model must have the key target (a network's name or 'package.module:Class') and may have kwargs "
+            f"(its arguments), got {', '.join(map(str, value))}"
         )
     spec = ModelSpec(value["target"], value.get("kwargs"))
     if ":" not in spec.target:
-        # A network of ours needs no memory to say whether it takes these arguments.
+        # Checks the arguments of one of our networks, without memory for weights.
         with torch.device("meta"):
             spec.build()
     return spec
 
 
-def _kind(given: dict[str, Any]) -> Any:
-    """Returns a column type from its name, `kind`, and the attributes that are not its defaults."""
+def _column_type(given: dict[str, Any]) -> Any:
+    """Returns a column type from its name, `kind`, and its attributes, with defaults."""
     from ringspark.pipelines.kinds import KINDS, kind_from_json
 
     kind = KINDS.get(str(given.get("kind")))
@@ -290,7 +281,7 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
     output = resolve(spark, job.save.model)
     if not job.save.overwrite and storage.exists(output):
         raise file.error(
-            ("save", "model"), f"save.model: {output} is there; set save.overwrite or give another"
+            ("save", "model"), f"save.model: {output} exists; set save.overwrite or another folder"
         )
     try:
         for source in (job.data, *([job.evaluation.data] if job.evaluation is not None else [])):
@@ -300,78 +291,70 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
     except ValueError as error:
         raise file.error(("save", "model"), f"save.model: {error}") from None
     if estimator.getRunUri() is None and resume is not None:
-        raise ValueError("--resume and --no-resume are about the run in params.runUri, which is not set")
+        raise ValueError("--resume and --no-resume need a run folder; set params.runUri")
     features = _features(job)
     _check_evaluation(spark, file, job, estimator, features)
     if estimator.getRunUri() is not None:
-        _check_rows(spark, job, estimator, features)  # before a run that is in the way is removed
+        _check_rows(spark, job, estimator, features)  # before `make_way` removes an old run
         resume = resume if resume is not None or not estimator.getResume() else True
         remove_old_run(storage.normalize(resolve(spark, estimator.getRunUri())), resume)
         estimator.setResume(bool(resume))
     try:
         model = _fit(spark, job, estimator, features)
     except WorkerError as error:
-        # The message holds the worker's trace; the driver's is left out.
+        # The message has the worker's traceback; the driver's is omitted.
         raise SystemExit(f"ringspark train: error: {error}") from None
-    # A failure from here on does not mean that the job was refused.
-    told = "the training has finished, but its model could not be saved"
+    # From here on a failure is not wrong input.
+    status = "the training has finished, but its model could not be saved"
     try:
         writer = PipelineModel([*features, model]).write()
         (writer.overwrite() if job.save.overwrite else writer).save(output)
         print(f"train: model saved to {output}")
         cli.print_rate("train", model.summary.rows, model.summary.seconds)
-        told = f"the model is saved to {output}, but its evaluation failed"
+        status = f"the model is saved to {output}, but its evaluation failed"
         if job.evaluation is not None:
             _evaluate(spark, job.evaluation, features, model)
     except (ValueError, OSError, ImportError) as error:
-        raise SystemExit(f"ringspark train: error: {told}: {error}") from None
+        raise SystemExit(f"ringspark train: error: {status}: {error}") from None
 
 
 def _check_evaluation(
     spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, features: list[Transformer]
 ) -> None:
-    """Refuses evaluation rows that the model cannot use, as far as their schema shows.
-
-    Raises:
-        ValueError: Spark cannot read the rows, or they lack a column; the message has line and key.
-    """
+    """Raises ValueError if the schema of the evaluation rows does not fit the model."""
     from ringspark.estimators.checked_fit import check_evaluated
 
     if job.evaluation is None:
         return
     try:
-        check_evaluated(estimator, _with_features(spark, job.evaluation.data, features))
+        check_evaluated(estimator, _add_features(spark, job.evaluation.data, features))
     except ValueError as error:
         raise file.error(("evaluation", "data"), f"evaluation.data: {error}") from None
 
 
 def _check_rows(spark: SparkSession, job: TrainJob, estimator: Any, features: list[Transformer]) -> None:
-    """Refuses rows that cannot be trained on, as far as that is known without reading one.
-
-    Raises:
-        ValueError: See above.
-    """
+    """Raises ValueError if the training will refuse the rows; reads no row."""
     from ringspark.estimators.checked_fit import CheckedFit
     from ringspark.pipelines import ShardManifest
     from ringspark.pipelines.spark_paths import resolve
 
-    kind, uri = job.data.place
+    kind, uri = job.data.location
     if kind == "shards":
         ShardManifest.load(resolve(spark, uri)).verify_files()
-    elif kind != "delta" or not job.data.inPlace:  # which is read without Spark's part for Delta
+    elif kind != "delta" or not job.data.inPlace:  # a Delta table in place needs no Delta package in Spark
         alone = estimator.copy()
         for param in (alone.runUri, alone.resume):
             alone.clear(param)
-        CheckedFit.of(alone, _with_features(spark, job.data, features))
+        CheckedFit.of(alone, _add_features(spark, job.data, features))
 
 
-def rows_of(spark: SparkSession, job: TrainJob) -> DataFrame:
-    """Returns the rows that a job trains on, with its features, unless they are shards.
+def read_rows(spark: SparkSession, job: TrainJob) -> DataFrame:
+    """Returns the training rows with features; not for shards.
 
     Raises:
-        ValueError: Spark cannot read them, or cannot compute the features.
+        ValueError: Spark cannot read the rows, or cannot compute the features.
     """
-    return _with_features(spark, job.data, _features(job))
+    return _add_features(spark, job.data, _features(job))
 
 
 def _features(job: TrainJob) -> list[Transformer]:
@@ -383,10 +366,10 @@ def _features(job: TrainJob) -> list[Transformer]:
     return [SQLTransformer(statement=f"SELECT *, {columns} FROM __THIS__")]
 
 
-def _with_features(spark: SparkSession, source: RowSource, features: list[Transformer]) -> DataFrame:
+def _add_features(spark: SparkSession, source: RowSource, features: list[Transformer]) -> DataFrame:
     from pyspark.errors import AnalysisException, ParseException
 
-    frame = source.frame(spark)
+    frame = source.read(spark)
     try:
         for stage in features:
             frame = stage.transform(frame)
@@ -396,21 +379,23 @@ def _with_features(spark: SparkSession, source: RowSource, features: list[Transf
 
 
 def _fit(spark: SparkSession, job: TrainJob, estimator: Any, features: list[Transformer]) -> Any:
-    kind, uri = job.data.place
+    kind, uri = job.data.location
     if kind == "shards":
         return estimator.fitOnShards(uri)
     if job.data.inPlace:
         return (
             estimator.fitOnParquet(uri) if kind == "parquet" else estimator.fitOnDelta(uri, job.data.version)
         )
-    return estimator.fit(_with_features(spark, job.data, features))
+    return estimator.fit(_add_features(spark, job.data, features))
 
 
-def _evaluate(spark: SparkSession, evaluation: Evaluation, features: list[Transformer], model: Any) -> None:
+def _evaluate(
+    spark: SparkSession, evaluation: EvaluationSection, features: list[Transformer], model: Any
+) -> None:
     from ringspark.pipelines import storage
     from ringspark.pipelines.spark_paths import resolve
 
-    metrics = model.evaluate(_with_features(spark, evaluation.data, features))
+    metrics = model.evaluate(_add_features(spark, evaluation.data, features))
     for name, value in metrics.items():
         print(f"train: {name} {value:.4f}")
     if evaluation.output is not None:

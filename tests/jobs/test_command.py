@@ -17,7 +17,7 @@ import pytest
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.jobs import command
 from ringspark.jobs.row_source import RowSource
-from ringspark.jobs.score_rows import _chosen
+from ringspark.jobs.score_rows import _select
 
 JOB = """stage: TorchRegressor
 data:
@@ -105,11 +105,11 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
         ("batchSize: 16", "batchSize: many", "line 13: batchSize must be a whole number, got 'many'"),
         ("numWorkers: 2", "numWorkers: 0", "line 14: numWorkers must be at least 1, got 0"),
         ("in_features: 1", "in_featurs: 1", "line 8: model 'linear' does not take these arguments"),
-        ("save:", "saves:", "line 17: saves is not known to a job; did you mean 'save'?"),
-        ("  parquet", "  parket", "line 3: data.parket is not known to data; did you mean 'parquet'?"),
+        ("save:", "saves:", "line 17: a job has no key 'saves'; did you mean 'save'?"),
+        ("  parquet", "  parket", "line 3: data has no key 'parket'; did you mean 'parquet'?"),
         ("stage: TorchRegressor", "stage: Torch", "line 1: stage must be one of"),
-        ("runUri:", "labelCol:", "line 15: 'labelCol' stands here twice; keep one"),
-        ("features:", "features", "this is no YAML"),
+        ("runUri:", "labelCol:", "line 15: 'labelCol' is a duplicate key; remove one"),
+        ("features:", "features", "this is not YAML"),
         ("  metrics: [rmse]\n", "", "line 18: evaluation needs params.metrics"),
         ("evaluation:\n  data:\n    parquet", "evaluation:\n  data:\n    shards", "not shards"),
     ],
@@ -164,7 +164,7 @@ def test_runs_are_listed_and_only_what_is_a_run_and_not_in_use_is_removed(tmp_pa
     assert "in use" in states["busy"]
     assert "stopped" in states["dead"]
     for folder, message, options in (
-        (done, "not removed unasked; give --yes", []),
+        (done, "not removed without confirmation; give --yes", []),
         (busy, "its driver may be alive; stop it and give --stopped", ["--yes"]),
         (other, "holds 'thesis.tex', which belongs to no run", ["--yes"]),
         (tmp_path, "is no run folder", ["--yes"]),
@@ -181,7 +181,7 @@ def test_runs_are_listed_and_only_what_is_a_run_and_not_in_use_is_removed(tmp_pa
 
 @pytest.mark.spark
 def test_columns_may_be_written_with_spaces(spark: Any) -> None:
-    assert _chosen(spark.range(1).selectExpr("id as a", "id as b", "id"), " a, b").columns == ["a", "b"]
+    assert _select(spark.range(1).selectExpr("id as a", "id as b", "id"), " a, b").columns == ["a", "b"]
 
 
 @pytest.mark.spark

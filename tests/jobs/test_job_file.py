@@ -31,13 +31,13 @@ def test_numbers_are_those_of_yaml_1_2_and_booleans_are_none() -> None:
 
 
 def test_a_mistake_below_a_changed_key_is_told_of_the_option() -> None:
-    file = JobFile.parse("job.yaml", TEXT).changed("inner.names={}")
+    file = JobFile.parse("job.yaml", TEXT).set_value("inner.names={}")
     assert str(file.error(("inner", "names", "a"), "wrong")) == "--set inner.names: wrong"
     assert str(file.error(("inner", "count"), "wrong")) == "job.yaml, line 2: wrong"
 
 
-def test_a_key_that_stands_twice_in_json_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"job\.json: 'a' stands there twice; keep one"):
+def test_a_duplicate_key_in_json_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"job\.json: 'a' is a duplicate key; remove one"):
         JobFile.parse("job.json", '{"a": 1, "a": 2}')
 
 
@@ -56,6 +56,6 @@ def test_a_key_that_stands_twice_in_json_is_refused() -> None:
     ],
 )
 def test_a_source_of_rows_says_what_refuses_it(source: dict[str, Any], trains: bool, problem: str) -> None:
-    found = RowSource(**source).problem(trains=trains)
+    found = RowSource(**source).find_problem(trains=trains)
     assert problem in found
     assert bool(problem) == bool(found)

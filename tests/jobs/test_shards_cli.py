@@ -91,7 +91,7 @@ def test_runs_are_listed_and_the_dead_are_removed(tmp_path: Path, capsys: pytest
     assert run("runs", str(tmp_path), "--remove-older-than", "0.5") == 1
     assert "may be alive; give 1 hours or more, got 0.5" in capsys.readouterr().err
     assert run("runs", str(tmp_path), "--finished") == 1
-    assert "--finished goes with --remove-older-than HOURS" in capsys.readouterr().err
+    assert "--finished needs --remove-older-than HOURS" in capsys.readouterr().err
 
 
 def test_finished_runs_are_removed_only_if_asked_for(tmp_path: Path) -> None:
