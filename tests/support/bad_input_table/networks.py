@@ -98,7 +98,7 @@ FINETUNING = [
       "freeze leaves no parameter of model Linear", "narrow its patterns"),
     R("lora: no targets", lambda p: p.fit(lora={"rank": 2}), "LoRA needs 'targets'", "it takes rank"),
     R("lora: no such layer", lambda p: unread(p, lora={"rank": 2, "targets": ["*.query"]}),
-      "lora's targets: .* '.*query' matches no linear layer", "they are"),
+      "lora's targets: .* '.*query' matches no linear layer", "the layers are"),
     R("lora: a layer of more than W x + b",
       lambda p: p.train(model=nn.Sequential(Doubled(2, 2)), lora={"rank": 1, "targets": ["*"]}),
       r"lora's targets: layer '0' computes more than W x \+ b", "choose other layers"),
