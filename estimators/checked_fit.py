@@ -172,7 +172,7 @@ class CheckedFit:
                 chooses_micro=not estimator.isSet(estimator.gradientAccumulation),
                 is_here=is_on_driver(conf, remote),
             )
-            run.note(run_layout.PARALLELISM, f"{choice.told}\n")
+            run.note(run_layout.PARALLELISM, f"{choice.explanation}\n")
             training = replace(training, config=choice.config)
             check_memory(training.config)
         check_budget(training.config, objects, manifest, estimator.getMemoryBudget())

@@ -1,4 +1,5 @@
-"""Predicts how a training scales over workers: from a few measurements here, or from numbers of elsewhere."""
+"""Predicts how a training scales over workers, from calibration runs on this machine or from given
+numbers."""
 
 from ringspark.extras.planning.exchange_time import Link
 from ringspark.extras.planning.fit import FORMS, ScalingFit, fit_scaling

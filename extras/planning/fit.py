@@ -1,12 +1,13 @@
-"""`fit_scaling`: from times of a training on a few numbers of workers to those on others.
+"""`fit_scaling`: predicts the time of a training on n workers from measured times on a few numbers of
+workers.
 
-With a constant number of rows per worker and step, n workers take 1/n of the steps, and each step takes the
-computation and an exchange that grows as some form f(n) does:
+With a constant number of rows per worker and step, n workers take 1/n of the steps. A step takes the
+computation and the communication, which grows by a form f(n):
 
     T(n) = (C + K f(n)) / n
 
-Two measured times give C and K; more are fitted by least squares of relative errors. Two times fit every form
-exactly, so they cannot tell which form is right: choose it by how the ranks exchange, or measure a third.
+Two measured times give C and K; more times are fitted by least squares of relative errors. Two times fit
+every form exactly, so choose the form by the algorithm of communication, or measure a third time.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from numbers import Integral
 import numpy as np
 
 from ringspark.estimators.names import check_name
+from ringspark.extras.planning.tables import align_table
 from ringspark.pipelines.notebook_table import notebook_table
 
-# How the exchange grows with the ranks; each is 0 for one rank and 1 for two.
+# Growth of the communication with the ranks; each form is 0 for one rank and 1 for two.
 FORMS: dict[str, Callable[[int], float]] = {
     # Bytes of a ring: 2(n-1)/n of the buffer.
     "ring": lambda n: 2 * (n - 1) / n,
-    # Messages of a ring, and what is done by one rank after the other (Amdahl's serial part).
+    # Messages of a ring, and Amdahl's serial part.
     "latency": lambda n: float(n - 1),
-    # Rounds of a tree; waiting for the slowest of n grows about like it, too.
+    # Rounds of a tree; the wait for the slowest of n ranks grows similarly.
     "tree": lambda n: math.log2(n),
 }
 WORKERS = tuple(2**power for power in range(11))
@@ -36,13 +38,13 @@ _HEADER = ("workers", "time", "efficiency", "measured", "error")
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingFit:
-    """A fitted form; times are in the unit of those measured.
+    """A fitted form; times have the unit of the measured times.
 
     Attributes:
         form: Key of `FORMS`.
         compute: C, the time of one worker.
-        exchange: K, the exchange of two workers over all of one worker's steps.
-        measured: Times that were fitted, by number of workers.
+        exchange: K, the communication time of two workers for all of one worker's steps.
+        measured: Number of workers -> measured time.
     """
 
     form: str
@@ -51,7 +53,7 @@ class ScalingFit:
     measured: Mapping[int, float]
 
     def time(self, workers: int) -> float:
-        """Returns the predicted time on so many workers."""
+        """Returns the predicted time on `workers` workers."""
         return (self.compute + self.exchange * FORMS[self.form](workers)) / workers
 
     def efficiency(self, workers: int) -> float:
@@ -59,18 +61,13 @@ class ScalingFit:
         return self.time(1) / (workers * self.time(workers))
 
     def table(self, workers: tuple[int, ...] = WORKERS) -> str:
-        """Returns a text with a line for each number of workers."""
-        rows = [_HEADER, *self._rows(workers)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-        return "\n".join(
-            "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows
-        )
+        """Returns a table with a line per number of workers."""
+        return align_table(_HEADER, self._rows(workers))
 
     def __str__(self) -> str:
         return self.table()
 
     def _repr_html_(self) -> str:
-        """Returns what a notebook shows."""
         rows = self._rows(WORKERS)
         return notebook_table(f"Fitted: T(n) = (C + K f(n)) / n, f: {self.form}", _HEADER, rows)
 
@@ -78,26 +75,26 @@ class ScalingFit:
         rows: list[tuple[str, ...]] = []
         for n in sorted({*workers, *self.measured}):
             known = self.measured.get(n)
-            told = ("", "") if known is None else (f"{known:.4g}", f"{self.time(n) / known - 1:+.1%}")
-            rows.append((f"{n:,}", f"{self.time(n):.4g}", f"{self.efficiency(n):.3f}", *told))
+            errors = ("", "") if known is None else (f"{known:.4g}", f"{self.time(n) / known - 1:+.1%}")
+            rows.append((f"{n:,}", f"{self.time(n):.4g}", f"{self.efficiency(n):.3f}", *errors))
         return rows
 
 
 def fit_scaling(measured: Mapping[int, float], form: str = "ring") -> ScalingFit:
-    """Fits the time of a training to measured ones.
+    """Fits measured times of a training.
 
-    >>> fit = fit_scaling({1: 399, 2: 214}, form="tree")  # minutes an epoch
+    >>> fit = fit_scaling({1: 399, 2: 214}, form="tree")  # minutes per epoch
     >>> round(fit.time(8)), round(fit.efficiency(8), 2)
     (61, 0.82)
 
     Args:
-        measured: Times by number of workers, of equal work with a constant number of rows per worker and
+        measured: Number of workers -> time of the same work, with a constant number of rows per worker and
             step; at least two.
         form: Key of `FORMS`.
 
     Raises:
-        ValueError: The form is unknown, fewer than two times are usable, or the times grow faster with the
-            workers than the form does.
+        ValueError: The form is unknown, there are fewer than two times, or the times grow faster than the
+            form.
     """
     check_name("form", form, FORMS)
     for workers, time in measured.items():
@@ -110,18 +107,18 @@ def fit_scaling(measured: Mapping[int, float], form: str = "ring") -> ScalingFit
         raise ValueError(f"fit_scaling needs the times of two numbers of workers, got {len(measured)}")
     counts, times = np.array(list(measured)), np.array(list(measured.values()), float)
     grows = np.array([FORMS[form](int(n)) for n in counts])
-    # Divided by the times, so that the errors are relative.
+    # Divided by the times for relative errors.
     left = np.stack([1 / counts, grows / counts], 1) / times[:, None]
     compute, exchange = np.linalg.lstsq(left, np.ones(len(times)), rcond=None)[0]
     if exchange < 0:
-        # Faster than n times one worker: caches, not an exchange.
+        # Superlinear speedup, by caches.
         weights = left[:, 0]
         compute, exchange = float(weights.sum() / np.square(weights).sum()), 0.0
     if compute <= 0:
         raise ValueError(
             f"form {form!r} leaves no time for the computation: from {min(counts)} to {max(counts)} workers "
-            f"the times go from {measured[min(measured)]:g} to {measured[max(measured)]:g}, more than an "
-            "exchange of this form grows; measure one worker too, or choose another form"
+            f"the times go from {measured[min(measured)]:g} to {measured[max(measured)]:g}, more than this "
+            "form grows; measure one worker too, or choose another form"
         )
     known = {int(workers): float(time) for workers, time in measured.items()}
     return ScalingFit(form=form, compute=float(compute), exchange=float(exchange), measured=known)

@@ -1,10 +1,9 @@
-"""Work and depth of each layer, counted from one forward pass on tensors without numbers.
+"""Work and depth of each layer, counted in one forward pass on meta tensors.
 
 Ben-Nun and Hoefler 2019, "Demystifying Parallel and Distributed Deep Learning": work is the number of
-operations, depth the longest chain of operations that need each other, and work / depth how many processors
-could be busy at most. A product of matrices with k terms per element has depth 1 + log2 k, a sum of k numbers
-log2 k, an operation element by element 1. The chain follows the data, so that of two branches the longer one
-counts. The backward pass has about twice the work, and the same depth again.
+operations, depth the longest chain of dependent operations, and work / depth the largest useful number of
+processors. A matrix product with k terms per element has depth 1 + log2 k, a sum of k numbers log2 k, an
+elementwise operation 1. The backward pass has about twice the work, and the same depth again.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ class LayerWork:
     """One layer in one forward pass.
 
     Attributes:
-        name: Name in the network; "" for what the network does beside its layers.
+        name: Name in the network; "" for operations outside of the layers.
         kind: Class of the layer.
         work: Operations for all rows.
-        depth: Operations of the longest chain inside it.
+        depth: Operations of its longest dependency chain.
         parameters: Number of trained values.
     """
 
@@ -51,7 +50,7 @@ class LayerWork:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkWork:
-    """All layers, and the depth of the whole network, which is less than their sum where it branches."""
+    """All layers, and the depth of the whole network, which is below their sum if it branches."""
 
     layers: tuple[LayerWork, ...]
     depth: int
@@ -63,7 +62,7 @@ class NetworkWork:
 
 
 class _Count(TorchDispatchMode):
-    """Follows each tensor's depth, and adds work to the innermost layer that runs."""
+    """Tracks each tensor's depth, and adds work to the innermost running layer."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,7 +71,7 @@ class _Count(TorchDispatchMode):
         self.spans: dict[str, tuple[int, int]] = {}
         self.depth = 0
         self._depths: dict[int, int] = {}
-        # A storage that is gone would lend its number to another one.
+        # Keeps storages alive, so that no two have the same address.
         self._alive: list[Any] = []
 
     def __torch_dispatch__(
@@ -107,7 +106,7 @@ class _Count(TorchDispatchMode):
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             work = int(count(*args, **given, out_val=result))
-            # Each element is a sum of products: two operations a term.
+            # Each element is a sum of products: two operations per term.
             return work, 1 + _log(max(1, work // (2 * max(1, made[0].numel()))))
         most = max((t.numel() for t in taken), default=elements)
         if most > elements > 0:
@@ -124,10 +123,9 @@ def _log(terms: int) -> int:
 
 
 def count_layers(module: nn.Module, inputs: Sequence[torch.Tensor]) -> NetworkWork:
-    """Counts one forward pass.
+    """Counts one forward pass of a copy on `meta`.
 
     Args:
-        module: Left as it is; a copy runs without numbers.
         inputs: Arguments of `forward`, on any device.
     """
     copy = deepcopy(module).to("meta").train()
@@ -135,7 +133,6 @@ def count_layers(module: nn.Module, inputs: Sequence[torch.Tensor]) -> NetworkWo
     names = {layer: name for name, layer in copy.named_modules()}
     handles = []
     for name, layer in copy.named_modules():
-        # What has no parts of its own is a layer; the rest belongs to the module around it.
         handles.append(layer.register_forward_pre_hook(lambda *_, own=name: count.running.append(own)))
         handles.append(layer.register_forward_hook(lambda *_: count.running.pop() and None))
     given = [t.to("meta") for t in inputs]

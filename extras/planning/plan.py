@@ -1,11 +1,10 @@
-"""`plan_scaling`: expected step time, efficiency and cost on 1 to 1,024 workers, before anybody rents them.
+"""`plan_scaling`: predicts step time, efficiency and cost on 1 to 1,024 workers.
 
     step(n) = crowding(n) * (fixed + rows(n) * row + exposed exchange(n))
 
-The first two come from steps of two sizes on one worker, the exchange from sums of two sizes between a few
-ranks, by the closed forms of `exchange_time`. `crowding` is how many ranks share a core of their host.
-Not in it: reading of rows, validation, checkpoints, waiting for a rank that is slower than others, and
-contention for memory among the ranks of a host beyond what the measured gang saw.
+`fixed` and `row` come from steps of two sizes on one worker, `exchange` from all-reduces of two sizes between
+a few ranks and the closed forms of `exchange_time`. `crowding` is the number of ranks per core of a host. Not
+predicted: reading, validation, checkpoints, stragglers, and memory contention beyond the calibration run's.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.columns import BatchColumn, columns_of
 from ringspark.estimators.training.build import build_module
 from ringspark.estimators.training.settings import memory, network, training
-from ringspark.extras.planning.described import described
+from ringspark.extras.planning.calibration import LARGEST_BYTES, SMALL_BYTES, Calibration, calibrate
 from ringspark.extras.planning.exchange_time import Link, hierarchical_seconds, ring_seconds
 from ringspark.extras.planning.fit import WORKERS
 from ringspark.extras.planning.layers import NetworkWork, count_layers
-from ringspark.extras.planning.rehearsal import LARGEST_BYTES, SMALL_BYTES, Rehearsal, rehearse
+from ringspark.extras.planning.planned_config import make_config
 from ringspark.extras.planning.report import Predicted, ScalingPlan
 from ringspark.models import ModelSpec
 
-# The backward pass, behind which an exchange can hide, is about two of three parts of the computation.
+# Share of the backward pass in the computation; it can hide communication.
 _BACKWARD_SHARE = 2 / 3
 
 
@@ -58,36 +57,36 @@ def plan_scaling(
 ) -> ScalingPlan:
     """Predicts the time of a training step on each number of workers.
 
-    What is not given is measured here, in seconds, on `gangSize` processes.
+    A calibration run on `gangSize` processes of this machine measures everything that is not given.
 
     Args:
         model: A spec, or a module, which is not changed.
-        batch: (inputs, labels) of one worker, as `plan_memory` takes them.
+        batch: (inputs, labels) of one worker, as for `plan_memory`.
         workers: Numbers of workers, ascending.
-        rows: Rows per worker and step; None takes the columns' own.
-        batchSize: Rows per step over all workers, which then share them; None gives each worker `rows`.
-        optimizer: Name or factory, as the estimators take it.
-        loss: As the estimators take it; "auto" is cross entropy for integer labels, else mean squared error.
-        stepSeconds: Seconds of a step on one worker for two numbers of rows or more; None measures.
-        link: Between the ranks of a host, or of all where there is no `hostLink`; None measures.
-        hostLink: Between hosts.
-        workersPerHost: Workers of a host; None for all.
+        rows: Rows per worker and step; None for the columns' own.
+        batchSize: Rows per step over all workers; None gives each worker `rows`.
+        optimizer: Name or factory, as for the estimators.
+        loss: As for the estimators; "auto" is cross entropy for integer labels, else mean squared error.
+        stepSeconds: Rows -> seconds of a step on one worker, for at least two numbers of rows; None measures.
+        link: Link between the ranks of a host, or between all ranks without `hostLink`; None measures.
+        hostLink: Link between hosts.
+        workersPerHost: Workers per host; None for all.
         coresPerHost: Workers that a host runs at full speed, its cores or devices; None for all.
-        hierarchical: Whether the ranks of a host sum among themselves first; else one ring goes around.
-        compression: How many times fewer bytes a compressor sends; between hosts only if `hierarchical`.
-        overlap: Share of the exchange that is hidden behind the backward pass, 0 to 1; at most the backward
-            pass's time is. A training measures it: `communication_hidden` in `summary.history`.
-        pricePerWorkerHour: In any currency; None counts worker-seconds.
-        gangSize: Processes that are measured.
-        repeats: Measured rounds, of which the median counts.
+        hierarchical: Whether the ranks of a host reduce first; otherwise one ring connects all ranks.
+        compression: Compression ratio; between hosts only if `hierarchical`.
+        overlap: Share of the all-reduce that the backward pass hides, 0 to 1, at most the backward pass's
+            time. A training measures it: `communication_hidden` in `summary.history`.
+        pricePerWorkerHour: Price in any currency; None counts worker-seconds.
+        gangSize: Processes of the calibration run.
+        repeats: Measured rounds; the median counts.
 
     Raises:
-        ValueError: An argument does not suit; the message says why.
-        WorkerError: A measuring process failed.
+        ValueError: An argument is wrong.
+        WorkerError: A process of the calibration run failed.
     """
     inputs, labels = columns_of(batch, rows)
     own_rows = labels[0].shape[0]
-    workers = _checked(workers, batchSize)
+    workers = _check_workers(workers, batchSize)
     _check_numbers(
         compression=(compression, compression >= 1, "at least 1"),
         overlap=(overlap, 0 <= overlap <= 1, "from 0 to 1"),
@@ -100,19 +99,20 @@ def plan_scaling(
         len(stepSeconds) < 2 or not all(n > 0 and 0 < s < math.inf for n, s in stepSeconds.items())
     ):
         raise ValueError(
-            "stepSeconds must hold the seconds, above 0, of two numbers of rows or more, "
-            f"got {dict(stepSeconds)!r}"
+            f"stepSeconds must map at least two numbers of rows to seconds above 0, got {dict(stepSeconds)!r}"
         )
     if hierarchical and (hostLink is None or workersPerHost is None):
-        raise ValueError("hierarchical=True needs hostLink and workersPerHost, as one host has one level")
-    config, objects = described(
+        raise ValueError(
+            "hierarchical=True needs hostLink and workersPerHost, because one host has one level"
+        )
+    config, objects = make_config(
         model, inputs, labels, optimizer, loss, precision=precision, collective=collective
     )
     module = build_module(config, objects)
     gradient_bytes = num_bytes(p for p in module.parameters() if p.requires_grad)
     if stepSeconds is None or link is None:
         largest = max(own_rows, math.ceil((batchSize or 0) / workers[0]))
-        rehearsal = Rehearsal(
+        calibration = Calibration(
             config=config,
             objects=user_code.dumps(objects),
             inputs=tuple(inputs),
@@ -121,10 +121,10 @@ def plan_scaling(
             sizes=(SMALL_BYTES, max(2 * SMALL_BYTES, min(gradient_bytes, LARGEST_BYTES))),
             repeats=repeats,
         )
-        found = rehearse(rehearsal, gangSize)
+        found = calibrate(calibration, gangSize)
         stepSeconds = found.step_seconds if stepSeconds is None else stepSeconds
         link = found.link if link is None else link
-    fixed, per_row = _line(stepSeconds)
+    fixed, per_row = _fit_line(stepSeconds)
 
     def exchange(n: int) -> float:
         if hostLink is not None and workersPerHost is not None and n > workersPerHost:
@@ -133,10 +133,10 @@ def plan_scaling(
             return ring_seconds(n, gradient_bytes / compression, hostLink)
         return ring_seconds(n, gradient_bytes / (1 if hierarchical else compression), link)
 
-    def predicted(n: int, alone: float | None) -> Predicted:
+    def predict(n: int, alone: float | None) -> Predicted:
         own = own_rows if batchSize is None else batchSize / n
         on_host = min(n, workersPerHost or n)
-        # Ranks of one host also move their bytes by its cores.
+        # Ranks of one host also communicate by its cores.
         crowding = max(1.0, on_host / coresPerHost) if coresPerHost else 1.0
         compute = crowding * (fixed + own * per_row)
         seconds = crowding * exchange(n) if n > 1 else 0.0
@@ -153,24 +153,24 @@ def plan_scaling(
             cost=1e6 / rate / 3600 * hourly,
         )
 
-    one = predicted(1, None)
+    one = predict(1, None)
     return ScalingPlan(
-        predictions=tuple(predicted(n, one.rows / one.step_seconds) for n in workers),
+        predictions=tuple(predict(n, one.rows / one.step_seconds) for n in workers),
         step_seconds=dict(stepSeconds),
         fixed_seconds=fixed,
         row_seconds=per_row,
         link=link,
         host_link=hostLink,
         gradient_bytes=gradient_bytes,
-        network=_network(module, inputs),
+        network=_count_network(module, inputs),
         has_price=pricePerWorkerHour is not None,
     )
 
 
-def _line(step_seconds: Mapping[int, float]) -> tuple[float, float]:
-    """Returns the fixed seconds and those per row: the line through the least and the most rows.
+def _fit_line(step_seconds: Mapping[int, float]) -> tuple[float, float]:
+    """Returns the fixed seconds and the seconds per row, by the fewest and the most rows.
 
-    Where neither may be below 0, the line goes through the most rows, whose time is measured best.
+    Neither is below 0. The line goes through the most rows, whose time is the most precise.
     """
     few, many = min(step_seconds), max(step_seconds)
     slope = max(0.0, (step_seconds[many] - step_seconds[few]) / (many - few))
@@ -178,18 +178,18 @@ def _line(step_seconds: Mapping[int, float]) -> tuple[float, float]:
     return max(0.0, step_seconds[many] - many * slope), slope
 
 
-def _network(module: nn.Module, inputs: Sequence[BatchColumn]) -> NetworkWork | None:
+def _count_network(module: nn.Module, inputs: Sequence[Column]) -> NetworkWork | None:
     try:
         return count_layers(module, [column.empty("meta") for column in inputs])
-    # A forward whose shapes depend on values trains all the same.
+    # A forward whose shapes depend on values can be trained, but not counted.
     except Exception:
         return None
 
 
-def _checked(workers: Sequence[int], batch_size: int | None) -> list[int]:
+def _check_workers(workers: Sequence[int], batch_size: int | None) -> list[int]:
     found = sorted({*workers}) if all(isinstance(n, int) and n >= 1 for n in workers) else []
     if not found:
-        raise ValueError(f"workers must be numbers from 1, got {workers!r}")
+        raise ValueError(f"workers must be whole numbers of at least 1, got {workers!r}")
     if batch_size is not None:
         found = [n for n in found if n <= batch_size]
         if not found:

@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.extras.planning.exchange_time import Link
 from ringspark.extras.planning.layers import NetworkWork
+from ringspark.extras.planning.tables import align_table, describe_link, show_seconds
 from ringspark.pipelines.notebook_table import notebook_table
 
-# A gang whose workers keep this share of their speed is called worthwhile.
+# Smallest efficiency that the verdict calls worthwhile.
 WORTHWHILE = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """One number of workers.
+    """Prediction for one number of workers.
 
     Attributes:
         rows: Rows per worker and step.
-        compute_seconds: Of a step, passes and optimizer.
-        exchange_seconds: Of a step, the exchange, hidden behind the backward pass or not.
-        exposed_seconds: The part of the exchange that is not hidden.
-        efficiency: Rows per second of a worker, as a share of those of one worker alone with the first row's
-            settings.
-        cost: Price of a million rows; worker-seconds where no price is given.
+        compute_seconds: Time of passes and optimizer per step.
+        exchange_seconds: Time of the all-reduce per step, whether it is hidden or not.
+        exposed_seconds: Time of the all-reduce that the backward pass does not hide.
+        efficiency: Rows per second of a worker, relative to one worker alone.
+        cost: Price of a million rows; worker-seconds without a price.
     """
 
     workers: int
@@ -42,22 +42,21 @@ class Predicted:
 
     @property
     def rows_per_second(self) -> float:
-        """Of all workers."""
         return self.workers * self.rows / self.step_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingPlan:
-    """How a training scales.
+    """Prediction of how a training scales.
 
     Attributes:
-        predictions: One for each number of workers.
-        step_seconds: Measured or given seconds of a step on one worker, by its rows.
-        fixed_seconds: Seconds of a step without rows, and `row_seconds` for each row.
-        link: Between the ranks of a host; `host_link` between hosts, if there are several.
-        gradient_bytes: Bytes that the ranks sum in each step.
+        predictions: One per number of workers.
+        step_seconds: Rows -> measured or given seconds of a step on one worker.
+        fixed_seconds, row_seconds: Seconds of a step without rows, and per row.
+        link, host_link: Link between the ranks of a host, and between hosts.
+        gradient_bytes: Bytes that the ranks all-reduce in each step.
         network: Work and depth of the layers; None if they could not be counted.
-        has_price: Whether the costs are a price.
+        has_price: Whether costs are prices.
     """
 
     predictions: tuple[Predicted, ...]
@@ -71,10 +70,10 @@ class ScalingPlan:
     has_price: bool = False
 
     def of(self, workers: int) -> Predicted:
-        """Returns the prediction for so many workers.
+        """Returns the prediction for `workers` workers.
 
         Raises:
-            KeyError: It was not asked for.
+            KeyError: The number was not planned.
         """
         for predicted in self.predictions:
             if predicted.workers == workers:
@@ -83,7 +82,7 @@ class ScalingPlan:
 
     @property
     def verdict(self) -> str:
-        """How many workers are worthwhile, in a sentence."""
+        """A sentence that says how many workers are worthwhile."""
         good = [p.workers for p in self.predictions if p.efficiency >= WORTHWHILE]
         most = self.predictions[-1]
         if not good:
@@ -92,34 +91,33 @@ class ScalingPlan:
             return f"{most.workers:,} workers each keep {most.efficiency:.0%} of one worker's speed"
         return (
             f"up to {good[-1]:,} workers each keep at least {WORTHWHILE:.0%} of one worker's speed; "
-            f"with {most.workers:,} they keep {most.efficiency:.0%}, and wait for the exchange in "
+            f"with {most.workers:,} they keep {most.efficiency:.0%}, and communicate in "
             f"{most.exposed_seconds / most.step_seconds:.0%} of a step"
         )
 
     @property
     def facts(self) -> str:
-        """What the prediction rests on, in a sentence."""
-        between = "" if self.host_link is None else f"; between hosts {link_words(self.host_link)}"
+        """A sentence with the measured or given numbers behind the prediction."""
+        between = "" if self.host_link is None else f"; between hosts {describe_link(self.host_link)}"
         return (
-            f"A step takes {show_seconds(self.fixed_seconds)} and {show_seconds(self.row_seconds)} a row; "
-            f"{link_words(self.link)}{between}; the workers sum {show_bytes(self.gradient_bytes)} in each "
+            f"A step takes {show_seconds(self.fixed_seconds)} and {show_seconds(self.row_seconds)} per row; "
+            f"{describe_link(self.link)}{between}; the workers sum {show_bytes(self.gradient_bytes)} per "
             "step."
         )
 
     def table(self) -> str:
-        """Returns a text: what the prediction rests on, a line per number of workers, and the verdict."""
-        return "\n".join([self.facts, aligned(self._header, self._rows()), self.verdict])
+        """Returns the facts, a table with a line per number of workers, and the verdict."""
+        return "\n".join([self.facts, align_table(self._header, self._rows()), self.verdict])
 
     def layers_table(self) -> str:
-        """Returns a text with work and depth of each layer; "" if they could not be counted."""
-        return "" if self.network is None else aligned(_LAYERS_HEADER, self._layers())
+        """Returns a table with work and depth of each layer; "" if they could not be counted."""
+        return "" if self.network is None else align_table(_LAYERS_HEADER, self._layers())
 
     def __str__(self) -> str:
         layers = self.layers_table()
         return self.table() + (f"\n\n{layers}" if layers else "")
 
     def _repr_html_(self) -> str:
-        """Returns what a notebook shows: both tables."""
         shown = notebook_table(self.facts, self._header, self._rows(), self.verdict)
         if self.network is None:
             return shown
@@ -167,23 +165,3 @@ class ScalingPlan:
 
 
 _LAYERS_HEADER = ("layer", "kind", "work", "depth", "work / depth", "parameters")
-
-
-def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines
-    )
-
-
-def link_words(link: Link) -> str:
-    rate = f"{1e-6 / link.beta:,.0f} MB/s" if link.beta else "no time for bytes"
-    return f"a message {show_seconds(link.alpha)}, {rate}"
-
-
-def show_seconds(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns" if seconds else "0"

@@ -1,8 +1,8 @@
-"""`parallelism="auto"`: the planner's choice on the driver, before any worker starts.
+"""`parallelism="auto"`: chooses the mesh on the driver, before any worker starts.
 
-A small network is trained in whole copies without more ado: what its gradients cost is less than what any
-exchange inside it would. For others all meshes are planned; where the workers run on this machine, and a step
-takes seconds at most, it is measured, and estimated by its operations otherwise.
+A small network uses data parallelism without a plan, because its gradients cost less than any communication
+inside the network. For other networks all meshes are planned. A step of at most a few seconds is measured on
+this machine; a longer step is estimated from its operations.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning.exchange_time import Link
 from ringspark.extras.planning.meshes.candidates import Candidate, candidates
-from ringspark.extras.planning.meshes.found_machine import (
+from ringspark.extras.planning.meshes.hardware import (
     ASSUMED,
-    found_machine,
-    given_machine,
-    rehearsed_rows,
+    calibration_rows,
+    make_machine,
+    measure_machine,
 )
-from ringspark.extras.planning.meshes.machine import Machine, Rates
+from ringspark.extras.planning.meshes.machine import Machine, OperatorRates
+from ringspark.extras.planning.meshes.mesh_calibration import MOST_RANKS
 from ringspark.extras.planning.meshes.predict import StepWork, Training, plan_meshes
-from ringspark.extras.planning.meshes.rehearsal import MOST_RANKS
 from ringspark.extras.planning.meshes.report import ParallelismPlan
 from ringspark.models.generators import keep_shared_generators
 from ringspark.models.process_state import fork_generators
@@ -43,28 +43,24 @@ from ringspark.pipelines import ShardManifest
 
 _logger = logging.getLogger(__name__)
 
-# Parameters of a network that is not worth a look.
+# Parameters of a network that needs no plan, in bytes.
 SMALL_BYTES = 4 << 20
-# Of a step of all rows on one worker, estimated: longer ones are not measured.
+# Steps of all rows on one worker with a longer estimate are not measured.
 MOST_SECONDS = 2.0
 _REPEATS = 3
-# Of GPUs, which no driver measures: 50 thousand billion operations, a thousand billion bytes a second.
-_GPU = Rates(launch=5e-6, flop=2e-14, byte=1e-12)
+# GPUs are not measured on the driver: assume 50 TFLOP/s and 1 TB/s.
+_GPU = OperatorRates(launch=5e-6, flop=2e-14, byte=1e-12)
 _GPU_LINK = Link(alpha=2e-5, beta=2e-11)
-# Between workers whose hosts are not known: 10 Gbit/s, a twentieth of a millisecond.
+# Assumed between workers on other machines: 10 Gbit/s, 0.05 ms.
 _NETWORK = Link.of_network(gigabits_per_second=10, milliseconds=0.05)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A config with a mesh.
-
-    Attributes:
-        told: Why it has this mesh: a sentence, or the planner's table.
-    """
+class ChosenMesh:
+    """A config with a mesh, and why it was chosen: a sentence, or the planner's table."""
 
     config: TrainConfig
-    told: str
+    explanation: str
 
 
 def choose_parallelism(
@@ -77,46 +73,43 @@ def choose_parallelism(
     limits: Sequence[Available | None] = (),
     chooses_micro: bool = True,
     is_here: bool = True,
-) -> Choice:
-    """Returns the config with the mesh to train with. Runs on the driver.
+) -> ChosenMesh:
+    """Returns the config with the chosen mesh. Runs on the driver.
 
     Args:
-        config: Config with resolved losses, as `check_training` returns it, with whole copies on all workers.
-        begun: Settings with which the run was begun; as many workers keep its mesh.
-        budget: Bytes of a worker for tensors, as the user set them.
-        limits: What is known of a worker's memory, if the user set nothing.
-        chooses_micro: Whether `gradientAccumulation` may be chosen with the mesh.
+        config: Config with resolved losses from `check_training`, with data parallelism.
+        begun: Settings of the resumed run; the same number of workers keeps its mesh.
+        budget: Memory of a worker for tensors in bytes, if the user set it.
+        limits: Known memory limits of the workers otherwise.
+        chooses_micro: Whether to choose `gradientAccumulation` too.
         is_here: Whether the workers run on this machine.
 
     Raises:
-        ValueError: No mesh fits; the sentence says what the smallest needs.
+        ValueError: No mesh fits; the message says how much memory the smallest needs.
     """
-    choice = _kept(config, begun) if begun is not None else None
+    choice = _keep_mesh(config, begun) if begun is not None else None
     if choice is None:
-        # A user's network may draw numbers where it is made or run, and Spark uses this process again.
+        # A user's network may draw numbers when it is built or run, and Spark uses this process again.
         with fork_generators(), keep_shared_generators():
-            choice = _chosen(config, objects, manifest, begun, budget, limits, chooses_micro, is_here)
-    _logger.info("parallelism='auto': %s", choice.told)
+            choice = _choose(config, objects, manifest, begun, budget, limits, chooses_micro, is_here)
+    _logger.info("parallelism='auto': %s", choice.explanation)
     return choice
 
 
-def _kept(config: TrainConfig, begun: TrainConfig) -> Choice | None:
-    """Returns the mesh of a run that goes on; None if it has another number of workers by now."""
+def _keep_mesh(config: TrainConfig, begun: TrainConfig) -> ChosenMesh | None:
+    """Returns the resumed run's mesh, or None if numWorkers changed."""
     if begun.num_workers != config.num_workers:
         return None
     accumulation = begun.gradient_accumulation
     try:
         config = replace(config, parallelism=begun.parallelism, gradient_accumulation=accumulation)
     except ValueError:
-        return None  # another setting has changed that refuses it
-    return Choice(config=config, told=f"{_words(begun)}, with which the run was begun, is kept")
+        return None  # a changed setting excludes the mesh
+    name = " x ".join(f"{a} {n}" for a, n in begun.axes.items() if n > 1) or "one worker"
+    return ChosenMesh(config=config, explanation=f"{name} is kept from the resumed run")
 
 
-def _words(config: TrainConfig) -> str:
-    return " x ".join(f"{a} {n}" for a, n in config.axes.items() if n > 1) or "one worker"
-
-
-def _chosen(
+def _choose(
     config: TrainConfig,
     objects: UserObjects,
     manifest: ShardManifest,
@@ -125,10 +118,10 @@ def _chosen(
     limits: Sequence[Available | None],
     chooses_micro: bool,
     is_here: bool,
-) -> Choice:
+) -> ChosenMesh:
     workers = config.num_workers
     if workers == 1:
-        return Choice(config=config, told="one worker has the whole network")
+        return ChosenMesh(config=config, explanation="one worker has the whole network")
     known = [limit.num_bytes for limit in limits if limit is not None]
     memory = min(known, default=None) if budget is None else budget
     inputs, labels = (
@@ -137,38 +130,38 @@ def _chosen(
     )
     try:
         training = Training.of(config, objects, inputs, labels)
-        if told := _needs_no_plan(config, objects, training, manifest, memory):
-            return Choice(config=config, told=told)
+        if explanation := _explain_without_plan(config, objects, training, manifest, memory):
+            return ChosenMesh(config=config, explanation=explanation)
         work = training.step_work()
-    # A network that fails only on tensors without numbers trains in whole copies all the same.
+    # A network that fails only on meta tensors can still use data parallelism.
     except Exception as error:
         warnings.warn(
-            f"parallelism='auto' takes whole copies: model {network_name(config, objects)} does not run "
-            f"without data: {first_error_line(error)}; set parallelism yourself to share it",
+            f"parallelism='auto' uses data parallelism: model {network_name(config, objects)} does not run "
+            f"without data: {reason(error)}; set parallelism yourself to shard it",
             UserWarning,
             stacklevel=6,
         )
-        return Choice(
-            config=config, told="the network does not run without data, so every worker has all of it"
+        return ChosenMesh(
+            config=config, explanation="data parallelism: the network does not run without data"
         )
     micro = None if chooses_micro else config.gradient_accumulation
     if begun is not None:
-        # A part of the run's identity, on which batches of batch normalisation depend.
+        # Part of the run's identity, because it changes the batches of batch normalization.
         micro = begun.gradient_accumulation
     elif any(isinstance(layer, _BatchNorm) for layer in training.network.modules()):
-        # Smaller micro-batches change the statistics of batch normalization, so only the user chooses them.
+        # Smaller micro-batches change the statistics of batch normalization, so only the user sets them.
         micro = config.gradient_accumulation
 
-    def planned(machine: Machine, facts: str) -> ParallelismPlan:
+    def make_plan(machine: Machine, facts: str) -> ParallelismPlan:
         meshes = plan_meshes(training, workers, machine, memory, micro)
         return ParallelismPlan(
             workers=workers, rows=config.batch_size, meshes=meshes, memory=memory, facts=facts
         )
 
-    # Where at most one fits, there is nothing to measure.
-    plan = planned(*_estimated(training, work, workers))
-    if sum(mesh.fits for mesh in plan.meshes) > 1 and _is_measured(training, work, workers):
-        plan = planned(*_measured(training, work, workers, is_here))
+    plan = make_plan(*_estimate_machine(training, work, workers))
+    # With at most one mesh that fits, a measurement changes nothing.
+    if sum(mesh.fits for mesh in plan.meshes) > 1 and _is_worth_measuring(training, work, workers):
+        plan = make_plan(*_measure_machine(training, work, workers, is_here))
     if plan.chosen is None:
         raise ValueError(f"parallelism='auto' found none: {plan.verdict}")
     chosen = replace(config, parallelism=Mesh.of(plan.best), gradient_accumulation=plan.chosen.num_micro)
@@ -178,24 +171,24 @@ def _chosen(
             probe(module, chosen, manifest, objects)  # initializes lazy layers
             check_mesh(chosen, objects, manifest, module)
     except ValueError as error:
-        warnings.warn(f"parallelism='auto' takes whole copies: {error}", UserWarning, stacklevel=6)
-        return Choice(config=config, told=f"whole copies are chosen: {error}")
-    return Choice(config=chosen, told=plan.table())
+        warnings.warn(f"parallelism='auto' uses data parallelism: {error}", UserWarning, stacklevel=6)
+        return ChosenMesh(config=config, explanation=f"data parallelism: {error}")
+    return ChosenMesh(config=chosen, explanation=plan.table())
 
 
-def _needs_no_plan(
+def _explain_without_plan(
     config: TrainConfig,
     objects: UserObjects,
     training: Training,
     manifest: ShardManifest,
     memory: int | None,
 ) -> str:
-    """Returns why whole copies are the choice without a plan; "" if it takes one."""
+    """Returns why data parallelism is chosen without a plan; "" if a plan is needed."""
     others = [
         c for c in candidates(training.spreadable(), config.num_workers) if c.options or "tensor" in c.sizes
     ]
     if all(candidate.refusal for candidate in others):
-        return f"whole copies are chosen: no other mesh can be, {others[0].refusal}"
+        return f"data parallelism: no other mesh is possible, {others[0].refusal}"
     count = num_bytes(training.network.parameters())
     if count > SMALL_BYTES:
         return ""
@@ -206,32 +199,33 @@ def _needs_no_plan(
     )
     if memory is not None and Planner(config, objects, inputs, labels).plan().peak > memory:
         return ""
-    return f"whole copies are chosen: the network is small, {show_bytes(count)}"
+    return f"data parallelism: the network is small, {show_bytes(count)}"
 
 
-def _estimated(training: Training, work: StepWork, workers: int) -> tuple[Machine, str]:
+def _estimate_machine(training: Training, work: StepWork, workers: int) -> tuple[Machine, str]:
     if training.config.use_gpu:
-        return given_machine(_GPU, work, None, _GPU_LINK, None, workers, None, None)
-    return given_machine(ASSUMED, work, None, _NETWORK, None, workers, None, None)
+        return make_machine(_GPU, work, None, _GPU_LINK, None, workers, None, None)
+    return make_machine(ASSUMED, work, None, _NETWORK, None, workers, None, None)
 
 
-def _is_measured(training: Training, work: StepWork, workers: int) -> bool:
-    """Whether a step is worth measuring: on CPUs, where it is not too long, and this machine can hold it."""
+def _is_worth_measuring(training: Training, work: StepWork, workers: int) -> bool:
+    """Returns whether to measure a step: on CPUs, if it is not too long and fits into this machine."""
     if training.config.use_gpu or ASSUMED.seconds(work(training.config.batch_size)) > MOST_SECONDS:
         return False
     return _has_room(training, workers)
 
 
-def _measured(training: Training, work: StepWork, workers: int, is_here: bool) -> tuple[Machine, str]:
+def _measure_machine(training: Training, work: StepWork, workers: int, is_here: bool) -> tuple[Machine, str]:
     if is_here:
-        return found_machine(training, work, workers, _REPEATS)
-    # The workers' cores are like this machine's, and each has its own.
-    return found_machine(training, work, workers, _REPEATS, link=_NETWORK, cores_per_host=workers)
+        return measure_machine(training, work, workers, _REPEATS)
+    # Assume cores like this machine's, one per worker.
+    return measure_machine(training, work, workers, _REPEATS, link=_NETWORK, cores_per_host=workers)
 
 
 def _has_room(training: Training, workers: int) -> bool:
-    """Whether this machine can hold the whole network's step on all ranks that would measure it."""
-    limit = find_host_limit(1)
+    """Returns whether this machine can hold a step of the whole network on each rank of the calibration
+    run."""
+    limit = of_machine(1)
     alone = training.profiles.of(Candidate(sizes={}))
-    peak = alone.peak(training.config, rehearsed_rows(training.config.batch_size)[1])
+    peak = alone.peak(training.config, calibration_rows(training.config.batch_size)[1])
     return limit is None or 2 * min(workers, MOST_RANKS) * peak.total <= limit.num_bytes

@@ -1,4 +1,4 @@
-"""Whether, and how far, a network can be spread along each axis of a mesh."""
+"""Rules for each axis of a mesh: returns why a network cannot have so many ranks along it, or ""."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ringspark.models.meta_device import copy_to_meta
 
 @dataclass(frozen=True, kw_only=True)
 class Spreadable:
-    """What is to be spread.
+    """A training to distribute.
 
     Attributes:
-        config: The settings, with `batch_size` rows in each step over all workers.
-        network: The network without weights; not changed.
+        config: The settings; `batch_size` counts the rows of a step over all workers.
+        network: The network on `meta`; not changed.
     """
 
     config: TrainConfig
@@ -28,25 +28,21 @@ class Spreadable:
 
 
 def along_data(given: Spreadable, size: int) -> str:
-    """Every rank needs a row of each batch."""
     rows = given.config.batch_size
-    return "" if size <= rows else f"a batch of {rows:,} rows has none for some of {size:,} workers"
+    return "" if size <= rows else f"a batch of {rows:,} rows is too small for {size:,} workers"
 
 
 def along_shard(given: Spreadable, size: int) -> str:
-    """Ranks with parts of the weights read other rows, and the strategy that gathers them must be chosen."""
     if given.config.sync.sharding != "parameters":
         return "'shard' needs sharding='parameters'"
     return along_data(given, size)
 
 
 def along_tensor(given: Spreadable, size: int) -> str:
-    """Layers are cut by a plan: of whole heads, and no finer than a layer has columns."""
     return spread_refusal(given, {"tensor": size})
 
 
 def along_pipeline(given: Spreadable, size: int) -> str:
-    """Each rank needs a link of the chain, and a step the rows for more than one micro-batch."""
     found: list[int] = []
     refusal = _refusal(lambda: found.append(len(links_of(given.network))))
     if refusal:
@@ -57,12 +53,10 @@ def along_pipeline(given: Spreadable, size: int) -> str:
 
 
 def along_sequence(given: Spreadable, size: int) -> str:
-    """A network over tokens asks `rows` for its own, and its attention takes those of other ranks."""
     return spread_refusal(given, {"sequence": size})
 
 
 def along_expert(given: Spreadable, size: int) -> str:
-    """Each rank needs an expert of every mixture, and rows; a sharding cuts experts over fewer ranks."""
     if given.config.sync.sharding != "none":
         return f"meshes over 'expert' are not planned with sharding={given.config.sync.sharding!r}"
     if not has_experts(given.network):
@@ -71,11 +65,10 @@ def along_expert(given: Spreadable, size: int) -> str:
 
 
 def has_experts(network: nn.Module) -> bool:
-    """Whether a network has mixtures of experts."""
     return any(isinstance(layer, MixtureOfExperts) for layer in network.modules())
 
 
-# Axis -> (network, number of ranks along it) -> why it cannot be spread so, "" if it can.
+# Axis -> (training, number of ranks along the axis) -> why it is not possible, or "".
 AXIS_RULES: dict[str, Callable[[Spreadable, int], str]] = {
     "data": along_data,
     "shard": along_shard,
@@ -84,12 +77,11 @@ AXIS_RULES: dict[str, Callable[[Spreadable, int], str]] = {
     "sequence": along_sequence,
     "expert": along_expert,
 }
-# Those of which candidates are made.
 PLANNED_AXES = ("data", "tensor", "pipeline", "sequence", "expert")
 
 
 def spread_refusal(given: Spreadable, sizes: Mapping[str, int]) -> str:
-    """Returns why the network cannot be cut along all these axes at a time; "" if it can."""
+    """Returns why the network cannot be sharded along all these axes together, or ""."""
     full = dict.fromkeys(AXIS_RULES, 1) | dict(sizes)
     return _refusal(lambda: check_spread(copy_to_meta(given.network), full, given.config.parallelism))
 

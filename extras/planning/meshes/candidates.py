@@ -1,4 +1,4 @@
-"""All meshes of a number of workers, each with what a network or a setting has against it."""
+"""All meshes of a number of workers, each with the reason why it is not possible, if any."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ringspark.extras.planning.meshes.axes import (
     spread_refusal,
 )
 
-# Micro-batches of a step are tried up to so many for each stage of a pipeline, or without one in all.
+# Largest number of micro-batches to try, per stage of a pipeline.
 MOST_MICRO_BATCHES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One way to share a network.
+    """One mesh.
 
     Attributes:
-        sizes: Workers along each axis that has several.
-        options: How a pipeline runs; empty without one.
-        refusal: Why it cannot be; "" if it can.
+        sizes: Workers along each axis with more than one.
+        options: Options of the pipeline; empty without one.
+        refusal: Why the mesh is not possible, or "".
     """
 
     sizes: Mapping[str, int]
@@ -37,7 +37,7 @@ class Candidate:
 
     @property
     def parallelism(self) -> dict[str, Any]:
-        """The setting of the same name."""
+        """Value of the setting `parallelism`."""
         return {**self.sizes, **self.options}
 
     def size(self, axis: str) -> int:
@@ -45,20 +45,20 @@ class Candidate:
 
 
 def candidates(given: Spreadable, workers: int, *, interleaves: bool = True) -> list[Candidate]:
-    """Returns all meshes over the planned axes, those of rows alone first.
+    """Returns all meshes over the planned axes, data parallelism first.
 
     Args:
-        interleaves: Whether pipelines of several stages a worker are tried. They fill gaps, of which ranks
-            that share the cores of their host leave none.
+        interleaves: Whether to try pipelines with several stages per worker. They fill bubbles, which do not
+            exist if ranks share cores.
     """
-    # With weights in parts, 'data' is 'shard': the strategy parts them over all that read other rows.
+    # With sharded weights, 'shard' replaces 'data': the weights are sharded over all ranks with different
+    # rows.
     rows_axis = "shard" if given.config.sync.sharding == "parameters" else "data"
     refusals: dict[tuple[str, int], str] = {}
     found: list[Candidate] = []
-    # Of a network that is not over tokens nobody expects that its rows be spread, nor of one without experts
-    # that they be.
-    left_out = {"sequence": not hasattr(given.network, "rows"), "expert": not has_experts(given.network)}
-    inside = [axis for axis in PLANNED_AXES[1:] if not left_out.get(axis)]
+    # Do not list meshes over 'sequence' or 'expert' for networks without tokens or experts.
+    skipped = {"sequence": not hasattr(given.network, "rows"), "expert": not has_experts(given.network)}
+    inside = [axis for axis in PLANNED_AXES[1:] if not skipped.get(axis)]
     for shape in _shapes(workers, 1 + len(inside)):
         named = zip((rows_axis, *inside), shape, strict=True)
         sizes = {axis: size for axis, size in named if size > 1}
@@ -70,16 +70,16 @@ def candidates(given: Spreadable, workers: int, *, interleaves: bool = True) -> 
             refusal = spread_refusal(given, sizes)
         for options in _pipelines(given, sizes, interleaves) if not refusal else [{}]:
             mesh = {**sizes, **options}
-            told = refusal or _combination(given.config, workers, mesh)
-            found.append(Candidate(sizes=sizes, options=options, refusal=told))
+            own = refusal or _settings_refusal(given.config, workers, mesh)
+            found.append(Candidate(sizes=sizes, options=options, refusal=own))
     return sorted(found, key=lambda candidate: math.prod(candidate.size(axis) for axis in PLANNED_AXES[1:]))
 
 
 def micro_batches(candidate: Candidate, rows: int, given: int | None) -> list[int]:
-    """Returns the numbers of micro-batches to try for a step of so many rows of one copy.
+    """Returns the numbers of micro-batches to try for `rows` rows per replica.
 
     Args:
-        given: The number that the user chose; None to choose.
+        given: The user's number, or None.
     """
     if given is not None:
         return [given] if given <= rows else []
@@ -95,7 +95,7 @@ def with_mesh(
     """Returns the config of a candidate.
 
     Raises:
-        ValueError: The settings refuse each other.
+        ValueError: The settings exclude each other.
     """
     return replace(
         config,
@@ -105,7 +105,7 @@ def with_mesh(
     )
 
 
-def _combination(config: TrainConfig, workers: int, parallelism: Mapping[str, Any]) -> str:
+def _settings_refusal(config: TrainConfig, workers: int, parallelism: Mapping[str, Any]) -> str:
     try:
         with_mesh(config, workers, parallelism, 1)
     except ValueError as error:
@@ -114,7 +114,7 @@ def _combination(config: TrainConfig, workers: int, parallelism: Mapping[str, An
 
 
 def _shapes(workers: int, axes: int) -> Iterator[tuple[int, ...]]:
-    """Yields all ways to write a number as a product of so many."""
+    """Yields all factorizations of a number into `axes` factors."""
     if axes == 1:
         yield (workers,)
         return
@@ -125,7 +125,7 @@ def _shapes(workers: int, axes: int) -> Iterator[tuple[int, ...]]:
 
 
 def _pipelines(given: Spreadable, sizes: Mapping[str, int], interleaves: bool) -> Sequence[dict[str, Any]]:
-    """Returns the schedules to try."""
+    """Returns the pipeline schedules to try."""
     stages = sizes.get("pipeline", 1)
     if stages == 1:
         return [{}]

@@ -1,8 +1,7 @@
-"""A network as a mesh leaves it to each rank of one copy: modules without weights, and who has which stages.
+"""Shards a network on `meta` as a mesh does, for each rank of one replica.
 
-Ranks that differ along an axis that cuts tensors or rows have parts of one size, or smaller ones by one
-place: the first, which has the largest, stands for all. So does it along 'expert', where each expert is
-taken to get as many tokens as any other: which ones it gets is known from numbers alone.
+Rank 0 along 'tensor' and 'sequence' has the largest shards and represents all ranks of the axis. Rank 0
+represents all ranks along 'expert' too, with an even load of tokens, because the real load depends on values.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from ringspark.models.meta_device import copy_to_meta
 
 @dataclass(frozen=True, kw_only=True)
 class RankPart:
-    """What one rank of a pipeline has.
+    """One rank of a pipeline.
 
     Attributes:
-        module: The network without weights, with this rank's stages and parts.
-        stages: Numbers of its stages; without a pipeline, 0.
+        module: The network on `meta`, with this rank's stages and shards.
+        stages: Numbers of its stages; 0 without a pipeline.
     """
 
     module: nn.Module
@@ -52,14 +51,14 @@ class RankPart:
 
 @dataclass(frozen=True, kw_only=True)
 class CutNetwork:
-    """One copy of a network on its ranks.
+    """One replica of a network on its ranks.
 
     Attributes:
-        whole: The network with its tensors cut, and all stages.
-        parts: One for each rank of the pipeline, in their order: the first has the last stage.
+        whole: The network with sharded tensors and all stages.
+        parts: The ranks of the pipeline, in order.
         owners: Rank of each stage.
-        firsts: Name of the link that begins each stage; "" without a pipeline.
-        stand_ins: Collective of each axis along which ranks exchange inside the network.
+        firsts: Name of each stage's first link; "" without a pipeline.
+        stand_ins: Fake collective of each axis that communicates inside the network.
     """
 
     whole: nn.Module
@@ -76,16 +75,16 @@ class CutNetwork:
 def cut_network(
     empty: nn.Module, sizes: Mapping[str, int], options: Mesh, inputs: Sequence[BatchColumn]
 ) -> CutNetwork:
-    """Cuts a network as `spread` does on every rank.
+    """Shards a network as `spread` does on every rank.
 
     Args:
-        empty: The network without weights; not changed.
+        empty: The network on `meta`; not changed.
         sizes: Number of ranks along each axis.
         options: The setting `parallelism`.
         inputs: Arguments of `forward`.
 
     Raises:
-        ValueError: The network cannot be cut that way.
+        ValueError: The network cannot be sharded that way.
     """
     whole = copy_to_meta(empty)
     stand_ins: dict[str, StandIn] = {}
@@ -129,8 +128,8 @@ def cut_network(
     )
 
 
-def link_costs(empty: nn.Module, inputs: Sequence[BatchColumn], rows: int) -> list[float]:
-    """Returns the cost of each link of a whole network for so many rows, as pipelines are cut by it."""
+def link_costs(empty: nn.Module, inputs: Sequence[Column], rows: int) -> list[float]:
+    """Returns the cost of each link for `rows` rows, by which a pipeline divides the network."""
     sample = [torch.empty((rows, *c.shape[1:]), dtype=c.dtype, device="meta") for c in inputs]
     return measured_costs(empty, links_of(empty), sample)
 

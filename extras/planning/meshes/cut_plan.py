@@ -1,4 +1,4 @@
-"""The memory of a step on each rank of a network that a mesh cuts; the fullest tells what a worker needs."""
+"""Plans the memory of a step on each rank of a sharded network; the rank that needs most counts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,12 @@ from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning.meshes.cut_network import cut_network
 from ringspark.extras.planning.meshes.rank_step import RankBytes, measure_ranks
-from ringspark.extras.planning.meshes.schedule_peak import in_turns, peak_of_steps
+from ringspark.extras.planning.meshes.schedule_peak import alternate_passes, peak_of_steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutPlan:
-    """The rank of one copy that needs the most.
-
-    Attributes:
-        peak: Its moment with the most bytes.
-        rank: What was measured of it.
-    """
+    """Peak memory and measurements of the rank that needs most."""
 
     peak: Peak
     rank: RankBytes
@@ -38,21 +33,21 @@ def plan_cut(
     inputs: Sequence[BatchColumn],
     labels: Sequence[BatchColumn],
 ) -> CutPlan:
-    """Plans the bytes of a step on the rank that needs the most.
+    """Plans the memory of a step on the rank that needs most.
 
     Args:
-        config: Config with resolved losses, and a `parallelism` that cuts the network.
-        empty: The network without weights; not changed.
-        inputs: Arguments of `forward`, of all rows that one copy of the network has in a step.
+        config: Config with resolved losses, and a `parallelism` that shards the network.
+        empty: The network on `meta`; not changed.
+        inputs: Arguments of `forward`, for all rows of one replica in a step.
         labels: Labels of these rows.
 
     Raises:
-        Exception: Like `measure_step`; ValueError if the network cannot be cut that way.
+        Exception: Like `measure_step`; ValueError if the network cannot be sharded that way.
     """
     if config.axes["expert"] > 1 and config.sync.sharding != "none":
         raise ValueError(
-            f"the memory of a mesh over 'expert' with sharding={config.sync.sharding!r} is not "
-            "planned; plan it with sharding='none', which needs more"
+            f"the memory of a mesh over 'expert' with sharding={config.sync.sharding!r} cannot be planned; plan "
+            "it with sharding='none', which needs more"
         )
     num_micro = min(config.gradient_accumulation, labels[0].shape[0])
     inputs, labels = ([micro_batch(c, num_micro) for c in columns] for columns in (inputs, labels))
@@ -65,13 +60,13 @@ def plan_cut(
     return max(plans, key=lambda plan: plan.peak.total)
 
 
-def micro_batch(column: BatchColumn, num_micro: int) -> BatchColumn:
-    """Returns the largest of the equal parts of a column."""
-    return BatchColumn(shape=(-(-column.shape[0] // num_micro), *column.shape[1:]), dtype=column.dtype)
+def micro_batch(column: Column, num_micro: int) -> Column:
+    """Returns the column of the largest micro-batch."""
+    return Column(shape=(-(-column.shape[0] // num_micro), *column.shape[1:]), dtype=column.dtype)
 
 
 def steps_of(config: TrainConfig, owners: Sequence[int], num_micro: int) -> list[Steps]:
-    """Returns what each rank of a pipeline does in a step, and when it begins to receive.
+    """Returns the actions of each rank of a pipeline in a step, with the arrivals of values.
 
     Args:
         owners: Rank of each stage.
@@ -80,22 +75,22 @@ def steps_of(config: TrainConfig, owners: Sequence[int], num_micro: int) -> list
         ValueError: Like `orders_of`.
     """
     orders = orders_of(config, num_micro)
-    return [in_turns(num_micro)] if len(owners) == 1 else with_arrivals(orders, owners)
+    return [alternate_passes(num_micro)] if len(owners) == 1 else with_arrivals(orders, owners)
 
 
 def orders_of(config: TrainConfig, num_micro: int) -> Orders:
-    """Returns what each rank of a pipeline does in a step.
+    """Returns the actions of each rank of a pipeline in a step.
 
     Raises:
-        ValueError: The schedule is one without a flush, whose steps reach into each other.
+        ValueError: The schedule has no flush, so its steps overlap.
     """
     num_ranks, way = config.axes["pipeline"], config.parallelism.pipeline
     if num_ranks == 1:
-        return [[step for step in in_turns(num_micro) if isinstance(step, Action)]]
+        return [[step for step in alternate_passes(num_micro) if isinstance(step, Action)]]
     schedule = schedule_of(way.schedule, way.virtual)
     if schedule.order is None:
         raise ValueError(
-            f"the memory of pipeline schedule {way.schedule!r}, whose steps reach into each other, is "
-            "not planned; plan it as '1f1b', and add a copy of the stage's weights for each step it is late"
+            f"the memory of pipeline schedule {way.schedule!r}, whose steps overlap, cannot be planned; plan "
+            "it as '1f1b', and add a copy of the stage's weights for each step of delay"
         )
     return schedule.orders_by_rank(num_ranks, way.virtual, num_micro)

@@ -1,4 +1,4 @@
-"""What a machine takes for operators and messages, and how its ranks share it."""
+"""Hardware profile: speeds of operators and links, and the ranks per host."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ringspark.extras.planning.meshes.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
-    """Seconds of one rank that has a core or a device for itself.
+class OperatorRates:
+    """Speed of one rank with its own core or device.
 
     Attributes:
-        launch: Seconds of an operator, however small.
-        flop: Seconds of a floating-point operation of a product of matrices.
-        byte: Seconds of a byte that an operator reads or writes.
+        launch: Seconds per operator.
+        flop: Seconds per floating-point operation of a matrix product.
+        byte: Seconds per byte that an operator reads or writes.
     """
 
     launch: float
@@ -28,13 +28,13 @@ class Rates:
         return work.launches * self.launch + self.rest(work)
 
     def rest(self, work: Work) -> float:
-        """Returns the seconds that grow with the rows."""
+        """Returns the seconds without launches, which grow with the rows."""
         return work.flops * self.flop + work.num_bytes * self.byte
 
-    def fitted(self, measured: Mapping[float, tuple[Work, float]]) -> Rates:
-        """Returns the rates by which whole steps of two sizes take their measured seconds.
+    def fit(self, measured: Mapping[float, tuple[Work, float]]) -> OperatorRates:
+        """Returns rates that explain the measured seconds of steps of two sizes.
 
-        Products and bytes keep their proportion, which two steps cannot tell apart.
+        The ratio of `flop` and `byte` stays, because two steps cannot separate them.
 
         Args:
             measured: Rows -> work and seconds of a step.
@@ -44,7 +44,7 @@ class Rates:
         scale = (slow - quick) / grown if grown > 0 else 0.0
         launch = (slow - scale * self.rest(many)) / many.launches
         if scale <= 0 or launch < 0:
-            # Noise, or a cache that the larger step misses: all of it grows with the work.
+            # Noise, or cache misses of the larger step: assume no launch time.
             scale, launch = slow / self.rest(many), 0.0
         return replace(self, launch=launch, flop=self.flop * scale, byte=self.byte * scale)
 
@@ -54,15 +54,15 @@ class Machine:
     """Ranks on hosts.
 
     Attributes:
-        rates: Of a rank that has a core or a device for itself.
-        inside: Number of ranks that exchange -> their link, on one host where `crowding` is as planned.
-        between: Link between hosts; None if there is one host.
-        wire: Link between two ranks of a host that send to each other alone.
-        ranks_per_host: Ranks of a host.
+        rates: Speed of a rank with its own core or device.
+        inside: Number of communicating ranks -> their link on one host, with the planned `crowding`.
+        between: Link between hosts; None for one host.
+        wire: Link of a point-to-point send between two ranks of a host.
+        ranks_per_host: Ranks per host.
         cores_per_host: Ranks that a host runs at full speed.
     """
 
-    rates: Rates
+    rates: OperatorRates
     inside: Mapping[int, Link]
     between: Link | None
     wire: Link
@@ -70,26 +70,26 @@ class Machine:
     cores_per_host: int
 
     def crowding(self, workers: int) -> float:
-        """Returns how many ranks share a core."""
+        """Returns the number of ranks per core."""
         return max(1.0, min(workers, self.ranks_per_host) / self.cores_per_host)
 
     def hosts(self, workers: int) -> int:
         return -(-workers // self.ranks_per_host)
 
     def link(self, size: int, reach: int) -> Link:
-        """Returns the link of ranks of which the first and the last are `reach` numbers apart, less one."""
+        """Returns the link of `size` ranks within `reach` consecutive ranks."""
         if reach > self.ranks_per_host and self.between is not None:
             return self.between
         near = min(self.inside, key=lambda known: abs(known - size))
         return self.inside[near]
 
     def exchange(self, messages: Iterable[Message], size: int, reach: int) -> float:
-        """Returns the seconds of exchanges of all ranks of an axis."""
+        """Returns the seconds of collective operations over `size` ranks of an axis."""
         link = self.link(size, reach)
         return sum(_seconds(message, size, link) for message in messages)
 
     def sending(self, num_bytes: float, workers: int) -> float:
-        """Returns the seconds of handing values to the next rank of a pipeline."""
+        """Returns the seconds of a send to the next rank of a pipeline."""
         link = self.wire if workers <= self.ranks_per_host or self.between is None else self.between
         return link.alpha + num_bytes * link.beta
 
@@ -99,7 +99,7 @@ def _seconds(message: Message, size: int, link: Link) -> float:
     if message.kind == "all_reduce":
         return ring
     if message.kind == "all_to_all":
-        # A rank sends all but its own part of what it has.
+        # A rank sends everything except its own shard.
         return (size - 1) * (link.alpha + message.num_bytes / size**2 * link.beta)
     if message.kind == "shift":
         return link.alpha + message.num_bytes * link.beta

@@ -1,4 +1,4 @@
-"""`plan_parallelism`: memory and time of every mesh of a number of workers, and which one to take."""
+"""`plan_parallelism`: predicts memory and time of every mesh of a number of workers, and chooses one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from ringspark.estimators.training.settings import memory as memory_settings
 from ringspark.estimators.training.settings import network
 from ringspark.estimators.training.settings import training as training_settings
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes
-from ringspark.extras.planning.described import described
 from ringspark.extras.planning.exchange_time import Link
-from ringspark.extras.planning.meshes.found_machine import ASSUMED, found_machine, given_machine
-from ringspark.extras.planning.meshes.machine import Machine
+from ringspark.extras.planning.meshes.hardware import ASSUMED, make_machine, measure_machine
 from ringspark.extras.planning.meshes.predict import Training, plan_meshes
 from ringspark.extras.planning.meshes.report import ParallelismPlan
+from ringspark.extras.planning.planned_config import make_config
 from ringspark.models import ModelSpec
 
 
@@ -56,31 +55,31 @@ def plan_parallelism(
     >>> plan.best
     {'tensor': 2}
 
-    What is not given is measured here, in seconds, on as many processes as there are workers, at most 8. The
-    memory is that of `plan_memory`, on the worker that needs most.
+    A calibration run on up to 8 processes of this machine measures everything that is not given. Memory is as
+    in `plan_memory`, on the worker that needs most.
 
     Args:
-        model: A spec, for which nothing is allocated, or a module, which is not changed.
-        batch: (inputs, labels) of one step over all workers, as `plan_memory` takes them.
+        model: A spec, for which no memory is allocated, or a module, which is not changed.
+        batch: (inputs, labels) of one step over all workers, as for `plan_memory`.
         workers: Number of workers.
-        memory: Bytes of a worker for tensors, as an int or as Spark writes sizes ("4g"); None for no limit.
-        link: Between the workers of a host: a `Link`, or its "alpha" and "beta"; None measures.
-        rows: Rows of a step; None takes the columns' own.
-        optimizer: Name or factory, as the estimators take it.
-        loss: As the estimators take it; "auto" is cross entropy for integer labels, else mean squared error.
-        gradientAccumulation: Micro-batches of a step; None chooses for each mesh.
-        tensorPlan: Which layers 'tensor' cuts, for a network that has no plan of its own.
+        memory: Memory of a worker for tensors, in bytes or as Spark's sizes ("4g"); None for no limit.
+        link: Link between the workers of a host: a `Link`, or its "alpha" and "beta"; None measures.
+        rows: Rows per step; None for the columns' own.
+        optimizer: Name or factory, as for the estimators.
+        loss: As for the estimators; "auto" is cross entropy for integer labels, else mean squared error.
+        gradientAccumulation: Micro-batches per step; None chooses for each mesh.
+        tensorPlan: Plan of tensor parallelism, for a network without its own.
         stepSeconds: Rows -> seconds of a step of the whole network on one worker, for two numbers of rows;
             None measures.
-        hostLink: Between hosts; None for one host.
-        workersPerHost: Workers of a host; None for all.
-        coresPerHost: Workers that a host runs at full speed, its cores or devices; None takes this machine's
-            cores where it is measured, and all workers where everything is given.
-        repeats: Measured rounds, of which the median counts.
+        hostLink: Link between hosts; None for one host.
+        workersPerHost: Workers per host; None for all.
+        coresPerHost: Workers that a host runs at full speed, its cores or devices; None for this machine's
+            cores, or for all workers if everything is given.
+        repeats: Measured rounds; the median counts.
 
     Raises:
-        ValueError: An argument does not suit, or the network does not run without data.
-        WorkerError: A measuring process failed.
+        ValueError: An argument is wrong, or the network does not run without data.
+        WorkerError: A process of the calibration run failed.
     """
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise ValueError(f"workers must be a number of at least 1, got {workers!r}")
@@ -93,7 +92,7 @@ def plan_parallelism(
         raise ValueError(f"repeats must be at least 1, got {repeats!r}")
     inputs, labels = columns_of(batch, rows)
     policy = gradientCheckpointing
-    config, objects = described(
+    config, objects = make_config(
         model,
         inputs,
         labels,
@@ -115,30 +114,28 @@ def plan_parallelism(
         raise
     except Exception as error:
         raise ValueError(
-            f"meshes of model {network_name(config, objects)} cannot be planned without data: "
-            f"{first_error_line(error)}; check the batch's shapes, and that no shape in its forward "
-            "depends on values"
+            f"model {network_name(config, objects)} cannot be planned without data: {reason(error)}; check "
+            "the batch's shapes, and that no shape in forward depends on values"
         ) from error
-    own, between = _link(link, "link"), _link(hostLink, "hostLink")
-    machine: Machine
+    own, between = _parse_link(link, "link"), _parse_link(hostLink, "hostLink")
     if own is not None and stepSeconds is not None:
-        machine, facts = given_machine(
+        machine, facts = make_machine(
             ASSUMED, work, stepSeconds, own, between, workers, workersPerHost, coresPerHost
         )
     else:
-        machine, facts = found_machine(
+        machine, facts = measure_machine(
             training, work, workers, repeats, own, between, stepSeconds, workersPerHost, coresPerHost
         )
     meshes = plan_meshes(training, workers, machine, limit, gradientAccumulation)
     return ParallelismPlan(workers=workers, rows=config.batch_size, meshes=meshes, memory=limit, facts=facts)
 
 
-def _link(given: Link | Mapping[str, float] | None, name: str) -> Link | None:
+def _parse_link(given: Link | Mapping[str, float] | None, name: str) -> Link | None:
     if given is None or isinstance(given, Link):
         return given
     if not isinstance(given, Mapping) or given.keys() != {"alpha", "beta"}:
         raise ValueError(
-            f"{name} must be a Link, or a dict of the seconds of a message and of a byte, such as "
+            f"{name} must be a Link, or a dict of seconds per message and per byte, such as "
             f"{{'alpha': 1e-4, 'beta': 1e-9}}, got {given!r}"
         )
     return Link(**given)

@@ -1,4 +1,4 @@
-"""Plans every mesh of a training, each with the number of micro-batches that is fastest and fits."""
+"""Plans every mesh of a training with its fastest number of micro-batches that fits."""
 
 from __future__ import annotations
 
@@ -19,27 +19,25 @@ from ringspark.extras.planning.meshes.candidates import Candidate, candidates, m
 from ringspark.extras.planning.meshes.machine import Machine
 from ringspark.extras.planning.meshes.profile import Profile, Profiles
 from ringspark.extras.planning.meshes.report import MeshPlan
-from ringspark.extras.planning.meshes.step_time import step_time
-from ringspark.extras.planning.meshes.work import Work
+from ringspark.extras.planning.meshes.step_time import predict_step_time
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta, copy_to_meta
 
-# From rows to the work of a whole step on one worker.
+# Rows -> work of a whole step on one worker.
 StepWork = Callable[[int], Work]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A training whose mesh is to be found.
+    """A training to plan.
 
     Attributes:
-        settings: Its settings as they are given.
-        config: The same for one worker; `batch_size` are the rows of a step over all workers.
+        settings: The given settings.
+        config: The settings for one worker; `batch_size` counts the rows of a step over all workers.
         objects: The user's objects.
-        inputs: Columns of all rows of a step.
-        labels: Likewise.
-        network: The network without weights.
-        profiles: What was measured of it on tensors without numbers.
+        inputs, labels: Columns of all rows of a step.
+        network: The network on `meta`.
+        profiles: Measurements of the network on meta tensors.
     """
 
     settings: TrainConfig
@@ -58,7 +56,7 @@ class Training:
         inputs: Sequence[BatchColumn],
         labels: Sequence[BatchColumn],
     ) -> Training:
-        """Builds the network without weights."""
+        """Builds the network on `meta`."""
         settings = config
         mesh = Mesh(plan=config.parallelism.plan)
         config = replace(config, num_workers=1, parallelism=mesh, gradient_accumulation=1, min_workers=None)
@@ -80,14 +78,14 @@ class Training:
         )
 
     def spreadable(self) -> Spreadable:
-        """Returns what `AXIS_RULES` judge."""
+        """Returns the argument of `AXIS_RULES`."""
         return Spreadable(config=self.settings, network=self.network)
 
     def step_work(self) -> StepWork:
         """Returns the work of a step of the whole network on one worker.
 
         Raises:
-            Exception: The network does not run on tensors without numbers.
+            Exception: The network does not run on meta tensors.
         """
         alone = self.profiles.of(Candidate(sizes={}))
         return lambda rows: alone.pass_work(rows) + alone.many[0].update_work
@@ -96,15 +94,15 @@ class Training:
 def plan_meshes(
     training: Training, workers: int, machine: Machine, memory: int | None, num_micro: int | None
 ) -> tuple[MeshPlan, ...]:
-    """Plans all meshes, in the order that `ParallelismPlan.meshes` has.
+    """Plans all meshes, in the order of `ParallelismPlan.meshes`.
 
     Args:
-        memory: Bytes of a worker for tensors; None for no limit.
-        num_micro: Micro-batches of a step; None chooses.
+        memory: Memory of a worker for tensors in bytes; None for no limit.
+        num_micro: Micro-batches per step; None chooses.
     """
     best: dict[tuple[tuple[str, int], ...], MeshPlan] = {}
     for candidate in candidates(training.spreadable(), workers, interleaves=machine.crowding(workers) == 1):
-        plan = _planned(training, workers, candidate, machine, memory, num_micro)
+        plan = _plan_candidate(training, workers, candidate, machine, memory, num_micro)
         key = tuple(sorted(candidate.sizes.items()))
         best[key] = plan if key not in best else min(best[key], plan, key=_rank)
     return tuple(sorted(best.values(), key=_rank))
@@ -116,7 +114,7 @@ def _rank(plan: MeshPlan) -> tuple[int, float]:
     return (1, plan.peak) if plan.peak else (2, 0)
 
 
-def _planned(
+def _plan_candidate(
     training: Training,
     workers: int,
     candidate: Candidate,
@@ -124,49 +122,49 @@ def _planned(
     memory: int | None,
     num_micro: int | None,
 ) -> MeshPlan:
-    """Returns the plan of one mesh with the number of micro-batches that suits it."""
+    """Plans one mesh with its best number of micro-batches."""
     if candidate.refusal:
         return MeshPlan(sizes=candidate.sizes, options=candidate.options, refusal=candidate.refusal)
     try:
         if cuts := training.profiles.cuts(candidate):
             candidate = replace(candidate, options={**candidate.options, "cuts": cuts})
         profile = training.profiles.of(candidate)
-    # A network that cannot be run in parts may be trained whole.
+    # A network that cannot be sharded can still be trained.
     except Exception as error:
-        told = str(error) if isinstance(error, ValueError) else first_error_line(error)
-        return MeshPlan(sizes=candidate.sizes, options=candidate.options, refusal=told)
+        refusal = str(error) if isinstance(error, ValueError) else reason(error)
+        return MeshPlan(sizes=candidate.sizes, options=candidate.options, refusal=refusal)
     copies = candidate.size("data") * candidate.size("shard") * candidate.size("expert")
     rows = training.config.batch_size // copies
     plans = [
-        _with_micro(training.settings, workers, candidate, profile, machine, memory, count)
+        _plan_micro(training.settings, workers, candidate, profile, machine, memory, count)
         for count in micro_batches(candidate, rows, num_micro)
     ]
     if not plans:
-        told = f"a copy has {rows:,} rows of a step for {num_micro:,} micro-batches"
-        return MeshPlan(sizes=candidate.sizes, options=candidate.options, refusal=told)
-    return _refined(training, workers, candidate, min(plans, key=_rank), memory)
+        refusal = f"a replica has {rows:,} rows per step for {num_micro:,} micro-batches"
+        return MeshPlan(sizes=candidate.sizes, options=candidate.options, refusal=refusal)
+    return _measure_peak(training, workers, candidate, min(plans, key=_rank), memory)
 
 
-def _refined(
+def _measure_peak(
     training: Training, workers: int, candidate: Candidate, plan: MeshPlan, memory: int | None
 ) -> MeshPlan:
-    """Returns the plan with its peak measured on the rows that a micro-batch has, not between others."""
+    """Returns the plan with its peak measured for its number of rows, not interpolated."""
     if not plan.peak:
         return plan
     config = with_mesh(training.settings, workers, candidate.parallelism, plan.num_micro)
     rows = -(-config.batch_size // (config.num_copies * plan.num_micro))
     peak = training.profiles.exact_peak(candidate, config, rows)
-    return replace(plan, peak=peak.total, at_peak=peak.parts, refusal=_too_much(peak.total, memory))
+    return replace(plan, peak=peak.total, at_peak=peak.parts, refusal=_memory_refusal(peak.total, memory))
 
 
-def _too_much(peak: int, memory: int | None) -> str:
-    """Returns why a peak does not fit; "" if it does."""
+def _memory_refusal(peak: int, memory: int | None) -> str:
+    """Returns why a peak does not fit, or ""."""
     if memory is None or peak <= memory:
         return ""
-    return f"needs {show_bytes(peak)} per worker, {show_bytes(memory)} are there"
+    return f"needs {show_bytes(peak)} per worker, {show_bytes(memory)} are available"
 
 
-def _with_micro(
+def _plan_micro(
     config: TrainConfig,
     workers: int,
     candidate: Candidate,
@@ -181,7 +179,7 @@ def _with_micro(
         return MeshPlan(sizes=candidate.sizes, options=candidate.options, refusal=str(error))
     rows = -(-config.batch_size // (config.num_copies * num_micro))
     peak = profile.peak(config, rows)
-    time = step_time(config, profile, machine)
+    time = predict_step_time(config, profile, machine)
     return MeshPlan(
         sizes=candidate.sizes,
         options=candidate.options,
@@ -191,5 +189,5 @@ def _with_micro(
         step_seconds=time.total,
         exposed_seconds=time.exposed,
         bubble=time.bubble,
-        refusal=_too_much(peak.total, memory),
+        refusal=_memory_refusal(peak.total, memory),
     )

@@ -1,7 +1,7 @@
-"""What each rank of one copy of a network does in a step, for any number of rows: measured on two.
+"""Work, messages and memory of each rank of one replica, interpolated between two measured numbers of rows.
 
-Work, messages and what is kept grow in proportion to the rows above a constant. The highest moment is the
-largest of several such sums, so between the two measured numbers a straight line is never below it.
+Work, messages and kept bytes are linear in the rows. The peak is the largest of several linear sums, so
+between the two measured numbers of rows the interpolation is never below it.
 """
 
 from __future__ import annotations
@@ -33,20 +33,19 @@ from ringspark.extras.planning.meshes.schedule_peak import peak_of_steps
 from ringspark.extras.planning.meshes.work import Work
 from ringspark.models.chain import links_of
 
-# How many times fewer rows the smaller of the two measurements has.
+# Ratio of the two measured numbers of rows.
 _SPAN = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """One copy of a network on its ranks.
+    """One replica of a network on its ranks.
 
     Attributes:
-        config: The config with which it was measured, of one copy.
-        network: Its parts.
+        config: The config of the measurement, for one replica.
+        network: The sharded network.
         rows: The two measured numbers of rows of a micro-batch, ascending.
-        few: Each rank with the fewer rows.
-        many: Each rank with the more rows.
+        few, many: Measurements of each rank with the smaller and the larger number.
     """
 
     config: TrainConfig
@@ -65,7 +64,7 @@ class Profile:
         )
 
     def messages(self, rank: int, stage: int, is_forward: bool, rows: float) -> dict[str, list[Message]]:
-        """Returns the exchanges inside the network in a pass, by axis."""
+        """Returns the communication inside the network in a pass, by axis."""
         few, many = (side[rank].passes[stage, is_forward].messages for side in (self.few, self.many))
         return {
             axis: [
@@ -76,7 +75,7 @@ class Profile:
         }
 
     def arriving(self, rank: int, stage: int, rows: float) -> float:
-        """Returns the bytes that a stage gets from another rank for a micro-batch."""
+        """Returns the bytes that a stage receives from another rank per micro-batch."""
         return self._at(self.few[rank].arriving[stage], self.many[rank].arriving[stage], rows)
 
     def pass_work(self, rows: float) -> Work:
@@ -88,7 +87,7 @@ class Profile:
         return total
 
     def peak(self, config: TrainConfig, rows: int) -> Peak:
-        """Returns the highest moment of the rank that needs most.
+        """Returns the peak of the rank that needs most.
 
         Args:
             config: The config with the whole mesh and the number of micro-batches.
@@ -108,7 +107,7 @@ class Profile:
 
 
 def _peak(rank: RankBytes, config: TrainConfig, module: nn.Module, steps: Steps) -> Peak:
-    """Returns a rank's highest moment with the buffers that the whole mesh needs."""
+    """Returns a rank's peak with the communication buffers of the whole mesh."""
     rank = replace(
         rank,
         communication=communication_bytes(config, module),
@@ -119,7 +118,11 @@ def _peak(rank: RankBytes, config: TrainConfig, module: nn.Module, steps: Steps)
 
 
 class Profiles:
-    """Measures each way to cut a network once, however many meshes have it."""
+    """Measures each sharding of a network once.
+
+    Args:
+        inputs, labels: Columns of all rows of a step over all workers.
+    """
 
     def __init__(
         self,
@@ -129,15 +132,14 @@ class Profiles:
         inputs: Sequence[BatchColumn],
         labels: Sequence[BatchColumn],
     ) -> None:
-        """Args: inputs, labels: Columns of all rows of a step over all workers."""
         self._config, self._objects, self._empty = config, objects, empty
         self._inputs, self._labels = inputs, labels
-        # The profiles live as long as this, so that no other gets the id of one.
+        # Keeps the profiles alive, because `_exact` uses their ids.
         self._found: dict[tuple[object, ...], Profile] = {}
         self._exact: dict[tuple[int, int], Profile] = {}
 
     def cuts(self, candidate: Candidate) -> list[str]:
-        """Returns the links that begin the second and later stages, by what each link costs."""
+        """Returns the first links of all stages except the first, balanced by the links' costs."""
         stages = candidate.size("pipeline") * candidate.options.get("virtual", 1)
         if stages == 1:
             return []
@@ -146,22 +148,22 @@ class Profiles:
         return [links_of(self._empty)[begin].name for begin in bounds[1:-1]]
 
     def of(self, candidate: Candidate) -> Profile:
-        """Returns what is measured of a candidate.
+        """Returns the profile of a candidate.
 
         Raises:
-            Exception: Like `measure_ranks`; ValueError if the network cannot be cut that way.
+            Exception: Like `measure_ranks`; ValueError if the network cannot be sharded that way.
         """
         sizes = dict(candidate.sizes)
         if self._config.sync.sharding == "none":
-            # Without a part that ranks with other rows split among each other, their number changes nothing.
+            # Without sharding, the number of replicas changes nothing.
             sizes = {axis: size for axis, size in sizes.items() if axis in PLANNED_AXES[1:]}
         key = (*sorted(sizes.items()), repr(sorted(candidate.options.items())))
         if key not in self._found:
-            self._found[key] = self._measured(sizes, candidate.options)
+            self._found[key] = self._measure(sizes, candidate.options)
         return self._found[key]
 
     def exact_peak(self, candidate: Candidate, config: TrainConfig, rows: int) -> Peak:
-        """Returns what `Profile.peak` does, measured with so many rows."""
+        """Returns the result of `Profile.peak`, measured with `rows` rows instead of interpolated."""
         profile = self.of(candidate)
         if rows in profile.rows:
             return profile.peak(config, rows)
@@ -170,9 +172,9 @@ class Profiles:
             self._exact[id(profile), rows] = replace(profile, rows=(rows, rows), few=own, many=own)
         return self._exact[id(profile), rows].peak(config, rows)
 
-    def _measured(self, sizes: Mapping[str, int], options: Mapping[str, Any]) -> Profile:
+    def _measure(self, sizes: Mapping[str, int], options: Mapping[str, Any]) -> Profile:
         config = with_mesh(self._config, math.prod(sizes.values()), {**sizes, **options}, 1)
-        # Ranks with other rows get a part of them, and a pipeline has at least two micro-batches.
+        # A pipeline has at least two micro-batches.
         most = -(-self._config.batch_size // (2 if sizes.get("pipeline", 1) > 1 else 1))
         counts = max(1, most // _SPAN), most
         network = cut_network(self._empty, config.axes, config.parallelism, self._inputs)

@@ -1,7 +1,7 @@
-"""Runs the passes and the update of each rank of a cut network on fake tensors: its bytes, work and messages.
+"""Measures memory, work and messages of each rank of a sharded network, on fake tensors.
 
-Every stage runs alone: on values of the shapes that arrive, with gradients of the shapes that come back. What
-a schedule makes of it is arithmetic: see `schedule_peak`.
+Every stage runs alone, with values and gradients of the right shapes. `schedule_peak` combines the stages by
+the schedule.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class PassBytes:
     """One pass of one stage on one micro-batch.
 
     Attributes:
-        peaks: Way of sharding -> the moment with the most bytes, with nothing of other micro-batches there.
-        kept: Bytes that are there after it and were not before; below 0 after a backward pass.
-        work: What it computes.
-        messages: Exchanges inside the network, by axis.
+        peaks: Sharding -> peak, without other micro-batches.
+        kept: Growth of memory in bytes; below 0 for a backward pass.
+        work: Work of the pass.
+        messages: Communication inside the network, by axis.
     """
 
     peaks: Mapping[str, Peak]
@@ -57,17 +57,17 @@ class RankBytes:
     """One rank's step.
 
     Attributes:
-        parts: Part -> its bytes, as `plan_memory` names them: parameters, gradients, optimizer state.
-        first: (stage, whether it is the forward pass) -> the pass of a step's first micro-batch.
-        passes: The same of the later ones, when there are gradients already.
+        parts: Name in `plan_memory` -> bytes: parameters, gradients, optimizer state.
+        first: (stage, whether it is the forward pass) -> pass of a step's first micro-batch.
+        passes: The same for later micro-batches, with existing gradients.
         update: The optimizer's step.
-        update_work: What it computes.
+        update_work: Work of the optimizer's step.
         batch: Bytes of the rows of one micro-batch.
-        arriving: Bytes of the values that a stage gets from another rank, by stage.
-        returning: Bytes of the gradients of what a stage gives to another rank, by stage.
-        communication: Bytes of buffers in which gradients travel.
-        in_buckets: Whether gradients lie in these once they are summed.
-        leaves: Whether they leave for these in the backward pass.
+        arriving: Stage -> bytes of the values that it receives from another rank.
+        returning: Stage -> bytes of the gradients of the values that it sends to another rank.
+        communication: Bytes of the gradient buffers.
+        in_buckets: Whether reduced gradients stay in these buffers.
+        leaves: Whether gradients move to the buffers during the backward pass.
     """
 
     parts: Mapping[str, int]
@@ -83,7 +83,7 @@ class RankBytes:
     leaves: bool
 
 
-# The moment with the most bytes where gradients leave as soon as they are there.
+# Key of the peak if gradients move to the buffers immediately.
 LEAVING = "leaving"
 
 
@@ -114,7 +114,7 @@ def measure_ranks(
         leaving = {LEAVING: {SENT: 0.0}}
         with on_fake_tensors(config, objects, part.module, count, weightings=leaving) as step:
             rank = _Rank(config, network, part, step, count, forms)
-            found.append(rank.measured(inputs, labels, None if known is None else known[number]))
+            found.append(rank.measure(inputs, labels, None if known is None else known[number]))
     return found
 
 
@@ -138,8 +138,8 @@ class _Rank:
         self._step, self._count, self._forms = step, count, forms
         self._last = len(network.owners) - 1
 
-    def measured(
-        self, inputs: Sequence[BatchColumn], labels: Sequence[BatchColumn], known: RankBytes | None
+    def measure(
+        self, inputs: Sequence[Column], labels: Sequence[Column], known: RankBytes | None
     ) -> RankBytes:
         step = self._step
         batch = Batch(
@@ -158,7 +158,7 @@ class _Rank:
             for stage in self._part.stages:
                 passes |= self._stage(stage, batch)
         if known is not None:
-            # The rows of the batch are there in an update too.
+            # The update holds the batch's rows too.
             return replace(
                 known,
                 first=rounds[0],
@@ -180,7 +180,7 @@ class _Rank:
             first=rounds[0],
             passes=rounds[1],
             update=update,
-            # Two updates ran: the first made the state.
+            # Two updates ran: the first one created the state.
             update_work=Work(
                 launches=work.launches // 2, flops=work.flops // 2, num_bytes=work.num_bytes // 2
             ),
@@ -193,7 +193,8 @@ class _Rank:
         )
 
     def _bytes_before(self, stage: int, *, wanted: bool = False) -> int:
-        """Returns the bytes of the values that a stage gets from another rank, or of those with gradients."""
+        """Returns the bytes that a stage receives from another rank; with `wanted`, of values with
+        gradients."""
         owners = self._network.owners
         if not 0 < stage < len(owners) or owners[stage - 1] == owners[stage]:
             return 0
@@ -218,7 +219,7 @@ class _Rank:
         return found
 
     def _forward(self, stage: int, batch: Batch) -> tuple[list[torch.Tensor], Any, Any]:
-        """Runs a stage; returns what is differentiated, what the step keeps, and the stage's arguments."""
+        """Runs a stage; returns the tensors to differentiate, the outputs to keep, and the stage's values."""
         step, module = self._step, self._step.module
         recipe, keeps = step.recipe, bool(self._config.metrics)
         if not self._network.is_pipeline:
@@ -260,7 +261,7 @@ class _Rank:
 def _forms(
     config: TrainConfig, objects: UserObjects, network: CutNetwork, inputs: Sequence[BatchColumn]
 ) -> dict[int, Forms]:
-    """Returns the look of the values that arrive at each stage but the first."""
+    """Returns the shapes and dtypes of the values that each stage except the first receives."""
     forms: dict[int, Forms] = {}
     with on_fake_tensors(replace(config, gradient_checkpointing="none"), objects, network.whole) as step:
         step.module.train()
@@ -272,6 +273,6 @@ def _forms(
             with around():
                 values = as_values(run_links(links[begin:end], values), links[end])
             forms[stage] = forms_of(values)
-            # Each stage has a graph of its own.
+            # Each stage has its own graph.
             values = marked(tuple(v if v is None else v.detach() for v in values), forms[stage])
     return forms

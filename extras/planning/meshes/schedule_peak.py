@@ -1,7 +1,7 @@
-"""The highest moment of a rank's step, from what its passes need one by one and the order of a schedule.
+"""Peak memory of a rank's step, from the measured passes and the order of a schedule.
 
-A micro-batch between its two passes keeps what its forward pass has saved, values that arrive early and
-gradients that leave late have their places, and the pass that runs has its own temporaries above all that.
+At any moment memory holds the saved tensors of micro-batches between their two passes, received values,
+unsent gradients, and the temporaries of the running pass.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from ringspark.extras.planning.meshes.rank_step import LEAVING, RankBytes
 
 
 def peak_of_steps(rank: RankBytes, steps: Steps, sharding: str) -> Peak:
-    """Returns the moment of a step with the most bytes on a rank.
+    """Returns the peak of a rank's step.
 
     Args:
-        steps: What the rank does in a step, and when it begins to receive.
-        sharding: Way of sharding.
+        steps: Actions and arrivals of the rank.
     """
     micros = {step.micro for step in steps}
-    # All rows of the step are there from its begin to its end.
+    # All rows of the step stay in memory until its end.
     waiting = rank.batch * (len(micros) - 1)
     held, ended, on_their_way, sent = 0, 0, 0, 0
     highest = Peak(total=0, parts={})
@@ -34,7 +33,7 @@ def peak_of_steps(rank: RankBytes, steps: Steps, sharding: str) -> Peak:
         one, forward_kept = found[stage, kind is Kind.FORWARD], found[stage, True].kept
         if kind in (Kind.BACKWARD, Kind.WEIGHT):
             held -= forward_kept
-        # What this pass has received is among its own bytes.
+        # The measured pass includes its received values.
         if kind is not Kind.WEIGHT:
             on_their_way -= rank.arriving[stage] if kind is Kind.FORWARD else rank.returning[stage]
         extra = held + ended + on_their_way + min(sent, SENDS_UNDER_WAY) * rank.arriving[stage]
@@ -56,8 +55,8 @@ def peak_of_steps(rank: RankBytes, steps: Steps, sharding: str) -> Peak:
     return peak.with_parts(communication=rank.communication)
 
 
-def in_turns(num_micro: int) -> Steps:
-    """Returns the steps of a rank without a pipeline: each micro-batch forward and backward."""
+def alternate_passes(num_micro: int) -> Steps:
+    """Returns the actions of a rank without a pipeline: each micro-batch forward and backward."""
     return [Action(kind, 0, micro) for micro in range(num_micro) for kind in (Kind.FORWARD, Kind.BACKWARD)]
 
 

@@ -1,7 +1,7 @@
-"""Runs a schedule without a network on ranks that share the cores of their hosts.
+"""Simulates a pipeline schedule on ranks that share cores.
 
-Like `pipeline.simulation`, but of the actions that run at a moment each gets its share of the cores: a rank
-whose values have arrived never waits for another rank's turn, and is slowed down by those that compute too.
+Like `pipeline.simulation`, but all running actions share the cores equally, so a rank never waits for a core
+and is slowed down by other running ranks.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from ringspark.estimators.parallel.model.pipeline.actions import Action, Progres
 from ringspark.estimators.parallel.model.pipeline.orders import Orders
 
 
-def makespan(orders: Orders, num_stages: int, cost: Callable[[Action], float], slots: float) -> float:
-    """Returns when the last action ends, in the unit of the costs.
+def simulate_makespan(
+    orders: Orders, num_stages: int, cost: Callable[[Action], float], slots: float
+) -> float:
+    """Returns the end of the last action, in the unit of the costs.
 
     Args:
-        orders: What each rank does.
-        cost: Time of an action that nothing slows down.
-        slots: Actions that run at full speed at a time; below 1, even one alone is slowed down.
+        orders: Actions of each rank.
+        cost: Time of an action at full speed.
+        slots: Number of actions that run at full speed together; below 1, a single action is slower too.
     """
     progress = Progress(num_stages)
     next_of = [0] * len(orders)
@@ -36,7 +38,7 @@ def makespan(orders: Orders, num_stages: int, cost: Callable[[Action], float], s
         now += passed / speed
         for rank in list(running):
             running[rank] -= passed
-            # What ends together ends at once, whatever the last digits say.
+            # A tolerance, so that simultaneous actions end together.
             if running[rank] <= 1e-12 * passed:
                 del running[rank]
                 progress.add(orders[rank][next_of[rank]])

@@ -1,10 +1,10 @@
-"""The time of a step over a mesh: passes by a schedule, exchanges inside the network, the sum, the update.
+"""Predicts the time of a step over a mesh.
 
-    step = schedule + sum of gradients + update
+    step = schedule + all-reduce of gradients + update
 
-The schedule is worked through action by action (`shared_cores`), so its bubble is what is left of the ranks'
-time. Ranks that share the cores of their host fill each other's gaps, as far as they have something to do.
-Not in it: reading of rows, validation, checkpoints, and waiting for a rank that is slower than others.
+`shared_cores` simulates the schedule, including communication inside the network; the bubble is the ranks'
+idle time. Ranks that share cores fill each other's bubbles. Not predicted: reading, validation, checkpoints,
+stragglers.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from ringspark.extras.planning.exchange_time import ring_seconds
 from ringspark.extras.planning.meshes.cut_plan import orders_of
 from ringspark.extras.planning.meshes.machine import Machine
 from ringspark.extras.planning.meshes.profile import Profile
-from ringspark.extras.planning.meshes.shared_cores import makespan
+from ringspark.extras.planning.meshes.shared_cores import simulate_makespan
 
-# The backward pass, behind which a sum can hide, is about two of three parts of the passes.
+# Share of the backward pass, which can hide an all-reduce.
 _BACKWARD_SHARE = 2 / 3
-# A step exchanges the weights twice, for each pass, beside the gradients.
+# Fully sharded: the weights are gathered in both passes, and the gradients are reduced.
 _WEIGHTS_AND_GRADIENTS = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step.
+    """Time of a step.
 
     Attributes:
-        total: All of it.
-        exposed: The part in which ranks exchange, inside the network and of gradients, and compute nothing.
-        bubble: Share of the passes in which a rank of a pipeline waits for others.
+        total: Seconds of the step.
+        exposed: Seconds in which ranks communicate and do not compute.
+        bubble: Share of the passes in which a rank of a pipeline waits.
     """
 
     total: float
@@ -48,7 +48,7 @@ class StepTime:
     bubble: float
 
 
-def step_time(config: TrainConfig, profile: Profile, machine: Machine) -> StepTime:
+def predict_step_time(config: TrainConfig, profile: Profile, machine: Machine) -> StepTime:
     """Predicts a step.
 
     Args:
@@ -73,19 +73,19 @@ def step_time(config: TrainConfig, profile: Profile, machine: Machine) -> StepTi
         if action.kind is not Kind.WEIGHT:
             messages = profile.messages(rank, action.stage, action.kind is Kind.FORWARD, rows)
             for axis, found in messages.items():
-                # Ranks along the last axis are neighbours, and lie between those along the one before.
+                # Ranks along the last axis are neighbours; earlier axes have larger strides.
                 reach = math.prod(sizes[other] for other in AXES[AXES.index(axis) :])
                 seconds += machine.exchange(found, sizes[axis], reach)
-            # Values come from the stage before, or go there as gradients.
+            # A send or receive to or from the previous stage.
             if arriving := profile.arriving(rank, action.stage, rows):
                 seconds += machine.sending(arriving, workers)
         return seconds
 
-    # Cores that a rank of the pipeline and those beside it, with other rows or parts, have for them.
+    # Cores of one replica's pipeline ranks.
     slots = len(orders) / crowding
-    alone, _ = _passes(orders, len(ranks), slots, compute)
-    # An exchange was measured with all ranks of the host at it.
-    passes, used = _passes(
+    alone, _ = _simulate(orders, len(ranks), slots, compute)
+    # Communication was measured with all ranks of the host.
+    passes, used = _simulate(
         orders, len(ranks), slots, lambda action: compute(action) + exchange(action) / crowding
     )
     summed = _sum_seconds(config, profile, machine)
@@ -99,40 +99,40 @@ def step_time(config: TrainConfig, profile: Profile, machine: Machine) -> StepTi
     )
 
 
-def _passes(
+def _simulate(
     orders: Orders, num_stages: int, slots: float, cost: Callable[[Action], float]
 ) -> tuple[float, float]:
-    """Returns the seconds of a schedule, and the share of the cores' time in which ranks work."""
-    # All micro-batches are alike.
+    """Returns the seconds of a schedule, and the utilization of the cores."""
+    # All micro-batches cost the same.
     known: dict[tuple[Kind, int], float] = {}
 
-    def of_kind(action: Action) -> float:
+    def cached_cost(action: Action) -> float:
         key = action.kind, action.stage
         if key not in known:
             known[key] = cost(action)
         return known[key]
 
-    end = makespan(orders, num_stages, of_kind, slots)
-    work = sum(of_kind(action) for order in orders for action in order)
+    end = simulate_makespan(orders, num_stages, cached_cost, slots)
+    work = sum(cached_cost(action) for order in orders for action in order)
     return end, work / (min(slots, len(orders)) * end)
 
 
 def _sum_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> float:
-    """Returns the seconds of the exchange of gradients, of the rank whose exchange takes longest."""
-    size = data_parallel_size(config)
+    """Returns the seconds of the gradients' all-reduce on the slowest rank."""
+    size = num_summing(config)
     if size == 1:
         return 0.0
     axes = config.axes
     link = machine.link(size, axes["tensor"] * size)
 
     def of_rank(count: int, of_experts: int) -> float:
-        # Ranks with other experts have other gradients.
+        # Expert gradients are reduced among ranks with the same experts only.
         seconds = ring_seconds(size, count - of_experts, link)
         if of_experts:
             seconds += ring_seconds(size // axes["expert"], of_experts, link)
         if config.sync.sharding == "parameters":
             seconds *= _WEIGHTS_AND_GRADIENTS * config.gradient_accumulation
-        # Into the buffer that travels: each byte is read and written.
+        # The copy into the buffer reads and writes each byte.
         return seconds + 2 * count * machine.rates.byte * machine.crowding(config.num_workers)
 
     return max(of_rank(*found) for found in _gradients(profile))
@@ -146,7 +146,7 @@ def _update_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> 
 
 
 def _gradients(profile: Profile) -> list[tuple[int, int]]:
-    """Returns the bytes of each rank's gradients, and how many of them are those of experts."""
+    """Returns the bytes of each rank's gradients, and of its experts' gradients."""
     found = []
     for part in profile.network.parts:
         trained = {name: p for name, p in part.module.named_parameters() if p.requires_grad}
@@ -156,5 +156,5 @@ def _gradients(profile: Profile) -> list[tuple[int, int]]:
 
 
 def _in_buckets(profile: Profile) -> bool:
-    """Whether gradients leave while others are still computed."""
+    """Returns whether the all-reduce overlaps the backward pass."""
     return max(_gradients(profile))[0] > FLAT_BYTES

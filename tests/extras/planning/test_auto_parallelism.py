@@ -1,4 +1,4 @@
-"""`parallelism="auto"`: whole copies of a small network, parts of one that does not fit, kept on resume."""
+"""`parallelism="auto"`: data parallelism for a small network, a sharded large network, a kept mesh on resume."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def test_a_small_network_stays_whole_and_nothing_is_measured(manifest: ShardMani
     choice = choose_parallelism(config, NOTHING, manifest, limits=[None])
     assert choice.config == config
     assert choice.config.parallelism == Mesh()
-    assert choice.told.startswith("whole copies are chosen: the network is small, ")
+    assert choice.explanation.startswith("data parallelism: the network is small, ")
     alone = choose_parallelism(replace(config, num_workers=1), NOTHING, manifest)
     assert alone.config.parallelism == Mesh()
-    assert alone.told == "one worker has the whole network"
+    assert alone.explanation == "one worker has the whole network"
 
 
 def test_a_network_that_does_not_fit_is_cut_and_trains(manifest: ShardManifest, tmp_path: Path) -> None:
@@ -66,8 +66,8 @@ def test_a_network_that_does_not_fit_is_cut_and_trains(manifest: ShardManifest, 
     found = choice.config
     assert found.cuts_network
     assert found.axes["tensor"] * found.axes["pipeline"] == 2
-    assert "needs 2" in choice.told
-    assert "whole copies cannot be: needs" in choice.told
+    assert "needs 2" in choice.explanation
+    assert "data parallelism is not possible: needs" in choice.explanation
     assert replace(found, parallelism={}, gradient_accumulation=1) == config
     # The limit of the machine counts where the user set none.
     limits = [None, Available(num_bytes=budget, source="here")]
@@ -113,7 +113,7 @@ class Mixing(nn.Module):
 
 def test_a_mesh_that_computes_something_else_is_not_chosen(manifest: ShardManifest, tmp_path: Path) -> None:
     config = _config(manifest, tmp_path, model=None)
-    with pytest.warns(UserWarning, match="takes whole copies: model Mixing under .* output 0 is off by"):
+    with pytest.warns(UserWarning, match="uses data parallelism: model Mixing under .* output 0 is off by"):
         choice = choose_parallelism(config, UserObjects(module=Mixing()), manifest, budget=150_000)
     assert choice.config == config
 
@@ -123,7 +123,7 @@ def test_a_run_keeps_its_mesh_unless_it_has_other_workers(manifest: ShardManifes
     begun = replace(config, parallelism={"pipeline": 2}, gradient_accumulation=8)
     choice = choose_parallelism(config, NOTHING, manifest, begun=begun)
     assert choice.config == begun
-    assert choice.told == "pipeline 2, with which the run was begun, is kept"
+    assert choice.explanation == "pipeline 2 is kept from the resumed run"
     more = choose_parallelism(
         replace(config, num_workers=4), NOTHING, manifest, begun=begun, budget=200_000
     ).config
@@ -140,8 +140,8 @@ def test_settings_and_networks_that_cannot_be_cut_leave_whole_copies(
     config = _config(manifest, tmp_path, collective="horovod")
     choice = choose_parallelism(config, NOTHING, manifest, budget=1)
     assert choice.config == config
-    assert "no other mesh can be, parallelism" in choice.told
-    assert "'horovod' does not have" in choice.told
+    assert "no other mesh is possible, parallelism" in choice.explanation
+    assert "'horovod' does not have" in choice.explanation
 
     class Looks(nn.Module):
         """Looks at its data."""
@@ -157,7 +157,7 @@ def test_settings_and_networks_that_cannot_be_cut_leave_whole_copies(
             return self.down(self.up(x if x.sum() > 0 else -x))
 
     config = _config(manifest, tmp_path, model=None)
-    with pytest.warns(UserWarning, match="takes whole copies: model Looks does not run without data"):
+    with pytest.warns(UserWarning, match="uses data parallelism: model Looks does not run without data"):
         choice = choose_parallelism(config, UserObjects(module=Looks()), manifest, budget=1)
     assert choice.config == config
 
@@ -171,9 +171,9 @@ def test_a_network_that_is_not_small_is_measured(
     wide = ModelSpec("mlp", {"in_features": 8, "hidden": [768] * 3, "out_features": 1})
     config = _config(manifest, tmp_path, model=wide.to_json())
     choice = choose_parallelism(config, NOTHING, manifest)
-    assert choice.told.startswith("Steps measured here: ")
+    assert choice.explanation.startswith("Steps measured here: ")
     for name in ("data 2", "tensor 2", "pipeline 2"):
-        assert name in choice.told
+        assert name in choice.explanation
     assert choice.config.parallelism.to_values().keys() <= {"tensor", "pipeline"}
 
 

@@ -18,7 +18,7 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.extras.planning.meshes.cut_network import CutNetwork, cut_network
 from ringspark.extras.planning.meshes.cut_plan import orders_of, steps_of
 from ringspark.extras.planning.meshes.rank_step import RankBytes, measure_ranks
-from ringspark.extras.planning.meshes.schedule_peak import in_turns, peak_of_steps
+from ringspark.extras.planning.meshes.schedule_peak import alternate_passes, peak_of_steps
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 
@@ -64,7 +64,7 @@ def test_one_rank_with_everything_needs_what_the_memory_plan_says(
     )
     # The loss of each micro-batch is kept, and the plan runs but two of them.
     kept = 4 * max(0, micro - 2)
-    assert peak_of_steps(rank, in_turns(micro), "none").total == plan.peak + kept
+    assert peak_of_steps(rank, alternate_passes(micro), "none").total == plan.peak + kept
     assert rank.update.state == plan.optimizer_state
 
 
@@ -169,7 +169,7 @@ def test_a_plan_of_a_mesh_is_that_of_its_fullest_rank() -> None:
 
 def test_a_schedule_without_a_flush_is_not_planned() -> None:
     mesh = {"pipeline": 2, "schedule": "2bw"}
-    with pytest.raises(ValueError, match="'2bw', whose steps reach into each other, is not planned"):
+    with pytest.raises(ValueError, match="'2bw', whose steps overlap, cannot be planned"):
         plan_memory(SPEC, BATCH, parallelism=mesh, numWorkers=2, gradientAccumulation=2, collective="torch")
 
 

@@ -26,12 +26,11 @@ from ringspark.extras.planning.meshes.candidates import (
     micro_batches,
     with_mesh,
 )
-from ringspark.extras.planning.meshes.found_machine import ASSUMED
-from ringspark.extras.planning.meshes.machine import Machine, Rates
+from ringspark.extras.planning.meshes.hardware import ASSUMED
+from ringspark.extras.planning.meshes.machine import Machine, OperatorRates
 from ringspark.extras.planning.meshes.predict import Training
-from ringspark.extras.planning.meshes.shared_cores import makespan
-from ringspark.extras.planning.meshes.step_time import step_time
-from ringspark.extras.planning.meshes.work import Work
+from ringspark.extras.planning.meshes.shared_cores import simulate_makespan
+from ringspark.extras.planning.meshes.step_time import predict_step_time
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 
@@ -41,7 +40,7 @@ SPEC = ModelSpec("mlp", {"in_features": WIDTH, "hidden": [WIDTH] * DEPTH, "out_f
 BATCH = (((ROWS, WIDTH), "float32"), ((ROWS, 1), "float32"))
 LINK = Link(alpha=1e-3, beta=1e-6)
 # Of products alone, so that what is divided can be told by hand.
-FLOPS = Rates(launch=0.0, flop=1e-6, byte=0.0)
+FLOPS = OperatorRates(launch=0.0, flop=1e-6, byte=0.0)
 
 
 def _machine(**changes: Any) -> Machine:
@@ -72,7 +71,7 @@ def _time(training: Training, machine: Machine, micro: int = 1, **mesh: Any) -> 
     config = with_mesh(training.settings, workers, mesh, micro)
     sizes = {axis: size for axis, size in mesh.items() if isinstance(size, int)}
     options = {key: value for key, value in mesh.items() if key not in sizes}
-    return step_time(config, training.profiles.of(Candidate(sizes=sizes, options=options)), machine)
+    return predict_step_time(config, training.profiles.of(Candidate(sizes=sizes, options=options)), machine)
 
 
 def test_a_step_is_what_its_axes_divide_and_what_they_exchange(training: Training) -> None:
@@ -118,14 +117,14 @@ def test_ranks_that_share_cores_fill_the_gaps_that_there_are(ranks: int, micro: 
     def cost(action: Action) -> float:
         return 1.0 if action.kind is Kind.FORWARD else 2.0
 
-    free = makespan(orders, ranks, cost, ranks)
+    free = simulate_makespan(orders, ranks, cost, ranks)
     assert free == max(timed.end for rank in simulated(orders, ranks, cost) for timed in rank)
     assert free == 3 * (micro + ranks - 1)
     work = 3.0 * ranks * micro
-    assert makespan(orders, ranks, cost, 1) == pytest.approx(work)
-    assert makespan(orders, ranks, cost, 0.5) == pytest.approx(2 * work)
+    assert simulate_makespan(orders, ranks, cost, 1) == pytest.approx(work)
+    assert simulate_makespan(orders, ranks, cost, 0.5) == pytest.approx(2 * work)
     # At the ends of a step only some have something to do: between both bounds (Graham 1969).
-    two = makespan(orders, ranks, cost, 2)
+    two = simulate_makespan(orders, ranks, cost, 2)
     assert max(free, work / 2) <= two <= work / 2 + free / 2
 
 
@@ -186,7 +185,7 @@ def test_every_product_of_sizes_is_a_candidate(training: Training) -> None:
 def test_each_axis_says_how_far_a_network_can_be_spread(training: Training) -> None:
     given = training.spreadable()
     assert AXIS_RULES["data"](given, ROWS) == ""
-    assert "has none for some of 17 workers" in AXIS_RULES["data"](given, 17)
+    assert "is too small for 17 workers" in AXIS_RULES["data"](given, 17)
     assert "needs sharding='parameters'" in AXIS_RULES["shard"](given, 2)
     assert AXIS_RULES["shard"](replace(given, config=replace(given.config, sync=Zero(stage=3))), 2) == ""
     assert AXIS_RULES["tensor"](given, WIDTH) == ""
@@ -274,11 +273,11 @@ def test_what_does_not_fit_is_refused_in_a_sentence_and_another_mesh_is_chosen()
     assert plan.chosen is not None
     assert plan.chosen.peak <= limit
     assert plan.best == plan.chosen.parallelism != {}
-    assert "whole copies cannot be: needs " in plan.verdict
+    assert "data parallelism is not possible: needs " in plan.verdict
     none = plan_parallelism(SPEC, BATCH, 4, 1000, **GIVEN)
     assert none.chosen is None
     with pytest.raises(
-        ValueError, match=r"no mesh of 4 workers fits: the smallest, .*, needs .* are there; give"
+        ValueError, match=r"no mesh of 4 workers fits: the smallest, .*, needs .* are available; give"
     ):
         _ = none.best
 
@@ -287,16 +286,16 @@ def _mesh(seconds: float, **sizes: int) -> MeshPlan:
     return MeshPlan(sizes=sizes, peak=1, step_seconds=seconds)
 
 
-def test_whole_copies_are_left_only_for_what_is_clearly_faster() -> None:
+def test_only_a_clearly_faster_mesh_replaces_data_parallelism() -> None:
     def plan(*meshes: MeshPlan) -> ParallelismPlan:
         return ParallelismPlan(workers=4, rows=8, meshes=meshes, memory=None, facts="")
 
     near = plan(_mesh(0.95, tensor=4), _mesh(1.0, data=4))
     assert near.best == {}
-    assert "too little less to cut the network" in near.verdict
+    assert "which gains too little" in near.verdict
     far = plan(_mesh(0.8, tensor=4), _mesh(1.0, data=4))
     assert far.best == {"tensor": 4}
-    assert "and whole copies take 1 s" in far.verdict
+    assert "and data parallelism takes 1 s" in far.verdict
 
 
 @pytest.mark.parametrize(

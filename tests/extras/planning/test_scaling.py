@@ -89,7 +89,7 @@ def test_a_step_that_costs_more_a_row_with_more_rows_has_its_measured_time() -> 
     quicker = plan_scaling(SPEC, ROWS, [1], stepSeconds={16: 0.06, 64: 0.05}, link=LINK)
     assert (quicker.row_seconds, quicker.of(1).step_seconds) == (0, pytest.approx(0.05))
     with pytest.raises(
-        ValueError, match="stepSeconds must hold the seconds, above 0, of two numbers of rows"
+        ValueError, match="stepSeconds must map at least two numbers of rows to seconds above 0"
     ):
         plan_scaling(SPEC, ROWS, [1], stepSeconds={16: 0.0, 64: 0.0}, link=LINK)
 

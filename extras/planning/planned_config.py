@@ -1,4 +1,4 @@
-"""Turns what a user says of a network and a batch into the config of a training that nobody starts."""
+"""Makes the config of a planned training from a network and a batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.models import ModelSpec
 
 
-def described(
+def make_config(
     model: ModelSpec | nn.Module,
     inputs: Sequence[BatchColumn],
     labels: Sequence[BatchColumn],
@@ -25,15 +25,14 @@ def described(
     loss: Any,
     **settings: Any,
 ) -> tuple[TrainConfig, UserObjects]:
-    """Returns the config of one worker, whose batch is that of the columns.
+    """Returns the config of one worker, with the columns' rows as the batch.
 
     Args:
-        optimizer: Name or factory.
-        loss: As the estimators take it; "auto" is cross entropy for integer labels, else mean squared error.
+        loss: As for the estimators; "auto" is cross entropy for integer labels, else mean squared error.
         settings: Other fields of the config.
 
     Raises:
-        ValueError: A setting cannot be used.
+        ValueError: A setting is wrong.
     """
     losses = list(loss) if isinstance(loss, list | tuple) else [loss] * len(labels)
     losses = [

@@ -1,7 +1,7 @@
-"""Measures on a small gang of this machine what the prediction needs: steps at two sizes, sums at two sizes.
+"""Calibration run: measures steps and all-reduces of two sizes on a few processes of this machine.
 
-The steps are the trainer's own pass and the optimizer's step on random rows, all ranks at a time but each for
-itself. The sums go through the collective that the training would use. Rank 0 keeps the medians.
+A step is the trainer's own pass and the optimizer's step on random rows. All ranks run at the same time,
+without communication. The all-reduces use the training's collective. Rank 0 returns the medians.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WARM_UPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class CalibrationResult:
     """Seconds of a step by its rows, and the link between the ranks."""
 
     step_seconds: dict[int, float]
@@ -43,15 +43,15 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehearsal:
-    """What each rank of the gang runs.
+class Calibration:
+    """Work of each rank of the calibration run.
 
     Attributes:
         config: The training's settings; its folders are not used.
         objects: Pickled `UserObjects`.
-        inputs: Inputs of a batch, and `labels` its labels.
+        inputs, labels: Columns of a batch.
         rows: Two numbers of rows per step.
-        sizes: Two numbers of bytes per sum.
+        sizes: Two numbers of bytes per all-reduce.
         repeats: Measured rounds.
     """
 
@@ -112,24 +112,24 @@ def _sum(collective: Collective, buffer: torch.Tensor, name: str) -> None:
     collective.start_sum(buffer, name)()
 
 
-def _example(column: BatchColumn, rows: int, device: torch.device) -> torch.Tensor:
-    """Returns random rows; whole numbers are 0, which is an id and a class of every network."""
+def _example(column: Column, rows: int, device: torch.device) -> torch.Tensor:
+    """Returns random rows; integers are 0, which is a valid id and class of every network."""
     shape = (rows, *column.shape[1:])
     if column.dtype == torch.int64:
         return torch.zeros(shape, dtype=column.dtype, device=device)
     return torch.randn(shape, device=device)
 
 
-def rehearse(rehearsal: Rehearsal, num_ranks: int) -> Measured:
-    """Measures on a gang of `num_ranks` processes of this machine.
+def calibrate(calibration: Calibration, num_ranks: int) -> CalibrationResult:
+    """Measures on `num_ranks` processes of this machine.
 
     Raises:
-        WorkerError: A rank failed, for example since the network does not run on such rows.
+        WorkerError: A rank failed, for example because the network does not run on such rows.
     """
-    texts = run_spawned(num_ranks, rehearsal.config.collective, rehearsal, timeout_seconds=120)
+    texts = run_spawned(num_ranks, calibration.config.collective, calibration, timeout_seconds=120)
     steps, sums = json.loads(texts[0])
-    few, many = rehearsal.sizes
-    return Measured(
+    few, many = calibration.sizes
+    return CalibrationResult(
         step_seconds={int(rows): seconds for rows, seconds in steps},
         link=solve_link(num_ranks, (few, sums[0]), (many, sums[1])),
     )

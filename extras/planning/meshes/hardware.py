@@ -1,4 +1,4 @@
-"""The machine of a prediction: measured here, or made of figures that somebody gives."""
+"""Hardware profile of a prediction: measured on this machine, or made from given numbers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ringspark.extras.planning.exchange_time import Link
-from ringspark.extras.planning.meshes.machine import Machine, Rates
+from ringspark.extras.planning.meshes.machine import Machine, OperatorRates
+from ringspark.extras.planning.meshes.mesh_calibration import calibrate_mesh, count_cores
 from ringspark.extras.planning.meshes.predict import StepWork, Training
-from ringspark.extras.planning.meshes.rehearsal import cores_here, rehearse_meshes
-from ringspark.extras.planning.report import link_words, show_seconds
+from ringspark.extras.planning.tables import describe_link, show_seconds
 
-# Of one core of a server, where nothing is measured: 50 billion operations and 10 billion bytes a second.
-ASSUMED = Rates(launch=5e-6, flop=2e-11, byte=1e-10)
+# Assumed for one core of a server without a measurement: 50 GFLOP/s and 10 GB/s.
+ASSUMED = OperatorRates(launch=5e-6, flop=2e-11, byte=1e-10)
 
 
-def given_machine(
-    rates: Rates,
+def make_machine(
+    rates: OperatorRates,
     work: StepWork,
     step_seconds: Mapping[int, float] | None,
     link: Link,
@@ -25,14 +25,14 @@ def given_machine(
     workers_per_host: int | None,
     cores_per_host: int | None,
 ) -> tuple[Machine, str]:
-    """Returns a machine of given figures, and what it rests on in a sentence.
+    """Returns a machine with given numbers, and a sentence about them.
 
     Args:
-        rates: Rates of its operators; with `step_seconds` only their proportions count.
-        step_seconds: Rows -> seconds of a step of the whole network on one worker; None takes the rates.
+        rates: OperatorRates of operators; with `step_seconds` only their ratios count.
+        step_seconds: Rows -> seconds of a step of the whole network on one worker; None uses the rates.
     """
     if step_seconds is not None:
-        rates = rates.fitted({rows: (work(rows), seconds) for rows, seconds in step_seconds.items()})
+        rates = rates.fit({rows: (work(rows), seconds) for rows, seconds in step_seconds.items()})
     ranks = min(workers, workers_per_host or workers)
     machine = Machine(
         rates=rates,
@@ -45,7 +45,7 @@ def given_machine(
     return machine, _facts(machine, workers, "given" if step_seconds is not None else "assumed")
 
 
-def found_machine(
+def measure_machine(
     training: Training,
     work: StepWork,
     workers: int,
@@ -56,16 +56,16 @@ def found_machine(
     workers_per_host: int | None = None,
     cores_per_host: int | None = None,
 ) -> tuple[Machine, str]:
-    """Measures on this machine what is not given; returns it and what it rests on in a sentence.
+    """Measures the missing numbers on this machine; returns them and a sentence about them.
 
     Raises:
-        WorkerError: A measuring process failed.
+        WorkerError: A process of the calibration run failed.
     """
     ranks = min(workers, workers_per_host or workers)
-    cores = cores_per_host or cores_here()
+    cores = cores_per_host or count_cores()
     most = training.config.batch_size
-    rows = () if step_seconds is not None else rehearsed_rows(most)
-    found = rehearse_meshes(
+    rows = () if step_seconds is not None else calibration_rows(most)
+    found = calibrate_mesh(
         training.config,
         training.objects,
         training.inputs,
@@ -74,22 +74,22 @@ def found_machine(
         max(2, workers),
         repeats,
     )
-    shared = max(1.0, found.num_ranks / cores_here())
-    # As if each rank had a core for itself.
+    shared = max(1.0, found.num_ranks / count_cores())
+    # Seconds of a rank with its own core.
     measured = step_seconds or {n: seconds / shared for n, seconds in found.step_seconds.items()}
-    rates = found.rates.fitted({n: (work(n), seconds) for n, seconds in measured.items()})
+    rates = found.rates.fit({n: (work(n), seconds) for n, seconds in measured.items()})
     planned = Machine(
         rates=rates, inside={}, between=between, wire=found.wire, ranks_per_host=ranks, cores_per_host=cores
     )
-    # Measured by ranks that may have shared cores more, or less, than those of the plan will.
+    # The measured ranks may share cores more, or less, than the planned ranks.
     share = planned.crowding(workers) / shared
     inside = {n: _scaled(own, share) for n, own in found.inside.items()} if link is None else {2: link}
     machine = replace(planned, inside=inside, wire=_scaled(found.wire, share) if link is None else link)
     return machine, _facts(machine, workers, "measured here")
 
 
-def rehearsed_rows(rows: int) -> tuple[int, int]:
-    """Returns the rows of the two steps that are measured for one of so many rows over all workers."""
+def calibration_rows(rows: int) -> tuple[int, int]:
+    """Returns the rows of the two measured steps, for a step of `rows` rows over all workers."""
     return max(1, rows // 8), max(2, rows // 2)
 
 
@@ -100,11 +100,11 @@ def _scaled(link: Link, factor: float) -> Link:
 def _facts(machine: Machine, workers: int, source: str) -> str:
     rates = machine.rates
     near = max(machine.inside)
-    between = "" if machine.between is None else f"; between hosts {link_words(machine.between)}"
+    between = "" if machine.between is None else f"; between hosts {describe_link(machine.between)}"
     crowding = machine.crowding(workers)
     shared = f"; {crowding:.3g} workers share a core" if crowding > 1 else ""
     return (
         f"Steps {source}: an operator {show_seconds(rates.launch)}, {1e-9 / rates.flop:,.3g} billion "
-        f"operations and {1e-9 / rates.byte:,.3g} billion bytes a second; {link_words(machine.inside[near])}"
-        f"{between}{shared}."
+        f"operations and {1e-9 / rates.byte:,.3g} billion bytes per second; "
+        f"{describe_link(machine.inside[near])}{between}{shared}."
     )

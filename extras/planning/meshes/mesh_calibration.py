@@ -1,8 +1,8 @@
-"""Measures on a gang of this machine what the time of a step over a mesh is predicted from.
+"""Calibration run of a mesh: measures steps, operators and links on processes of this machine.
 
-All ranks are at it together, as in a training: steps of two sizes, each rank for itself; products of
-matrices and sums of vectors, which tell the one from the other; sums in groups of each size; and values that
-neighbours send each other. So what is found is that of ranks which share the cores and memory of their host.
+All ranks run at the same time, so they share cores and memory as in a training. They measure steps of two
+sizes without communication; matrix products and vector sums, to separate FLOPs from bytes; all-reduces in
+groups of each size; and sends between neighbours.
 """
 
 from __future__ import annotations
@@ -24,45 +24,41 @@ from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.planning.calibration import Calibration
 from ringspark.extras.planning.exchange_time import Link, solve_link
-from ringspark.extras.planning.meshes.machine import Rates
-from ringspark.extras.planning.rehearsal import Rehearsal
+from ringspark.extras.planning.meshes.machine import OperatorRates
 
-# Of messages: a short one, and one that fills the memory that ranks of a host share.
+# Bytes of a short message, and of one that fills the ranks' shared memory.
 SIZES = 1 << 10, 1 << 20
-# Processes of this machine that are measured at most.
+# Largest number of processes.
 MOST_RANKS = 8
 _MATRIX, _VECTOR = 384, 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredMachine:
-    """What a gang found.
+class HardwareProfile:
+    """Operator and link speeds measured by a calibration run.
 
     Attributes:
         step_seconds: Rows -> seconds of a whole step of each rank.
-        rates: Of operators, before they are fitted to the steps.
+        rates: Speed of operators, before the fit to the steps.
         inside: Number of ranks -> their link.
-        wire: Link between two ranks that send to each other.
-        num_ranks: Ranks that ran at a time.
+        wire: Link of a point-to-point send.
+        num_ranks: Number of ranks that ran at the same time.
     """
 
     step_seconds: dict[int, float]
-    rates: Rates
+    rates: OperatorRates
     inside: dict[int, Link]
     wire: Link
     num_ranks: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshRehearsal:
-    """What each rank of the gang runs.
+class MeshCalibration:
+    """Work of each rank; `steps` has no rows to skip the steps."""
 
-    Attributes:
-        steps: The steps; no rows for none.
-    """
-
-    steps: Rehearsal
+    steps: Calibration
 
     def __call__(self, collective: Collective, device: str, status: Status) -> str:
         torch.manual_seed(0)
@@ -89,7 +85,7 @@ class MeshRehearsal:
         return collective.part([range(r, r + size) for r in range(0, collective.size, size)])
 
 
-def rehearse_meshes(
+def calibrate_mesh(
     config: TrainConfig,
     objects: UserObjects,
     inputs: Sequence[BatchColumn],
@@ -97,14 +93,14 @@ def rehearse_meshes(
     rows: tuple[int, ...],
     workers: int,
     repeats: int,
-) -> MeasuredMachine:
-    """Measures on `workers` processes of this machine, or `MOST_RANKS` if they are more.
+) -> HardwareProfile:
+    """Measures on `workers` processes of this machine, at most `MOST_RANKS`.
 
     Args:
         rows: Two numbers of rows of a step, ascending; () measures no steps.
 
     Raises:
-        WorkerError: A rank failed, for example since the network does not run on such rows.
+        WorkerError: A rank failed, for example because the network does not run on such rows.
     """
     num_ranks = next(n for n in range(min(workers, MOST_RANKS), 0, -1) if workers % n == 0 or n == 2)
     config = replace(
@@ -115,7 +111,7 @@ def rehearse_meshes(
         collective="torch",
         sync=AllReduce(),
     )
-    steps = Rehearsal(
+    steps = Calibration(
         config=config,
         objects=user_code.dumps(objects),
         inputs=tuple(inputs),
@@ -124,26 +120,25 @@ def rehearse_meshes(
         sizes=SIZES,
         repeats=repeats,
     )
-    work = MeshRehearsal(steps=steps)
-    texts = run_spawned(num_ranks, "torch", work, timeout_seconds=120)
+    texts = run_spawned(num_ranks, "torch", MeshCalibration(steps=steps), timeout_seconds=120)
     steps_found, (product, sum_), groups, sent = json.loads(texts[0])
     flops, moved = 2 * _MATRIX**3, 3 * 4 * _VECTOR
     few, many = SIZES
-    return MeasuredMachine(
+    return HardwareProfile(
         step_seconds=dict(steps_found),
-        rates=Rates(launch=0.0, flop=product / flops, byte=sum_ / moved),
+        rates=OperatorRates(launch=0.0, flop=product / flops, byte=sum_ / moved),
         inside={n: solve_link(n, (few, short), (many, long)) for n, (short, long) in groups},
-        wire=_line_of(sent),
+        wire=_fit_wire(sent),
         num_ranks=num_ranks,
     )
 
 
-def cores_here() -> int:
+def count_cores() -> int:
     """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _line_of(sent: Sequence[float]) -> Link:
+def _fit_wire(sent: Sequence[float]) -> Link:
     (few, many), (short, long) = SIZES, sent
     beta = max(0.0, (long - short) / (many - few))
     return Link(alpha=max(0.0, short - few * beta), beta=beta)
