@@ -1,4 +1,4 @@
-"""`parallelism="auto"`: data parallelism for a small network, a sharded large network, a kept mesh on resume."""
+"""`parallelism="auto"`: data parallelism for a small network, sharding of a large one, resume."""
 
 from __future__ import annotations
 
