@@ -1,1 +1,1 @@
-"""Where the time of a training went: spans of every rank on one axis of time."""
+"""Timeline of a training: spans of every rank on one time axis."""

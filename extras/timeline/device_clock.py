@@ -1,4 +1,4 @@
-"""Times of a GPU's work by the clock of its host, from CUDA events, without waiting for the device."""
+"""Times of a GPU's work by the host's clock, from CUDA events, without synchronization."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _NS_PER_MS = 1e6
 
 @dataclass(kw_only=True)
 class DeviceStep:
-    """The events of one step on the stream that computes: one at its begin, and two for each span."""
+    """CUDA events of one step on the compute stream: one at the step's begin, and two per span."""
 
     begin: torch.cuda.Event
     spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]]
 
 
 class DeviceClock:
-    """Puts events on the host's axis.
+    """Converts times of CUDA events to the host's clock.
 
-    CUDA tells the time between two events, in fp32 milliseconds, which is exact to a microsecond over
-    seconds and to a millisecond over hours. So the time of each step's first event is counted from the step
-    before it, and the first one's from an event for which the host waited.
+    CUDA returns the time between two events in fp32 milliseconds, which is exact to a microsecond over
+    seconds, but only to a millisecond over hours. So each step's time is relative to the previous step, and
+    the first step's to an event that was synchronized.
     """
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
@@ -35,13 +35,13 @@ class DeviceClock:
         self._last_ns = float(clock())
 
     def mark(self) -> torch.cuda.Event:
-        """Returns an event that happens once all work given to the device so far is done."""
+        """Records an event after all work queued so far."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def spans_of(self, step: DeviceStep) -> list[Span] | None:
-        """Returns the spans of a step by the host's clock, in order of steps; None if not all have ended."""
+    def read_spans(self, step: DeviceStep) -> list[Span] | None:
+        """Returns the spans of the next step by the host's clock; None if some have not ended."""
         events = [step.begin, *(end for _, _, end in step.spans)]
         if not all(event.query() for event in events):  # type: ignore[no-untyped-call]
             return None

@@ -1,17 +1,15 @@
-"""Records where the time of a rank's steps goes: one span for each part of the step.
+"""Records the timeline of a rank: one span for each part of a step.
 
-`observation.timeline` lists the kinds of spans.
+`observation.timeline` lists the kinds of spans. A step also has its collective operations, such as the
+all-reduce of each gradient bucket: when its data was ready, when it began, and when it ended. `overlap`
+computes the hidden share of the communication from them; a GPU has none.
 
-Beside them stand the step's operations over the collective, such as the sum of each bucket of gradients: when
-its data was ready, when it began, when its result was there. `overlap` measures by them which share of the
-communication is hidden; a GPU has none.
+The wait for other ranks in `exchange` is not visible on one rank; `trace` computes it from all ranks. On a
+GPU the host only queues work, so the spans of `transform`, `forward`, `backward`, `exchange` and `step` also
+have device times.
 
-How long a rank waits in `exchange` for the others, nobody can see on one rank: `tracking.timeline` finds it
-from the spans of all. On a GPU the host only gives work to the device, so the spans of `transform`,
-`forward`, `backward`, `exchange` and `step` have a second time, from the device.
-
-Size: at most `MOST_SPANS` spans of steps are kept. When they are more, every second recorded step goes,
-and from then on steps are recorded at twice the distance, so a file covers the whole training evenly.
+At most `MOST_SPANS` spans of steps are kept. Beyond that, every second recorded step is dropped and the
+recording interval doubles, so a file covers the whole training evenly.
 """
 
 from __future__ import annotations
@@ -45,29 +43,27 @@ from ringspark.extras.timeline.span_file import (
     Span,
     StepSpans,
     span_file_uri,
-    start_of,
+    start_number,
 )
 
 MOST_SPANS = 20_000
 MOST_SPANS_OF_A_STEP = 2_000
 MOST_RARE_SPANS = 2_000
 MOST_OFFSETS = 1_000
-# Rounds of the clocks' comparison at the start of an epoch after the first one.
+# Rounds of the clock comparison at the start of later epochs.
 _LATER_ROUNDS = 4
-# Least seconds between two writes of the file.
+# Smallest interval between two writes of the file.
 WRITE_SECONDS = 10.0
-# Largest share of the time that the writes take of a processor: a full file is written less often.
+# Largest share of processor time for the writes; a large file is written less often.
 WRITE_SHARE = 0.001
 
 _ON_DEVICE = frozenset(("transform", "forward", "backward", "exchange", "step"))
-# One object for all calls: a step that is not recorded makes none.
+# One object for all calls of steps that are not recorded.
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(kw_only=True)
 class _OpenStep:
-    """The step that is being recorded."""
-
     epoch: int
     step: int
     begin_ns: int
@@ -78,7 +74,13 @@ class _OpenStep:
 
 
 class RankTimeline(Timeline):
-    """Records every n-th step of this rank, and all checkpoints and validations, in its file."""
+    """Records every n-th step of this rank, and all checkpoints and validations, in a file.
+
+    The constructor compares the clocks, so it runs on every rank.
+
+    Args:
+        every: Initial recording interval, in steps.
+    """
 
     def __init__(
         self,
@@ -88,18 +90,13 @@ class RankTimeline(Timeline):
         device: torch.device,
         clock: Clock = now_ns,
     ) -> None:
-        """Compares the clocks of the ranks. Runs on every rank.
-
-        Args:
-            every: Distance of the recorded steps, until they are too many.
-        """
         self._every = every
         self._world = world
         self._clock = clock
         self._device_clock = DeviceClock(device, clock) if device.type == "cuda" else None
         offset, self._moment = measure_offset(world, clock)
         self._offsets = [offset]
-        uri = span_file_uri(run_uri, world.rank, start_of(self._moment))
+        uri = span_file_uri(run_uri, world.rank, start_number(self._moment))
         self._file = BackgroundFile(uri, f"timeline of rank {world.rank}")
         self._open: _OpenStep | None = None
         self._steps: list[StepSpans] = []
@@ -157,14 +154,14 @@ class RankTimeline(Timeline):
         self._file.close(self._content())
 
     def _compare_clocks(self) -> None:
-        """Compares the clocks once more, because they drift. Runs on every rank, at the start of an epoch."""
+        """Compares the clocks again, because they drift. Runs on every rank at the start of an epoch."""
         if self._taken_steps:
             self._offsets.append(measure_offset(self._world, self._clock, _LATER_ROUNDS)[0])
         if len(self._offsets) > MOST_OFFSETS:
             del self._offsets[1::2]
 
     def _begin(self, state: TrainingState) -> None:
-        """Records the next step if its turn has come."""
+        """Starts to record the next step if it is due."""
         self._open = None
         if (state.step + 1) % self._every:
             return
@@ -191,11 +188,11 @@ class RankTimeline(Timeline):
         self._write_if_due()
 
     def _take_device_times(self) -> None:
-        """Keeps the steps that the device has ended."""
+        """Keeps the steps that the device has finished."""
         assert self._device_clock is not None
         while self._pending:
             done, device = self._pending[0]
-            spans = self._device_clock.spans_of(device)
+            spans = self._device_clock.read_spans(device)
             if spans is None:
                 return
             self._pending.popleft()
@@ -217,7 +214,7 @@ class RankTimeline(Timeline):
         self._file.write(self._content())
 
     def _content(self) -> Callable[[], bytes]:
-        """Returns the file's content so far, made into JSON by who calls it."""
+        """Returns a function that makes the file's present content."""
         return RankSpans(
             rank=self._world.rank,
             size=self._world.size,
@@ -237,7 +234,7 @@ def _num_spans(step: StepSpans) -> int:
 
 
 class _StepSpan:
-    """Adds a part of a step to the step; a class, because a generator costs more."""
+    """Adds a span to a step; a class, because a generator is slower."""
 
     __slots__ = ("_begin", "_clock", "_device", "_kind", "_mark", "_step")
 
@@ -258,7 +255,7 @@ class _StepSpan:
 
 
 class _RareSpan:
-    """Adds a checkpoint or a validation."""
+    """Adds a span of a checkpoint or a validation."""
 
     def __init__(self, kind: RareKind, state: TrainingState, clock: Clock, kept: deque[RareSpan]) -> None:
         self._kind = kind

@@ -1,17 +1,16 @@
-"""The file of one rank's spans: `timeline/rank-<k>-<start>.json` in the folder of the run.
+"""File of one rank's spans: `timeline/rank-<k>-<start>.json` in the run folder.
 
-All times are nanoseconds by the rank's own clock. The file also says how far that clock was from rank 0's,
-with a bound of the error, so that whoever reads the files of all ranks puts them on one axis.
+All times are nanoseconds by the rank's own clock. The file has the clock's offsets to rank 0 with error
+bounds, by which all ranks' files are put on one time axis.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from ringspark.estimators import run_layout
-from ringspark.extras.timeline.clocks import ClockOffset, SharedMoment, offset_at
+from ringspark.extras.timeline.clocks import ClockOffset, SharedMoment, interpolate_offset
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import added, record, versioned
 
@@ -21,7 +20,7 @@ Span = tuple[str, int, int]
 """Kind, begin and end of a span."""
 
 OperationSpan = tuple[str, int, int, int]
-"""Name of an operation over the collective; when its data was ready, it began, its result was there."""
+"""Name of a collective operation; times when its data was ready, when it began, and when it ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +31,11 @@ class StepSpans:
         epoch: Number of the epoch, from 1.
         step: Number of the step in the training, from 1.
         rows: This rank's rows of the step.
-        begin_ns: Time at which the rank asked for the step's batch.
-        end_ns: Time at which it was ready to ask for the next one.
-        spans: Times at which the host began and ended something.
-        device_spans: The same by the GPU's events; empty on a CPU, or if they had not ended yet.
-        operations: Operations over the collective, in the order in which they began; none in a file of
-            before they were recorded.
+        begin_ns: Time of the request for the step's batch.
+        end_ns: Time of the end of the step.
+        spans: Spans by the host's clock.
+        device_spans: Spans by the GPU's events; empty on a CPU, or if they had not ended.
+        operations: Collective operations, in order of their begin; empty in old files.
     """
 
     epoch: int
@@ -52,7 +50,7 @@ class StepSpans:
 
 @dataclass(frozen=True, kw_only=True)
 class RareSpan:
-    """A checkpoint or a validation, after `step` of the training; all are recorded, not every n-th."""
+    """A checkpoint or a validation after `step`; all are recorded."""
 
     kind: str
     epoch: int
@@ -63,14 +61,14 @@ class RareSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpans:
-    """What one rank recorded between one start of the gang and its end.
+    """Spans of one rank from one start of the gang to its end.
 
     Attributes:
         moment: A moment by the clocks of rank 0; equal on all ranks of one start.
-        every: Distance of the steps in `steps`.
-        taken_steps: Steps that the rank took, recorded or not.
-        offsets: How far the rank's clock was ahead of rank 0's, in order of time.
-        left_out: Spans that were not recorded, because a step had too many.
+        every: Recording interval in steps.
+        taken_steps: Steps of the rank, recorded or not.
+        offsets: Clock offsets, in order of time.
+        left_out: Number of spans that were not recorded, because a step had too many.
     """
 
     rank: int
@@ -87,16 +85,16 @@ class RankSpans:
 
     @property
     def start(self) -> int:
-        """When the gang started, in milliseconds since 1970: equal on all its ranks, later at a restart."""
-        return start_of(self.moment)
+        """Start of the gang in milliseconds since 1970, equal on all ranks."""
+        return start_number(self.moment)
 
     def unix_ns(self, at_ns: int) -> int:
-        """Returns a time of the rank's clock on the axis of all ranks: nanoseconds since 1970, by rank 0."""
-        by_rank_0 = at_ns - offset_at(self.offsets, at_ns)
+        """Converts a time of the rank's clock to rank 0's nanoseconds since 1970."""
+        by_rank_0 = at_ns - interpolate_offset(self.offsets, at_ns)
         return by_rank_0 - self.moment.clock_ns + self.moment.unix_ns
 
     def to_json(self) -> bytes:
-        # `asdict` of the whole would copy every span.
+        # `asdict` of all would copy every span.
         lists = {
             "moment": asdict(self.moment),
             "offsets": [asdict(offset) for offset in self.offsets],
@@ -110,39 +108,35 @@ class RankSpans:
         """Reads the result of `to_json`.
 
         Raises:
-            ValueError: The text is damaged or of another version.
+            ValueError: The text is damaged or has another version.
         """
         return record(cls, versioned(data, FORMAT_VERSION))
 
 
-def start_of(moment: SharedMoment) -> int:
-    """Returns the number that a start of the gang goes by."""
+def start_number(moment: SharedMoment) -> int:
+    """Returns the number of a start of the gang in file names."""
     return moment.unix_ns // 1_000_000
 
 
 def span_file_uri(run_uri: str, rank: int, start: int) -> str:
-    """Returns the URI of a rank's file."""
     return storage.join(run_uri, run_layout.TIMELINE, f"rank-{rank}-{start}.json")
 
 
 def read_spans(run_uri: str) -> list[RankSpans]:
-    """Returns all ranks' spans of all starts, in the order of starts and ranks; empty if there are none.
+    """Returns the spans of all starts and ranks, in this order; empty without a timeline.
 
     Raises:
         ValueError: A file is damaged.
     """
     folder = storage.join(storage.normalize(run_uri), run_layout.TIMELINE)
-    found = [_read(storage.join(folder, name)) for name in _files(storage.list_names(folder))]
-    return sorted(found, key=lambda spans: (spans.start, spans.rank))
-
-
-def _files(names: Iterable[str]) -> list[str]:
     # A killed `write_atomic` leaves a temporary file, whose name begins with a dot.
-    return [name for name in names if name.startswith("rank-") and name.endswith(".json")]
+    names = [n for n in storage.list_names(folder) if n.startswith("rank-") and n.endswith(".json")]
+    found = [_read(storage.join(folder, name)) for name in names]
+    return sorted(found, key=lambda spans: (spans.start, spans.rank))
 
 
 def _read(uri: str) -> RankSpans:
     try:
         return RankSpans.from_json(storage.read_bytes(uri))
     except ValueError as error:
-        raise ValueError(f"{uri} is damaged ({error}); remove it to see what the other files hold") from None
+        raise ValueError(f"{uri} is damaged ({error}); remove it to use the other files") from None

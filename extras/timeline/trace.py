@@ -1,14 +1,12 @@
-"""Reads the spans of all ranks of a run, puts them on one axis of time, and tells where the time went.
+"""Puts the spans of all ranks of a run on one time axis, and computes shares of time.
 
-`chrome_trace` gives them in the JSON trace format that Perfetto (ui.perfetto.dev) and chrome://tracing open:
-a process per host, a thread per rank, one enclosing slice per recorded step. A rank's operations over the
-collective, which go on beside its own work, have threads of their own: as many as were under way at a time.
-`start` in the arguments of a
-slice is 1 until the ranks are started again.
+`chrome_trace` returns the JSON trace format of Perfetto (ui.perfetto.dev) and chrome://tracing: a process per
+host, a thread per rank, one enclosing slice per recorded step. A rank's collective operations run in parallel
+to its own work, so they have separate threads, one for each concurrent operation. `start` in the arguments of
+a slice counts the starts of the gang from 1.
 
-Here `exchange` falls into two: a rank that comes early waits for the last one, and `wait` is the part of its
-exchange before the last rank began its own. It is told apart only where it is longer than the error of the
-two ranks' clocks. What travels meanwhile, between ranks that are there already, counts as `wait` too.
+`wait` is the part of an `exchange` before the last rank began its own. It is shown only if it is longer than
+the error of the two ranks' clocks. Communication between ranks that arrived earlier counts as `wait` too.
 """
 
 from __future__ import annotations
@@ -23,23 +21,23 @@ from ringspark.extras.timeline.span_file import RankSpans, Span, StepSpans, read
 from ringspark.pipelines import storage
 
 OTHER = "other"
-"""The rest of a step: the loop itself, the sums of an epoch, callbacks."""
+"""The rest of a step: the loop itself, the epoch's sums, callbacks."""
 
-_Key = tuple[int, int, int]  # start of the gang, number of the step, how often it was taken before
+_Key = tuple[int, int, int]  # start of the gang, number of the step, number of earlier runs of the step
 _Arrivals = dict[_Key, list[tuple[int, int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slice:
-    """One span of one rank on the axis of all ranks.
+class TraceSlice:
+    """One span of one rank on the common time axis.
 
     Attributes:
         kind: As in `observation.timeline`, or `wait`, or `step <n>` for a whole step.
-        begin_ns: Nanoseconds since 1970 by the clock of rank 0.
+        begin_ns, end_ns: Nanoseconds since 1970 by the clock of rank 0.
         is_whole: Whether it is a whole recorded step, which encloses its parts.
-        is_on_device: Whether the times are those of the GPU.
-        lane: Number of the thread of a collective operation, from 1; 0 for the rank's own work.
-        ready_ns: Of an operation, when its data was ready.
+        is_on_device: Whether the times are the GPU's.
+        lane: Thread of a collective operation, from 1; 0 for the rank's own work.
+        ready_ns: Time when the data of a collective operation was ready.
     """
 
     kind: str
@@ -57,10 +55,10 @@ class Slice:
     ready_ns: int | None = None
 
 
-def slices_of(ranks: Sequence[RankSpans]) -> list[Slice]:
-    """Returns all spans in the order of ranks and times; `wait` lies inside of its `exchange`."""
-    arrivals = _arrivals(ranks)
-    found = [piece for spans in ranks for piece in _slices(spans, arrivals)]
+def make_slices(ranks: Sequence[RankSpans]) -> list[TraceSlice]:
+    """Returns all slices ordered by rank and time; a `wait` is inside its `exchange`."""
+    arrivals = _last_arrivals(ranks)
+    found = [piece for spans in ranks for piece in _slice_rank(spans, arrivals)]
     return sorted(found, key=lambda piece: (piece.rank, piece.begin_ns, -piece.end_ns))
 
 
@@ -68,10 +66,10 @@ def chrome_trace(run_uri: str) -> dict[str, Any]:
     """Returns the trace of a run.
 
     Raises:
-        ValueError: The run has no timeline, or a file of it is damaged.
+        ValueError: The run has no timeline, or a file is damaged.
     """
-    ranks = spans_of(run_uri)
-    pieces = slices_of(ranks)
+    ranks = load_spans(run_uri)
+    pieces = make_slices(ranks)
     hosts = sorted({spans.host for spans in ranks})
     starts = sorted({spans.start for spans in ranks})
     zero = min((piece.begin_ns for piece in pieces), default=0)
@@ -83,7 +81,8 @@ def chrome_trace(run_uri: str) -> dict[str, Any]:
     for piece in pieces:
         pid, tid = hosts.index(piece.host), width * piece.rank + (piece.is_on_device or 2 * bool(piece.lane))
         tid += max(0, piece.lane - 1)
-        threads[pid, tid] = f"rank {piece.rank}{_thread_of(piece)}"
+        threads[pid, tid] = f"rank {piece.rank}{_thread_suffix(piece)}"
+        ready = piece.ready_ns
         events.append(
             {
                 "ph": "X",
@@ -95,11 +94,7 @@ def chrome_trace(run_uri: str) -> dict[str, Any]:
                 "dur": (piece.end_ns - piece.begin_ns) / 1000,
                 "args": {"epoch": piece.epoch, "step": piece.step, "start": starts.index(piece.start) + 1}
                 | ({} if piece.rows is None else {"rows": piece.rows})
-                | (
-                    {}
-                    if piece.ready_ns is None
-                    else {"ready_ms_before": _ms(piece.begin_ns - piece.ready_ns)}
-                ),
+                | ({} if ready is None else {"ready_ms_before": (piece.begin_ns - ready) / 1e6}),
             }
         )
     for (pid, tid), name in sorted(threads.items()):
@@ -118,40 +113,36 @@ def chrome_trace(run_uri: str) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"run": run_uri, "clocks": clocks}}
 
 
-def _thread_of(piece: Slice) -> str:
+def _thread_suffix(piece: TraceSlice) -> str:
     if piece.lane:
         return f", communication{f' {piece.lane}' if piece.lane > 1 else ''}"
     return ", device" if piece.is_on_device else ""
 
 
-def _ms(nanoseconds: int) -> float:
-    return nanoseconds / 1e6
-
-
 def write_trace(run_uri: str, path: str) -> str:
-    """Writes the trace of a run to a file of any store; returns the path.
+    """Writes the trace of a run to a file on any store; returns the path.
 
     Raises:
-        ValueError: The run has no timeline, or a file of it is damaged.
+        ValueError: The run has no timeline, or a file is damaged.
     """
     storage.write_atomic(storage.normalize(path), json.dumps(chrome_trace(run_uri)).encode())
     return path
 
 
 def time_shares(run_uri: str) -> dict[int, dict[str, float]]:
-    """Returns for each rank which share of its training each kind took, and `other`; a rank's add up to 1.
+    """Returns rank -> kind -> share of the training's time; a rank's shares, including `other`, sum to 1.
 
-    The recorded steps stand for all steps. On a GPU the device's times count, where there are any.
+    The recorded steps represent all steps. Device times replace host times if present.
 
     Raises:
-        ValueError: The run has no timeline, or a file of it is damaged.
+        ValueError: The run has no timeline, or a file is damaged.
     """
-    ranks = spans_of(run_uri)
-    arrivals = _arrivals(ranks)
+    ranks = load_spans(run_uri)
+    arrivals = _last_arrivals(ranks)
     seconds: dict[int, defaultdict[str, float]] = {}
     for spans in ranks:
         own = seconds.setdefault(spans.rank, defaultdict(float))
-        for kind, value in _seconds_of(spans, arrivals).items():
+        for kind, value in _sum_seconds(spans, arrivals).items():
             own[kind] += value
     return {
         rank: {kind: value / (sum(own.values()) or 1.0) for kind, value in own.items()}
@@ -159,14 +150,14 @@ def time_shares(run_uri: str) -> dict[int, dict[str, float]]:
     }
 
 
-def _seconds_of(spans: RankSpans, arrivals: _Arrivals) -> dict[str, float]:
-    """Returns the seconds of each kind between a start of the gang and its end."""
+def _sum_seconds(spans: RankSpans, arrivals: _Arrivals) -> dict[str, float]:
+    """Returns the seconds of each kind from a start of the gang to its end."""
     in_steps: defaultdict[str, float] = defaultdict(float)
     between: defaultdict[str, float] = defaultdict(float)
     timed = {step.step for step in spans.steps if step.device_spans}
-    for piece in _slices(spans, arrivals):
+    for piece in _slice_rank(spans, arrivals):
         if piece.lane:
-            continue  # beside what the rank itself did
+            continue  # parallel to the rank's own work
         length = (piece.end_ns - piece.begin_ns) / 1e9
         if piece.is_whole:
             in_steps[OTHER] += length
@@ -174,9 +165,9 @@ def _seconds_of(spans: RankSpans, arrivals: _Arrivals) -> dict[str, float]:
             between[piece.kind] += length
         elif piece.is_on_device or piece.kind == "read" or piece.step not in timed:
             in_steps[piece.kind] += length
-            # A wait is a part of its exchange, and that is taken off the step already.
+            # A wait is part of its exchange, which is subtracted from the step already.
             in_steps["exchange" if piece.kind == "wait" else OTHER] -= length
-    # Also the checkpoints in recorded steps are no rest of the step.
+    # Checkpoints inside recorded steps do not count as the rest of the step.
     windows = {step.step: step for step in spans.steps}
     for rare in spans.rare:
         step = windows.get(rare.step)
@@ -186,16 +177,16 @@ def _seconds_of(spans: RankSpans, arrivals: _Arrivals) -> dict[str, float]:
     return {kind: max(0.0, value) * scale for kind, value in in_steps.items()} | between
 
 
-def spans_of(run_uri: str) -> list[RankSpans]:
-    """Returns what all ranks of a run recorded.
+def load_spans(run_uri: str) -> list[RankSpans]:
+    """Returns the spans of all ranks of a run.
 
     Raises:
-        ValueError: The run has no timeline, or a file of it is damaged.
+        ValueError: The run has no timeline, or a file is damaged.
     """
     found = read_spans(run_uri)
     if not found:
         raise ValueError(
-            f"the run in {run_uri!r} has no timeline; set timelineEverySteps, and a folder that stays"
+            f"the run in {run_uri!r} has no timeline; set timelineEverySteps and a permanent runUri"
         )
     return found
 
@@ -204,18 +195,17 @@ def _clock_error(spans: RankSpans) -> int:
     return max(offset.error_ns for offset in spans.offsets)
 
 
-def _slices(spans: RankSpans, arrivals: _Arrivals) -> Iterator[Slice]:
-    """Yields the slices of one rank's file."""
+def _slice_rank(spans: RankSpans, arrivals: _Arrivals) -> Iterator[TraceSlice]:
     common: dict[str, Any] = {"host": spans.host, "rank": spans.rank, "start": spans.start}
-    for key, step in _numbered(spans):
+    for key, step in _key_steps(spans):
         of_step = common | {"epoch": step.epoch, "step": step.step, "rows": step.rows}
         begin, end = spans.unix_ns(step.begin_ns), spans.unix_ns(step.end_ns)
-        yield Slice(kind=f"step {step.step}", begin_ns=begin, end_ns=end, is_whole=True, **of_step)
+        yield TraceSlice(kind=f"step {step.step}", begin_ns=begin, end_ns=end, is_whole=True, **of_step)
         for device, group in ((False, step.spans), (True, step.device_spans)):
             waits = arrivals.get(key, []) if device == bool(step.device_spans) else []
             number = 0
             for kind, begin_ns, end_ns in group:
-                piece = Slice(
+                piece = TraceSlice(
                     kind=kind,
                     begin_ns=spans.unix_ns(begin_ns),
                     end_ns=spans.unix_ns(end_ns),
@@ -231,9 +221,9 @@ def _slices(spans: RankSpans, arrivals: _Arrivals) -> Iterator[Slice]:
                     if until - piece.begin_ns > error + _clock_error(spans):
                         yield replace(piece, kind="wait", end_ns=until)
                 number += 1
-        yield from _operations(spans, step, of_step)
+        yield from _slice_operations(spans, step, of_step)
     for rare in spans.rare:
-        yield Slice(
+        yield TraceSlice(
             kind=rare.kind,
             begin_ns=spans.unix_ns(rare.begin_ns),
             end_ns=spans.unix_ns(rare.end_ns),
@@ -243,13 +233,13 @@ def _slices(spans: RankSpans, arrivals: _Arrivals) -> Iterator[Slice]:
         )
 
 
-def _operations(spans: RankSpans, step: StepSpans, of_step: dict[str, Any]) -> Iterator[Slice]:
-    """Yields the collective operations of a step, each in the first lane that is free."""
+def _slice_operations(spans: RankSpans, step: StepSpans, of_step: dict[str, Any]) -> Iterator[TraceSlice]:
+    """Yields the collective operations of a step, each in the first free lane."""
     busy_until: list[int] = []
     for name, ready_ns, begin_ns, end_ns in step.operations:
         lane = next((n for n, until in enumerate(busy_until) if until <= begin_ns), len(busy_until))
         busy_until[lane : lane + 1] = [end_ns]
-        yield Slice(
+        yield TraceSlice(
             kind=name,
             begin_ns=spans.unix_ns(begin_ns),
             end_ns=spans.unix_ns(end_ns),
@@ -259,25 +249,25 @@ def _operations(spans: RankSpans, step: StepSpans, of_step: dict[str, Any]) -> I
         )
 
 
-def _numbered(spans: RankSpans) -> Iterator[tuple[_Key, StepSpans]]:
-    """Yields the steps, and what is equal on all ranks for one step; a rollback takes a step again."""
+def _key_steps(spans: RankSpans) -> Iterator[tuple[_Key, StepSpans]]:
+    """Yields the steps with keys that are equal on all ranks; after a rollback a step runs again."""
     times: defaultdict[int, int] = defaultdict(int)
     for step in spans.steps:
         yield (spans.start, step.step, times[step.step]), step
         times[step.step] += 1
 
 
-def _arrivals(ranks: Sequence[RankSpans]) -> _Arrivals:
-    """Returns for each exchange of each step when the last rank came, and the error of that rank's clock.
+def _last_arrivals(ranks: Sequence[RankSpans]) -> _Arrivals:
+    """Returns when the last rank began each exchange of each step, and the error of that rank's clock.
 
-    A step that some rank has not recorded, or with other exchanges, is left out: nobody knows its last rank.
+    Skips steps that some rank has not recorded, or recorded with a different number of exchanges.
     """
     begins: defaultdict[_Key, list[list[tuple[int, int]]]] = defaultdict(list)
     sizes: dict[int, int] = {}
     for spans in ranks:
         sizes[spans.start] = spans.size
         error = _clock_error(spans)
-        for key, step in _numbered(spans):
+        for key, step in _key_steps(spans):
             group: tuple[Span, ...] = step.device_spans or step.spans
             begins[key].append(
                 [(spans.unix_ns(begin), error) for kind, begin, _ in group if kind == "exchange"]

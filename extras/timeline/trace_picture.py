@@ -1,6 +1,6 @@
-"""Draws a few recorded steps of all ranks below each other: one bar per rank, one colour per kind of span.
+"""Draws a few recorded steps of all ranks: one bar per rank, one color per kind of span.
 
-A rank that is ahead of the others, or behind them, is in another step meanwhile, which is drawn in pale.
+Other steps, of ranks that are ahead or behind, are drawn pale.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
-from ringspark.extras.timeline.trace import OTHER, Slice, slices_of, spans_of
+from ringspark.extras.timeline.trace import OTHER, TraceSlice, load_spans, make_slices
 from ringspark.pipelines import storage
 
 COLORS = {
@@ -28,40 +28,40 @@ _PALE = 0.35
 
 
 def trace_picture(run_uri: str, path: str, *, first_step: int | None = None, num_steps: int = 3) -> str:
-    """Writes the picture of some recorded steps to a file of any store; returns `path`.
+    """Writes a picture of some recorded steps to a file on any store; returns `path`.
 
     Args:
-        path: Its ending, `.png` or `.svg`, says the format.
-        first_step: Number of the first step; None for steps from the middle of the last start.
-        num_steps: How many recorded steps.
+        path: File ending in `.png` or `.svg`.
+        first_step: Number of the first step; None for the middle of the last start.
+        num_steps: Number of recorded steps.
 
     Raises:
         ValueError: The run has no timeline, or no such step.
         ImportError: matplotlib is not installed.
     """
     try:
-        # Unlike pyplot, the class leaves no window, backend or figure behind in this process.
+        # Unlike pyplot, the class leaves no window, backend or figure in this process.
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError(
-            "the picture of a timeline needs matplotlib; pip install 'ringspark[report]'"
-        ) from None
-    pieces, chosen = _chosen(slices_of(spans_of(run_uri)), first_step, num_steps)
+        raise ImportError("a timeline's picture needs matplotlib; pip install 'ringspark[report]'") from None
+    pieces, chosen = _choose(make_slices(load_spans(run_uri)), first_step, num_steps)
     if not chosen:
-        raise ValueError(f"the timeline of {run_uri!r} has no step from {first_step} on; give an earlier one")
+        raise ValueError(
+            f"the timeline of {run_uri!r} has no step from {first_step} on; give an earlier step"
+        )
     ranks = sorted({piece.rank for piece in pieces})
     wholes = [piece for piece in pieces if piece.is_whole and piece.step in chosen]
     zero, last = min(piece.begin_ns for piece in wholes), max(piece.end_ns for piece in wholes)
     figure = Figure(figsize=(12, 1.6 + 0.7 * len(ranks)), layout="constrained")
     axes = figure.add_subplot()
-    # What lies inside of another comes later, and is drawn over it.
+    # Inner slices come later, and are drawn over outer slices.
     for piece in sorted(pieces, key=lambda piece: (not piece.is_whole, piece.begin_ns, -piece.end_ns)):
         bar = ((piece.begin_ns - zero) / 1e6, (piece.end_ns - piece.begin_ns) / 1e6)
         row = ranks.index(piece.rank)
         color = COLORS[OTHER if piece.is_whole else piece.kind]
         alpha = 1.0 if piece.step in chosen else _PALE
         if alpha < 1 and not piece.is_whole:
-            # Else the step below would shine through.
+            # Otherwise the step below would shine through.
             axes.broken_barh([bar], (row - _HEIGHT / 2, _HEIGHT), facecolors="white")
         axes.broken_barh([bar], (row - _HEIGHT / 2, _HEIGHT), facecolors=color, alpha=alpha)
         if piece.is_whole and alpha == 1:
@@ -83,10 +83,12 @@ def trace_picture(run_uri: str, path: str, *, first_step: int | None = None, num
     return path
 
 
-def _chosen(pieces: Sequence[Slice], first_step: int | None, num_steps: int) -> tuple[list[Slice], set[int]]:
-    """Returns the slices of some recorded steps of the last start and of their neighbours; those steps.
+def _choose(
+    pieces: Sequence[TraceSlice], first_step: int | None, num_steps: int
+) -> tuple[list[TraceSlice], set[int]]:
+    """Returns the slices of the chosen steps of the last start and their neighbours, and the chosen steps.
 
-    On a GPU the slices are those of the device.
+    Device slices replace host slices if present.
     """
     last = max((piece.start for piece in pieces), default=0)
     own = [piece for piece in pieces if piece.start == last]
@@ -95,7 +97,7 @@ def _chosen(pieces: Sequence[Slice], first_step: int | None, num_steps: int) -> 
         middle = max(0, len(steps) - num_steps) // 2
         first_step = steps[middle] if steps else 0
     chosen = [step for step in steps if step >= first_step][:num_steps]
-    # Where a rank is ahead, or behind, it is in another step.
+    # Ranks that are ahead or behind are in other steps.
     shown = {step for step in steps if chosen and chosen[0] - 2 <= step <= chosen[-1] + 2}
     timed = {piece.step for piece in own if piece.is_on_device}
     found = [

@@ -38,7 +38,7 @@ from ringspark.estimators.training.observation.overlap import (
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE, now_ns
 from ringspark.extras.timeline.clocks import ClockOffset, SharedMoment
 from ringspark.extras.timeline.span_file import OperationSpan, RankSpans, StepSpans
-from ringspark.extras.timeline.trace import chrome_trace, slices_of, spans_of, time_shares
+from ringspark.extras.timeline.trace import chrome_trace, load_spans, make_slices, time_shares
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
@@ -288,7 +288,7 @@ def test_a_training_tells_the_share_and_its_timeline_shows_the_sums(
         # A few steps stand for all: on a loaded machine that may be more than the epoch took.
         assert row.communication_seconds > 0
         assert 0 <= row.communication_hidden <= 1
-    ranks = spans_of(result.run_uri)
+    ranks = load_spans(result.run_uri)
     for spans in ranks:
         for step in spans.steps:
             assert "gradients.0" in {name for name, *_ in step.operations}
@@ -297,7 +297,7 @@ def test_a_training_tells_the_share_and_its_timeline_shows_the_sums(
                 assert step.begin_ns <= ready <= begin <= end <= step.end_ns
                 # All of it goes in one message, after the pass.
                 assert name != "gradients.0" or begin >= backward
-    pieces = slices_of(ranks)
+    pieces = make_slices(ranks)
     assert {piece.kind for piece in pieces if piece.lane} >= {"gradients.0"}
     for own in time_shares(result.run_uri).values():
         assert sum(own.values()) == pytest.approx(1)
@@ -348,7 +348,7 @@ def _spans(*operations: OperationSpan) -> RankSpans:
 def test_sums_at_a_time_have_threads_of_their_own_in_the_trace() -> None:
     """Perfetto drops a slice that overlaps another one of its thread in part."""
     spans = _spans(("a", 0, 10, 40), ("b", 5, 20, 50), ("c", 30, 40, 60), ("d", 45, 45, 70))
-    lanes = {piece.kind: piece.lane for piece in slices_of([spans]) if piece.lane}
+    lanes = {piece.kind: piece.lane for piece in make_slices([spans]) if piece.lane}
     assert lanes == {"a": 1, "b": 2, "c": 1, "d": 3}
 
 

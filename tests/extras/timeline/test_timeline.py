@@ -26,9 +26,9 @@ from ringspark.estimators.training.observation import background_file
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE, now_ns
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.timeline import rank_timeline as timeline
-from ringspark.extras.timeline.clocks import ClockOffset, SharedMoment, measure_offset, offset_at
+from ringspark.extras.timeline.clocks import ClockOffset, SharedMoment, interpolate_offset, measure_offset
 from ringspark.extras.timeline.span_file import RankSpans, StepSpans, read_spans
-from ringspark.extras.timeline.trace import OTHER, Slice, slices_of, spans_of, time_shares
+from ringspark.extras.timeline.trace import OTHER, TraceSlice, load_spans, make_slices, time_shares
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, storage
 
@@ -74,7 +74,7 @@ def test_a_shifted_clock_is_found_within_its_own_bound(collective: str) -> None:
 
 def test_between_two_comparisons_a_clock_drifts_evenly() -> None:
     known = tuple(ClockOffset(at_ns=at, offset_ns=offset, error_ns=1) for at, offset in ((100, 0), (200, 40)))
-    assert [offset_at(known, at) for at in (0, 100, 125, 200, 900)] == [0, 0, 10, 40, 40]
+    assert [interpolate_offset(known, at) for at in (0, 100, 125, 200, 900)] == [0, 0, 10, 40, 40]
 
 
 # ------------------------------------------------------------------------------ a gang
@@ -94,7 +94,7 @@ def test_every_nth_step_of_every_rank_is_on_one_axis(
         checkpoint_every_steps=20,
     )
     result = train_ranks(config)[0]
-    ranks = spans_of(result.run_uri)
+    ranks = load_spans(result.run_uri)
     assert [spans.rank for spans in ranks] == [0, 1, 2]
     assert len({spans.start for spans in ranks}) == 1
     for spans in ranks:
@@ -102,7 +102,7 @@ def test_every_nth_step_of_every_rank_is_on_one_axis(
         assert spans.taken_steps == 46
         assert [rare.kind for rare in spans.rare].count("validation") == 2
         assert [rare.step for rare in spans.rare if rare.kind == "checkpoint"] == [20, 40]
-    pieces = slices_of(ranks)
+    pieces = make_slices(ranks)
     for rank in range(3):
         _check_nesting([piece for piece in pieces if piece.rank == rank])
     # Nobody leaves an exchange before the last has come, as far as the clocks can tell.
@@ -121,7 +121,7 @@ def test_every_nth_step_of_every_rank_is_on_one_axis(
         assert all(0 <= share <= 1 for share in own.values())
 
 
-def _check_nesting(own: list[Slice]) -> None:
+def _check_nesting(own: list[TraceSlice]) -> None:
     """Spans of one kind follow each other; parts lie inside of their step, a wait inside of its exchange."""
     for kind in {piece.kind for piece in own if not piece.lane}:
         same = [piece for piece in own if piece.kind == kind]
@@ -163,7 +163,7 @@ def test_the_others_wait_for_the_late_rank(manifest: ShardManifest, tmp_path: Pa
         timeline_every_steps=4,
     )
     torch.manual_seed(0)
-    pieces = slices_of(spans_of(train_ranks(config, UserObjects(module=_LateRank()))[0].run_uri))
+    pieces = make_slices(load_spans(train_ranks(config, UserObjects(module=_LateRank()))[0].run_uri))
     waits = [piece for piece in pieces if piece.kind == "wait"]
     for step in range(4, 24, 4):
         waited = {piece.rank: piece.end_ns - piece.begin_ns for piece in waits if piece.step == step}
@@ -187,7 +187,7 @@ def test_a_wait_follows_the_exchange_that_encloses_it() -> None:
             rare=(),
         )
 
-    pieces = slices_of([spans(0, 0), spans(1, 5)])
+    pieces = make_slices([spans(0, 0), spans(1, 5)])
     assert [piece.kind for piece in pieces if piece.rank == 0] == ["step 1", "exchange", "wait"]
 
 
