@@ -1,11 +1,11 @@
-"""Builds the wheel, and the `.zip` of the same content that Spark ships to executors.
+"""Builds the wheel, and a `.zip` with the same content for Spark's executors.
 
-`spark-submit --py-files` and `SparkSession.addArtifacts(pyfile=True)` take a `.zip` and no `.whl`.
-The two differ in more than the name: `ringspark` is a namespace package, and up to Python 3.12
-`zipimport` finds one only where the archive has an entry for the folder itself. Wheels have none.
+`spark-submit --py-files` and `SparkSession.addArtifacts(pyfile=True)` accept a `.zip`, but no `.whl`.
+`ringspark` is a namespace package, which `zipimport` finds up to Python 3.12 only if the archive has an entry
+for the folder; wheels have no such entries.
 
-The sources are copied first, and setuptools builds in the copy: its `build/` folder would otherwise
-stay in the checkout and put files that were deleted since into the next wheel.
+setuptools builds in a copy of the sources: a `build/` folder in the checkout would put deleted files into the
+next wheel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE", "pipelines", "models", "est
 
 
 def build_wheel(root: Path, folder: Path) -> Path:
-    """Builds the wheel of the checkout at `root` into `folder`, with the tools of this Python."""
+    """Builds the wheel of the checkout at `root` into `folder`."""
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name, "ringspark")
         copy.mkdir()
@@ -41,7 +41,7 @@ def build_wheel(root: Path, folder: Path) -> Path:
 
 
 def zip_for_spark(wheel: Path) -> Path:
-    """Writes the wheel's content beside it as `<name>-<version>.zip`, with an entry for every folder."""
+    """Writes the wheel's content next to it as `<name>-<version>.zip`, with an entry for every folder."""
     archive = wheel.with_name("-".join(wheel.name.split("-")[:2]) + ".zip")
     with zipfile.ZipFile(wheel) as packed, zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as target:
         folders = {folder for name in packed.namelist() for folder in PurePosixPath(name).parents}
@@ -53,7 +53,6 @@ def zip_for_spark(wheel: Path) -> Path:
 
 
 def main() -> int:
-    """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="Build the wheel and the zip for spark-submit.")
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="folder to build into")
     options = parser.parse_args()

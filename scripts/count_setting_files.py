@@ -1,10 +1,10 @@
-"""Prints for every setting how many files of the packages spell it, and which.
+"""Prints for every setting which files of the packages mention it.
 
     python scripts/count_setting_files.py
 
-A file spells a setting where its code has the Spark name (`numWorkers`, `getNumWorkers`, also in a sentence
-that users read) or reads the config's field (`config.num_workers`). Comments and docstrings do not count, and
-the room training/settings, where settings are declared, checked and put into the config, counts once.
+A file mentions a setting if its code has the Spark name (`numWorkers`, `getNumWorkers`, also in messages) or
+reads the config's field (`config.num_workers`). Comments and docstrings do not count. The folder
+training/settings counts once.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from ringspark.estimators.training.settings.table import SETTINGS
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("pipelines", "models", "estimators", "extras", "jobs")
 DECLARED_IN = "estimators/training/settings"
-# What a config is called where it is read.
+# Names of variables that hold a config.
 CONFIGS = frozenset({"config", "_config"})
 
 
 def places() -> dict[str, list[str]]:
-    """Setting -> the places that spell it, in alphabetical order."""
+    """Returns setting -> files that mention it, in alphabetical order."""
     words: dict[str, set[str]] = {}
     for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*.py")):
             name = path.relative_to(ROOT).as_posix()
             place = DECLARED_IN if name.startswith(f"{DECLARED_IN}/") else name
-            words.setdefault(place, set()).update(spelled(ast.parse(path.read_text())))
+            words.setdefault(place, set()).update(find_words(ast.parse(path.read_text())))
     return {
         name: sorted({DECLARED_IN} | {place for place, found in words.items() if found & _spellings(setting)})
         for name, setting in SETTINGS.items()
     }
 
 
-def spelled(tree: ast.Module) -> Iterator[str]:
-    """Identifiers and words of strings; an attribute of a config as "config.name"."""
+def find_words(tree: ast.Module) -> Iterator[str]:
+    """Yields identifiers and words of strings; an attribute of a config as "config.name"."""
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -58,13 +58,13 @@ def spelled(tree: ast.Module) -> Iterator[str]:
 def _spellings(setting: Setting[object]) -> set[str]:
     name = setting.name
     methods = {f"{verb}{name[0].upper()}{name[1:]}" for verb in ("get", "set")}
-    # One word such as "loss" alone is also a word of the language: only its methods and fields tell.
+    # A single word such as "loss" is ambiguous, so only its methods and fields count.
     own = {name} if name.lower() != name else set()
     return methods | own | {f"config.{setting.field or name}"}
 
 
 def main() -> None:
-    """Prints the table, the most spelled first."""
+    """Prints the table, the most frequent setting first."""
     for name, found in sorted(places().items(), key=lambda row: (-len(row[1]), row[0])):
         print(f"{len(found):3} {name:24} {', '.join(found)}")
 

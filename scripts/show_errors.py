@@ -1,8 +1,8 @@
-"""Provokes what goes wrong most often and prints what a user reads: the text of docs/errors.md.
+"""Provokes common errors and prints their messages: the text of docs/errors.md.
 
     .venv/bin/python scripts/show_errors.py > docs/errors.md
 
-The page is the same on every machine: what differs from run to run is printed as it was once.
+The page is the same on every machine: text that differs between runs is replaced by fixed text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, write_shards
 
 SPEC = ModelSpec("linear", {"in_features": 2, "out_features": 1})
-# Host names, random names of files, and sizes that change with the version of Parquet's writer.
+# Host names, random file names, and sizes that depend on the version of Parquet's writer.
 DIFFERS = {
     rf"host {re.escape(socket.gethostname())}\b": "host worker-1",
     r"\b[0-9a-f]{12}\b": "0f1e2d3c4b5a",
@@ -57,12 +57,12 @@ class Broken(nn.Module):
 
 
 def rollback(fit: Callable[..., Any]) -> Any:
-    """Asks for the last checkpoint where none is written."""
+    """Requires a rollback without a checkpoint."""
     return fit(onNonFinite="rollback", checkpointEverySeconds=0)
 
 
 def cannot_fit(root: Path) -> None:
-    """What the driver says where Spark leaves each Python worker 1 GiB; a session cannot change that."""
+    """Checks a training on workers with 1 GiB for Python, which a running session cannot set."""
     config = TrainConfig(
         shards_uri="",
         run_uri="",
@@ -77,7 +77,7 @@ def cannot_fit(root: Path) -> None:
 
 
 def show(title: str, provoke: Callable[[], Any], folder: str = "") -> None:
-    """Prints the first line of the error that `provoke` must raise, with `folder` called /data."""
+    """Prints the first line of the error that `provoke` must raise, with `folder` replaced by /data."""
     try:
         provoke()
     except (ValueError, TypeError, RuntimeError) as error:
@@ -90,7 +90,6 @@ def show(title: str, provoke: Callable[[], Any], folder: str = "") -> None:
 
 
 def main() -> None:
-    """Prints the page."""
     builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
     spark = builder.config("spark.ui.showConsoleProgress", "false").getOrCreate()
     spark.sparkContext.setLogLevel("OFF")

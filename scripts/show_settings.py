@@ -1,8 +1,7 @@
-"""Prints docs/settings.md: every setting of the estimators, what is refused together, what has no effect.
+"""Prints docs/settings.md from the package's own tables: settings, excluded combinations, settings without
+effect.
 
-    python scripts/show_settings.py > docs/settings.md
-
-All of it comes from the tables that the package itself works by.
+python scripts/show_settings.py > docs/settings.md
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from ringspark.estimators.training.settings.table import SETTINGS
 
 
 def main() -> None:
-    """Prints the page."""
     print("# Settings\n")
     print("Printed by `python scripts/show_settings.py` from the tables that the package works by.")
     _table("Every setting", ["setting", "meaning", "default", "rule", "may change on resume"], _settings())
@@ -64,7 +62,7 @@ def _show_options(kind: type[Options], common: Mapping[str, Any] | None = None) 
 
 
 def _settings() -> list[list[str]]:
-    """All settings of the three estimators, in alphabetical order."""
+    """Returns a row per setting of the three estimators, in alphabetical order."""
     return [
         [
             f"`{name}`",
@@ -78,7 +76,7 @@ def _settings() -> list[list[str]]:
 
 
 def _sentence(message: str) -> str:
-    """The sentence with the names of what is put into it."""
+    """Returns the message with names for its placeholders."""
     named = message.replace("{readers}", "numWorkers (those of them that read different rows)")
     return re.sub(r"\{(?:[\w.]+[.\[])?(\w+)\]?(?:![rs])?\}", r"*\1*", named)
 

@@ -1,9 +1,9 @@
-"""Goes the way of docs/install.md and docs/quickstart.md in an empty folder, and prints what each step took.
+"""Follows docs/install.md and docs/quickstart.md in an empty folder, and prints the time of each step.
 
-    python scripts/newcomers_path.py
+    python scripts/time_quickstart.py
 
-An environment of its own, the pinned torch, this checkout, and the code of the page, with nothing else of the
-checkout in reach. Packages come from where pip finds them; its cache makes the second time faster.
+It creates a new environment with the pinned torch and this checkout, and runs the page's code. pip's cache
+makes the second run faster.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def quickstart(folder: Path) -> str:
-    """Returns the page's program, with its `/shared` in the folder."""
+def read_program(folder: Path) -> str:
+    """Returns the page's program, with `/shared` replaced by the folder."""
     text = (ROOT / "docs" / "quickstart.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return str(code).replace("/shared/", f"{folder}/")
 
 
 def main() -> int:
-    """Runs the steps one after the other; 1 at the first that fails."""
+    """Runs the steps in order; returns 1 if one fails."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "first.py").write_text(quickstart(folder))
+        (folder / "first.py").write_text(read_program(folder))
         python = str(folder / "venv" / "bin" / "python")
         install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         steps = {
@@ -46,7 +46,7 @@ def main() -> int:
         environment = {
             key: value for key, value in os.environ.items() if not key.startswith(("PYSPARK", "PYTHON"))
         }
-        # As in an activated environment, where Spark finds this Python for its workers.
+        # As in an activated environment, so that Spark's workers use this Python.
         environment["PATH"] = f"{folder / 'venv' / 'bin'}{os.pathsep}{environment['PATH']}"
         total = 0.0
         for what, command in steps.items():
