@@ -31,9 +31,10 @@ _FETCHES = frozenset({
     *("architecture", "checkpoint_path", "model_args", "pretrained_cfg", "use_timm_backbone"),
 })  # fmt: skip
 _BY_TIMM = ("timm_backbone", "timm_wrapper")
-# Attributes about loading, without effect on the computation.
-_OF_LOADING = frozenset({"training", "name_or_path", "_weight_conversions"})
-_COMPARED_ELSEWHERE = frozenset({"_modules", "_parameters", "_buffers"})
+# Attributes that are compared separately, or have no effect on the computation.
+_NOT_COMPARED = frozenset(
+    {"_modules", "_parameters", "_buffers", "training", "name_or_path", "_weight_conversions"}
+)
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -153,9 +154,7 @@ def _form(module: nn.Module) -> tuple[Any, ...]:
     attributes = {
         name: _compared(value)
         for name, value in module.__dict__.items()
-        if name not in _COMPARED_ELSEWHERE
-        and name not in _OF_LOADING
-        and not (name == "_use_kernels" and value is False)
+        if name not in _NOT_COMPARED and not (name == "_use_kernels" and value is False)
     }
     has_hooks = any(getattr(module, name) for name in ("_forward_hooks", "_forward_pre_hooks"))
     return type(module), tensors, buffers, attributes, has_hooks

@@ -25,15 +25,6 @@ _OF_ALL_MODULES = frozenset(nn.Module().__dict__)
 _HOOKS = [name for name in sorted(_OF_ALL_MODULES) if name.endswith("_hooks")]
 # An RNN's second reference to its parameters.
 _VIEWS = frozenset({"_flat_weights", "_flat_weight_refs"})
-_RNN_ARGUMENTS = (
-    "input_size",
-    "hidden_size",
-    "num_layers",
-    "bias",
-    "batch_first",
-    "dropout",
-    "bidirectional",
-)
 _MAX_DEPTH = 50
 
 
@@ -140,7 +131,8 @@ def _arguments(module: nn.Module) -> dict[str, Any]:
 
 
 def _of_rnn(module: Any) -> dict[str, Any]:
-    arguments = {name: getattr(module, name) for name in _RNN_ARGUMENTS}
+    names = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
+    arguments = {name: getattr(module, name) for name in names}
     if isinstance(module, nn.LSTM):
         arguments["proj_size"] = module.proj_size
     if isinstance(module, nn.RNN):
