@@ -159,11 +159,11 @@ def test_rates_take_what_two_steps_took() -> None:
         Work(launches=100, flops=10**6, num_bytes=10**6),
         Work(launches=100, flops=10**7, num_bytes=10**6),
     )
-    rates = ASSUMED.fitted({4: (few, 0.02), 16: (many, 0.05)})
+    rates = ASSUMED.fit({4: (few, 0.02), 16: (many, 0.05)})
     assert rates.seconds(few) == pytest.approx(0.02)
     assert rates.seconds(many) == pytest.approx(0.05)
     # The larger step took no longer: then both are its work, and no operator has a time of its own.
-    noise = ASSUMED.fitted({4: (few, 0.05), 16: (many, 0.05)})
+    noise = ASSUMED.fit({4: (few, 0.05), 16: (many, 0.05)})
     assert noise.launch == 0
     assert noise.seconds(many) == pytest.approx(0.05)
 
