@@ -302,7 +302,7 @@ def test_only_a_clearly_faster_mesh_replaces_data_parallelism() -> None:
     ("arguments", "words"),
     [
         ({"workers": 0}, "workers must be a number of at least 1, got 0"),
-        ({"workers": 2, "link": {"alpha": 1}}, "link must be a Link, or a dict of the seconds"),
+        ({"workers": 2, "link": {"alpha": 1}}, "link must be a Link, or a dict of seconds per message"),
         ({"workers": 2, "stepSeconds": {4: 1.0}}, "stepSeconds must hold the seconds of two numbers of rows"),
         ({"workers": 2, "coresPerHost": 0}, "coresPerHost must be at least 1, got 0"),
         ({"workers": 2, "repeats": 0}, "repeats must be at least 1, got 0"),
