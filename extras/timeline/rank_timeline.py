@@ -35,7 +35,6 @@ from ringspark.estimators.training.observation.timeline import (
     now_ns,
 )
 from ringspark.extras.timeline.clocks import measure_offset
-from ringspark.extras.timeline.device_clock import DeviceClock, DeviceStep
 from ringspark.extras.timeline.span_file import (
     OperationSpan,
     RankSpans,
@@ -57,9 +56,52 @@ WRITE_SECONDS = 10.0
 # Largest share of processor time for the writes; a large file is written less often.
 WRITE_SHARE = 0.001
 
+_NS_PER_MS = 1e6
 _ON_DEVICE = frozenset(("transform", "forward", "backward", "exchange", "step"))
 # One object for all calls of steps that are not recorded.
 _NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+@dataclass(kw_only=True)
+class DeviceStep:
+    """CUDA events of one step on the compute stream: one at the step's begin, and two per span."""
+
+    begin: torch.cuda.Event
+    spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]]
+
+
+class DeviceClock:
+    """Converts times of CUDA events to the host's clock.
+
+    CUDA returns the time between two events in fp32 milliseconds, which is exact to a microsecond over
+    seconds, but only to a millisecond over hours. So each step's time is relative to the previous step, and
+    the first step's to an event that was synchronized.
+    """
+
+    def __init__(self, device: torch.device, clock: Clock) -> None:
+        torch.cuda.synchronize(device)
+        self._device = device
+        self._last = self.mark()
+        self._last_ns = float(clock())
+
+    def mark(self) -> torch.cuda.Event:
+        """Records an event after all work queued so far."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def read_spans(self, step: DeviceStep) -> list[Span] | None:
+        """Returns the spans of the next step by the host's clock; None if some have not ended."""
+        events = [step.begin, *(end for _, _, end in step.spans)]
+        if not all(event.query() for event in events):  # type: ignore[no-untyped-call]
+            return None
+        self._last_ns += self._last.elapsed_time(step.begin) * _NS_PER_MS
+        self._last = step.begin
+        return [(kind, self._at(begin), self._at(end)) for kind, begin, end in step.spans]
+
+    def _at(self, event: torch.cuda.Event) -> int:
+        milliseconds: float = self._last.elapsed_time(event)
+        return round(self._last_ns + milliseconds * _NS_PER_MS)
 
 
 @dataclass(kw_only=True)

@@ -2,7 +2,7 @@
 
     step = schedule + all-reduce of gradients + update
 
-`shared_cores` simulates the schedule, including communication inside the network; the bubble is the ranks'
+`simulate_makespan` runs the schedule, including communication inside the network; the bubble is the ranks'
 idle time. Ranks that share cores fill each other's bubbles. Not predicted: reading, validation, checkpoints,
 stragglers.
 """
@@ -18,14 +18,13 @@ from ringspark.estimators.memory.sharing import data_parallel_size, shard_group_
 from ringspark.estimators.parallel.data.gradient_sum import FLAT_BYTES
 from ringspark.estimators.parallel.mesh import AXES
 from ringspark.estimators.parallel.model.expert import expert_names
-from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind
+from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind, Progress
 from ringspark.estimators.parallel.model.pipeline.orders import Orders
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.planning.exchange_time import ring_seconds
 from ringspark.extras.planning.meshes.cut_plan import orders_of
 from ringspark.extras.planning.meshes.machine import Machine
 from ringspark.extras.planning.meshes.profile import Profile
-from ringspark.extras.planning.meshes.shared_cores import simulate_makespan
 
 # Share of the backward pass, which can hide an all-reduce.
 _BACKWARD_SHARE = 2 / 3
@@ -115,6 +114,42 @@ def _simulate(
     end = simulate_makespan(orders, num_stages, cached_cost, slots)
     work = sum(cached_cost(action) for order in orders for action in order)
     return end, work / (min(slots, len(orders)) * end)
+
+
+def simulate_makespan(
+    orders: Orders, num_stages: int, cost: Callable[[Action], float], slots: float
+) -> float:
+    """Returns the end of a schedule's last action on ranks that share cores, in the unit of the costs.
+
+    Like `pipeline.simulation`, but all running actions share the cores equally, so a rank never waits for a
+    core and is slowed down by other running ranks.
+
+    Args:
+        orders: Actions of each rank.
+        cost: Time of an action at full speed.
+        slots: Number of actions that run at full speed together; below 1, a single action is slower too.
+    """
+    progress = Progress(num_stages)
+    next_of = [0] * len(orders)
+    running: dict[int, float] = {}
+    now = 0.0
+    while True:
+        for rank, order in enumerate(orders):
+            if rank not in running and next_of[rank] < len(order) and progress.is_ready(order[next_of[rank]]):
+                running[rank] = cost(order[next_of[rank]])
+        if not running:
+            assert all(at == len(order) for at, order in zip(next_of, orders, strict=True))
+            return now
+        speed = min(1.0, slots / len(running))
+        passed = min(running.values())
+        now += passed / speed
+        for rank in list(running):
+            running[rank] -= passed
+            # A tolerance, so that simultaneous actions end together.
+            if running[rank] <= 1e-12 * passed:
+                del running[rank]
+                progress.add(orders[rank][next_of[rank]])
+                next_of[rank] += 1
 
 
 def _sum_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> float:

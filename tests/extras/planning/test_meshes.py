@@ -29,8 +29,7 @@ from ringspark.extras.planning.meshes.candidates import (
 from ringspark.extras.planning.meshes.hardware import ASSUMED
 from ringspark.extras.planning.meshes.machine import Machine, OperatorRates
 from ringspark.extras.planning.meshes.predict import Training
-from ringspark.extras.planning.meshes.shared_cores import simulate_makespan
-from ringspark.extras.planning.meshes.step_time import predict_step_time
+from ringspark.extras.planning.meshes.step_time import predict_step_time, simulate_makespan
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 
