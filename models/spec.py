@@ -153,8 +153,8 @@ def _check_target(target: str) -> None:
         if target in MODELS:
             return
         raise ValueError(
-            f"unknown model {target!r}{suggest(target, MODELS)}; known are {', '.join(sorted(MODELS))}, or "
-            "give 'package.module:Class'"
+            f"a model must be one of {', '.join(sorted(MODELS))}, or 'package.module:Class', got "
+            f"{target!r}{suggest(target, MODELS)}"
         )
     module_name, _, class_name = target.partition(":")
     parts = [*module_name.split("."), *class_name.split(".")]
