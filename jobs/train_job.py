@@ -41,8 +41,7 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSection:
-    """Rows on which the model is evaluated, by the Param `metrics`; `output` is a JSON file for the
-    results."""
+    """Rows for an evaluation by the Param `metrics`; `output` is a JSON file for the results."""
 
     data: RowSource
     output: str | None = None

@@ -124,8 +124,7 @@ def _is_same(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _compared(value: Any) -> Any:
-    """Returns a comparable form of an attribute: plain values and functions themselves, otherwise the
-    type."""
+    """Returns plain values and functions themselves, and the type of any other attribute."""
     if isinstance(value, _PLAIN) or inspect.isfunction(value):
         return value
     if type(value) in (list, tuple):

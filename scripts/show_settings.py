@@ -1,5 +1,4 @@
-"""Prints docs/settings.md from the package's own tables: settings, excluded combinations, settings without
-effect.
+"""Prints docs/settings.md from the package's own tables.
 
 python scripts/show_settings.py > docs/settings.md
 """

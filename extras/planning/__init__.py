@@ -1,5 +1,4 @@
-"""Predicts how a training scales over workers, from calibration runs on this machine or from given
-numbers."""
+"""Predicts how a training scales over workers, from calibration runs or given numbers."""
 
 from ringspark.extras.planning.exchange_time import Link
 from ringspark.extras.planning.fit import FORMS, ScalingFit, fit_scaling

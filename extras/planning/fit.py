@@ -1,5 +1,4 @@
-"""`fit_scaling`: predicts the time of a training on n workers from measured times on a few numbers of
-workers.
+"""`fit_scaling`: predicts the time of a training from measured times on a few numbers of workers.
 
 With a constant number of rows per worker and step, n workers take 1/n of the steps. A step takes the
 computation and the communication, which grows by a form f(n):

@@ -249,8 +249,8 @@ class MixtureOfExperts(CountingLayer):
         """Returns the columns of the history over all mixtures of a network.
 
         - `dropped_share`: Dropped assignments per requested assignment.
-        - `expert_balance`: Share of the busiest expert times the number of experts, largest over mixtures; 1 is
-          even.
+        - `expert_balance`: Share of the busiest expert times the number of experts, the largest over all
+          mixtures; 1 is even.
         - `balance_loss`, `z_loss`: Means over rows and mixtures, before their factors.
         """
         ends = torch.stack([counts[-5:] for counts in totals]).sum(0)

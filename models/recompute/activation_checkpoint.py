@@ -93,8 +93,7 @@ def compile_segments(net: nn.Module, mode: str | None) -> bool:
 
 
 def segment_bounds(num_blocks: int, num_segments: int) -> list[tuple[int, int]]:
-    """Divides a chain into consecutive segments whose lengths differ by at most one; longer segments
-    first."""
+    """Divides a chain into consecutive segments of nearly equal length; longer segments come first."""
     size, extra = divmod(num_blocks, num_segments)
     starts = [i * size + min(i, extra) for i in range(num_segments + 1)]
     return list(itertools.pairwise(starts))

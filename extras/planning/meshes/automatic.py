@@ -223,8 +223,7 @@ def _measure_machine(training: Training, work: StepWork, workers: int, is_here: 
 
 
 def _has_room(training: Training, workers: int) -> bool:
-    """Returns whether this machine can hold a step of the whole network on each rank of the calibration
-    run."""
+    """Returns whether all ranks of the calibration run fit into this machine's memory."""
     limit = of_machine(1)
     alone = training.profiles.of(Candidate(sizes={}))
     peak = alone.peak(training.config, calibration_rows(training.config.batch_size)[1])

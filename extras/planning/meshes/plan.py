@@ -44,8 +44,7 @@ def plan_parallelism(
     coresPerHost: int | None = None,
     repeats: int = 5,
 ) -> ParallelismPlan:
-    """Predicts memory and time of a step for every mesh over 'data', 'tensor', 'pipeline',
-    'sequence' and 'expert'.
+    """Predicts memory and time of a step for every mesh of a number of workers.
 
     >>> from ringspark.models import ModelSpec
     >>> spec = ModelSpec("mlp", {"in_features": 32, "hidden": [4096] * 4, "out_features": 1})
@@ -55,8 +54,9 @@ def plan_parallelism(
     >>> plan.best
     {'tensor': 2}
 
-    A calibration run on up to 8 processes of this machine measures everything that is not given. Memory is as
-    in `plan_memory`, on the worker that needs most.
+    The axes are 'data', 'tensor', 'pipeline', 'sequence' and 'expert'. A calibration run on up to 8 processes
+    of this machine measures everything that is not given. Memory is as in `plan_memory`, on the worker that
+    needs most.
 
     Args:
         model: A spec, for which no memory is allocated, or a module, which is not changed.

@@ -193,8 +193,7 @@ class _Rank:
         )
 
     def _bytes_before(self, stage: int, *, wanted: bool = False) -> int:
-        """Returns the bytes that a stage receives from another rank; with `wanted`, of values with
-        gradients."""
+        """Returns the bytes that a stage receives; with `wanted`, only of values with gradients."""
         owners = self._network.owners
         if not 0 < stage < len(owners) or owners[stage - 1] == owners[stage]:
             return 0
