@@ -141,7 +141,7 @@ def test_a_description_of_another_torch_is_refused_in_a_sentence() -> None:
     description = describe(nn.Sequential(nn.Linear(2, 2)))
     assert description is not None
     description["layers"]["children"]["0"]["layer"] = "Bilinear3"
-    with pytest.raises(ValueError, match=r"torch .* has no layer 'Bilinear3'; take the torch"):
+    with pytest.raises(ValueError, match=r"torch .* has no layer 'Bilinear3'; use the torch version"):
         build(description)
     description["layers"]["children"]["0"] = {"layer": "Linear", "width": 3}
     with pytest.raises(ValueError, match=r"does not fit torch .* \(TypeError: .*width"):

@@ -146,13 +146,13 @@ class _Tied(nn.Module):
 @pytest.mark.parametrize(
     ("module", "targets", "words"),
     [
-        (nn.Sequential(nn.Linear(2, 1)), ["head"], r"'head' matches no linear layer; they are \['0'\]"),
+        (nn.Sequential(nn.Linear(2, 1)), ["head"], r"'head' matches no linear layer; the layers are \['0'\]"),
         (_Tied(), ["head"], "'head' shares its weight with another layer"),
         (nn.Sequential(nn.LazyLinear(3)), ["0"], "'0' is lazy"),
         (nn.Sequential(_Masked(2, 1)), ["0"], "'0' computes more than W x . b"),
         (_hooked(), ["0"], "'0' computes more than W x . b"),
         (nn.Sequential(weight_norm(nn.Linear(2, 1))), ["0"], "'0' computes more than W x . b"),
-        (_named_alike(), ["0"], "'0' has a 'lora_A' of its own"),
+        (_named_alike(), ["0"], "'0' already has 'lora_A'"),
         (nn.MultiheadAttention(4, 2), ["out_proj"], "matches no linear layer"),
     ],
 )

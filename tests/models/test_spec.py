@@ -73,9 +73,9 @@ def test_arguments_that_json_would_alter_are_refused_by_name(kwargs: dict[str, o
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("tabula", "a model must be one of .*, got 'tabula'; did you mean 'tabular'"),
-        ("unet", "Known are embedding_mean, linear, mlp, recurrent, resnet, tabular"),
-        ("torch.nn:", "must read 'package.module:Class'"),
+        ("tabula", "or 'package.module:Class', got 'tabula'; did you mean 'tabular'"),
+        ("unet", "must be one of embedding_mean, linear, mlp, recurrent, resnet, tabular"),
+        ("torch.nn:", "must be 'package.module:Class'"),
         ("__main__:Net", "workers cannot import"),
     ],
 )
