@@ -46,8 +46,8 @@ def plan_cut(
     """
     if config.axes["expert"] > 1 and config.sync.sharding != "none":
         raise ValueError(
-            f"the memory of a mesh over 'expert' with sharding={config.sync.sharding!r} cannot be planned; plan "
-            "it with sharding='none', which needs more"
+            f"the memory of a mesh over 'expert' with sharding={config.sync.sharding!r} cannot be planned; "
+            "plan it with sharding='none', which needs more"
         )
     num_micro = min(config.gradient_accumulation, labels[0].shape[0])
     inputs, labels = ([micro_batch(c, num_micro) for c in columns] for columns in (inputs, labels))
