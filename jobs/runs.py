@@ -137,7 +137,9 @@ def _show_epochs(facts: RunFacts) -> None:
 
 def _show_faults(facts: RunFacts) -> None:
     faults = [*facts.problems]
-    faults += [f"rank {sign.rank} on {sign.host}: {sign.failure}" for sign in facts.signs if sign.failure]
+    faults += [
+        f"rank {sign.rank} on {sign.host}: {sign.failure}" for sign in facts.heartbeats if sign.failure
+    ]
     if facts.outcome is not None:
         faults += [f"started again: {reason}" for reason in facts.outcome.restart_reasons]
         faults += [f"resumed from step {step}" for step in facts.outcome.resumed_steps]

@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> None:
     with cli.spark("ringspark train", args.master) as spark:
         data = resolve(spark, args.data)
         run_uri = resolve(spark, args.run) if args.run else storage.join(data, "runs", "current")
-        ShardManifest.load(storage.join(data, "shards"))  # before `make_way` removes an old run
-        make_way(run_uri, args.resume)
+        ShardManifest.load(storage.join(data, "shards"))  # before `remove_old_run` removes an old run
+        remove_old_run(run_uri, args.resume)
         features = PipelineModel.load(storage.join(data, "features"))
         cardinalities, num_numeric = flights.feature_sizes(features)
         estimator = TorchClassifier(

@@ -294,7 +294,7 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
     features = _features(job)
     _check_evaluation(spark, file, job, estimator, features)
     if estimator.getRunUri() is not None:
-        _check_rows(spark, job, estimator, features)  # before `make_way` removes an old run
+        _check_rows(spark, job, estimator, features)  # before `remove_old_run` removes an old run
         resume = resume if resume is not None or not estimator.getResume() else True
         remove_old_run(storage.normalize(resolve(spark, estimator.getRunUri())), resume)
         estimator.setResume(bool(resume))

@@ -112,7 +112,7 @@ def _sum(collective: Collective, buffer: torch.Tensor, name: str) -> None:
     collective.start_sum(buffer, name)()
 
 
-def _example(column: Column, rows: int, device: torch.device) -> torch.Tensor:
+def _example(column: BatchColumn, rows: int, device: torch.device) -> torch.Tensor:
     """Returns random rows; integers are 0, which is a valid id and class of every network."""
     shape = (rows, *column.shape[1:])
     if column.dtype == torch.int64:

@@ -178,7 +178,7 @@ def _fit_line(step_seconds: Mapping[int, float]) -> tuple[float, float]:
     return max(0.0, step_seconds[many] - many * slope), slope
 
 
-def _count_network(module: nn.Module, inputs: Sequence[Column]) -> NetworkWork | None:
+def _count_network(module: nn.Module, inputs: Sequence[BatchColumn]) -> NetworkWork | None:
     try:
         return count_layers(module, [column.empty("meta") for column in inputs])
     # A forward whose shapes depend on values can be trained, but not counted.

@@ -137,7 +137,7 @@ def _choose(
     except Exception as error:
         warnings.warn(
             f"parallelism='auto' uses data parallelism: model {network_name(config, objects)} does not run "
-            f"without data: {reason(error)}; set parallelism yourself to shard it",
+            f"without data: {first_error_line(error)}; set parallelism yourself to shard it",
             UserWarning,
             stacklevel=6,
         )
@@ -224,7 +224,7 @@ def _measure_machine(training: Training, work: StepWork, workers: int, is_here: 
 
 def _has_room(training: Training, workers: int) -> bool:
     """Returns whether all ranks of the calibration run fit into this machine's memory."""
-    limit = of_machine(1)
+    limit = find_host_limit(1)
     alone = training.profiles.of(Candidate(sizes={}))
     peak = alone.peak(training.config, calibration_rows(training.config.batch_size)[1])
     return limit is None or 2 * min(workers, MOST_RANKS) * peak.total <= limit.num_bytes

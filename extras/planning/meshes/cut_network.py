@@ -128,7 +128,7 @@ def cut_network(
     )
 
 
-def link_costs(empty: nn.Module, inputs: Sequence[Column], rows: int) -> list[float]:
+def link_costs(empty: nn.Module, inputs: Sequence[BatchColumn], rows: int) -> list[float]:
     """Returns the cost of each link for `rows` rows, by which a pipeline divides the network."""
     sample = [torch.empty((rows, *c.shape[1:]), dtype=c.dtype, device="meta") for c in inputs]
     return measured_costs(empty, links_of(empty), sample)

@@ -60,9 +60,9 @@ def plan_cut(
     return max(plans, key=lambda plan: plan.peak.total)
 
 
-def micro_batch(column: Column, num_micro: int) -> Column:
+def micro_batch(column: BatchColumn, num_micro: int) -> BatchColumn:
     """Returns the column of the largest micro-batch."""
-    return Column(shape=(-(-column.shape[0] // num_micro), *column.shape[1:]), dtype=column.dtype)
+    return BatchColumn(shape=(-(-column.shape[0] // num_micro), *column.shape[1:]), dtype=column.dtype)
 
 
 def steps_of(config: TrainConfig, owners: Sequence[int], num_micro: int) -> list[Steps]:

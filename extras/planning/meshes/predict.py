@@ -20,6 +20,7 @@ from ringspark.extras.planning.meshes.machine import Machine
 from ringspark.extras.planning.meshes.profile import Profile, Profiles
 from ringspark.extras.planning.meshes.report import MeshPlan
 from ringspark.extras.planning.meshes.step_time import predict_step_time
+from ringspark.extras.planning.meshes.work import Work
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta, copy_to_meta
 
@@ -131,7 +132,7 @@ def _plan_candidate(
         profile = training.profiles.of(candidate)
     # A network that cannot be sharded can still be trained.
     except Exception as error:
-        refusal = str(error) if isinstance(error, ValueError) else reason(error)
+        refusal = str(error) if isinstance(error, ValueError) else first_error_line(error)
         return MeshPlan(sizes=candidate.sizes, options=candidate.options, refusal=refusal)
     copies = candidate.size("data") * candidate.size("shard") * candidate.size("expert")
     rows = training.config.batch_size // copies

@@ -139,7 +139,7 @@ class _Rank:
         self._last = len(network.owners) - 1
 
     def measure(
-        self, inputs: Sequence[Column], labels: Sequence[Column], known: RankBytes | None
+        self, inputs: Sequence[BatchColumn], labels: Sequence[BatchColumn], known: RankBytes | None
     ) -> RankBytes:
         step = self._step
         batch = Batch(

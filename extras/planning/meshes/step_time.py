@@ -154,7 +154,7 @@ def simulate_makespan(
 
 def _sum_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> float:
     """Returns the seconds of the gradients' all-reduce on the slowest rank."""
-    size = num_summing(config)
+    size = data_parallel_size(config)
     if size == 1:
         return 0.0
     axes = config.axes

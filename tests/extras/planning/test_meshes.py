@@ -30,6 +30,7 @@ from ringspark.extras.planning.meshes.hardware import ASSUMED
 from ringspark.extras.planning.meshes.machine import Machine, OperatorRates
 from ringspark.extras.planning.meshes.predict import Training
 from ringspark.extras.planning.meshes.step_time import predict_step_time, simulate_makespan
+from ringspark.extras.planning.meshes.work import Work
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 

@@ -7,6 +7,7 @@ pass costs about twice the forward pass of every link, which changes no proporti
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -103,10 +104,10 @@ def measured_costs(network: nn.Module, links: Sequence[Link], inputs: Sequence[t
     network.eval()
     try:
         # Where one kernel computes a whole LSTM, its products are not counted.
-        as_products = (
-            torch.backends.mkldnn.flags(enabled=False, deterministic=None),
-            torch.backends.cudnn.flags(enabled=False),
-        )
+        # None keeps a flag as it is; torch 2.6 has fewer of them.
+        flags = torch.backends.mkldnn.flags
+        unchanged = [None] * (len(inspect.signature(flags).parameters) - 1)
+        as_products = (flags(False, *unchanged), torch.backends.cudnn.flags(enabled=False))
         with torch.no_grad(), keep_random_state(list(inputs)), as_products[0], as_products[1]:
             for index, link in enumerate(links):
                 with FlopCounterMode(display=False) as counter:
