@@ -115,7 +115,8 @@ def plan_parallelism(
     except Exception as error:
         raise ValueError(
             f"model {network_name(config, objects)} cannot be planned without data: "
-            f"{first_error_line(error)}; check the batch's shapes, and that no shape in forward depends on values"
+            f"{first_error_line(error)}; check the batch's shapes, and that no shape in forward depends on "
+            "values"
         ) from error
     own, between = _parse_link(link, "link"), _parse_link(hostLink, "hostLink")
     if own is not None and stepSeconds is not None:
