@@ -1,4 +1,4 @@
-"""The ways in which ranks talk to each other: one file per library, all behind one protocol."""
+"""Collectives: one file per library, all behind one protocol."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from ringspark.estimators.collectives.base import Collective, CollectiveError, Meeting, Rendezvous
+from ringspark.estimators.collectives.base import Collective, CollectiveError, Rendezvous, RendezvousInfo
 from ringspark.estimators.collectives.traffic import Member
 from ringspark.pipelines.entry_points import load_entry_point
 
@@ -18,9 +18,9 @@ COLLECTIVES: dict[str, tuple[str, str, str]] = {
 }
 
 
-# A package of its own declares such a class as an entry point in this group, and is found by that name.
+# Other packages declare such a class as an entry point in this group.
 ENTRY_POINTS = "ringspark.collectives"
-# Of `connect`'s result; `ConnectedMember` has some of it.
+# Attributes of the class; `ConnectedMember` has some of them.
 _NEEDED = ("open_rendezvous", "connect", *(name for name in dir(Collective) if not name.startswith("_")))
 
 
@@ -28,13 +28,13 @@ def collective_class(name: str) -> Any:
     """Returns the class registered as `name`; it has `open_rendezvous` and `connect`.
 
     Raises:
-        ValueError: The name is unknown, its library is not installed, or its package's class is none.
+        ValueError: The name is unknown, its library is not installed, or its class lacks attributes.
     """
     if name not in COLLECTIVES:
         return load_entry_point(ENTRY_POINTS, "collective", name, COLLECTIVES, _NEEDED)
     module, class_name, package = COLLECTIVES[name]
     if find_spec(package) is None:
-        # pip alone does not build it: its sources ask for a C++ older than this torch's headers do.
+        # pip alone does not build it: its sources need an older C++ than this torch's headers.
         raise ValueError(
             f"collective {name!r} is not installed; set collective='torch', or build it for this torch as "
             "ringspark's own set-up (make setup) does"
@@ -46,8 +46,8 @@ __all__ = [
     "COLLECTIVES",
     "Collective",
     "CollectiveError",
-    "Meeting",
     "Member",
     "Rendezvous",
+    "RendezvousInfo",
     "collective_class",
 ]

@@ -1,12 +1,11 @@
-"""The operations between ranks, whichever library carries the bytes.
+"""Operations between ranks, independent of the library that sends the bytes.
 
-A collective has two halves. `open_rendezvous` runs on rank 0 before anybody is connected and
-returns the address that the gang hands to every rank; `connect` then joins. Both get the secret of the
-run: a peer without the secret is disconnected. One process holds at most one connected collective at a
-time.
+`open_rendezvous` runs on rank 0 before any rank is connected, and returns the address that all ranks get;
+`connect` then joins. Both get the secret of the run: a peer without the secret is disconnected. A process
+has at most one connected collective at a time.
 
-Invariant: every rank makes the same sequence of calls. A rank that fails calls `abort`, so that the
-pending calls of its peers end in `CollectiveError` instead of hanging.
+Invariant: every rank makes the same sequence of calls. A rank that fails calls `abort`, so that pending
+calls of its peers raise `CollectiveError` instead of hanging.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ringspark.estimators.collectives.traffic import Member, Traffic
 
 ReduceOp = Literal["sum", "max", "min"]
 
-# A user who has set it knows a faster network than the one that Spark uses.
+# Users may set it to a faster network than Spark's.
 _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
@@ -36,7 +35,7 @@ class CollectiveError(RuntimeError):
 
 
 class Rendezvous(Protocol):
-    """The meeting point that rank 0 keeps open until the gang has closed."""
+    """Server of rank 0 that is open until the gang has closed."""
 
     @property
     def address(self) -> str:
@@ -47,13 +46,13 @@ class Rendezvous(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """How the ranks of a gang find and know each other.
+class RendezvousInfo:
+    """Settings by which the ranks of a gang connect.
 
     Attributes:
         address: Address of rank 0's rendezvous.
         secret: Secret of the run.
-        timeout_seconds: Longest wait for another rank, in the meeting and in every operation after it.
+        timeout_seconds: Longest wait for another rank, at the rendezvous and in every operation.
         use_gpu: Whether gradients are on GPUs.
     """
 
@@ -64,12 +63,12 @@ class Meeting:
 
 
 class Collective(Protocol):
-    """The operations that training uses. All of them block, and run on every rank.
+    """The operations of training. All of them block, and run on every rank.
 
     Attributes:
-        traffic: Counter of the bytes sent, also by a strategy whose library sends by itself.
-        levels: This rank's host, and the hosts among each other; None on one host or with one rank on each.
-        operations: Notes of when the operations were under way, for who measures a step.
+        traffic: Counter of bytes sent; a strategy that sends by another library adds its bytes.
+        levels: Collectives within hosts and between hosts; None on one host, or with one rank per host.
+        operations: Recorder of operation times.
     """
 
     name: str
@@ -86,85 +85,85 @@ class Collective(Protocol):
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes that this rank has sent so far, as `Traffic` counts them."""
+        """Payload bytes that this rank has sent, as counted by `Traffic`."""
 
     def sends_at_once(self, device: torch.device) -> bool:
-        """Whether a sum of tensors on `device` travels while the rank computes, not only while it waits."""
+        """Whether an all-reduce of tensors on `device` overlaps with the rank's computing."""
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         """Returns the reduction of `tensor` over all ranks, in its dtype and on its device."""
 
     def start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
-        """Begins to overwrite `tensor` with its sum over all ranks.
+        """Starts an all-reduce of `tensor`, in place.
 
-        Every rank begins its sums, and waits for them, in the same order.
+        Every rank starts all-reduces, and waits for them, in the same order.
 
         Args:
-            tensor: Contiguous; it must not be used until the sum is complete.
-            name: Name of the sum, equal on all ranks. A name comes back with the same shape in every step,
-                so that a library can keep what it agreed on, and is used by one sum at a time.
+            tensor: Contiguous; it must not be used until the all-reduce is complete.
+            name: Equal on all ranks. A name has the same shape in every step, so that a library can cache its
+                negotiation, and is used by one all-reduce at a time.
 
         Returns:
-            A function that waits for the sum. Sums of other names may be under way meanwhile.
+            A function that waits for the result. All-reduces with other names may be in flight.
         """
 
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """Returns every rank's tensor, in the order of ranks.
+        """Returns every rank's tensor, in rank order.
 
         Args:
             tensor: 1-D. Lengths may differ between ranks and may be 0; dtype and device type must agree.
-            counts: Length of each rank's tensor, if all ranks know it; this saves an exchange.
+            counts: Length of each rank's tensor, if all ranks know it; this saves a message.
         """
 
     def gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """Like `all_gather`, but only rank 0 gets the tensors; the others get an empty list.
+        """Like `all_gather`, but only rank 0 gets the tensors; other ranks get an empty list.
 
         Args:
             tensor: On the CPU.
         """
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
-        """Sends each rank its own piece; returns what all ranks sent to this one, in the order of ranks.
+        """Sends each rank its own tensor; returns the tensors for this rank, in rank order.
 
         Args:
             pieces: One for each rank; 1-D, of one dtype; lengths may differ and may be 0.
-            counts: Length of what each rank sends to this one.
+            counts: Length of the tensor that each rank sends to this rank.
         """
 
     def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
-        """Begins to sum `tensor` over all ranks; each rank gets only its own part of the sum.
+        """Starts a reduce-scatter of `tensor`.
 
         Args:
             tensor: 1-D, of equal length on all ranks; it must not change until the sum is complete.
-            counts: Length of each rank's part, in rank order; they add up to the tensor's length.
+            counts: Length of each rank's shard, in rank order; they add up to the tensor's length.
 
         Returns:
-            A function that waits and returns this rank's part. A few sums may be under way at a time.
+            A function that waits and returns this rank's shard. A few may be in flight at a time.
         """
 
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
-        """Overwrites `tensors` in place with those of rank `root`."""
+        """Overwrites `tensors` in place with rank `root`'s."""
 
     def barrier(self) -> None:
         """Returns once every rank has called it."""
 
     def on_leave(self, release: Callable[[], None]) -> None:
-        """Registers `release`, called before this rank leaves to drop all references to the connections."""
+        """Registers a function that drops references to the connections; called before this rank leaves."""
 
     def close(self) -> None:
         """Leaves the gang normally; every rank calls it after its last operation."""
 
     def abort(self) -> None:
-        """Leaves at once after a failure, so that the peers' pending calls end in an error."""
+        """Leaves at once after a failure, so that pending calls of the peers raise an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Levels:
-    """The two levels of a gang on several hosts.
+    """Collectives of a gang on several hosts.
 
     Attributes:
-        inside: Collective of the ranks of this host.
-        between: Collective of the first rank of each host; None on all other ranks.
+        inside: Ranks of this host.
+        between: First ranks of all hosts; None on all other ranks.
     """
 
     inside: Collective
@@ -172,7 +171,7 @@ class Levels:
 
 
 class ConnectedMember:
-    """Base of all collectives: meeting point, place in the gang, bytes sent, what to call at the end."""
+    """Base class of all collectives."""
 
     @staticmethod
     def open_rendezvous(member: Member, secret: bytes, ports: Sequence[int] = (0,)) -> Rendezvous:
@@ -203,11 +202,11 @@ class ConnectedMember:
     def on_leave(self, release: Callable[[], None]) -> None:
         self._on_leave.append(release)
 
-    def _tell_nccl(self) -> None:
-        """Tells NCCL the gang's interface until this rank leaves, as NCCL connects at its first operation."""
+    def _set_nccl_interface(self) -> None:
+        """Sets NCCL's interface until this rank leaves, because NCCL connects at its first operation."""
         interface = interface_of(self.member.host)
         if interface and _NCCL_INTERFACE not in os.environ:
-            # Without "=" it would be a prefix, and eth1 would mean eth10 too.
+            # Without "=" it would be a prefix: eth1 would match eth10 too.
             os.environ[_NCCL_INTERFACE] = f"={interface}"
             self.on_leave(partial(os.environ.__delitem__, _NCCL_INTERFACE))
 
@@ -218,12 +217,12 @@ class ConnectedMember:
 
 
 def gather_bytes(collective: Collective, data: bytes, *, to_all: bool = True) -> list[bytes]:
-    """Returns every rank's bytes, in rank order; a rank may give none. Runs on every rank.
+    """Returns every rank's bytes, in rank order; they may be empty. Runs on every rank.
 
     Args:
-        to_all: Whether all ranks get them; if not, only rank 0 does.
+        to_all: Whether all ranks get them, or only rank 0.
     """
-    # torch makes no tensor of an empty buffer.
+    # torch refuses an empty buffer.
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
     gather = collective.all_gather if to_all else collective.gather
     return [piece.numpy().tobytes() for piece in gather(mine)]
@@ -235,7 +234,7 @@ def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 @contextmanager
 def contiguous(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yields row-major tensors, for libraries that accept no others; copies new values back at the end."""
+    """Yields contiguous tensors, for libraries that need them; copies new values back at the end."""
     dense = [t.contiguous() for t in tensors]
     yield dense
     with torch.no_grad():
@@ -255,21 +254,21 @@ def peer_errors(operation: str) -> Iterator[None]:
         raise CollectiveError(f"{operation} failed: {error}") from error
 
 
-# Words by which Gloo, NCCL and Horovod report a lost peer when the call is inside autograd.
+# Words by which Gloo, NCCL and Horovod report a lost peer if the call is inside autograd.
 PEER_SIGNS = (
     "gloo",
     "nccl",
     "horovod",
     "connection closed by peer",
     "connection reset by peer",
-    # Gloo's message to all other operations after one of them has waited too long.
+    # Gloo's message to all other operations after one has timed out.
     "application timeout caused pair closure",
 )
 
 
 @contextmanager
 def backward_errors() -> Iterator[None]:
-    """Like `peer_errors`, for user code that communicates inside, such as a backward pass."""
+    """Like `peer_errors`, for user code that communicates, such as a backward pass."""
     try:
         yield
     except RuntimeError as error:

@@ -14,38 +14,38 @@ import torch
 from ringspark.estimators.collectives.base import (
     Collective,
     Levels,
-    Meeting,
     ReduceOp,
+    RendezvousInfo,
     num_bytes,
     peer_errors,
 )
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.network import interface_of, name_problem
-from ringspark.estimators.collectives.operation_times import Started
+from ringspark.estimators.collectives.network_collective import NetworkCollective
+from ringspark.estimators.collectives.operation_times import AsyncOperation
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import machines_of
-from ringspark.estimators.collectives.rendezvous.horovod_door import HorovodDoor
+from ringspark.estimators.collectives.rendezvous.horovod_proxy import HorovodProxy
 from ringspark.estimators.collectives.rendezvous.peer_proof import check_proofs, proofs_for, shared_nonce
 from ringspark.estimators.collectives.shared_memory import open_shared_memory
-from ringspark.estimators.collectives.sharing_member import SharingMember
 from ringspark.estimators.collectives.traffic import Member, Traffic
 from ringspark.estimators.environment import environment
 
-# Seconds between two looks whether a sum is complete.
-_LOOK_SECONDS = 20e-6
+# Seconds between two polls of an all-reduce.
+_POLL_SECONDS = 20e-6
 
-# Labels of a build that binds to the interface it is told, and of one that can set its cycle time at each
-# start, see scripts/setup_environment.py.
+# Version labels of builds that bind to a given interface, and that can set the cycle time at each start, see
+# scripts/setup_environment.py.
 _MENDED, _CYCLE_MENDED = "+iface", "+iface.cycle"
 
-# Between two looks for work Horovod's thread sleeps so long. At each look the ranks exchange a message, which
-# takes time from the training; and an operation waits for the next look. Ranks that share memory need
-# Horovod only to prove who they are and to leave.
+# Horovod's thread looks for work once per cycle. Each cycle costs a message between the ranks, and an
+# operation waits for the next cycle. Ranks that share memory need Horovod only to prove their identity and
+# to leave.
 _CYCLE_MS, _RARE_CYCLE_MS = 1, 30
 
 _CYCLE_TIME = "HOROVOD_CYCLE_TIME"
 
-# Of a message that Gloo sends both ways at once: a longer one travels one way before the other begins.
+# Largest message that Gloo sends both ways at once; longer ones are sent one way first.
 _TURN_BYTES = 512 << 10
 # Horovod counts the elements of an all-to-all in 32 bits, so `_gather` sends bytes above this number.
 _MOST_ELEMENTS = 2**31 - 1
@@ -53,16 +53,16 @@ _MOST_ELEMENTS = 2**31 - 1
 _logger = logging.getLogger(__name__)
 
 
-class HorovodCollective(SharingMember):
-    """The connected half of the collective; exists after `hvd.init`."""
+class HorovodCollective(NetworkCollective):
+    """A collective by Horovod; exists after `hvd.init`."""
 
     name = "horovod"
 
     def __init__(self, member: Member, ranks: Any = None) -> None:
-        """Stands for all ranks, or for some.
+        """Makes the collective of a process set.
 
         Args:
-            ranks: Horovod's set of these ranks; None for all.
+            ranks: Horovod's process set; None for all ranks.
         """
         import horovod.torch as hvd
 
@@ -73,7 +73,7 @@ class HorovodCollective(SharingMember):
         self._operations = 0
 
     @classmethod
-    def connect(cls, member: Member, meeting: Meeting) -> HorovodCollective:
+    def connect(cls, member: Member, meeting: RendezvousInfo) -> HorovodCollective:
         seconds = meeting.timeout_seconds
         client = RendezvousClient(member, meeting.address, meeting.secret, seconds)
         try:
@@ -82,13 +82,13 @@ class HorovodCollective(SharingMember):
             if meeting.use_gpu:
                 check_nccl()
             _check_name(member)
-            # All ranks have done their imports before, so Gloo's ports are open as briefly as possible.
+            # All ranks have finished their imports, so Gloo's ports are open only briefly.
             machines = machines_of(client, member, seconds)
             memory = open_shared_memory(client, member, seconds)
             sets = [hvd.ProcessSet(ranks) for ranks in _groups(member)]
             try:
-                with HorovodDoor(client, machines) as door:
-                    settings = _settings(member, door, seconds)
+                with HorovodProxy(client, machines) as proxy:
+                    settings = _settings(member, proxy, seconds)
                     settings |= _cycle(is_rare=memory is not None and not meeting.use_gpu)
                     # Horovod reads its environment only in init, so the settings need not stay.
                     with environment(settings), peer_errors("joining the Horovod ring"):
@@ -100,7 +100,7 @@ class HorovodCollective(SharingMember):
             collective = cls(member)
             collective.share(memory)
             try:
-                collective._tell_nccl()
+                collective._set_nccl_interface()
                 nonce = shared_nonce(client, member, seconds)
                 collective._prove(nonce, meeting.secret)
                 if sets:
@@ -113,12 +113,12 @@ class HorovodCollective(SharingMember):
         return collective
 
     def _levels(
-        self, sets: Sequence[Any], client: RendezvousClient, nonce: bytes, meeting: Meeting
+        self, sets: Sequence[Any], client: RendezvousClient, nonce: bytes, meeting: RendezvousInfo
     ) -> Levels:
-        """Returns this rank's host and the hosts among each other. Runs on every rank.
+        """Returns the collectives within hosts and between hosts. Runs on every rank.
 
         Args:
-            sets: Horovod's sets of `_groups`.
+            sets: Horovod's process sets of `_groups`.
         """
         inside: Collective = LocalCollective()
         between: Collective | None = None
@@ -130,7 +130,7 @@ class HorovodCollective(SharingMember):
             part.operations = self.operations
             self.on_leave(part._release)
             name = f"part{number}"
-            # Other sets have other connections, which a proof of this one must not fit.
+            # Each set has its own connections, and needs its own proof.
             part._prove(nonce + name.encode(), meeting.secret)
             part.share(
                 open_shared_memory(client.within(name, part.member), part.member, meeting.timeout_seconds)
@@ -142,7 +142,7 @@ class HorovodCollective(SharingMember):
         return Levels(inside=inside, between=between)
 
     def _prove(self, nonce: bytes, secret: bytes) -> None:
-        """Raises an error if a stranger has taken the place of a rank on one of Gloo's connections."""
+        """Raises an error if one of Gloo's connections leads to a stranger."""
         mine = torch.frombuffer(bytearray(proofs_for(self.member, nonce, secret)), dtype=torch.uint8)
         with peer_errors("proving the connections"):
             theirs = self._hvd.alltoall(mine, name=self._name("proof"), process_set=self._set)
@@ -150,7 +150,7 @@ class HorovodCollective(SharingMember):
 
     def _name(self, operation: str) -> str:
         self._operations += 1
-        return f"ringspark.{operation}.{self._operations}"  # a set of ranks has names of its own
+        return f"ringspark.{operation}.{self._operations}"  # names are per process set
 
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         ops = {"sum": self._hvd.Sum, "max": self._hvd.Max, "min": self._hvd.Min}
@@ -160,31 +160,31 @@ class HorovodCollective(SharingMember):
             )
         return result
 
-    def _start_sum(self, tensor: torch.Tensor, name: str) -> Started[None]:
+    def _start_sum(self, tensor: torch.Tensor, name: str) -> AsyncOperation[None]:
         with peer_errors("allreduce"):
-            # The same name in every step, because Horovod keeps what the ranks agreed on by name.
+            # The same name in every step, because Horovod caches negotiations by name.
             handle = self._hvd.allreduce_async_(
                 tensor, op=self._hvd.Sum, name=f"ringspark.{name}", process_set=self._set
             )
 
         def wait() -> None:
             with peer_errors("allreduce"):
-                # Horovod itself looks only every millisecond, which a small network takes for its whole step.
+                # Horovod itself polls only every millisecond, as long as the whole step of a small network.
                 while not self._hvd.poll(handle):
-                    time.sleep(_LOOK_SECONDS)
+                    time.sleep(_POLL_SECONDS)
                 self._hvd.synchronize(handle)
 
-        return Started(wait=wait, is_done=partial(self._hvd.poll, handle))
+        return AsyncOperation(wait=wait, is_done=partial(self._hvd.poll, handle))
 
     def _all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
         if counts is None:
-            counts = self._joined(torch.tensor([len(tensor)])).tolist()
+            counts = self._allgather(torch.tensor([len(tensor)])).tolist()
             self.traffic.all_gather([8] * self.size)
         self.traffic.all_gather([count * tensor.element_size() for count in counts])
-        return self._gathered_in_turns(tensor, counts)
+        return self._gather_in_turns(tensor, counts)
 
     def _gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
-        # Horovod has no gather: each rank sends all of its tensor to rank 0, and nothing to the others.
+        # Horovod has no gather, so use an all-to-all.
         if counts is not None and sum(counts) > _MOST_ELEMENTS:
             width, others = tensor.element_size(), self.size - 1
             arriving = [0 if self.rank else count * width for count in counts]
@@ -198,8 +198,10 @@ class HorovodCollective(SharingMember):
             )
         return [] if self.rank else list(torch.split(joined, lengths.tolist()))
 
-    def _start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Started[torch.Tensor]:
-        # Horovod makes only equal parts. For others every rank gets the whole sum and keeps its part.
+    def _start_reduce_scatter(
+        self, tensor: torch.Tensor, counts: Sequence[int]
+    ) -> AsyncOperation[torch.Tensor]:
+        # Horovod only supports equal shards; for unequal ones every rank gets the whole sum.
         is_even = len(set(counts)) == 1
         start = self._hvd.reducescatter_async if is_even else self._hvd.allreduce_async
         with peer_errors("reduce-scatter"):
@@ -214,12 +216,12 @@ class HorovodCollective(SharingMember):
                 result: torch.Tensor = self._hvd.synchronize(handle)
             return result if is_even else torch.split(result, list(counts))[self.rank].clone()
 
-        return Started(wait=wait, is_done=partial(self._hvd.poll, handle))
+        return AsyncOperation(wait=wait, is_done=partial(self._hvd.poll, handle))
 
-    def _gathered_in_turns(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    def _gather_in_turns(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
         width = max(1, _TURN_BYTES // tensor.element_size())
         if max(counts) <= width or tensor.device.type == "cuda":
-            return list(torch.split(self._joined(tensor), list(counts)))
+            return list(torch.split(self._allgather(tensor), list(counts)))
         pieces = [tensor.new_empty(count) for count in counts]
         turns = range(0, max(counts), width)
         with peer_errors("allgather"):
@@ -236,8 +238,7 @@ class HorovodCollective(SharingMember):
                     part.copy_(values)
         return pieces
 
-    def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the ranks' tensors end to end, in one tensor."""
+    def _allgather(self, tensor: torch.Tensor) -> torch.Tensor:
         with peer_errors("allgather"):
             result: torch.Tensor = self._hvd.allgather(
                 tensor, name=self._name("allgather"), process_set=self._set
@@ -247,7 +248,7 @@ class HorovodCollective(SharingMember):
     def _all_to_all(self, joined: torch.Tensor, sent: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:
         received = joined.new_empty(sum(arriving))
         to, of = torch.split(joined, list(sent)), torch.split(received, list(arriving))
-        # As many turns on every rank: none knows what the others send to each other.
+        # Equally many turns on every rank, because no rank knows the others' sizes.
         turns = range(0, max(1, int(self._all_reduce(torch.tensor([max(sent)]), "max"))), _TURN_BYTES)
         handles = []
         with peer_errors("all-to-all"):
@@ -280,22 +281,22 @@ class HorovodCollective(SharingMember):
             self._hvd.barrier(process_set=self._set)
 
     def _global(self, rank: int) -> int:
-        """Returns the number in the whole gang of one of these ranks, which Horovod calls it by."""
+        """Returns the world rank of one of these ranks."""
         ranks: Sequence[int] | None = self._set.ranks
         return rank if ranks is None else ranks[rank]
 
     def close(self) -> None:
         self._release()
-        # This fails every operation that the peers still wait for, so a rank aborts in the same way.
+        # Pending operations of peers fail, so aborting is the same.
         self._hvd.shutdown()
 
     abort = close
 
 
 def _groups(member: Member) -> list[list[int]]:
-    """Returns the ranks for which Horovod needs sets: the hosts' first ones, then those of each host.
+    """Returns the ranks of Horovod's process sets: the first ranks of hosts, then the ranks of each host.
 
-    Horovod makes sets while it starts, and none for all ranks or for a single one.
+    Horovod makes process sets when it starts, but not for all ranks or a single one.
     """
     if not member.has_levels:
         return []
@@ -305,7 +306,7 @@ def _groups(member: Member) -> list[list[int]]:
 
 
 def check_nccl() -> None:
-    """Refuses GPUs to a Horovod that would sum their gradients in the hosts' memory.
+    """Refuses to use GPUs with a Horovod that would sum gradients in host memory.
 
     Raises:
         ValueError: This process's Horovod is built without NCCL.
@@ -315,16 +316,16 @@ def check_nccl() -> None:
     if not hvd.nccl_built():
         raise ValueError(
             "useGpu=True with collective 'horovod' needs a Horovod that is built with NCCL, and this one "
-            "would send gradients through the hosts' memory; set collective='torch', or build Horovod where "
-            "CUDA is, with HOROVOD_GPU_OPERATIONS=NCCL"
+            "would send gradients through host memory; set collective='torch', or build Horovod with CUDA "
+            "and HOROVOD_GPU_OPERATIONS=NCCL"
         )
 
 
 def _check_name(member: Member) -> None:
-    """Refuses to start a Horovod that would end this process, as other hosts could not connect to it.
+    """Refuses to start a Horovod to which other hosts could not connect, which would end this process.
 
     Raises:
-        ValueError: The host's own name does not mean its address, and Horovod binds to what it means.
+        ValueError: Horovod would bind to the address of the host's name, which is not the host's address.
     """
     from horovod import __version__ as version
 
@@ -332,13 +333,13 @@ def _check_name(member: Member) -> None:
         return
     if problem := name_problem(member.host):
         raise ValueError(
-            f"Horovod {version} binds to what a host's own name means, and {problem}; give the name that "
+            f"Horovod {version} binds to the address of the host's name, and {problem}; give the name that "
             "address in /etc/hosts, build Horovod as ringspark's set-up does, or set collective='torch'"
         )
 
 
 def _cycle(*, is_rare: bool) -> dict[str, str | None]:
-    """Returns the setting of Horovod's cycle time; None takes it out of the environment.
+    """Returns Horovod's cycle time for the environment; None removes it.
 
     Args:
         is_rare: Whether Horovod only starts and ends the gang.
@@ -347,7 +348,7 @@ def _cycle(*, is_rare: bool) -> dict[str, str | None]:
 
     chosen = os.environ.get(_CYCLE_TIME)
     if _CYCLE_MENDED not in version:
-        # Another build ends the process when it starts the second time with this and a fusion threshold.
+        # Other builds end the process at their second start with a cycle time and a fusion threshold.
         if chosen is not None:
             _logger.warning(
                 "%s=%s is not used: Horovod %s cannot set it twice in a process, as Spark's reused workers "
@@ -358,11 +359,11 @@ def _cycle(*, is_rare: bool) -> dict[str, str | None]:
             )
         return {_CYCLE_TIME: None}
     if chosen is None and os.environ.get("HOROVOD_AUTOTUNE", "0") != "0":
-        return {_CYCLE_TIME: None}  # this is what Horovod tunes
+        return {_CYCLE_TIME: None}  # Horovod tunes it
     return {_CYCLE_TIME: chosen or str(_RARE_CYCLE_MS if is_rare else _CYCLE_MS)}
 
 
-def _settings(member: Member, door: HorovodDoor, timeout_seconds: float) -> dict[str, str | None]:
+def _settings(member: Member, proxy: HorovodProxy, timeout_seconds: float) -> dict[str, str | None]:
     """Returns the settings that Horovod reads from its environment."""
     values: dict[str, str | None] = {
         "HOROVOD_RANK": str(member.rank),
@@ -374,9 +375,9 @@ def _settings(member: Member, door: HorovodDoor, timeout_seconds: float) -> dict
         "HOROVOD_HOSTNAME": member.host,
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": door.address,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(door.port),
-        # Gradients come in buckets; fusion would copy several into a buffer of its own, and back.
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": proxy.address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(proxy.port),
+        # Gradients come in buckets, so fusion would only copy them.
         "HOROVOD_FUSION_THRESHOLD": os.environ.get("HOROVOD_FUSION_THRESHOLD", "0"),
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, int(timeout_seconds))),
     }

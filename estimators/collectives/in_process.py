@@ -169,13 +169,13 @@ class InProcessCollective(ConnectedMember):
         return None
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
-        return self._reduced(self._start(tensor), op)
+        return self._reduce(self._start(tensor), op)
 
     def start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
         take = self._start(tensor)
 
         def wait() -> None:
-            tensor.detach().copy_(self._reduced(take))
+            tensor.detach().copy_(self._reduce(take))
 
         return wait
 
@@ -192,7 +192,7 @@ class InProcessCollective(ConnectedMember):
 
     def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
         take, counts = self._start(tensor), list(counts)
-        return lambda: torch.split(self._reduced(take), counts)[self.rank].clone()
+        return lambda: torch.split(self._reduce(take), counts)[self.rank].clone()
 
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
         given = self._start([tensor.detach().clone() for tensor in tensors] if self.rank == root else [])()
@@ -237,7 +237,7 @@ class InProcessCollective(ConnectedMember):
         number = self._messages[source, to] = self._messages.get((source, to), 0) + 1
         return (self._group, source, to, number)
 
-    def _reduced(self, take: Callable[[], list[torch.Tensor]], op: ReduceOp = "sum") -> torch.Tensor:
+    def _reduce(self, take: Callable[[], list[torch.Tensor]], op: ReduceOp = "sum") -> torch.Tensor:
         given = take()
         shapes = {tuple(tensor.shape) for tensor in given}
         if len(shapes) > 1:

@@ -1,4 +1,4 @@
-"""A gang of one: every operation is the identity."""
+"""The collective of a single rank: every operation is the identity."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ringspark.estimators.collectives.base import ConnectedMember, Meeting, ReduceOp
+from ringspark.estimators.collectives.base import ConnectedMember, ReduceOp, RendezvousInfo
 from ringspark.estimators.collectives.traffic import Member
 
 
 class LocalRendezvous:
-    """The rendezvous of a single rank, which has nobody to meet."""
+    """The rendezvous of a single rank."""
 
     address = "local:0"
 
@@ -37,7 +37,7 @@ class LocalCollective(ConnectedMember):
         return LocalRendezvous()
 
     @classmethod
-    def connect(cls, member: Member, meeting: Meeting) -> LocalCollective:
+    def connect(cls, member: Member, meeting: RendezvousInfo) -> LocalCollective:
         return cls(member)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:

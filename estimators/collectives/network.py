@@ -1,4 +1,4 @@
-"""Finds this host's address and interface towards the gang."""
+"""Finds this host's address and network interface."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import psutil
 
 
 def interface_of(host: str) -> str | None:
-    """Returns the name of this machine's interface that carries `host`'s address; None if none does.
+    """Returns the name of the network interface with `host`'s address, or None.
 
-    Unless it is told an interface, Gloo binds to the address that the host name resolves to. On many
-    machines that is a loopback alias, which the other hosts cannot reach.
+    Without an interface Gloo binds to the address of the host name. On many hosts that is a loopback alias,
+    which other hosts cannot reach.
     """
-    address = _resolved(host)
+    address = _resolve(host)
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in addresses):
             return str(name)
@@ -22,10 +22,10 @@ def interface_of(host: str) -> str | None:
 
 
 def own_address(host: str, towards: str) -> str:
-    """Returns the address of this host by which other hosts reach it; `host` itself if none is found.
+    """Returns the address by which other hosts reach this host; `host` if none is found.
 
-    A host's own name often means a loopback address to the host itself (127.0.1.1 on Debian), or nothing at
-    all. Then it is the address from which this host speaks to the driver.
+    A host often resolves its own name to a loopback address (127.0.1.1 on Debian), or not at all. Then the
+    result is the address from which it connects to the driver.
 
     Args:
         host: This host as Spark names it, by name or address.
@@ -33,41 +33,39 @@ def own_address(host: str, towards: str) -> str:
     """
     entries = [entry for addresses in psutil.net_if_addrs().values() for entry in addresses]
     own = {entry.address for entry in entries}
-    for address in (_resolved(host), _source_towards(towards)):
+    for address in (_resolve(host), _source_towards(towards)):
         if address in own and not ipaddress.ip_address(address).is_loopback:
             return address
     return host
 
 
 def name_problem(address: str) -> str:
-    """Returns what is wrong with this host's own name for a library that binds to what it means.
+    """Returns the problem with this host's name for a library that binds to its address; "" if there is none.
 
     Args:
         address: This host's address, see `own_address`.
-
-    Returns:
-        The rest of a sentence after the name; empty if other hosts reach this one by it.
     """
     name = socket.gethostname()
-    found = _resolved(name)
-    if found and found == _resolved(address):
+    found = _resolve(name)
+    if found and found == _resolve(address):
         return ""
-    return f"{name} {f'means {found}' if found else 'means nothing'} on that host, whose address is {address}"
+    resolved = f"resolves to {found}" if found else "does not resolve"
+    return f"{name} {resolved} on that host, which has the address {address}"
 
 
-def _resolved(host: str) -> str:
-    """Returns the address that a name means on this host, IPv4 first; empty if it means none."""
+def _resolve(host: str) -> str:
+    """Returns the address to which a name resolves on this host, IPv4 first; "" if there is none."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return ""
     addresses = [str(entry[4][0]) for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET)]
-    # A link-local address means nothing without its interface.
+    # A link-local address is useless without its interface.
     return next((address for address in addresses if "%" not in address), "")
 
 
 def _source_towards(host: str) -> str:
-    """Returns the address from which this host would speak to `host`; empty if there is no way."""
+    """Returns the address from which this host connects to `host`; "" if there is no route."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

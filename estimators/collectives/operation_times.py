@@ -1,11 +1,10 @@
-"""Notes when a rank's operations were ready, begun and done, on the steps for which somebody asks.
+"""Records when a rank's operations were ready, started and done, in the steps for which it is enabled.
 
-Whoever asks calls `start`, and `take` after the step. Between steps, and where nobody asks, nothing is noted
-and no object is made.
+Call `start` before a step and `take` after it. Otherwise nothing is recorded and no object is made.
 
-The libraries tell nobody when an operation ends that they carry out beside the rank's own work; they only
-answer whether it has ended. So on a step that is noted a thread looks, a few times in a millisecond, for as
-long as an operation is under way. It holds what it looks at, so it drops everything before the rank leaves.
+Libraries do not report the end of an asynchronous operation; they only answer whether it has ended. So a
+thread polls them a few times per millisecond while an operation is in flight. It holds references to them,
+so it drops everything before the rank leaves.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ P = ParamSpec("P")
 Interval = tuple[int, int]
 """Begin and end, in nanoseconds of `time.perf_counter_ns`."""
 
-# Seconds between two looks at the operations under way; a look takes some microseconds of a core.
+# Seconds between two polls; a poll takes some microseconds of a core.
 LOOK_SECONDS = 200e-6
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started(Generic[T]):
-    """An operation that a library carries out beside the rank's own work.
+class AsyncOperation(Generic[T]):
+    """An asynchronous operation of a library.
 
     Attributes:
         wait: Waits for it, and returns its result.
-        is_done: Answers at once whether it has ended, well or not; from any thread.
+        is_done: Returns at once whether it has ended, also by an error; from any thread.
     """
 
     wait: Callable[[], T]
@@ -46,11 +45,11 @@ class OperationTime:
     """One operation of one rank; all times in nanoseconds of `time.perf_counter_ns`.
 
     Attributes:
-        name: Name of the sum as in `Collective.start_sum`, or the kind of the operation.
-        ready_ns: Time at which its data was there.
-        begin_ns: Time at which it was given to the library, or began by itself.
-        end_ns: Time at which its result was there; the time of `take` if it was not there yet.
-        blocked: When the rank itself did nothing but begin it or wait for it.
+        name: Name in `Collective.start_sum`, or the type of the operation.
+        ready_ns: Time at which its data was ready.
+        begin_ns: Time at which it started.
+        end_ns: Time at which its result was ready, at most the time of `take`.
+        blocked: When the rank only started it or waited for it.
     """
 
     name: str
@@ -64,55 +63,55 @@ class OperationTimes:
     """The operations of one rank.
 
     Attributes:
-        is_on: Whether operations are noted now.
-        sees_all: Whether all that the ranks exchange in a step is a call of this collective that ends within
-            the step. A strategy whose library sends by itself, or whose sums take longer, says no.
-        in_every_step: Whether the ranks exchange in every step, not now and then as in local training.
+        is_on: Whether operations are recorded now.
+        sees_all: Whether all communication of a step is calls of this collective that end within the step. A
+            strategy sets it to False if another library sends, or if its all-reduces take longer.
+        in_every_step: Whether the ranks communicate in every step, unlike local SGD.
     """
 
     def __init__(self) -> None:
         self.is_on = False
         self.sees_all = True
         self.in_every_step = True
-        self._noted: list[_Operation] = []
+        self._operations: list[_Operation] = []
         self._ready: dict[str, int] = {}
         self._watcher = _Watcher()
 
     def start(self) -> None:
-        """Notes the operations from now on."""
-        self._noted, self._ready = [], {}
+        """Starts recording."""
+        self._operations, self._ready = [], {}
         self.is_on = True
 
     def take(self) -> tuple[OperationTime, ...]:
-        """Ends the notes, and returns them in the order in which the operations began."""
+        """Stops recording; returns the operations in the order in which they started."""
         self.is_on = False
-        now, noted = time.perf_counter_ns(), self._noted
-        self._noted = []
-        return tuple(operation.time(now) for operation in noted)
+        now, record = time.perf_counter_ns(), self._operations
+        self._operations = []
+        return tuple(operation.time(now) for operation in record)
 
     def ready(self, name: str) -> None:
-        """Notes that the data of the operation `name` is there, before it begins."""
+        """Records that the data of the operation `name` is ready, before it starts."""
         if self.is_on:
             self._ready.setdefault(name, time.perf_counter_ns())
 
-    def blocking(self, name: str, ready_ns: int | None = None) -> AbstractContextManager[None]:
-        """Returns a context for an operation for which the rank waits from its begin to its end."""
+    def record_blocking(self, name: str, ready_ns: int | None = None) -> AbstractContextManager[None]:
+        """Returns a context for an operation that blocks the rank."""
         return self._begin(name, ready_ns).waiting() if self.is_on else _NOTHING
 
-    def when_waited(self, name: str, run: Callable[[], T]) -> Callable[[], T]:
-        """Returns `run`, an operation that only takes place when it is called."""
+    def record_when_waited(self, name: str, run: Callable[[], T]) -> Callable[[], T]:
+        """Returns `run`, an operation that runs when it is called, with recording."""
         if not self.is_on:
             return run
         ready_ns = self._ready.pop(name, time.perf_counter_ns())
 
-        def noted() -> T:
-            with self.blocking(name, ready_ns):
+        def record() -> T:
+            with self.record_blocking(name, ready_ns):
                 return run()
 
-        return noted
+        return record
 
-    def beside(self, name: str, begin: Callable[[], Started[T]]) -> Callable[[], T]:
-        """Begins an operation; returns what waits for it."""
+    def record_async(self, name: str, begin: Callable[[], AsyncOperation[T]]) -> Callable[[], T]:
+        """Starts an operation; returns a function that waits for it."""
         if not self.is_on:
             return begin().wait
         operation = self._begin(name)
@@ -120,14 +119,14 @@ class OperationTimes:
             started = begin()
             self._watcher.watch(operation, started.is_done)
 
-        def noted() -> T:
+        def record() -> T:
             with operation.waiting():
                 return started.wait()
 
-        return noted
+        return record
 
     def drop(self) -> None:
-        """Forgets what is under way, so that nothing of it is held; called before the rank leaves."""
+        """Drops references to operations in flight; called before the rank leaves."""
         self.is_on = False
         self._watcher.close()
 
@@ -135,7 +134,7 @@ class OperationTimes:
         now = time.perf_counter_ns()
         if ready_ns is None:
             ready_ns = self._ready.pop(name, now)
-        self._noted.append(operation := _Operation(name, ready_ns, now))
+        self._operations.append(operation := _Operation(name, ready_ns, now))
         return operation
 
 
@@ -146,12 +145,12 @@ class _HasOperations(Protocol):
 S = TypeVar("S", bound=_HasOperations)
 
 
-def noted(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Decorates a method of a collective that blocks: the operation goes by its name."""
+def record(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Decorates a blocking method of a collective; the operation has the method's name."""
     name = method.__name__
 
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.operations.blocking(name):
+        with self.operations.record_blocking(name):
             return method(self, *args, **kwargs)
 
     call.__name__, call.__doc__ = name, method.__doc__
@@ -159,7 +158,7 @@ def noted(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P],
 
 
 class _Operation:
-    """An operation that may be under way."""
+    """An operation that may be in flight."""
 
     def __init__(self, name: str, ready_ns: int, begin_ns: int) -> None:
         self._name = name
@@ -169,20 +168,20 @@ class _Operation:
         self.end_ns: int | None = None
 
     def end(self) -> None:
-        """Notes the end, unless somebody has noticed it before."""
+        """Records the end, unless it is recorded already."""
         if self.end_ns is None:
             self.end_ns = time.perf_counter_ns()
 
     @contextmanager
     def occupied(self) -> Iterator[None]:
-        """A context in which the rank does nothing else."""
+        """Returns a context in which the operation blocks the rank."""
         begin = time.perf_counter_ns()
         yield
         self._blocked.append((begin, time.perf_counter_ns()))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A context in which the rank waits for the end."""
+        """Returns a context in which the rank waits for the end."""
         with self.occupied():
             yield
             self.end()
@@ -199,43 +198,43 @@ class _Operation:
 
 
 class _Watcher:
-    """Notes the ends of operations in a thread that lives while some are under way."""
+    """Records the ends of operations in a thread that lives while some are in flight."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._under_way: list[tuple[_Operation, Callable[[], bool]]] = []
+        self._in_flight: list[tuple[_Operation, Callable[[], bool]]] = []
         self._thread: threading.Thread | None = None
 
     def watch(self, operation: _Operation, is_done: Callable[[], bool]) -> None:
         with self._lock:
-            self._under_way.append((operation, is_done))
+            self._in_flight.append((operation, is_done))
             if self._thread is None:
-                # Daemon: it waits for nobody at the end of the process.
-                self._thread = threading.Thread(target=self._look, name="ringspark-operations", daemon=True)
+                # A daemon thread, which does not delay the end of the process.
+                self._thread = threading.Thread(target=self._poll, name="ringspark-operations", daemon=True)
                 self._thread.start()
 
     def close(self) -> None:
         with self._lock:
-            self._under_way.clear()
+            self._in_flight.clear()
             thread = self._thread
         if thread is not None:
             thread.join()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         while True:
             with self._lock:
-                self._under_way[:] = [pair for pair in self._under_way if not _is_over(*pair)]
-                if not self._under_way:
+                self._in_flight[:] = [pair for pair in self._in_flight if not _is_over(*pair)]
+                if not self._in_flight:
                     self._thread = None
                     return
             time.sleep(LOOK_SECONDS)
 
 
 def _is_over(operation: _Operation, is_done: Callable[[], bool]) -> bool:
-    """Notes the end of an operation if it has ended; returns whether there is nothing left to look for."""
+    """Records the end of an operation if it has ended; returns whether to stop polling."""
     if operation.end_ns is not None:
         return True
-    # Who waits for it may have taken it from the library meanwhile, and notes its end.
+    # The rank may have waited for it meanwhile, which releases it and records its end.
     with suppress(RuntimeError, ValueError):
         if not is_done():
             return False

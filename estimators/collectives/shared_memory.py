@@ -1,13 +1,13 @@
-"""Memory that all ranks of one host map, and connections by which each tells the others what it wrote there.
+"""Collective operations through memory that all ranks of one host map, synchronized by sockets.
 
-Between busy processes a library's smallest message takes as long as a good part of a small network's step,
-because its threads wake each other, and large ones are copied through the system twice. Here each rank
-copies its data to its place, sends every peer a byte over a Unix socket, waits for a byte from each, and
-reads all places. The bytes also order the memory accesses, and a peer that ends closes its sockets, which
-ends the wait of the others.
+Between busy processes a library's smallest message takes a good part of a small network's step, because its
+threads wake each other, and large messages are copied twice. Here each rank copies its data to its slot,
+sends every peer a byte over a Unix socket, waits for a byte from each peer, and reads all slots. The bytes
+also order memory accesses, and the sockets of a peer that dies are closed, which ends the wait of the
+others.
 
-Invariant: every rank has two places and uses them in turn. A rank that writes to a place for the second time
-has heard that all peers wrote once more in between, so they have read what stood there before.
+Invariant: every rank has two slots and alternates between them. Before a rank overwrites a slot, all peers
+have signalled a later write, so they have read the old data.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ringspark.estimators.collectives.base import CollectiveError, ReduceOp
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.traffic import Member
 
-# The most ranks: rank 0 makes a pair of sockets for each two, which are 240 descriptors for so many.
+# Largest number of ranks: rank 0 makes a pair of sockets for each two ranks, which are 240 descriptors.
 MOST_RANKS = 16
 
-# Bytes that a rank shows at a time, after a head that says of what; longer data take several turns.
-_PIECE_BYTES, _HEAD_BYTES = 1 << 20, 64
+# Bytes of a slot after its header; longer data need several turns.
+_SLOT_BYTES, _HEAD_BYTES = 1 << 20, 64
 _HEAD = struct.Struct("qq")
 _GATHER, _REDUCE = 1, 2
 REMEDY = "build the same model, with the same trainable parameters, on every rank"
 
-# From so many elements on, reading what each rank reduced for all costs less than reducing all oneself.
+# From this number of elements on, each rank reduces one slice and reads the other ranks' slices.
 _SPLIT_ELEMENTS = 16 << 10
 
 TOKEN_BYTES = 16
@@ -51,14 +51,14 @@ _REDUCTIONS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 
 _logger = logging.getLogger(__name__)
 
-# One rank's share: the memory's descriptor, and a connected socket for each other rank.
-Dealt = tuple[int, dict[int, socket.socket]]
+# The memory's descriptor, and a connected socket for each other rank.
+Endpoint = tuple[int, dict[int, socket.socket]]
 
 
 class SharedMemory:
-    """Memory of all ranks, and a socket to each peer. Every method but `close` runs on every rank.
+    """Memory of all ranks, and a socket to each peer. Every method except `close` runs on every rank.
 
-    Tensors have one dimension. One that is longer than a place is shown in turns; its length is told in each.
+    Tensors are 1-D. A tensor longer than a slot is written in several turns, each with its total length.
     """
 
     def __init__(
@@ -68,59 +68,59 @@ class SharedMemory:
         self._peers = peers
         for peer in self._peers.values():
             peer.settimeout(timeout_seconds)
-        self._told = 0  # how often this rank has told the peers that it wrote
-        self._heard = dict.fromkeys(self._peers, 0)  # how often each peer has told so
-        # Takes the memory now: where it is short, this fails, and writing to it would end the process.
+        self._num_signals = 0  # number of signals to the peers
+        self._heard = dict.fromkeys(self._peers, 0)  # number of signals from each peer
+        # Allocates the memory now: if memory is short, this fails, but a later write would end the process.
         os.posix_fallocate(memory, 0, shared_bytes(self.size))
         self._memory = mmap.mmap(memory, shared_bytes(self.size))
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._places = whole.view(2, self.size, _HEAD_BYTES + _PIECE_BYTES)[:, :, _HEAD_BYTES:]
+        self._places = whole.view(2, self.size, _HEAD_BYTES + _SLOT_BYTES)[:, :, _HEAD_BYTES:]
         self._turn = 0
         self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return 1 + len(self._peers)
 
     def all_gather(self, tensor: torch.Tensor, *, is_read: bool = True) -> list[torch.Tensor]:
-        """Returns every rank's tensor, in the order of ranks; the lengths may differ.
+        """Returns every rank's tensor, in rank order; lengths may differ.
 
         Args:
-            is_read: Whether this rank wants them; if not, it gets an empty list.
+            is_read: Whether this rank needs the result; if not, it gets an empty list.
         """
         mine = tensor.view(torch.uint8)
         gathered: list[torch.Tensor] = []
         begin, longest = 0, 1
         while begin < longest:
-            places = self._shown(mine[begin : begin + _PIECE_BYTES], len(mine), _GATHER)
+            places = self._write(mine[begin : begin + _SLOT_BYTES], len(mine), _GATHER)
             lengths = self._lengths(_GATHER)
             longest = max(lengths)
             if is_read:
                 gathered = gathered or [mine.new_empty(length) for length in lengths]
                 for place, whole in zip(places, gathered, strict=True):
-                    part = whole[begin : begin + _PIECE_BYTES]
+                    part = whole[begin : begin + _SLOT_BYTES]
                     part.copy_(place[: len(part)])
-            begin += _PIECE_BYTES
+            begin += _SLOT_BYTES
         return [whole.view(tensor.dtype) for whole in gathered]
 
     def all_to_all(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sends each rank its own piece; returns those for this rank, in the order of ranks."""
+        """Sends each rank its own tensor; returns the tensors for this rank, in rank order."""
         shown = [self.all_gather(piece, is_read=rank == self._rank) for rank, piece in enumerate(pieces)]
         return shown[self._rank]
 
     def all_reduce_(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Overwrites a tensor with its reduction over all ranks, in the order of ranks."""
-        for part, places in self._pieces(tensor):
+        """Overwrites a tensor with its reduction over all ranks, in rank order."""
+        for part, places in self._chunks(tensor):
             if self.size > 2 and len(part) >= _SPLIT_ELEMENTS:
                 self._reduce_split(places, part, op)
             else:
                 _reduce(places, part, op)
 
     def reduce_scatter(self, tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Returns this rank's part, from `begin` to `end`, of the sum over all ranks."""
+        """Returns elements `begin` to `end` of the sum over all ranks."""
         own, at = tensor.new_empty(end - begin), 0
-        for part, places in self._pieces(tensor):
+        for part, places in self._chunks(tensor):
             low, high = max(at, begin), min(at + len(part), end)
             if low < high:
                 theirs = [place[low - at : high - at] for place in places]
@@ -128,31 +128,31 @@ class SharedMemory:
             at += len(part)
         return own
 
-    def _pieces(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-        """Yields this rank's tensor piece by piece, each with what every rank has in its place."""
-        for part in torch.split(tensor, _PIECE_BYTES // tensor.element_size()):
-            places = self._shown(part, tensor.nbytes, _REDUCE)
+    def _chunks(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """Yields this rank's tensor in chunks, each with the slots of all ranks."""
+        for part in torch.split(tensor, _SLOT_BYTES // tensor.element_size()):
+            places = self._write(part, tensor.nbytes, _REDUCE)
             lengths = self._lengths(_REDUCE)
             if min(lengths) < max(lengths):
-                told = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
-                raise ValueError(f"the ranks sum tensors of different sizes in bytes: {told}; {REMEDY}")
+                sizes = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
+                raise ValueError(f"the ranks sum tensors of different sizes in bytes: {sizes}; {REMEDY}")
             yield part, [place[: len(part)] for place in places]
 
     def _reduce_split(self, places: list[torch.Tensor], part: torch.Tensor, op: ReduceOp) -> None:
-        """Has each rank reduce one slice for all: what a rank reads does not grow with their number."""
+        """Reduces one slice on each rank, so that the bytes read do not grow with the number of ranks."""
         slices = [place.tensor_split(self.size) for place in places]
         mine = slices[self._rank][self._rank]
-        # Nobody else reads this slice of this rank's place before it is told.
+        # Other ranks read this slice only after the next signal.
         mine.copy_(reduce(_REDUCTIONS[op], [own[self._rank] for own in slices]))
-        self._wait(self._tell())
+        self._wait(self._signal())
         for rank, target in enumerate(part.tensor_split(self.size)):
             target.copy_(slices[rank][rank])
 
-    def _shown(self, data: torch.Tensor, num_bytes: int, kind: int) -> list[torch.Tensor]:
-        """Shows a piece of this rank's data to the peers; returns the place of each rank.
+    def _write(self, data: torch.Tensor, num_bytes: int, kind: int) -> list[torch.Tensor]:
+        """Writes a chunk of this rank's data; returns the slots of all ranks.
 
         Args:
-            num_bytes: Of all pieces together.
+            num_bytes: Bytes of all chunks together.
         """
         self._turn ^= 1
         if data.dtype not in self._views:
@@ -160,29 +160,29 @@ class SharedMemory:
         places = self._views[data.dtype][self._turn]
         places[self._rank][: len(data)] = data
         _HEAD.pack_into(self._memory, self._head(self._rank), kind, num_bytes)
-        self._wait(self._tell())
+        self._wait(self._signal())
         return places
 
     def _lengths(self, kind: int) -> list[int]:
-        """Returns how many bytes each rank has, once it knows that all do the same."""
+        """Returns each rank's number of bytes; checks that all run the same operation."""
         heads = [_HEAD.unpack_from(self._memory, self._head(rank)) for rank in range(self.size)]
         if any(head[0] != kind for head in heads):
             raise ValueError(f"some ranks sum while others gather; {REMEDY}")
         return [length for _, length in heads]
 
     def _head(self, rank: int) -> int:
-        return (self._turn * self.size + rank) * (_HEAD_BYTES + _PIECE_BYTES)
+        return (self._turn * self.size + rank) * (_HEAD_BYTES + _SLOT_BYTES)
 
-    def _tell(self) -> int:
-        """Tells the peers that this rank has written; returns how often it did so."""
-        self._told += 1
+    def _signal(self) -> int:
+        """Signals to the peers that this rank has written; returns the number of signals so far."""
+        self._num_signals += 1
         for rank, peer in self._peers.items():
             with _peer_errors(rank):
                 peer.send(b"1")
-        return self._told
+        return self._num_signals
 
     def _wait(self, number: int) -> None:
-        """Waits until every peer has told so for the `number`th time."""
+        """Waits for the `number`th signal of every peer."""
         for rank, peer in self._peers.items():
             while self._heard[rank] < number:
                 with _peer_errors(rank):
@@ -192,7 +192,7 @@ class SharedMemory:
                 self._heard[rank] += heard
 
     def close(self) -> None:
-        """Ends the waits of the peers."""
+        """Closes the connections, which ends the waits of the peers."""
         for peer in self._peers.values():
             peer.close()
 
@@ -220,24 +220,24 @@ class _peer_errors:  # noqa: N801
 
 
 def shared_bytes(num_ranks: int) -> int:
-    """Returns the bytes that so many ranks share: two places for each."""
-    return 2 * num_ranks * (_HEAD_BYTES + _PIECE_BYTES)
+    """Returns the bytes of the memory: two slots for each rank."""
+    return 2 * num_ranks * (_HEAD_BYTES + _SLOT_BYTES)
 
 
 def may_share(member: Member) -> bool:
-    """Whether the ranks share one host, and are few enough, on a system that gives them memory to share.
+    """Whether the ranks are on one host, few enough, on a system with shared memory.
 
-    `RINGSPARK_SHARED_MEMORY=0` in the environment of all ranks has them use the network, as on several hosts.
+    `RINGSPARK_SHARED_MEMORY=0` in the environment of all ranks disables it.
     """
     is_wanted = os.environ.get("RINGSPARK_SHARED_MEMORY") != "0"
     return is_wanted and hasattr(os, "memfd_create") and 1 < member.size == member.local_size <= MOST_RANKS
 
 
 def open_shared_memory(client: RendezvousClient, member: Member, timeout: float) -> SharedMemory | None:
-    """Makes memory that the ranks of one host share. Runs on every rank, once for a rendezvous.
+    """Makes memory that the ranks of one host share. Runs on every rank, once per rendezvous.
 
     Returns:
-        None, on every rank, where the ranks are on several hosts or one cannot get at the others' memory.
+        None, on every rank, if the ranks are on several hosts or a rank cannot map the memory.
     """
     if not may_share(member):
         return None
@@ -246,45 +246,45 @@ def open_shared_memory(client: RendezvousClient, member: Member, timeout: float)
         with ExitStack() as meeting:
             link, token = _meet(client, member, meeting, timeout)
             client.meet("sharing/at the door", timeout)
-            # Descriptors or memory may be short; the libraries need none.
+            # Without descriptors or memory, the ranks use a library.
             if link is not None:
                 with suppress(OSError):
                     if member.rank == 0:
-                        memory, peers = _deal(link, token, member.size, meeting, kept)
+                        memory, peers = _send_endpoints(link, token, member.size, meeting, kept)
                     else:
-                        memory, peers = _receive(link, member, meeting, kept)
+                        memory, peers = _receive_endpoint(link, member, meeting, kept)
                     made = SharedMemory(member.rank, memory, peers, timeout)
-        # The door is closed by now, which ends the wait of a rank to which rank 0 has dealt nothing.
+        # The listener is closed by now, which ends the wait of a rank to which rank 0 has sent nothing.
         client.add("sharing/able", int(made is not None))
         client.meet("sharing/open", timeout)
         if client.get("sharing/able") == str(member.size).encode():
             kept.pop_all()
             return made
     if member.rank == 0:
-        _logger.warning("the ranks of %s cannot share memory; they exchange through the network", member.host)
+        _logger.warning("the ranks of %s cannot share memory; they communicate over the network", member.host)
     return None
 
 
 def _meet(
     client: RendezvousClient, member: Member, stack: ExitStack, timeout: float
 ) -> tuple[socket.socket | None, bytes]:
-    """Returns rank 0's door, or a link to it from another rank; and a token that only the ranks know.
+    """Returns rank 0's listener, or another rank's connection to it, and a token that only the ranks know.
 
-    Returns None for the socket if there is none: containers may share an address but not a network namespace.
+    The socket may be None: containers may share an address but not a network namespace.
     """
     if member.rank == 0:
-        door, token = open_door(stack), secrets.token_bytes(TOKEN_BYTES)
+        door, token = open_listener(stack), secrets.token_bytes(TOKEN_BYTES)
         client.set("sharing/door", token + door.getsockname() if door else b"")
         return door, token
-    told = client.get("sharing/door", timeout) or b""
-    token, name = told[:TOKEN_BYTES], told[TOKEN_BYTES:]
-    return connect_to_door(name, token, member.rank, stack, timeout), token
+    answer = client.get("sharing/door", timeout) or b""
+    token, name = answer[:TOKEN_BYTES], answer[TOKEN_BYTES:]
+    return connect_to_listener(name, token, member.rank, stack, timeout), token
 
 
-def connect_to_door(
+def connect_to_listener(
     name: bytes, token: bytes, rank: int, stack: ExitStack, timeout: float
 ) -> socket.socket | None:
-    """Returns a connection to rank 0's door that has shown the token; None if there is no door or no way."""
+    """Returns a connection to rank 0's listener that has sent the token; None if it cannot connect."""
     if name:
         with suppress(OSError):
             link = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -296,7 +296,7 @@ def connect_to_door(
     return None
 
 
-def open_door(stack: ExitStack) -> socket.socket | None:
+def open_listener(stack: ExitStack) -> socket.socket | None:
     """Returns a listening socket without a file, so a killed rank leaves nothing. None if that fails."""
     with suppress(OSError):
         door = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -315,12 +315,14 @@ def _leads_to_own_user(link: socket.socket) -> bool:
     return bool(user == os.geteuid())
 
 
-def _deal(door: socket.socket, token: bytes, size: int, meeting: ExitStack, kept: ExitStack) -> Dealt:
-    """Makes memory and a pair of sockets for each two ranks; sends each rank its own. Runs on rank 0.
+def _send_endpoints(
+    door: socket.socket, token: bytes, size: int, meeting: ExitStack, kept: ExitStack
+) -> Endpoint:
+    """Makes memory and a pair of sockets for each two ranks; sends each rank its endpoint. Runs on rank 0.
 
     Args:
-        meeting: Closes the memory's descriptor, which nobody needs once it is mapped.
-        kept: Closes this rank's sockets, if the ranks do not share the memory.
+        meeting: Closes the memory's descriptor, which is not needed once it is mapped.
+        kept: Closes this rank's sockets if the ranks do not share the memory.
     """
     with ExitStack() as dealt:
         memory = os.memfd_create("ringspark")
@@ -357,10 +359,10 @@ def send_descriptors(door: socket.socket, token: bytes, descriptors: Mapping[int
             if not _leads_to_own_user(link):
                 continue
             link.setblocking(False)
-            told = link.recv(len(token) + 1)
-            if hmac.compare_digest(told[:-1], token):
-                socket.send_fds(link, [b"1"], descriptors[told[-1]])
-                absent.remove(told[-1])
+            hello = link.recv(len(token) + 1)
+            if hmac.compare_digest(hello[:-1], token):
+                socket.send_fds(link, [b"1"], descriptors[hello[-1]])
+                absent.remove(hello[-1])
 
 
 def receive_descriptors(link: socket.socket, count: int) -> list[int]:
@@ -375,13 +377,13 @@ def receive_descriptors(link: socket.socket, count: int) -> list[int]:
             os.close(descriptor)
         raise OSError(f"rank 0 sent {len(descriptors)} of {count} descriptors")
     for descriptor in descriptors:
-        # A program that the user's code starts must not hold the memory or the connections.
+        # A child process of the user's code must not inherit the memory or the connections.
         os.set_inheritable(descriptor, False)
     return descriptors
 
 
-def _receive(link: socket.socket, member: Member, meeting: ExitStack, kept: ExitStack) -> Dealt:
-    """Returns this rank's part of what rank 0 deals; `meeting` and `kept` as for rank 0."""
+def _receive_endpoint(link: socket.socket, member: Member, meeting: ExitStack, kept: ExitStack) -> Endpoint:
+    """Returns the endpoint that rank 0 sends; `meeting` and `kept` as for rank 0."""
     memory, *ends = receive_descriptors(link, member.size)
     meeting.callback(os.close, memory)
     others = [other for other in range(member.size) if other != member.rank]

@@ -1,4 +1,4 @@
-"""`torch.distributed`: Gloo between CPUs, NCCL between GPUs."""
+"""Collectives by `torch.distributed`: Gloo between CPUs, NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import torch.distributed as dist
 from ringspark.estimators.collectives.base import (
     Collective,
     Levels,
-    Meeting,
     ReduceOp,
+    RendezvousInfo,
     num_bytes,
     peer_errors,
 )
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.network import interface_of
-from ringspark.estimators.collectives.operation_times import Started
+from ringspark.estimators.collectives.network_collective import NetworkCollective
+from ringspark.estimators.collectives.operation_times import AsyncOperation
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import PortGuard, machines_of
 from ringspark.estimators.collectives.rendezvous.peer_proof import (
@@ -31,19 +32,18 @@ from ringspark.estimators.collectives.rendezvous.peer_proof import (
 )
 from ringspark.estimators.collectives.rendezvous.torch_store import MemberStore
 from ringspark.estimators.collectives.shared_memory import open_shared_memory
-from ringspark.estimators.collectives.sharing_member import SharingMember
 from ringspark.estimators.collectives.traffic import Member, Traffic
 from ringspark.estimators.environment import environment
 
-# Of a message that Gloo sends both ways at once.
+# Largest message that Gloo sends both ways at once.
 _TURN_BYTES = 512 << 10
 
 
-class TorchCollective(SharingMember):
-    """The connected half of the collective; that of the whole gang owns the default process group.
+class TorchCollective(NetworkCollective):
+    """A collective of a process group; the collective of all ranks owns the default group.
 
     Attributes:
-        group: The process group; None for the default one, and after this rank has left.
+        group: The process group; None for the default group, and after this rank has left.
     """
 
     name = "torch"
@@ -53,32 +53,32 @@ class TorchCollective(SharingMember):
     ) -> None:
         super().__init__(member)
         self.group: Any = None
-        # The numbers of these ranks in the whole gang.
+        # World ranks of the group.
         self._ranks: Sequence[int] = range(member.size)
         self._use_gpu = use_gpu
         self._client = client
         self._store = store
-        self._meeting: Meeting | None = None
+        self._meeting: RendezvousInfo | None = None
         self._machines: list[str] = []
         self._parts = 0
 
     @classmethod
-    def connect(cls, member: Member, meeting: Meeting) -> TorchCollective:
+    def connect(cls, member: Member, meeting: RendezvousInfo) -> TorchCollective:
         seconds = meeting.timeout_seconds
         client = RendezvousClient(member, meeting.address, meeting.secret, seconds)
         try:
-            # All ranks have done their imports before, so Gloo's ports are open as briefly as possible.
+            # All ranks have finished their imports, so Gloo's ports are open only briefly.
             machines = machines_of(client, member, seconds)
             guard = PortGuard(machines)
             store = MemberStore(client, guard, seconds)
             with peer_errors("joining the process group"):
                 _join(member, store, seconds, meeting.use_gpu)
-            # Every pair is connected, so any later connection to Gloo's port is a stranger's.
+            # Every pair is connected, so later connections to Gloo's port are strangers'.
             guard.shut()
             collective = cls(member, meeting.use_gpu, client, store)
             collective._meeting, collective._machines = meeting, machines
             try:
-                collective._tell_nccl()
+                collective._set_nccl_interface()
                 collective._prove(shared_nonce(client, member, seconds), meeting.secret, seconds)
                 collective.share(open_shared_memory(client, member, seconds))
                 if member.has_levels:
@@ -92,13 +92,10 @@ class TorchCollective(SharingMember):
         return collective
 
     def part(self, groups: Sequence[Sequence[int]]) -> Collective | None:
-        """Makes collectives of some of the ranks each, and returns this rank's. Runs on every rank.
+        """Makes a collective for each group of ranks; returns this rank's, or None. Runs on every rank.
 
         Args:
-            groups: Ranks of each part, ascending; no rank is in two of them. Equal on all ranks.
-
-        Returns:
-            None for a rank that is in no part.
+            groups: Ranks of each group, ascending and disjoint; equal on all ranks.
         """
         assert self._meeting is not None
         assert self._store is not None
@@ -110,7 +107,7 @@ class TorchCollective(SharingMember):
         made: TorchCollective | None = None
         with environment(_gloo_settings(self.member)), peer_errors("joining a part of the gang"):
             for ranks in groups:
-                # Every rank makes every group, in the same order: so torch gives them names of their own.
+                # Every rank makes every group in the same order, so that torch names them alike.
                 group = dist.new_group(list(ranks), timeout=timedelta(seconds=seconds))
                 if self.rank in ranks and len(ranks) > 1:
                     member = self.member.within(list(ranks))
@@ -133,7 +130,7 @@ class TorchCollective(SharingMember):
         return made
 
     def _levels(self) -> Levels:
-        """Returns this rank's host and the hosts among each other. Runs on every rank."""
+        """Returns the collectives within hosts and between hosts. Runs on every rank."""
         leaders = self.member.leaders
         hosts = [list(range(a, b)) for a, b in zip(leaders, [*leaders[1:], self.size], strict=True)]
         inside = self.part(hosts)
@@ -145,7 +142,7 @@ class TorchCollective(SharingMember):
         self.group = None
 
     def _prove(self, nonce: bytes, secret: bytes, timeout_seconds: float) -> None:
-        """Raises an error if a stranger has taken the place of a rank on one of Gloo's connections."""
+        """Raises an error if one of Gloo's connections leads to a stranger."""
         mine = torch.frombuffer(bytearray(proofs_for(self.member, nonce, secret)), dtype=torch.uint8)
         theirs = torch.empty_like(mine)
         with peer_errors("proving the connections"):
@@ -160,7 +157,7 @@ class TorchCollective(SharingMember):
             dist.all_reduce(result, op=ops[op], group=self.group)
         return result
 
-    def _start_sum(self, tensor: torch.Tensor, name: str) -> Started[None]:
+    def _start_sum(self, tensor: torch.Tensor, name: str) -> AsyncOperation[None]:
         with peer_errors("allreduce"):
             work = dist.all_reduce(tensor, async_op=True, group=self.group)
 
@@ -168,23 +165,23 @@ class TorchCollective(SharingMember):
             with peer_errors("allreduce"):
                 work.wait()
 
-        return Started(wait=wait, is_done=work.is_completed)
+        return AsyncOperation(wait=wait, is_done=work.is_completed)
 
     def _all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
         if counts is not None:
             return self._gather_known(tensor, counts)
         lengths = self._gather_equal(torch.tensor([len(tensor)], device=tensor.device))
         counts = [int(length) for length in lengths]
-        # Gloo gathers only tensors of equal length, so the shorter ones travel padded.
+        # Gloo only gathers tensors of equal length, so shorter ones are padded.
         padded = tensor.new_zeros(max(counts))
         padded[: len(tensor)] = tensor
         pieces = self._gather_equal(padded)
         return [piece[:count] for piece, count in zip(pieces, counts, strict=True)]
 
     def _gather_equal(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the ranks' tensors, which all have the same shape."""
+        """All-gathers tensors of equal shape."""
         pieces = [torch.empty_like(tensor) for _ in range(self.size)]
-        turns = zip(*(torch.split(t, _turn(tensor)) for t in (tensor, *pieces)), strict=True)
+        turns = zip(*(torch.split(t, _turn_length(tensor)) for t in (tensor, *pieces)), strict=True)
         with peer_errors("allgather"):
             works = [
                 dist.all_gather(parts, part, async_op=True, group=self.group)
@@ -201,7 +198,7 @@ class TorchCollective(SharingMember):
             return self._gather_equal(tensor)
         pieces = [tensor if r == self.rank else tensor.new_empty(n) for r, n in enumerate(counts)]
         with peer_errors("allgather"):
-            # Padding would send the longest piece once per rank; for an embedding that exceeds all the rest.
+            # Padding would send the longest tensor once per rank, which may be an embedding.
             works = [
                 dist.broadcast(piece, src=r, async_op=True, group=self.group)
                 for r, piece in zip(self._ranks, pieces, strict=True)
@@ -217,14 +214,16 @@ class TorchCollective(SharingMember):
             counts = [int(n) for n in self._gather_equal(torch.tensor([len(tensor)]))]
         return gather_on_root(tensor, counts, self.group, self._ranks)
 
-    def _start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Started[torch.Tensor]:
+    def _start_reduce_scatter(
+        self, tensor: torch.Tensor, counts: Sequence[int]
+    ) -> AsyncOperation[torch.Tensor]:
         parts = list(torch.split(tensor, list(counts)))
         with peer_errors("reduce-scatter"):
             if len(set(counts)) == 1:
                 mine = torch.empty_like(parts[self.rank])
                 works = [_reduce_scatter_even(mine, tensor, self.group)]
             else:
-                # Gloo's reduce overwrites its input, also on the ranks that get no result.
+                # Gloo's reduce overwrites its input, also on ranks without a result.
                 tensor = tensor.clone()
                 parts = list(torch.split(tensor, list(counts)))
                 mine = parts[self.rank]
@@ -239,10 +238,10 @@ class TorchCollective(SharingMember):
             with peer_errors("reduce-scatter"):
                 for work in works:
                     work.wait()
-            # The part gets its own memory, because it must not keep the other ranks' parts alive.
+            # A copy, because a view would keep the other ranks' shards alive.
             return mine if mine._base is None else mine.clone()
 
-        return Started(wait=wait, is_done=lambda: all(work.is_completed() for work in works))
+        return AsyncOperation(wait=wait, is_done=lambda: all(work.is_completed() for work in works))
 
     def _all_to_all(self, joined: torch.Tensor, sent: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:
         received = joined.new_empty(sum(arriving))
@@ -252,7 +251,7 @@ class TorchCollective(SharingMember):
                 return received
             to, of = torch.split(joined, list(sent)), torch.split(received, list(arriving))
             of[self.rank].copy_(to[self.rank])
-            # Each pair by itself: Gloo's all-to-all sends a long piece one way before the other way begins.
+            # One message per pair, because Gloo's all-to-all sends long tensors one way first.
             peers = [peer for peer in range(self.size) if peer != self.rank]
             known = {"group": self.group}
             works = [dist.irecv(of[p], src=self._ranks[p], **known) for p in peers if len(of[p])]
@@ -263,21 +262,13 @@ class TorchCollective(SharingMember):
         return received
 
     def start_send(self, tensor: torch.Tensor, to: int) -> Callable[[], None]:
-        """Begins to send a contiguous tensor to one rank, which receives it in the order of sends.
-
-        Returns:
-            A function that waits until the tensor may change.
-        """
+        """Starts to send a contiguous tensor; returns a function that waits until the tensor may change."""
         self.traffic.send(num_bytes([tensor]))
         with peer_errors("send"):
             return _waiter(dist.isend(tensor, dst=self._ranks[to], group=self.group), "send")
 
     def start_receive(self, tensor: torch.Tensor, source: int) -> Callable[[], None]:
-        """Begins to overwrite a contiguous tensor by what one rank sends.
-
-        Returns:
-            A function that waits until it is complete.
-        """
+        """Starts to receive into a contiguous tensor; returns a function that waits for it."""
         with peer_errors("receive"):
             return _waiter(dist.irecv(tensor, src=self._ranks[source], group=self.group), "receive")
 
@@ -298,7 +289,7 @@ class TorchCollective(SharingMember):
         self.close()
 
     def close(self) -> None:
-        # The peers see the connection close only when the last reference to the group is gone.
+        # Connections close only with the last reference to the group.
         self._release()
         gc.collect()
         if dist.is_initialized():
@@ -307,13 +298,12 @@ class TorchCollective(SharingMember):
 
 
 def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: bool) -> None:
-    """Makes the default process group."""
-    # An optimizer imports torch's compiler, which imports this module. The defaults of its functions are the
-    # group of that moment, and would hold it, and Gloo's port, as long as the process lives.
+    # torch's compiler, which optimizers import, imports this module. The default arguments of its functions
+    # hold the group that exists then, and Gloo's port, for the life of the process.
     import torch.distributed.nn  # noqa: F401
 
     with environment(_gloo_settings(member)):
-        # Both backends, because metrics travel as CPU tensors even if gradients are on GPUs.
+        # Both backends, because metrics are CPU tensors even if gradients are on GPUs.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
             store=store,
@@ -327,11 +317,11 @@ def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: b
 def gather_on_root(
     tensor: torch.Tensor, counts: Sequence[int], group: Any = None, ranks: Sequence[int] | None = None
 ) -> list[torch.Tensor]:
-    """Returns every rank's 1-D tensor on the first one, none on the others; Gloo's gather wants equal ones.
+    """Returns every rank's 1-D tensor on the first rank, none elsewhere; Gloo's gather needs equal lengths.
 
     Args:
-        group: The process group of the ranks; None for all.
-        ranks: Their numbers among all ranks; None for all.
+        group: The process group; None for all ranks.
+        ranks: World ranks of the group; None for all ranks.
     """
     first, *others = range(len(counts)) if ranks is None else ranks
     if dist.get_rank() != first:
@@ -355,23 +345,23 @@ def _waiter(work: Any, operation: str) -> Callable[[], None]:
 
 
 def _gloo_settings(member: Member) -> dict[str, str | None]:
-    """Returns the environment in which Gloo connects the ranks of a group."""
-    # If pairs connected lazily, Gloo's port would have to stay open during the training.
+    """Returns the environment for connecting a group."""
+    # With lazy connections, Gloo's port would stay open during the training.
     values: dict[str, str | None] = {"TORCH_GLOO_LAZY_INIT": "0"}
     if interface := interface_of(member.host):
         values["GLOO_SOCKET_IFNAME"] = interface
     return values
 
 
-def _turn(tensor: torch.Tensor) -> int:
-    """Returns how many elements of a long tensor are gathered at a time, on CPUs.
+def _turn_length(tensor: torch.Tensor) -> int:
+    """Returns how many elements to gather at a time.
 
-    Gloo sends a long piece one way before the other way begins, so a cable would be half idle.
+    Gloo sends a long tensor one way before the other way starts, which leaves a cable half idle.
     """
     return max(1, len(tensor) if tensor.device.type == "cuda" else _TURN_BYTES // tensor.element_size())
 
 
 def _reduce_scatter_even(part: torch.Tensor, whole: torch.Tensor, group: Any) -> Any:
-    """Begins a reduce-scatter in equal parts; looks the call up by name, because torch 2.13 renamed it."""
+    # torch 2.13 renamed the call.
     name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
     return getattr(dist, name)(part, whole, async_op=True, group=group)

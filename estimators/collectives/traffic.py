@@ -1,4 +1,4 @@
-"""A rank's place in the gang, and how many bytes it sends from there."""
+"""A rank's position in the gang, and a counter of the bytes that it sends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One rank's place in the gang; ranks on the same host have consecutive numbers.
+    """One rank's position in the gang; ranks on the same host have consecutive numbers.
 
     Attributes:
         leaders: The first rank of each host, ascending.
@@ -34,13 +34,13 @@ class Member:
         return bisect_right(self.leaders, rank) - 1
 
     def within(self, ranks: Sequence[int]) -> Member:
-        """Returns this rank's place among some of the ranks, ascending, of which it is one."""
+        """Returns this rank's position among `ranks`, which are ascending and include it."""
         hosts = [self.host_of(rank) for rank in ranks]
         index = ranks.index(self.rank)
         own = [rank for rank, host in zip(ranks, hosts, strict=True) if host == hosts[index]]
         leaders = tuple(i for i, host in enumerate(hosts) if i == 0 or hosts[i - 1] != host)
         local_rank = own.index(self.rank)
-        # Those with this local rank, on all hosts that have one.
+        # Hosts that have a rank with this local rank.
         cross = [h for h in sorted(set(hosts)) if hosts.count(h) > local_rank]
         return Member(
             rank=index,
@@ -55,26 +55,24 @@ class Member:
 
 
 class Traffic:
-    """Counts the bytes that a rank sends, as the ring algorithms send them.
+    """Counts the bytes that a rank sends by ring algorithms.
 
-    The count is the algorithm's, not the network card's: it leaves headers, rendezvous and barriers
-    out. A library that picks a tree for small tensors sends as much, summed over the ranks. In a ring of
-    N ranks, one rank sends
+    The count follows the algorithm, without headers, rendezvous and barriers. A library that uses a tree for
+    small tensors sends as many bytes, summed over the ranks. In a ring of N ranks, a rank sends
 
-    - all_reduce of n bytes: 2 (N - 1) / N * n (Patarasuk and Yuan 2009), for the gradients of a step
-      as for any tensor;
-    - all_gather: its own piece and those it passes on, each of the N - 1 times a piece moves;
-    - gather: its own piece, but nothing by rank 0, which gets them;
-    - reduce_scatter: a partial sum of every part but its own;
-    - all_to_all: its pieces for the others, straight to them;
-    - broadcast of n bytes: n, but nothing by the last rank of the ring, the one before the root.
+    - all_reduce of n bytes: 2 (N - 1) / N * n (Patarasuk and Yuan 2009);
+    - all_gather: all tensors except the one of the next rank;
+    - gather: its own tensor; rank 0 sends nothing;
+    - reduce_scatter: partial sums of all shards except its own;
+    - all_to_all: its tensors for other ranks;
+    - broadcast of n bytes: n; the last rank of the ring, before the root, sends nothing.
     """
 
     def __init__(self, member: Member, whole: Traffic | None = None) -> None:
         """Starts at 0.
 
         Args:
-            whole: Counter of the gang of which this one's ranks are a part; it counts their bytes too.
+            whole: Counter of a larger group, which also counts these bytes.
         """
         self._member = member
         self._whole = whole
@@ -90,25 +88,25 @@ class Traffic:
         self._add(2 * (size - 1) * num_bytes // size)
 
     def all_gather(self, pieces: list[int]) -> None:
-        """Counts an all-gather; `pieces` holds the bytes of each rank's piece."""
-        # A rank sends all pieces but its successor's, which arrives here after the whole way around the ring.
+        """Counts an all-gather; `pieces` are the bytes of each rank's tensor."""
+        # The next rank's tensor arrives here last, after the whole ring.
         self._add(sum(pieces) - pieces[(self._member.rank + 1) % self._member.size])
 
     def gather(self, num_bytes: int) -> None:
-        """Counts a gather on rank 0; `num_bytes` are those of this rank's own piece."""
+        """Counts a gather of this rank's tensor on rank 0."""
         if self._member.rank:
             self._add(num_bytes)
 
     def reduce_scatter(self, parts: list[int]) -> None:
-        """Counts a reduce-scatter; `parts` holds the bytes of each rank's part."""
+        """Counts a reduce-scatter; `parts` are the bytes of each rank's shard."""
         self._add(sum(parts) - parts[self._member.rank])
 
     def all_to_all(self, pieces: list[int]) -> None:
-        """Counts an exchange of pieces; `pieces` holds the bytes of this rank's piece for each rank."""
+        """Counts an all-to-all; `pieces` are the bytes of this rank's tensor for each rank."""
         self._add(sum(pieces) - pieces[self._member.rank])
 
     def send(self, num_bytes: int) -> None:
-        """Counts what goes to one rank alone."""
+        """Counts a message to one rank."""
         self._add(num_bytes)
 
     def broadcast(self, num_bytes: int, root: int) -> None:

@@ -18,7 +18,13 @@ from typing import Any
 import pyarrow as pa
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.collectives import Collective, CollectiveError, Meeting, Member, collective_class
+from ringspark.estimators.collectives import (
+    Collective,
+    CollectiveError,
+    Member,
+    RendezvousInfo,
+    collective_class,
+)
 from ringspark.estimators.collectives.network import own_address
 from ringspark.estimators.collectives.rendezvous.server import meeting_ports
 from ringspark.estimators.failures import Failure
@@ -214,7 +220,7 @@ class GangTask:
             status.phase = "choosing the devices"
             device = self._device(claims, context)
             status.phase = f"connecting by {self.collective}"
-            meeting = Meeting(
+            meeting = RendezvousInfo(
                 address=address,
                 secret=self.secret,
                 timeout_seconds=self.pulse.timeout_seconds,

@@ -22,7 +22,7 @@ from typing import Any
 import cloudpickle
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.collectives import CollectiveError, Meeting, Member, collective_class
+from ringspark.estimators.collectives import CollectiveError, Member, RendezvousInfo, collective_class
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.failures import Failure, WorkerError
 from ringspark.estimators.launch.gang_task import Work, assign_ranks, work_and_leave
@@ -84,7 +84,7 @@ def run_spawned(
     kind = collective_class(collective)
     secret = secrets.token_bytes(32)
     rendezvous = kind.open_rendezvous(members[0], secret)
-    meeting = Meeting(address=rendezvous.address, secret=secret, timeout_seconds=timeout_seconds)
+    meeting = RendezvousInfo(address=rendezvous.address, secret=secret, timeout_seconds=timeout_seconds)
     # The fork server has imported the libraries, which takes seconds. A fork of it takes almost no time.
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
@@ -161,7 +161,7 @@ def _spawned(
     queue: Any,
     member: Member,
     collective: str,
-    meeting: Meeting,
+    meeting: RendezvousInfo,
     pickled: bytes,
     *,
     environment: dict[str, str],

@@ -34,7 +34,7 @@ from ringspark.estimators.memory.columns import column_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, shard_group_size, shares
 from ringspark.estimators.options.mesh import Mesh
-from ringspark.estimators.parallel.mesh import share_of
+from ringspark.estimators.parallel.mesh import find_data_shard
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.row_caching import estimate_reader_bytes, find_cached_rows
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
@@ -92,7 +92,7 @@ def check_on_rank(
     config_here = replace(config, num_workers=size)
     left = check(config_here, objects, manifest, limits)
     # Ranks of one replica read, and keep, the same rows.
-    share, num_shares = share_of(config_here.axes, collective.rank)
+    share, num_shares = find_data_shard(config_here.axes, collective.rank)
     config = resolve_cache(config, manifest, share, num_shares, local_size, left)
     # No rank allocates before all have checked: they may share a host.
     collective.barrier()

@@ -11,9 +11,9 @@ from torch import nn
 
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.options.compression import Uncompressed
-from ringspark.estimators.parallel.data.compressed_sum import compressed_parameters
-from ringspark.estimators.parallel.data.gradient_buckets import BUCKET_BYTES, deal
-from ringspark.estimators.parallel.data.gradient_sum import bucket_bytes_of, deal_by_ranks
+from ringspark.estimators.parallel.data.compressed_all_reduce import compressed_parameters
+from ringspark.estimators.parallel.data.gradient_all_reduce import choose_bucket_bytes, split_by_ranks
+from ringspark.estimators.parallel.data.gradient_buckets import BUCKET_BYTES, split_into_buckets
 from ringspark.estimators.parallel.data.sparse_rows import sparse_parameters
 from ringspark.estimators.parallel.model.expert import expert_names
 from ringspark.estimators.parallel.sharded.fully_sharded import blocks_of
@@ -63,10 +63,10 @@ def backward_buckets(module: nn.Module) -> list[list[nn.Parameter]]:
     """
     tables, experts = sparse_parameters(module), expert_names(module)
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in tables}
-    full = bucket_bytes_of(num_bytes(trained.values()), by_network=False)
+    full = choose_bucket_bytes(num_bytes(trained.values()), by_network=False)
     if full is None:
         return []
-    dealt = deal_by_ranks(trained, full, lambda name: name in experts)
+    dealt = split_by_ranks(trained, full, lambda name: name in experts)
     return [list(bucket.values()) for _, bucket in dealt]
 
 
@@ -98,7 +98,7 @@ def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
         compressed = 2 * num_bytes(large.values())
         trained = {name: p for name, p in trained.items() if name not in large}
         gradients = 0  # the other gradients are sent in one message per dtype
-    buckets = deal(trained, bucket_bytes_of(gradients, by_network=False))
+    buckets = split_into_buckets(trained, choose_bucket_bytes(gradients, by_network=False))
     # A bucket holds every gradient and the number of ranks that had it.
     sizes = [sum(num_bytes([p]) + p.element_size() for p in bucket.values()) for bucket in buckets]
     return compressed + sum(sizes)

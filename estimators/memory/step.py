@@ -31,7 +31,7 @@ from ringspark.estimators.memory.sharing import (
     shard_group_size,
     shares,
 )
-from ringspark.estimators.parallel.base import PlainSync
+from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_function, prepare_inputs
 from ringspark.estimators.training.build import build_configured_optimizer
 from ringspark.estimators.training.feed import Batch
@@ -182,7 +182,7 @@ class FakeStep:
         optimizer = build_configured_optimizer(config, objects, self.module)
         # Adagrad creates its state here, other optimizers in their first step.
         meter.assign(filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))), "optimizer_state")
-        self.sync = PlainSync(self.module, optimizer)
+        self.sync = GradientSync(self.module, optimizer)
         self.recipe = Recipe(
             config=config,
             criterion=Criterion(make_heads(config, objects), device, self.module),

@@ -1,13 +1,16 @@
-"""Strategies that spread a network over the ranks: one file per strategy, one registry."""
+"""Gradient synchronization: one file per strategy, one registry."""
+
+from torch import nn
 
 from ringspark.estimators.lazy_imports import LazyRegistry
-from ringspark.estimators.parallel.base import Strategy
-from ringspark.estimators.parallel.exchange import Exchange
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, Strategy
+from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.parallel.sync_settings import SyncSettings
 
 STRATEGIES: LazyRegistry[type[Strategy]] = LazyRegistry(
     {
         "data_parallel": "ringspark.estimators.parallel.data.data_parallel:DataParallel",
-        "compressed": "ringspark.estimators.parallel.data.compressed_sum:CompressedGradients",
+        "compressed": "ringspark.estimators.parallel.data.compressed_all_reduce:CompressedGradients",
         "zero1": "ringspark.estimators.parallel.sharded.zero:ShardedOptimizer",
         "zero2": "ringspark.estimators.parallel.sharded.zero:ShardedGradients",
         "zero3": "ringspark.estimators.parallel.sharded.fully_sharded:FullySharded",
@@ -19,4 +22,18 @@ STRATEGIES: LazyRegistry[type[Strategy]] = LazyRegistry(
     }
 )
 
-__all__ = ["STRATEGIES", "Exchange", "Strategy"]
+__all__ = ["STRATEGIES", "Strategy", "SyncSettings", "synchronize_gradients"]
+
+
+def synchronize_gradients(
+    module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
+) -> GradientSync:
+    """Runs the settings' strategy; see `Strategy.prepare` for its arguments. Runs on every rank."""
+    if any(p.requires_grad for p in module.parameters()):
+        sync = STRATEGIES[settings.sync.strategy]().prepare(module, make_optimizer, mesh, settings)
+    else:
+        # A stage of a pipeline whose parameters are all frozen, on every rank that has the stage.
+        sync = GradientSync(module, make_optimizer(module))
+    # Ranks hold different shards of the gradients, so they must agree on overflow.
+    sync.ranks_differ |= mesh.cuts_network
+    return sync

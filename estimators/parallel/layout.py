@@ -1,10 +1,10 @@
-"""Which part of the whole network a rank has, and how the parts become the whole again.
+"""Maps a rank's shard of a network to the whole network, for checkpoints and norms.
 
-The names of a rank's parameters are those of the whole network: a stage of a pipeline has some of them, and
-a parameter that is cut has its whole name. So a checkpoint holds the whole network, whatever ranks wrote it,
-and any mesh, or one process, reads it.
+A rank's parameters have the names of the whole network: a pipeline stage has some of them, and a sharded
+parameter keeps its name. So a checkpoint holds the whole network, and any mesh or a single process can read
+it.
 
-Invariant: what is not cut is equal on all ranks that have it, to the bit.
+Invariant: tensors that are not sharded are bitwise equal on all ranks that have them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,26 +20,32 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives.base import gather_bytes
-from ringspark.estimators.parallel.cut import Cut, Spread, join, part_of, shape_of
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.optimizer_state import OptimizerState, StateValue, whole
+from ringspark.estimators.parallel.optimizer_state import OptimizerState, StateValue, gather_value
+from ringspark.estimators.parallel.shard_spec import (
+    CheckpointShards,
+    ShardSpec,
+    copy_shard,
+    join_shards,
+    shard_shape,
+)
 
 _LAYOUTS: WeakKeyDictionary[nn.Module, ModelLayout] = WeakKeyDictionary()
 
 
 def layout_of(module: nn.Module) -> ModelLayout | None:
-    """Returns the layout of a network that is spread over ranks; None for a whole one."""
+    """Returns the layout of a sharded network; None for a whole one."""
     return _LAYOUTS.get(module)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where one tensor of the whole network lies.
+class _Entry:
+    """One tensor of the whole network.
 
     Attributes:
-        shape: Shape of the whole.
+        shape: Shape of the whole tensor.
         dtype: Its dtype, by torch's name.
-        holders: Ranks of `RankMesh.whole` that have the pieces, in the order of the cut's places.
+        holders: Ranks of `RankMesh.holders` that have the shards, in the order of coordinates.
     """
 
     shape: tuple[int, ...]
@@ -47,17 +54,17 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """What a rank writes of some tensors, and what the others do.
+class CheckpointShare:
+    """What this rank writes of a checkpoint's tensors.
 
     Attributes:
-        names: Tensors of which this rank writes what it has.
-        spreads: Those of which several parts have pieces.
+        names: Tensors that this rank writes, whole or its shard.
+        spreads: Tensors whose shards lie in several parts.
         total: Number of all tensors.
     """
 
     names: frozenset[str]
-    spreads: dict[str, Spread]
+    spreads: dict[str, CheckpointShards]
     total: int
 
 
@@ -65,9 +72,9 @@ class ModelLayout:
     """The layout of one network on one rank.
 
     Attributes:
-        mesh: This rank's place.
-        cuts: How each parameter that is cut is a part; the others are whole where they are.
-        shapes: Shape of each whole tensor of the state dict, of all ranks.
+        mesh: This rank's mesh.
+        cuts: Sharded parameters; ranks hold the other parameters whole.
+        shapes: Shape of each tensor of the whole network's state dict.
         trained: Names of the parameters that any rank trains, in the whole network's order.
     """
 
@@ -75,21 +82,18 @@ class ModelLayout:
         self,
         module: nn.Module,
         mesh: RankMesh,
-        cuts: Mapping[str, Cut],
+        cuts: Mapping[str, ShardSpec],
         shapes: Mapping[str, torch.Size],
         copies: frozenset[str] = frozenset(),
         trained: Sequence[str] = (),
         tied: Mapping[str, str] | None = None,
     ) -> None:
-        """Ties the layout to the rank's part of the network.
+        """Registers the layout of `module`.
 
         Args:
-            module: What this rank has.
-            shapes: Shape of each tensor of the whole network's state dict.
-            copies: Parameters of which another stage has the one that counts, as it is tied.
-            trained: Names of the parameters of the whole network that are trained.
-            tied: The further names of tied parameters -> the first one, by which the whole network knows an
-                optimizer's state.
+            module: This rank's shard of the network.
+            copies: Tied parameters that another pipeline stage owns.
+            tied: Further names of tied parameters -> the first name, which the optimizer's state uses.
         """
         self.mesh = mesh
         self.cuts = dict(cuts)
@@ -100,31 +104,42 @@ class ModelLayout:
         self._copies = copies
         _LAYOUTS[module] = self
 
-    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of a parameter, or of a tensor of the parameter's shape."""
-        cut = self.cuts.get(name)
-        if cut is None or whole.shape != self.shapes[name]:
+    def shard(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's shard of a parameter, or of a tensor of the parameter's shape."""
+        spec = self.cuts.get(name)
+        if spec is None or whole.shape != self.shapes[name]:
             return whole
-        return part_of(whole, cut, self.mesh.places[cut.axis], self.mesh.sizes[cut.axis])
+        return copy_shard(whole, spec, *self._at(spec))
 
-    def whole_name(self, name: str) -> str:
-        """Returns the whole network's name of a parameter; a stage may know but another one of a tied one."""
+    def full_name(self, name: str) -> str:
+        """Returns a parameter's first name in the whole network; a stage may only know a later one."""
         return self._tied.get(name, name)
 
-    def own_parameters(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns this rank's part of tensors of parameters, such as their averages, by its own names."""
-        known = {name: whole.get(self.whole_name(name)) for name in self._parameters}
-        return {name: self.own(name, tensor) for name, tensor in known.items() if tensor is not None}
+    def shard_parameters(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns this rank's shards of tensors of parameters, such as their averages, by its own names."""
+        known = {name: whole.get(self.full_name(name)) for name in self._parameters}
+        return {name: self.shard(name, tensor) for name, tensor in known.items() if tensor is not None}
 
-    def counts(self, name: str, among: Sequence[str] = ("expert", "sequence", "tensor")) -> bool:
-        """Whether this rank's part of a gradient counts in a sum over `RankMesh.whole`: each element once.
+    def shard_optimizer_state(self, whole: Mapping[str, Mapping[str, StateValue]]) -> OptimizerState:
+        """Returns this rank's shard of a whole optimizer state, by its own names."""
+        known = {name: whole.get(self.full_name(name)) for name in self._parameters}
+        # Keep unknown names, so that loading the state of another network is refused.
+        known |= {name: values for name, values in whole.items() if name not in self.shapes}
+        return {
+            name: {k: self.shard(name, v) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+            for name, values in known.items()
+            if values is not None
+        }
+
+    def is_counted(self, name: str, among: Sequence[str] = ("expert", "sequence", "tensor")) -> bool:
+        """Whether this rank's tensor counts in a sum over `RankMesh.holders` that takes each element once.
 
         Args:
-            among: Axes along which ranks have the same elements, unless the parameter is cut along one.
+            among: Axes along which ranks have the same elements, unless the parameter is sharded along one.
         """
-        places, cut = self.mesh.places, self.cuts.get(name)
-        alike = [axis for axis in among if cut is None or cut.axis != axis]
-        return name not in self._copies and all(places[axis] == 0 for axis in alike)
+        here, spec = self.mesh.coordinates, self.cuts.get(name)
+        alike = [axis for axis in among if spec is None or spec.axis != axis]
+        return name not in self._copies and all(here[axis] == 0 for axis in alike)
 
     def norm(self, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Returns the 2-norm of the whole network's gradients. Runs on every rank.
@@ -134,149 +149,121 @@ class ModelLayout:
         """
         square = torch.zeros((), dtype=torch.float64)
         for name, gradient in named.items():
-            if self.counts(name):
+            if self.is_counted(name):
                 square += torch.linalg.vector_norm(gradient, dtype=torch.float64).square().cpu()
-        return self.mesh.whole.all_reduce(square.reshape(1))[0].sqrt()
+        return self.mesh.holders.all_reduce(square.reshape(1))[0].sqrt()
 
-    def own_optimizer(self, whole: Mapping[str, Mapping[str, StateValue]]) -> OptimizerState:
-        """Returns this rank's part of a whole optimizer state, by its own names."""
-        known = {name: whole.get(self.whole_name(name)) for name in self._parameters}
-        # Those of another network stay, so that whoever loads the state refuses it.
-        known |= {name: values for name, values in whole.items() if name not in self.shapes}
-        return {
-            name: {key: self.own(name, v) if isinstance(v, torch.Tensor) else v for key, v in values.items()}
-            for name, values in known.items()
-            if values is not None
-        }
-
-    def pieces(self, own: Mapping[str, torch.Tensor]) -> Pieces:
-        """Returns which pieces of all tensors this rank writes into its part. Runs on every rank.
+    def plan_checkpoint(self, own: Mapping[str, torch.Tensor]) -> CheckpointShare:
+        """Returns what this rank writes of all tensors. Runs on every rank.
 
         Args:
-            own: As `shared` takes it.
+            own: As for `make_fetchable`.
         """
-        table = self._table(own)
+        entries, mesh = self._exchange_entries(own), self.mesh
         spreads = {}
-        for name, place in table.items():
-            if len(place.holders) > 1:
-                parts = tuple(self.mesh.part_of(holder) for holder in place.holders)
-                spreads[name] = Spread(self.cuts[self._parameter_of(name)], place.shape, parts)
-        rank = self.mesh.whole.rank
-        names = {n for n, place in table.items() if rank in place.holders} if self.mesh.holds_first else set()
-        return Pieces(frozenset(names), spreads, len(table))
+        for name, entry in entries.items():
+            if len(entry.holders) > 1:
+                parts = tuple(mesh.checkpoint_part_of(holder) for holder in entry.holders)
+                spreads[name] = CheckpointShards(self.cuts[self._parameter_of(name)], entry.shape, parts)
+        names = {n for n, e in entries.items() if mesh.is_first_replica and mesh.holders.rank in e.holders}
+        return CheckpointShare(frozenset(names), spreads, len(entries))
 
-    def shared(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns stand-ins for all tensors of the whole network, which `whole` fetches. Runs on every rank.
+    def make_fetchable(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns a meta tensor for each tensor of the whole network. Runs on every rank.
+
+        `gather_value` of a meta tensor returns the tensor on rank 0, and runs on every rank too.
 
         Args:
-            own: This rank's tensors; "<parameter>" or "<parameter>/<key>" for those of an optimizer.
+            own: This rank's tensors; "<parameter>" or "<parameter>/<key>" for an optimizer.
         """
-        table = self._table(own)
-        return {name: self._stand_in(name, place, own.get(name)) for name, place in table.items()}
+        result = {}
+        for name, entry in self._exchange_entries(own).items():
+            result[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+            fetch = partial(self._fetch, name, entry, own.get(name))
+            result[name].full_tensor = result[name].fetch = fetch  # type: ignore[attr-defined]
+        return result
 
-    def merged_values(self, own: OptimizerState) -> dict[str, dict[str, Any]]:
-        """Returns what the whole optimizer's state has beside tensors. Runs on every rank.
+    def gather_values(self, own: OptimizerState) -> dict[str, dict[str, Any]]:
+        """Returns the values of the whole optimizer state that are no tensors. Runs on every rank.
 
         Args:
-            own: The whole state of this rank's parameters; looked at where `RankMesh.holds_first`.
+            own: The whole state of this rank's parameters; used if `RankMesh.is_first_replica`.
         """
         plain = {
-            self.whole_name(name): {k: v for k, v in values.items() if not isinstance(v, torch.Tensor)}
+            self.full_name(name): {k: v for k, v in values.items() if not isinstance(v, torch.Tensor)}
             for name, values in own.items()
         }
         result: dict[str, dict[str, Any]] = {}
-        for text in gather_bytes(self.mesh.whole, json.dumps(plain).encode()):
+        for text in gather_bytes(self.mesh.holders, json.dumps(plain).encode()):
             for name, values in json.loads(text).items():
                 result.setdefault(name, {}).update(values)
         return {name: result[name] for name in sorted(result)}
 
-    def _table(self, own: Mapping[str, torch.Tensor]) -> dict[str, _Place]:
-        """Returns where all tensors lie; equal on all ranks."""
+    def _exchange_entries(self, own: Mapping[str, torch.Tensor]) -> dict[str, _Entry]:
+        """Returns all tensors of the whole network; equal on all ranks. Runs on every rank."""
         mesh = self.mesh
-        merged: dict[str, _Place] = {}
-        if mesh.holds_first:
-            told = {
-                name: [
-                    self._place_on_axis(name, t),
-                    str(t.dtype).removeprefix("torch."),
-                    self._whole(name, t),
-                ]
-                for name, t in own.items()
-            }
-            of_ranks = [json.loads(text) for text in gather_bytes(mesh.whole, json.dumps(told).encode())]
+        merged: dict[str, _Entry] = {}
+        if mesh.is_first_replica:
+            described = {}
+            for name, tensor in own.items():
+                spec = self._spec_of(name, tensor)
+                coordinate = 0 if spec is None else mesh.coordinates[spec.axis]
+                shape = tensor.shape if spec is None else self.shapes[self._parameter_of(name)]
+                described[name] = [coordinate, str(tensor.dtype).removeprefix("torch."), list(shape)]
+            texts = gather_bytes(mesh.holders, json.dumps(described).encode())
+            of_ranks = [json.loads(text) for text in texts]
             for name in sorted({name for known in of_ranks for name in known}):
                 holders: dict[int, int] = {}
                 for rank, known in enumerate(of_ranks):
                     if name in known:
                         holders.setdefault(known[name][0], rank)
-                first = next(known[name] for known in of_ranks if name in known)
-                merged[name] = _Place(tuple(first[2]), first[1], tuple(holders[p] for p in sorted(holders)))
-        text = json.dumps({n: [p.shape, p.dtype, p.holders] for n, p in merged.items()}).encode()
-        # Ranks of other copies have nothing to send, but count the tensors with the others.
+                _, dtype, shape = next(known[name] for known in of_ranks if name in known)
+                merged[name] = _Entry(tuple(shape), dtype, tuple(holders[at] for at in sorted(holders)))
+        text = json.dumps({n: [e.shape, e.dtype, e.holders] for n, e in merged.items()}).encode()
+        # Ranks of other replicas have nothing to send, but must know all tensors too.
         (known_text, *_) = gather_bytes(mesh.world, text if mesh.world.rank == 0 else b"")
-        return {n: _Place(tuple(s), d, tuple(h)) for n, (s, d, h) in json.loads(known_text).items()}
+        return {n: _Entry(tuple(s), d, tuple(h)) for n, (s, d, h) in json.loads(known_text).items()}
 
-    def _cut_of(self, name: str, tensor: torch.Tensor) -> Cut | None:
-        """Returns the cut of a rank's tensor: not of one that only belongs to a parameter, as a count."""
+    def _at(self, spec: ShardSpec) -> tuple[int, int]:
+        return self.mesh.coordinates[spec.axis], self.mesh.sizes[spec.axis]
+
+    def _spec_of(self, name: str, tensor: torch.Tensor) -> ShardSpec | None:
+        """Returns the spec of a rank's tensor; None for state of another shape, such as a step count."""
         parameter = self._parameter_of(name)
-        cut = self.cuts.get(parameter)
-        if cut is None:
+        spec = self.cuts.get(parameter)
+        if spec is None or list(tensor.shape) != shard_shape(self.shapes[parameter], spec, *self._at(spec)):
             return None
-        place, size = self.mesh.places[cut.axis], self.mesh.sizes[cut.axis]
-        shape = shape_of(self.shapes[parameter], cut, place, size)
-        return cut if list(tensor.shape) == shape else None
-
-    def _place_on_axis(self, name: str, tensor: torch.Tensor) -> int:
-        cut = self._cut_of(name, tensor)
-        return 0 if cut is None else self.mesh.places[cut.axis]
-
-    def _whole(self, name: str, tensor: torch.Tensor) -> list[int]:
-        cut = self._cut_of(name, tensor)
-        return list(tensor.shape if cut is None else self.shapes[self._parameter_of(name)])
+        return spec
 
     def _parameter_of(self, name: str) -> str:
         """Returns the parameter of "<parameter>" or "<parameter>/<key>"; its own name may have slashes."""
         return name if name in self.shapes else name.rpartition("/")[0]
 
-    def _stand_in(self, name: str, place: _Place, own: torch.Tensor | None) -> torch.Tensor:
-        dtype: torch.dtype = getattr(torch, place.dtype)
-        stand_in = torch.empty(place.shape, dtype=dtype, device="meta")
-
-        def fetch() -> torch.Tensor:
-            return self._fetched(name, place, dtype, own)
-
-        # What `whole` looks for, as in parts that torch itself has cut.
-        stand_in.full_tensor = fetch  # type: ignore[attr-defined]
-        stand_in.fetch = fetch  # type: ignore[attr-defined]
-        return stand_in
-
-    def _fetched(
-        self, name: str, place: _Place, dtype: torch.dtype, own: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Returns the whole on the first rank, and nothing on the others. Runs on every rank."""
-        parts, nothing = self.mesh.whole, torch.empty(0, dtype=dtype)
+    def _fetch(self, name: str, entry: _Entry, own: torch.Tensor | None) -> torch.Tensor:
+        """Returns the whole tensor on the first rank, and an empty one elsewhere. Runs on every rank."""
+        holders, empty = self.mesh.holders, torch.empty(0, dtype=getattr(torch, entry.dtype))
         if own is not None and hasattr(own, "full_tensor"):
-            # A sharding has cut this rank's part once more.
-            own = whole(own)  # type: ignore[assignment]
-        if not self.mesh.holds_first:
-            return nothing
-        cut = self.cuts.get(self._parameter_of(name)) if len(place.holders) > 1 else None
-        shapes = [list(place.shape) for _ in place.holders]
-        if cut is not None:
-            places = range(len(place.holders))
-            shapes = [shape_of(place.shape, cut, index, len(place.holders)) for index in places]
-        counts = [0] * parts.size
-        for holder, shape in zip(place.holders, shapes, strict=True):
+            # `sharding` has sharded this rank's tensor once more.
+            own = gather_value(own)  # type: ignore[assignment]
+        if not self.mesh.is_first_replica:
+            return empty
+        size = len(entry.holders)
+        spec = self.cuts.get(self._parameter_of(name)) if size > 1 else None
+        shapes = [list(entry.shape)] * size
+        if spec is not None:
+            shapes = [shard_shape(entry.shape, spec, rank, size) for rank in range(size)]
+        counts = [0] * holders.size
+        for holder, shape in zip(entry.holders, shapes, strict=True):
             counts[holder] = torch.Size(shape).numel()
-        mine = nothing
-        if parts.rank in place.holders:
+        mine = empty
+        if holders.rank in entry.holders:
             assert own is not None
             mine = own.detach().to("cpu").contiguous().reshape(-1)
-        pieces = parts.gather(mine, counts)
-        if not pieces:
-            return nothing
-        found = [pieces[holder].view(shape) for holder, shape in zip(place.holders, shapes, strict=True)]
-        if cut is not None:
-            return join(found, cut)
-        # A copy of what this rank has, because an optimizer goes on to change it; another's came as one.
-        return found[0].clone() if place.holders[0] == parts.rank else found[0]
+        arrived = holders.gather(mine, counts)
+        if not arrived:
+            return empty
+        shards = [arrived[holder].view(shape) for holder, shape in zip(entry.holders, shapes, strict=True)]
+        if spec is not None:
+            return join_shards(shards, spec)
+        # Copy this rank's own tensor, because the optimizer changes it later; another rank's is a copy.
+        return shards[0].clone() if entry.holders[0] == holders.rank else shards[0]

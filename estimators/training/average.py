@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringspark.estimators.parallel.optimizer_state import part_of
+from ringspark.estimators.parallel.optimizer_state import shard_like
 
 State = dict[str, torch.Tensor]
 
@@ -77,7 +77,7 @@ class Average:
         if shapes[0] != shapes[1]:
             raise ValueError("the checkpoint's average of the weights is of another network; use another one")
         for name, own in self.values.items():
-            own.copy_(part_of(state[name], own) if hasattr(own, "full_tensor") else state[name])
+            own.copy_(shard_like(state[name], own) if hasattr(own, "full_tensor") else state[name])
 
 
 def _at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,23 +6,18 @@ The steps are methods in the order of their calls. Each runs on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from ringspark.estimators.options.sync import Zero
-from ringspark.estimators.parallel import STRATEGIES, Exchange
-from ringspark.estimators.parallel.base import GradientSync, PlainSync, refuse_sparse
-from ringspark.estimators.parallel.first_weights import give_first_weights, put_off, waits
+from ringspark.estimators.parallel import STRATEGIES, SyncSettings, synchronize_gradients
+from ringspark.estimators.parallel.base import GradientSync, refuse_sparse
+from ringspark.estimators.parallel.initial_weights import defer_weights, is_deferred, send_initial_weights
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.expert_sum import ExpertSum
 from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
-from ringspark.estimators.parallel.model.sharded import sharded
-from ringspark.estimators.parallel.model.spread import partial_gradients, spread
-from ringspark.estimators.parallel.sharded.fully_sharded import FullySharded
+from ringspark.estimators.parallel.model.shard_network import shard_network
 from ringspark.estimators.training.build import build_configured_optimizer, build_module
 from ringspark.estimators.training.check.probe import probe, samples
 from ringspark.estimators.training.checkpoint.rank_zero import RankZeroSection
@@ -75,7 +70,7 @@ class RankNetwork:
             module = build_module(config, objects)
         else:
             module, first = found
-            put_off(module, first)
+            defer_weights(module, first)
         if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
             # A first pass initializes lazy layers, as on the driver.
             probe(module, config, self._manifest, objects)
@@ -86,7 +81,7 @@ class RankNetwork:
                 # The other ranks receive them with the initial weights.
                 load_pretrained(config.pretrained, module, section.progress)
             section.end()
-        if not waits(module):
+        if not is_deferred(module):
             module = module.to(self._device)
         accept_single_rows(module)
         if config.precision != "fp32":
@@ -99,16 +94,18 @@ class RankNetwork:
         self._blocks = block_names(module)
         if mesh.cuts_network:
             self._status.phase = "cutting the network"
-            if not waits(module):
+            if not is_deferred(module):
                 with torch.no_grad():
                     mesh.world.broadcast(list(module.state_dict().values()))
             sample = None
             if self._objects.transform_batch is None:
                 sample = samples(config.input_columns, self._manifest)
             accumulation = config.gradient_accumulation
-            self.pipeline = spread(module, mesh, config.parallelism, accumulation, sample, self._device)
-            if waits(module) and config.sync.sharding != "parameters":
-                give_first_weights(module, mesh, self._device)
+            self.pipeline = shard_network(
+                module, mesh, config.parallelism, accumulation, sample, self._device
+            )
+            if is_deferred(module) and config.sync.sharding != "parameters":
+                send_initial_weights(module, mesh, self._device)
         # After `spread`, which refuses gradient hooks, because this call adds some.
         self._refuse_sparse_gradients()
         if not mesh.cuts_network:  # a shard of a network holds connections, which cannot be copied
@@ -126,8 +123,6 @@ class RankNetwork:
         self._status.phase = "sharing the first weights"
         sync = wrap_network(self._config, self._objects, self.module, self._mesh, self._device)
         sync.progress = self._status.tick
-        # Ranks hold different gradient shards, so they must agree on overflow.
-        sync.ranks_differ |= self._mesh.cuts_network
         return sync
 
     def find_changed_buffers(self) -> tuple[str, ...]:
@@ -139,8 +134,7 @@ class RankNetwork:
     def _refuse_sparse_gradients(self) -> None:
         """Makes embeddings give dense gradients if a rank does not hold the gradients of whole rows."""
         config, module = self._config, self.module
-        # These two strategies send rows of embeddings, and refuse other sparse gradients themselves.
-        if config.num_workers == 1 or config.sync.strategy in ("data_parallel", "compressed"):
+        if config.num_workers == 1 or STRATEGIES[config.sync.strategy].takes_sparse:
             return
         for layer in module.modules():
             if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
@@ -176,43 +170,17 @@ def wrap_network(
     config: TrainConfig, objects: UserObjects, module: nn.Module, mesh: RankMesh, device: torch.device
 ) -> GradientSync:
     """Makes the optimizer of a rank's shard, and its gradient synchronization with the other ranks."""
-    exchange, sharding = _exchange(config), config.sync.sharding
     make = partial(build_configured_optimizer, config, objects)
-    around = partial(autocast, config.precision, device)
-    is_staged = mesh.sizes["pipeline"] > 1
-    # A pipeline runs its passes without rows itself.
-    passes = 0 if is_staged else config.gradient_accumulation
-    is_frozen = not any(p.requires_grad for p in module.parameters())
-    if mesh.sizes["expert"] > 1 and sharding == "none" and not (is_staged and is_frozen):
-        return ExpertSum(module, make(module), mesh, rounds=passes, around=around)
-    if is_frozen:
-        # The whole stage is frozen, on all ranks that have it.
-        return PlainSync(module, make(module))
-    is_partial = partial_gradients(module) is not None
-    if (is_staged or is_partial) and sharding == "gradients":
-        # Gradients must not be sent in the backward pass of a micro-batch: other stages, or ranks with other
-        # tokens, add theirs at the end, and a schedule may release them after the next step's passes.
-        exchange, sharding = replace(exchange, sync=Zero(stage=1)), "optimizer"
-    if sharding == "parameters" and (mesh.cuts_network or mesh.sizes["shard"] > 1 or waits(module)):
-        return FullySharded().over(module, make, mesh, exchange, device)
-    if sharding != "none" and (mesh.sizes["expert"] > 1 or mesh.sizes["shard"] > 1):
-        return sharded(
-            module,
-            make,
-            mesh,
-            passes=passes,
-            micro_batches=exchange.micro_batches,
-            during_backward=sharding == "gradients",
-            around=around,
-        )
-    return STRATEGIES[exchange.sync.strategy]().prepare(module, make, mesh.gradients, exchange)
+    return synchronize_gradients(module, make, mesh, _sync_settings(config, device))
 
 
-def _exchange(config: TrainConfig) -> Exchange:
-    return Exchange(
+def _sync_settings(config: TrainConfig, device: torch.device) -> SyncSettings:
+    return SyncSettings(
         sync=config.sync,
         micro_batches=config.gradient_accumulation,
         noise_scale=config.noise_scale,
         seed=config.seed,
         timeout_seconds=config.timeout_seconds,
+        device=device,
+        autocast=partial(autocast, config.precision, device),
     )

@@ -12,7 +12,7 @@ import torch
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
-from ringspark.estimators.parallel.model.spread import partial_gradients
+from ringspark.estimators.parallel.model.shard_network import find_partial_gradients
 from ringspark.estimators.training.average import Average
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_function, takes_labels
@@ -109,7 +109,7 @@ class TrainState:
             self.passes = PipelinedPasses(self.recipe, sync, pipeline, mesh)
         else:
             measure = _measure_nothing if self.noise is None else self.noise.micro_batch
-            parts = partial_gradients(sync.network)
+            parts = find_partial_gradients(sync.network)
             self.passes = WholePasses(self.recipe, sync, observation.meter.counting, measure, parts)
         self.average = Average(sync.network, config.ema_decay)
         self.state = TrainingState(

@@ -141,7 +141,7 @@ def _train(
     network.recompute()
     sync = network.wrap()
     # Dropout differs between ranks, as it does between the rows of one batch.
-    seed_rank(config.seed, 0, mesh.drawing_rank)
+    seed_rank(config.seed, 0, mesh.random_stream)
     best = None
     if config.keep == "best":
         best = BestCheckpoint(config, mesh, status, keeps_worse=recovery.schedule.is_enabled)

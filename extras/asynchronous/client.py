@@ -1,8 +1,8 @@
-"""A worker's view of all servers: push and pull by the index of a parameter.
+"""A worker's connections to all servers: push and pull by the index of a parameter.
 
-client.push(index, gradient)      # of the present step
+client.push(index, gradient)      # in the current step
 client.tick()                     # ends the step
-client.pull(index)                # waits until the bound allows it; sees what this worker has pushed
+client.pull(index)                # waits until the bound allows it; sees this worker's own pushes
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.parallel.sharded.pieces import flat
-from ringspark.estimators.parallel.sharded.shard_layout import Piece
-from ringspark.extras.asynchronous.links import Link
+from ringspark.estimators.parallel.sharded.parameter_shards import flatten_memory
+from ringspark.estimators.parallel.sharded.shard_layout import ParameterSlice
+from ringspark.extras.asynchronous.links import ServerLink
 
 _NOT_SENT = ("params", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 
@@ -23,15 +23,15 @@ class ParameterClient:
     """One worker's connections to all servers.
 
     Attributes:
-        clock: Steps that this worker has ended.
-        progress: Called whenever a worker that this one waits for takes a step.
+        clock: Number of steps that this worker has ended.
+        progress: Called at each step of a worker for which this one waits.
         bytes_sent: Payload bytes of all pushes to other ranks.
     """
 
     def __init__(
         self,
-        links: Sequence[Link],
-        pieces: Sequence[Mapping[int, Piece]],
+        links: Sequence[ServerLink],
+        pieces: Sequence[Mapping[int, ParameterSlice]],
         parameters: Sequence[torch.Tensor],
         optimizer: torch.optim.Optimizer,
         bound: int | None,
@@ -60,14 +60,14 @@ class ParameterClient:
         return self._bound == 0
 
     def push(self, index: int, gradient: torch.Tensor) -> None:
-        """Sends the gradient of one parameter, of the parameter's shape, as part of the present step."""
+        """Sends the gradient of one parameter, as part of the current step."""
         self._send({index: gradient}, ends_step=False)
 
     def pull(self, index: int) -> torch.Tensor:
-        """Returns the present value of a parameter; waits until this worker is within the bound.
+        """Returns the current value of a parameter; waits until this worker is within the bound.
 
         Raises:
-            CollectiveError: A worker has left, so the training cannot go on.
+            CollectiveError: A worker has left, so the training cannot continue.
         """
         parameter = self._parameters[index]
         result = torch.empty_like(parameter)
@@ -75,7 +75,7 @@ class ParameterClient:
         return result
 
     def tick(self) -> None:
-        """Ends the present step: this worker's clock goes on."""
+        """Ends the current step, and increments this worker's clock."""
         self.push_step({})
 
     def push_step(self, gradients: Mapping[int, torch.Tensor]) -> None:
@@ -84,11 +84,11 @@ class ParameterClient:
         self.clock += 1
 
     def pull_all(self, bound: int | None) -> None:
-        """Overwrites the worker's parameters by their present values; waits like `pull`."""
+        """Overwrites the worker's parameters with their current values; waits like `pull`."""
         self._read(None, bound, dict(enumerate(self._parameters)))
 
     def await_all(self) -> None:
-        """Waits until every worker has pushed as many steps as this one."""
+        """Waits until every worker has pushed as many steps as this worker."""
         self._read([], 0, {})
 
     def read_all(self) -> None:
@@ -101,11 +101,11 @@ class ParameterClient:
 
     @torch.no_grad()
     def _send(self, gradients: Mapping[int, torch.Tensor], *, ends_step: bool) -> None:
-        whole = {index: _in_order(g, self._parameters[index]) for index, g in gradients.items()}
+        whole = {index: _align(g, self._parameters[index]) for index, g in gradients.items()}
         groups = [group_settings(group) for group in self._optimizer.param_groups]
         for link, pieces in zip(self._links, self._pieces, strict=True):
             own = {
-                index: flat(whole[index])[piece.start : piece.stop].cpu()
+                index: flatten_memory(whole[index])[piece.start : piece.stop].cpu()
                 for index, piece in pieces.items()
                 if index in whole
             }
@@ -124,18 +124,18 @@ class ParameterClient:
         for link, own, pieces in zip(self._links, asked, self._pieces, strict=True):
             for index, values in zip(own, link.answer(self.progress), strict=True):
                 piece = pieces[index]
-                flat(into[index].data)[piece.start : piece.stop] = values.to(into[index].device)
+                flatten_memory(into[index].data)[piece.start : piece.stop] = values.to(into[index].device)
 
 
-def _in_order(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns a gradient in the parameter's own dtype and order of memory."""
+def _align(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient in the parameter's dtype and memory format."""
     if gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
         return gradient
     return torch.empty_like(parameter).copy_(gradient)
 
 
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of an optimizer's group that its steps depend on, as plain values."""
+    """Returns the settings of an optimizer's group that affect its steps, as plain values."""
     plain: dict[str, Any] = {"lr": float(group["lr"])}
     for key, value in group.items():
         is_plain = isinstance(value, bool | int | float | str) or value is None

@@ -1,8 +1,8 @@
-"""The workers' clocks: how many steps each has pushed; pure, without threads.
+"""The workers' clocks: the number of steps that each has pushed; without threads.
 
-Invariant (the bound of stale synchronous parallel): a reader at clock c, under a bound s, is let through only
-if every worker has pushed at least c - s steps. So it sees every update of clocks 0 to c - s - 1, and no
-worker that was let through is ever more than s ahead of the slowest, because clocks never go back.
+Invariant (stale synchronous parallel): a reader at clock c with a bound s may read only if every worker has
+pushed at least c - s steps. So it sees every update of clocks 0 to c - s - 1, and no worker that has read is
+more than s steps ahead of the slowest, because clocks never decrease.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Clocks:
         self.pushed[worker] += 1
 
     def may_read(self, clock: int, bound: int | None) -> bool:
-        """Returns whether a reader at `clock` may be at most `bound` ahead of what it reads."""
+        """Returns whether a reader at `clock` is at most `bound` steps ahead of the slowest worker."""
         return bound is None or self.slowest >= clock - bound
 
     def towards(self, clock: int) -> int:
-        """Returns a number that grows with each step that somebody takes towards `clock`."""
+        """Returns a number that grows with each step of a worker towards `clock`."""
         return sum(min(pushed, clock) for pushed in self.pushed)
 
     def behind(self, clock: int) -> list[int]:
@@ -39,5 +39,5 @@ class Clocks:
         return [rank for rank, pushed in enumerate(self.pushed) if pushed < clock]
 
     def of_others(self, worker: int) -> int:
-        """Returns the steps that all others have pushed together."""
+        """Returns the total number of steps that other workers have pushed."""
         return sum(self.pushed) - self.pushed[worker]

@@ -1,13 +1,13 @@
 """Hogwild: the ranks of one host train the same weights in shared memory, without a lock.
 
 Recht et al. 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent". Each rank
-computes gradients at whatever the weights are, and its optimizer writes into them while others read and
-write; an update may be lost where two write one element at the same time. The paper's bound is for sparse
-gradients and plain SGD. An optimizer's own state, such as momentum, stays with its rank.
+computes gradients at the current weights, and its optimizer writes into them while other ranks read and
+write; an update may be lost if two ranks write one element at the same time. The paper's bound is for sparse
+gradients and plain SGD. Optimizer state, such as momentum, is local to a rank.
 
-As out of step on a parameter server, a step is that of the mean gradient of the rank's own rows, with the
-rate divided by the number of ranks. Servers without parameters keep the clocks of the ranks: so `settle`
-knows when all have taken their steps, and a rank that is gone is noticed.
+As with a parameter server out of step, a step uses the mean gradient of the rank's own rows, with the rate
+divided by the number of ranks. Servers without parameters keep the ranks' clocks, so `settle` can wait for
+all steps, and a lost rank is noticed.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.collectives.shared_memory import (
     TOKEN_BYTES,
-    connect_to_door,
-    open_door,
+    connect_to_listener,
+    open_listener,
     receive_descriptors,
     send_descriptors,
 )
 from ringspark.estimators.options.sync import Hogwild
-from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, Scaler
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, Scaler, share_weights
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
-from ringspark.estimators.parallel.exchange import Exchange
-from ringspark.estimators.parallel.sharded.pieces import is_dense, place
+from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.parallel.sharded.parameter_shards import is_dense, view_at
+from ringspark.estimators.parallel.sync_settings import SyncSettings
 from ringspark.extras.asynchronous.client import ParameterClient
 from ringspark.extras.asynchronous.parameter_server import open_service
 from ringspark.extras.asynchronous.server import ShardServer
-from ringspark.extras.asynchronous.table import Table
+from ringspark.extras.asynchronous.table import ParameterTable
 from ringspark.extras.local_sgd.rank_optimizer import load_tensors, state_tensors
 
-# Every parameter begins at a cache line of its own.
+# Every parameter starts at its own cache line.
 _ALIGNMENT = 64
 _REMEDY = "set sync=ParameterServer(), which uses the network"
 
@@ -50,26 +51,28 @@ _REMEDY = "set sync=ParameterServer(), which uses the network"
 class HogwildStrategy:
     """Puts the trained parameters of the ranks of one host into memory that all of them map."""
 
+    takes_sparse = False
+
     def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, exchange: Exchange
+        self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
     ) -> GradientSync:
+        collective = mesh.gradients
         if collective.size == 1:
-            return DataParallel().prepare(module, make_optimizer, collective, exchange)
+            return DataParallel().prepare(module, make_optimizer, mesh, settings)
         if collective.member.cross_size > 1:
             raise ValueError(
                 "sync=Hogwild() trains in the memory of one host, and the workers are on "
                 f"{collective.member.cross_size} hosts; {_REMEDY}"
             )
-        with torch.no_grad():
-            collective.broadcast(list(module.state_dict().values()))
+        share_weights(module, mesh)
         trained = [p for p in module.parameters() if p.requires_grad]
         if any(p.device.type != "cpu" for p in trained):
             raise ValueError(f"sync=Hogwild() trains in the host's memory, not on a GPU; {_REMEDY}")
-        share_memory(trained, collective, exchange.timeout_seconds)
+        share_memory(trained, collective, settings.timeout_seconds)
         optimizer = make_optimizer(module)
-        assert isinstance(exchange.sync, Hogwild)
-        seconds = exchange.timeout_seconds
-        table = Table({}, None, collective.size, exchange.sync, seconds)
+        assert isinstance(settings.sync, Hogwild)
+        seconds = settings.timeout_seconds
+        table = ParameterTable({}, None, collective.size, settings.sync, seconds)
         none: list[Mapping[int, object]] = [{} for _ in range(collective.size)]
         server, client = open_service(
             table,
@@ -77,7 +80,7 @@ class HogwildStrategy:
             [],
             optimizer,
             collective,
-            exchange.sync,
+            settings.sync,
             seconds,
         )
         return HogwildSync(module, optimizer, server, client, collective)
@@ -86,18 +89,18 @@ class HogwildStrategy:
 def share_memory(parameters: Sequence[nn.Parameter], collective: Collective, timeout_seconds: float) -> None:
     """Moves equal parameters to memory that all ranks map, until they leave. Runs on every rank.
 
-    The memory has no name in a file system, so a rank that is killed leaves nothing.
+    The memory is in no file system, so a killed rank leaves no file.
 
     Args:
         timeout_seconds: Longest wait of a rank for the memory.
 
     Raises:
-        ValueError: The ranks do not see the same memory; raised on every rank.
+        ValueError: A rank cannot map the memory; raised on every rank.
     """
     starts, end = [], _ALIGNMENT
     for parameter in parameters:
         if not is_dense(parameter):
-            # Its elements would reach into those of the next one.
+            # Its elements would overlap the next parameter.
             parameter.data = parameter.data.contiguous()
         starts.append(end)
         end += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -111,19 +114,19 @@ def share_memory(parameters: Sequence[nn.Parameter], collective: Collective, tim
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     for parameter, start in zip(parameters, starts, strict=True):
         elements = whole[start : start + parameter.nbytes].view(parameter.dtype)
-        shared = place(elements, 0, parameter.shape, parameter.stride())
+        shared = view_at(elements, 0, parameter.shape, parameter.stride())
         if collective.rank == 0:
             shared.copy_(parameter.data)
         parameter.data = shared
     collective.barrier()
-    collective.on_leave(partial(_take_out, parameters))
+    collective.on_leave(partial(_leave_memory, parameters))
 
 
 def _open_memory(num_bytes: int, collective: Collective, timeout_seconds: float) -> mmap.mmap | None:
-    """Returns memory that rank 0 makes and sends the other ranks. Runs on every rank.
+    """Returns memory that rank 0 makes and sends to the other ranks. Runs on every rank.
 
     Returns:
-        None if rank 0 has not that much memory, or this rank cannot reach it.
+        None if rank 0 does not have that much memory, or this rank cannot map it.
     """
     with ExitStack() as stack:
         memory: mmap.mmap | None = None
@@ -134,14 +137,14 @@ def _open_memory(num_bytes: int, collective: Collective, timeout_seconds: float)
             with suppress(OSError, AttributeError):
                 descriptor = os.memfd_create("ringspark-hogwild")
                 stack.callback(os.close, descriptor)
-                # Takes the memory now: where it is short, this fails, and writing would end the process.
+                # Allocates the memory now: if memory is short, this fails, but a write would end the process.
                 os.posix_fallocate(descriptor, 0, num_bytes)
                 memory = mmap.mmap(descriptor, num_bytes)
-                door = open_door(stack)
+                door = open_listener(stack)
         address = gather_bytes(collective, token + (door.getsockname() if door else b""))[0]
         token, name = address[:TOKEN_BYTES], address[TOKEN_BYTES:]
         if collective.rank:
-            link = connect_to_door(name, token, collective.rank, stack, timeout_seconds)
+            link = connect_to_listener(name, token, collective.rank, stack, timeout_seconds)
         # Rank 0 waits for no connection.
         collective.barrier()
         with suppress(OSError, ValueError):
@@ -154,14 +157,14 @@ def _open_memory(num_bytes: int, collective: Collective, timeout_seconds: float)
         return memory
 
 
-def _take_out(parameters: Sequence[nn.Parameter]) -> None:
-    """Gives the network memory of its own again, so that nothing holds the shared one."""
+def _leave_memory(parameters: Sequence[nn.Parameter]) -> None:
+    """Copies the parameters out of the shared memory, so that it can be freed."""
     for parameter in parameters:
         parameter.data = parameter.data.clone()
 
 
-class HogwildSync(PlainSync):
-    """Steps on the shared weights at once."""
+class HogwildSync(GradientSync):
+    """Steps the shared weights directly."""
 
     def __init__(
         self,
@@ -188,23 +191,23 @@ class HogwildSync(PlainSync):
             group["lr"] = rate
         self._client.progress = self.progress
         self._client.tick()
-        # Nothing to wait for; it raises if a rank is gone.
+        # Does not wait; raises if a rank is gone.
         self._client.read_all()
 
     def settle(self) -> None:
         self._client.progress = self.progress
         self._client.pull_all(bound=0)
-        # Nobody writes the next step before all have come here.
+        # No rank writes the next step before all have called this.
         self._collective.barrier()
 
     def rank_state(self) -> dict[str, torch.Tensor]:
         self.settle()
-        # What rank 0 has is in the checkpoint's own file.
+        # The checkpoint's own file has rank 0's state.
         return state_tensors(self.network, self.optimizer) if self._collective.rank else {}
 
     def load_rank_states(self, states: Sequence[Mapping[str, torch.Tensor]], *, is_same: bool) -> None:
-        # Where the ranks are others, each goes on with the state of rank 0, which all have loaded.
+        # With another number of ranks, each keeps rank 0's state, which all have loaded.
         if is_same:
             load_tensors(self.network, self.optimizer, states[self._collective.rank])
-        # All have written the same weights; nobody trains before.
+        # No rank trains before all have written the same weights.
         self._collective.barrier()

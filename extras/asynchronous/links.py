@@ -1,4 +1,4 @@
-"""A worker's way to one server: its own by a call, another rank's over a connection."""
+"""A worker's connection to one server: a call for its own server, a socket for others."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ import torch
 from ringspark.estimators.collectives.base import CollectiveError
 from ringspark.estimators.collectives.rendezvous.channel import prove_as_client
 from ringspark.extras.asynchronous import wire
-from ringspark.extras.asynchronous.table import Gradients, Groups, Table, WorkerLeftError
+from ringspark.extras.asynchronous.table import Gradients, Groups, ParameterTable, WorkerLeftError
 
-# A server that waits for others says so at each of their steps, and gives up by itself; this much later the
-# worker takes it for lost.
+# A server that waits for workers reports their steps, and has its own timeout. After this additional time the
+# worker assumes that the server is lost.
 _SPARE_SECONDS = 30.0
 
 Question = dict[str, Any]
 
 
-class Link(Protocol):
-    """Asks and tells one server. Every method raises `CollectiveError` if the training has lost a worker."""
+class ServerLink(Protocol):
+    """A connection to one server. Every method raises `CollectiveError` if the training has lost a worker."""
 
     def push(self, gradients: Gradients, groups: Groups, *, ends_step: bool) -> int:
-        """Tells gradients; returns the bytes sent. See `Table.push`."""
+        """Sends gradients; returns the bytes sent. See `ParameterTable.push`."""
 
     def ask(self, indices: Sequence[int] | None, clock: int, bound: int | None) -> None:
-        """Begins a pull."""
+        """Starts a pull."""
 
     def answer(self, progress: Callable[[], None]) -> list[torch.Tensor]:
-        """Waits for the values of the pull that was begun. See `Table.pull`."""
+        """Waits for the values of the pull. See `ParameterTable.pull`."""
 
     def close(self) -> None: ...
 
 
 class OwnLink:
-    """To the server in the same process."""
+    """Connection to the server in the same process."""
 
-    def __init__(self, table: Table, worker: int) -> None:
+    def __init__(self, table: ParameterTable, worker: int) -> None:
         self._table = table
         self._worker = worker
         self._asked: tuple[Sequence[int] | None, int, int | None] = (None, 0, None)
 
     def push(self, gradients: Gradients, groups: Groups, *, ends_step: bool) -> int:
-        # The trainer reuses the memory of its gradients, and the table may keep them for a while.
+        # A copy, because the trainer reuses the memory of its gradients, and the table may keep them.
         own = {index: gradient.clone() for index, gradient in gradients.items()}
         self._table.push(self._worker, own, groups, ends_step=ends_step)
         return 0
@@ -57,19 +57,19 @@ class OwnLink:
         try:
             return self._table.pull(self._worker, indices, clock, bound, progress)
         except WorkerLeftError as error:
-            raise CollectiveError(f"the parameter server cannot go on: {error}") from error
+            raise CollectiveError(f"the parameter server cannot continue: {error}") from error
 
     def close(self) -> None:
         return
 
 
 class RemoteLink:
-    """To the server of another rank.
+    """Connection to the server of another rank.
 
     Args:
         address: Host and port of the server of rank `server`.
-        like: Number of elements and dtype of the pieces it holds, by the parameter's index.
-        timeout_seconds: See `Table`.
+        like: Number of elements and dtype of its slices, by the parameter's index.
+        timeout_seconds: See `ParameterTable`.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class RemoteLink:
             while True:
                 kind, header, payload = wire.receive(self._connection, self._most)
                 if kind == wire.VALUES:
-                    return wire.cut(payload, [self._like[index] for index in self._asked])
+                    return wire.split_payload(payload, [self._like[index] for index in self._asked])
                 if kind == wire.FAILED:
-                    raise CollectiveError(f"the parameter server cannot go on: {header['error']}")
+                    raise CollectiveError(f"the parameter server cannot continue: {header['error']}")
                 progress()
         except OSError as error:
             raise self._lost(error) from error

@@ -1,11 +1,11 @@
-"""A parameter server whose shards stand beside the workers: every rank is a worker and serves its part.
+"""A parameter server whose shards run in the workers: every rank is a worker and serves its shard.
 
 Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server". A step pushes the gradients
-to the servers, which step the optimizer, and pulls the weights, as new as the consistency promises. So the
-rank's copy is what it has read last.
+to the servers, which step the optimizer, and pulls weights that are as new as the consistency promises. So
+the rank's copy is the last weights that it read.
 
-Under a bound of 0 the training is that of data parallelism: all copies are equal after each step. Otherwise
-they differ until `settle`, which waits for the pushes of all ranks and reads the same weights on all.
+With a bound of 0 the training equals data parallelism: all copies are equal after each step. Otherwise they
+differ until `settle`, which waits for the pushes of all ranks and reads the same weights on all.
 """
 
 from __future__ import annotations
@@ -20,17 +20,22 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.options.sync import Asynchronous
-from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, Scaler
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, Scaler, share_weights
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
-from ringspark.estimators.parallel.exchange import Exchange
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, check_known
-from ringspark.estimators.parallel.sharded.piece_state import gather_state, load_state
-from ringspark.estimators.parallel.sharded.pieces import Shard, check_optimizer, flat
-from ringspark.estimators.parallel.sharded.shard_layout import Piece
+from ringspark.estimators.parallel.sharded.optimizer_shards import gather_state, load_state
+from ringspark.estimators.parallel.sharded.parameter_shards import (
+    ShardedParameters,
+    check_optimizer,
+    flatten_memory,
+)
+from ringspark.estimators.parallel.sharded.shard_layout import ParameterSlice
+from ringspark.estimators.parallel.sync_settings import SyncSettings
 from ringspark.extras.asynchronous.client import ParameterClient
-from ringspark.extras.asynchronous.links import Link, OwnLink, RemoteLink
+from ringspark.extras.asynchronous.links import OwnLink, RemoteLink, ServerLink
 from ringspark.extras.asynchronous.server import ShardServer
-from ringspark.extras.asynchronous.table import Table
+from ringspark.extras.asynchronous.table import ParameterTable
 
 _TOKEN_BYTES = 32
 
@@ -38,61 +43,68 @@ _TOKEN_BYTES = 32
 class ParameterServerStrategy:
     """Deals the parameters out to servers on all ranks; for any `Asynchronous` except Hogwild."""
 
+    takes_sparse = False
+
     def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, exchange: Exchange
+        self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
     ) -> GradientSync:
+        collective = mesh.gradients
         if collective.size == 1:
-            return DataParallel().prepare(module, make_optimizer, collective, exchange)
-        with torch.no_grad():
-            collective.broadcast(list(module.state_dict().values()))
-        # The worker's own holds the settings of each step, and takes none; the server's is cut to its shard.
-        settings, optimizer = make_optimizer(module), make_optimizer(module)
-        check_optimizer(optimizer, exchange.sync)
-        settings.state.clear()
-        shard = Shard(module, optimizer, collective)
+            return DataParallel().prepare(module, make_optimizer, mesh, settings)
+        share_weights(module, mesh)
+        # The worker's optimizer holds the settings of each step but takes none; the server steps its shard.
+        worker_optimizer, optimizer = make_optimizer(module), make_optimizer(module)
+        check_optimizer(optimizer, settings.sync)
+        worker_optimizer.state.clear()
+        shard = ShardedParameters(module, optimizer, collective)
         for tensor in shard.held.values():
-            # The server's values are not those that the network beside it has read last.
+            # The server's values differ from the values that the network in this process has read.
             tensor.data = tensor.data.clone()
-        assert isinstance(exchange.sync, Asynchronous)
-        table = Table(
+        assert isinstance(settings.sync, Asynchronous)
+        table = ParameterTable(
             {piece.index: tensor for piece, tensor in shard.held.items()},
             optimizer,
             collective.size,
-            exchange.sync,
-            exchange.timeout_seconds,
+            settings.sync,
+            settings.timeout_seconds,
         )
-        pieces = [shard.pieces_of(rank) for rank in range(collective.size)]
+        pieces = [shard.slices_of(rank) for rank in range(collective.size)]
         server, client = open_service(
-            table, pieces, shard.parameters, settings, collective, exchange.sync, exchange.timeout_seconds
+            table,
+            pieces,
+            shard.parameters,
+            worker_optimizer,
+            collective,
+            settings.sync,
+            settings.timeout_seconds,
         )
-        return ServedSync(module, settings, shard, optimizer, table, server, client, collective)
+        return ServedSync(module, worker_optimizer, shard, optimizer, table, server, client, collective)
 
 
 def open_service(
-    table: Table,
-    pieces: Sequence[Mapping[int, Piece]],
+    table: ParameterTable,
+    pieces: Sequence[Mapping[int, ParameterSlice]],
     parameters: Sequence[torch.Tensor],
     settings: torch.optim.Optimizer,
     collective: Collective,
     sync: Asynchronous,
     timeout_seconds: float,
 ) -> tuple[ShardServer, ParameterClient]:
-    """Serves this rank's table, and connects this rank to all others'. Runs on every rank.
+    """Serves this rank's table, and connects this rank to all servers. Runs on every rank.
 
-    The addresses travel over the collective, whose ranks know each other; so does each server's token, which
-    a peer must prove to know.
+    The authenticated collective carries the addresses and the token of each server, which peers must prove.
     """
-    # The pushes and reads of a step are no calls of the collective.
+    # Pushes and pulls are no calls of the collective.
     collective.operations.sees_all = False
     rank, size = collective.rank, collective.size
     token = secrets.token_bytes(_TOKEN_BYTES)
     server = ShardServer(table, collective.member.host, token, rank, size)
     collective.on_leave(server.close)
-    told = gather_bytes(collective, token + f"{server.port} {collective.member.host}".encode())
-    links: list[Link] = []
-    # Leaving calls the last function first: the connections close before the server waits for its threads.
+    addresses = gather_bytes(collective, token + f"{server.port} {collective.member.host}".encode())
+    links: list[ServerLink] = []
+    # Leaving calls the last function first, so connections close before the server waits for its threads.
     collective.on_leave(partial(_close, links))
-    for other, text in enumerate(told):
+    for other, text in enumerate(addresses):
         if other == rank:
             links.append(OwnLink(table, rank))
             continue
@@ -102,36 +114,36 @@ def open_service(
     return server, ParameterClient(links, pieces, parameters, settings, sync.bound)
 
 
-def _close(links: list[Link]) -> None:
+def _close(links: list[ServerLink]) -> None:
     for link in links:
         link.close()
 
 
-class ServedSync(PlainSync):
-    """Pushes the gradients of a step, and reads the weights for the next one."""
+class ServedSync(GradientSync):
+    """Pushes the gradients of a step, and pulls the weights for the next step."""
 
     def __init__(
         self,
         network: nn.Module,
         settings: torch.optim.Optimizer,
-        shard: Shard,
+        shard: ShardedParameters,
         optimizer: torch.optim.Optimizer,
-        table: Table,
+        table: ParameterTable,
         server: ShardServer,
         client: ParameterClient,
         collective: Collective,
     ) -> None:
-        """Takes the parts that `ParameterServer.prepare` made.
+        """Stores the parts that `ParameterServer.prepare` made.
 
         Args:
-            settings: Optimizer over the network's own parameters; only the settings of its groups are used.
+            settings: Optimizer of the network's own parameters; only its group settings are used.
             optimizer: Optimizer of this rank's shard.
         """
         super().__init__(network, settings)
         self.client = client
         self.table = table
         self.in_step = client.is_in_step
-        # Out of step, a push is the mean gradient of the worker's own rows: see `server.table`.
+        # Out of step, a push is the mean gradient of the worker's own rows: see `table`.
         self.loss_factor = 1.0 if self.in_step else float(collective.size)
         self._shard = shard
         self._server_optimizer = optimizer
@@ -139,7 +151,7 @@ class ServedSync(PlainSync):
         self._collective = collective
         self._sent = 0
         self._read = self._copy_own()
-        # Whoever decides whether a step is taken calls this one.
+        # The loss scaler calls this method if it takes the step.
         settings.step = self._push_and_read  # type: ignore[method-assign, assignment]
 
     def step(self, scaler: Scaler) -> None:
@@ -155,10 +167,10 @@ class ServedSync(PlainSync):
         self._count()
 
     def _own_pieces(self) -> dict[int, torch.Tensor]:
-        """Returns views of the elements of this rank's network that its own server holds."""
+        """Returns views of the elements of this rank's network that its own server serves."""
         parameters = self._shard.parameters
-        own = self._shard.pieces_of(self._collective.rank)
-        return {i: flat(parameters[i].data)[piece.start : piece.stop] for i, piece in own.items()}
+        own = self._shard.slices_of(self._collective.rank)
+        return {i: flatten_memory(parameters[i].data)[piece.start : piece.stop] for i, piece in own.items()}
 
     def _copy_own(self) -> dict[int, torch.Tensor]:
         return {index: values.clone() for index, values in self._own_pieces().items()}
@@ -171,7 +183,7 @@ class ServedSync(PlainSync):
             self.table.move(changed)
 
     def settle(self) -> None:
-        # In step, what was read after the last step is the same on all ranks.
+        # In step, all ranks read the same weights after the last step.
         if not self.in_step:
             self.client.progress = self.progress
             self.client.await_all()
@@ -180,7 +192,7 @@ class ServedSync(PlainSync):
             self._collective.barrier()
             self.client.pull_all(bound=0)
             self._read = self._copy_own()
-        # Nobody pushes the next step before all have read; what they were sent is counted.
+        # No rank pushes the next step before all have read, so that all bytes are counted.
         self._collective.barrier()
         self._count()
 
@@ -196,7 +208,7 @@ class ServedSync(PlainSync):
     def load_rank_states(self, states: Sequence[Mapping[str, torch.Tensor]], *, is_same: bool) -> None:
         self._read = self._copy_own()
         self.table.load(self._read)
-        # Nobody reads or pushes before every server has its values.
+        # No rank reads or pushes before every server has its values.
         self._collective.barrier()
 
     def optimizer_state(self) -> OptimizerState:

@@ -1,8 +1,8 @@
-"""Serves one rank's table to the other workers, from threads beside its own training.
+"""Serves one rank's table to the other workers, in threads of the rank's process.
 
-Each worker has one connection to each server, so a worker's pull comes after all that it has pushed: it reads
-its own writes. A peer that does not know the token of the run is disconnected. The port is closed as soon as
-every worker has come. A connection that ends, for whatever reason, means that its worker has left.
+Each worker has one connection to each server, so a pull sees all earlier pushes of its worker. A peer that
+does not know the token of the run is disconnected. The port is closed once every worker has connected. The
+end of a connection means that its worker has left.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 from ringspark.estimators.collectives.rendezvous.channel import prove_as_server
 from ringspark.estimators.collectives.rendezvous.server import CROWDED_SECONDS, MAX_STRANGERS
 from ringspark.extras.asynchronous import wire
-from ringspark.extras.asynchronous.table import Table, WorkerLeftError
+from ringspark.extras.asynchronous.table import ParameterTable, WorkerLeftError
 
 _ACCEPT_SECONDS = 0.5
 # Interval of looking for room, while new connections wait in the system's queue.
 _PAUSE_SECONDS = 0.01
-# Least seconds between two messages that somebody has taken a step: a worker that waits for thousands of
-# steps on one server does not read what the others say meanwhile.
+# Smallest interval of progress messages, in seconds: a worker that waits for thousands of steps on one
+# server does not read the messages of other servers.
 _NOTICE_SECONDS = 0.1
 
 
@@ -30,13 +30,13 @@ class ShardServer:
     """Serves a table until `close`.
 
     Args:
-        host: Address to bind to, by which the other workers reach this one.
-        token: Secret that only the workers of this training know.
-        rank: The worker beside which this server runs; it uses the table itself.
+        host: Address to bind to, by which other workers reach this one.
+        token: Secret of the workers of this training.
+        rank: The worker in this process, which uses the table directly.
         size: Number of workers.
     """
 
-    def __init__(self, table: Table, host: str, token: bytes, rank: int, size: int) -> None:
+    def __init__(self, table: ParameterTable, host: str, token: bytes, rank: int, size: int) -> None:
         self._table = table
         self._token = token
         self._expected = set(range(size)) - {rank}
@@ -58,7 +58,7 @@ class ShardServer:
         self.port: int = self._listener.getsockname()[1]
         # The timeout wakes the accepting thread; closing the listener alone would not.
         self._listener.settimeout(_ACCEPT_SECONDS)
-        self._accepting = threading.Thread(target=self._accept, name="ringspark-parameter-door", daemon=True)
+        self._accepting = threading.Thread(target=self._accept, name="ringspark-parameter-port", daemon=True)
         self._accepting.start()
 
     def take_sent(self) -> int:
@@ -73,7 +73,7 @@ class ShardServer:
             self._closed = True
             connections = [*self._unproved, *self._workers.values()]
         self._close_port()
-        # Those that wait in the table go on, to find their connection gone.
+        # Wake threads that wait in the table.
         for worker in self._expected:
             self._table.leave(worker)
         for connection in connections:
@@ -158,7 +158,7 @@ class ShardServer:
             if is_complete:
                 self._close_port()
             try:
-                # Whatever a peer sends, it can end only its own connection.
+                # A bad message of a peer only ends its own connection.
                 with suppress(OSError, ValueError, KeyError, TypeError):
                     self._work_for(worker, connection)
             finally:
@@ -181,7 +181,7 @@ class ShardServer:
             kind, header, payload = wire.receive(connection, most)
             if kind == wire.PUSH:
                 indices: list[int] = header["indices"]
-                gradients = wire.cut(payload, [like[index] for index in indices])
+                gradients = wire.split_payload(payload, [like[index] for index in indices])
                 self._table.push(
                     worker,
                     dict(zip(indices, gradients, strict=True)),
@@ -201,11 +201,11 @@ class ShardServer:
                 wire.send(connection, wire.FAILED, {"error": text})
                 return
             with self._lock:
-                # Before they are sent, so that whoever has heard of their arrival counts them.
+                # Count before sending, so that a rank that knows of their arrival counts them.
                 self._sent += wire.payload_bytes([(value.numel(), value.dtype) for value in values])
             wire.send(connection, wire.VALUES, {}, values)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns a group's settings as torch has them: JSON knows no tuples."""
+    """Returns a group's settings for torch, which needs tuples; JSON has none."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}

@@ -1,14 +1,14 @@
-"""One server's part of the parameters, the optimizer that steps it, and the workers' clocks.
+"""One server's shard of the parameters, its optimizer, and the workers' clocks.
 
-Under a bound of 0 nobody reads between the updates of one step. So they are kept until all workers have
-pushed, are summed in rank order and applied as one step: the training is that of the gradients' sum, bitwise
-the same whatever the order of arrival. Otherwise each push is applied when it arrives, as a step of its own.
-A worker then pushes the mean gradient of its own rows, and its step has the rate divided by the number of
-workers, so that one push of each moves the weights about as far as one common step; for SGD, exactly as far
-along the same gradients.
+With a bound of 0 no worker reads between the updates of one step. So updates are kept until all workers have
+pushed, summed in rank order, and applied as one step: this equals training with the sum of the gradients,
+bitwise, for any order of arrival. Otherwise each push is applied on arrival as its own step. A worker then
+pushes the mean gradient of its own rows, and the rate is divided by the number of workers, so that one push
+per worker moves the weights about as far as one common step; for SGD, exactly as far along the same
+gradients.
 
 A late gradient may be corrected by the rate (Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed
-Deep Learning"): divided by its staleness, counted here in steps of the other workers since its worker has
+Deep Learning"): the rate is divided by the staleness, in steps of other workers since the worker's last
 read. Workers of equal speed have about 1, and keep their rate.
 
 Threads may share a table: each method holds its lock.
@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from ringspark.estimators.options.sync import Asynchronous
-from ringspark.estimators.parallel.base import follow
-from ringspark.estimators.parallel.sharded.pieces import without_empty_groups
+from ringspark.estimators.parallel.base import apply_change
+from ringspark.estimators.parallel.sharded.parameter_shards import hide_empty_groups
 from ringspark.extras.asynchronous.clocks import Clocks
 
 # One worker's gradients of a clock, by the parameter's index, and its optimizer's settings by group.
@@ -35,16 +35,16 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class WorkerLeftError(RuntimeError):
-    """A worker has left, or does not move any more, and the training needs it."""
+    """A worker that the training needs has left, or takes no steps."""
 
 
-class Table:
-    """The pieces of parameters that one server holds.
+class ParameterTable:
+    """The slices of parameters that one server holds.
 
     Attributes:
         clocks: The workers' clocks.
-        staleness: How often a push came after so many pushes of other workers since its worker had read.
-        failure: Error that the optimizer raised in a step.
+        staleness: Staleness, in steps of other workers -> number of pushes.
+        failure: Error of the optimizer in a step.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Table:
         sync: Asynchronous,
         timeout_seconds: float = 600.0,
     ) -> None:
-        """Takes the pieces as they are.
+        """Stores the slices.
 
         Args:
-            held: The optimizer's tensor, 1-D, of each parameter of which this server has a piece.
-            optimizer: Holds them; None if there are none, in a table that only keeps clocks.
+            held: The optimizer's 1-D tensor of each parameter of which this server has a slice.
+            optimizer: Optimizer of the slices; None for a table that only keeps clocks.
             size: Number of workers.
             sync: How far apart the workers may run.
             timeout_seconds: The longest wait for a worker that takes no step.
@@ -74,18 +74,18 @@ class Table:
         self._timeout = timeout_seconds
         self._changed = threading.Condition()
         self._left: dict[int, int] = {}  # rank -> its clock when it left
-        self._seen = [0] * size  # steps of the others at a worker's last read
-        # By clock and worker: what waits for the pushes of the others.
+        self._seen = [0] * size  # steps of other workers at a worker's last read
+        # Clock -> worker -> pushes that wait for the other workers.
         self._waiting: dict[int, dict[int, tuple[dict[int, torch.Tensor], Groups]]] = {}
         self._moves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def push(self, worker: int, gradients: Gradients, groups: Groups, *, ends_step: bool) -> None:
-        """Takes gradients of a worker's present step.
+        """Takes gradients of a worker's current step.
 
         Args:
-            gradients: This server's piece of each; a parameter without a gradient is left out.
-            groups: Settings of the optimizer's groups at this step, such as the learning rate.
-            ends_step: Whether they are the last of the worker's step, so that its clock ticks.
+            gradients: This server's slices, without parameters that have no gradient.
+            groups: Settings of the optimizer's groups in this step, such as the learning rate.
+            ends_step: Whether this push ends the worker's step.
         """
         with self._changed:
             if self._sync.in_step:
@@ -109,17 +109,16 @@ class Table:
         bound: int | None,
         progress: Callable[[], None] = lambda: None,
     ) -> list[torch.Tensor]:
-        """Returns copies of pieces, once the reader is at most `bound` steps ahead of the slowest worker.
+        """Returns copies of slices, once the reader is at most `bound` steps ahead of the slowest worker.
 
         Args:
-            indices: Parameters of which to read the pieces; None for all, in the order of `held`.
-            clock: Steps that the reader has pushed.
-            progress: Called whenever a worker that is waited for takes a step.
+            indices: Parameters to read; None for all, in the order of `held`.
+            clock: Number of steps that the reader has pushed.
+            progress: Called at each step of a worker for which this call waits.
 
         Raises:
-            WorkerLeftError: A worker has left, or one that is waited for takes no step for
-                `timeout_seconds`.
-            Exception: The optimizer failed in a step; this is its own error.
+            WorkerLeftError: A worker has left, or a worker takes no step for `timeout_seconds`.
+            Exception: The error of the optimizer in a step.
         """
         while True:
             with self._changed:
@@ -128,29 +127,29 @@ class Table:
                     wanted = self.held if indices is None else indices
                     return [self.held[index].detach().clone() for index in wanted]
                 self._await_step(clock - (bound or 0))
-            # Without the lock: it may send a message, and a peer that reads none must not stop the others.
+            # Without the lock, because it may send a message, and a peer may not read it.
             progress()
 
     def leave(self, worker: int) -> None:
-        """Notes that a worker takes no more steps; who waits for it, or comes after it, gets an error."""
+        """Marks a worker as gone; reads from now on raise an error."""
         with self._changed:
             self._left.setdefault(worker, self.clocks.pushed[worker])
             self._changed.notify_all()
 
     @torch.no_grad()
     def load(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Overwrites pieces."""
+        """Overwrites slices."""
         with self._changed:
             for index, value in values.items():
                 self.held[index].copy_(value)
 
     def move(self, changes: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Applies the changes that callbacks made to the copy of this server's own worker.
+        """Applies a callback's changes of the copy of this server's own worker.
 
-        With staleness 0 the next step applies them, because a slow worker may still read the present values.
+        With staleness 0 the next step applies them, because a slow worker may still read the current values.
 
         Args:
-            changes: Index of each changed piece -> (values when they were read, values now).
+            changes: Index of each changed slice -> (values when they were read, values now).
         """
         with self._changed:
             self._moves = dict(changes)
@@ -161,7 +160,7 @@ class Table:
     def _apply_moves(self) -> None:
         for index, (before, after) in self._moves.items():
             held = self.held[index]
-            held.copy_(follow(held, before, after))
+            held.copy_(apply_change(held, before, after))
         self._moves = {}
 
     def _may_read(self, clock: int, bound: int | None) -> bool:
@@ -173,14 +172,14 @@ class Table:
         return self.clocks.may_read(clock, bound)
 
     def _await_step(self, needed: int) -> None:
-        """Waits until somebody takes a step towards `needed`, or leaves."""
+        """Waits until a worker takes a step towards `needed`, or leaves."""
         if not self._changed.wait_for(
             partial(self._has_news, needed, self.clocks.towards(needed)), self._timeout
         ):
             rank = self.clocks.behind(needed)[0]
             raise WorkerLeftError(
                 f"rank {rank} has taken no step for {self._timeout:g} s after its step "
-                f"{self.clocks.pushed[rank]}, and step {needed} is waited for"
+                f"{self.clocks.pushed[rank]}, and other workers wait for its step {needed}"
             )
 
     def _has_news(self, needed: int, before: int) -> bool:
@@ -210,7 +209,7 @@ class Table:
                 self._step(sums, of_clock[min(of_clock)][1], 1.0)
 
     def _step(self, gradients: Gradients, groups: Groups, rate_share: float) -> None:
-        """Takes a step of the optimizer; a parameter without a gradient stays as it is."""
+        """Takes a step of the optimizer; parameters without a gradient do not change."""
         assert self._optimizer is not None
         for index, tensor in self.held.items():
             gradient = gradients.get(index)
@@ -219,10 +218,10 @@ class Table:
             group.update(settings)
             group["lr"] = settings["lr"] * rate_share
         try:
-            with without_empty_groups(self._optimizer):
+            with hide_empty_groups(self._optimizer):
                 self._optimizer.step()
         except Exception as error:
-            # A push has no answer, so each worker gets the error at its next read.
+            # Pushes have no answer, so each worker gets the error at its next read.
             self.failure = error
             self._changed.notify_all()
         for tensor in self.held.values():

@@ -1,7 +1,7 @@
-"""Messages between a worker and a server: a kind, a JSON header, and tensors as bytes.
+"""Messages between a worker and a server: a type, a JSON header, and tensors as bytes.
 
-A message is its kind (1 byte), the lengths of header (4 bytes) and payload (8 bytes), then both. Nothing is
-unpickled. The peers have proved that they know the run's token before (see `collectives.rendezvous.channel`).
+A message has its type (1 byte), the lengths of header (4 bytes) and payload (8 bytes), then both. Nothing is
+unpickled. The peers have authenticated before (see `collectives.rendezvous.channel`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PUSH, PULL, VALUES, PROGRESS, FAILED = range(1, 6)
 
 _HEAD = struct.Struct("!BIQ")
 _MAX_HEADER_BYTES = 16 << 20
-# Every tensor begins at such a multiple, so that its bytes can be read in place as any dtype.
+# Every tensor is aligned, so that its bytes can be read in place as any dtype.
 _ALIGNMENT = 16
 
 
@@ -37,20 +37,20 @@ def send(
     if total:
         payload = torch.empty(total, dtype=torch.uint8)
         for tensor, end in zip(tensors, ends, strict=True):
-            start = end - _padded(tensor.nbytes)
+            start = end - _pad(tensor.nbytes)
             payload[start : start + tensor.nbytes] = tensor.detach().contiguous().view(torch.uint8)
         connection.sendall(payload.numpy().data)
     return total
 
 
 def receive(connection: socket.socket, most_bytes: int) -> tuple[int, dict[str, Any], torch.Tensor]:
-    """Returns kind, header and payload, 1-D bytes, of the next message.
+    """Returns type, header and payload, 1-D bytes, of the next message.
 
     Args:
-        most_bytes: The longest payload that a member sends.
+        most_bytes: Largest payload that a member sends.
 
     Raises:
-        OSError: The connection is gone, or the message is none that a member sends.
+        OSError: The connection is gone, or no member sends such a message.
     """
     kind, header_bytes, payload_bytes = _HEAD.unpack(_read(connection, _HEAD.size).numpy().tobytes())
     if header_bytes > _MAX_HEADER_BYTES or payload_bytes > most_bytes:
@@ -65,11 +65,11 @@ def receive(connection: socket.socket, most_bytes: int) -> tuple[int, dict[str, 
     return kind, header, _read(connection, payload_bytes)
 
 
-def cut(payload: torch.Tensor, like: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-    """Returns the tensors of a payload, which share its memory.
+def split_payload(payload: torch.Tensor, like: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+    """Returns the tensors of a payload, as views.
 
     Args:
-        like: Number of elements and dtype of each.
+        like: Number of elements and dtype of each tensor.
 
     Raises:
         ConnectionError: The payload has another length.
@@ -79,24 +79,24 @@ def cut(payload: torch.Tensor, like: Sequence[tuple[int, torch.dtype]]) -> list[
     if (ends[-1] if ends else 0) != len(payload):
         raise ConnectionError(f"a payload of {len(payload)} bytes came, {ends[-1:] or 0} were expected")
     return [
-        payload[end - _padded(size) :][:size].view(dtype)
+        payload[end - _pad(size) :][:size].view(dtype)
         for (_, dtype), size, end in zip(like, sizes, ends, strict=True)
     ]
 
 
 def payload_bytes(like: Sequence[tuple[int, torch.dtype]]) -> int:
-    """Returns the length of the payload of such tensors; takes the argument of `cut`."""
-    return sum(_padded(number * dtype.itemsize) for number, dtype in like)
+    """Returns the length of a payload; its argument is that for `split_payload`."""
+    return sum(_pad(number * dtype.itemsize) for number, dtype in like)
 
 
-def _padded(num_bytes: int) -> int:
+def _pad(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _ends(sizes: Sequence[int]) -> list[int]:
     ends, end = [], 0
     for size in sizes:
-        end += _padded(size)
+        end += _pad(size)
         ends.append(end)
     return ends
 

@@ -1,8 +1,8 @@
-"""Gradients in their own principal components, which add up in the ring (Yu et al. 2018, "GradiVeQ").
+"""GradiVeQ: principal components of gradients, which can be all-reduced (Yu et al. 2018).
 
-A gradient is cut into slices, and slices of one tensor vary together. In a few steps the gradients travel
-whole, and the sums show along which few directions the slices vary most. For many steps then only the
-slices' components along these travel: linear, so the ring adds them up. Then the directions are found anew.
+Slices of one tensor's gradient vary together. In a few steps gradients are sent whole, and the sums show the
+few directions along which the slices vary most. In many later steps only the components along these
+directions are all-reduced. Then the directions are computed again.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ringspark.extras.compressors.packing import in_buckets
 class GradiVeQCompressor(Compressor):
     """`components` numbers for each slice, except in the steps that look for the directions.
 
-    The directions come from rank 0, because another processor may round them otherwise.
+    Rank 0 broadcasts the directions, because other processors may round differently.
     """
 
     def __init__(self, shapes: list[torch.Size], seed: int, options: GradiVeQ) -> None:
         super().__init__(shapes, seed, options)
-        self._done = 0  # steps of the present period
-        self._spread: list[torch.Tensor] = []  # sums of the slices' outer products, (slice, slice) a tensor
-        self._bases: list[torch.Tensor] = []  # directions, (slice, components) a tensor
+        self._done = 0  # steps of this period
+        self._spread: list[torch.Tensor] = []  # sums of outer products of slices, (slice, slice)
+        self._bases: list[torch.Tensor] = []  # directions, (slice, components)
 
     @classmethod
     def helps(cls, shape: torch.Size, options: GradiVeQ) -> bool:
@@ -36,15 +36,15 @@ class GradiVeQCompressor(Compressor):
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         samples = self.options.samples
         if self._done < samples:
-            sent = self._whole(vector, collective)
+            sent = self._sample(vector, collective)
         else:
-            sent = self._compressed(vector, collective)
+            sent = self._compress(vector, collective)
         self._done = (self._done + 1) % (samples + self.options.refresh)
         return sent
 
-    def _whole(self, vector: torch.Tensor, collective: Collective) -> Sent:
+    def _sample(self, vector: torch.Tensor, collective: Collective) -> Sent:
         total = collective.all_reduce(vector)
-        slices = [self._slices(piece) for piece in self._pieces(total)]
+        slices = [self._slices(piece) for piece in self._split(total)]
         spread = [one.T @ one for one in slices]
         self._spread = [a + b for a, b in zip(self._spread, spread, strict=True)] if self._done else spread
         if self._done + 1 == self.options.samples:
@@ -55,16 +55,15 @@ class GradiVeQCompressor(Compressor):
             self._spread = []
         return Sent(total, torch.zeros_like(vector))
 
-    def _compressed(self, vector: torch.Tensor, collective: Collective) -> Sent:
+    def _compress(self, vector: torch.Tensor, collective: Collective) -> Sent:
         codes = [
-            self._slices(piece) @ basis
-            for piece, basis in zip(self._pieces(vector), self._bases, strict=True)
+            self._slices(piece) @ basis for piece, basis in zip(self._split(vector), self._bases, strict=True)
         ]
         own = torch.cat([code.view(-1) for code in codes])
         summed = collective.all_reduce(own)
-        return Sent(self._decoded(summed, codes), vector - self._decoded(own, codes))
+        return Sent(self._decode(summed, codes), vector - self._decode(own, codes))
 
-    def _decoded(self, joined: torch.Tensor, like: list[torch.Tensor]) -> torch.Tensor:
+    def _decode(self, joined: torch.Tensor, like: list[torch.Tensor]) -> torch.Tensor:
         codes = [
             part.view(c.shape)
             for part, c in zip(torch.split(joined, [c.numel() for c in like]), like, strict=True)

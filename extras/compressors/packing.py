@@ -1,4 +1,4 @@
-"""Buckets of numbers, and codes of a few bits packed into bytes."""
+"""Splits numbers into buckets, and packs codes of a few bits into bytes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 
 
 def in_buckets(values: torch.Tensor, bucket: int) -> torch.Tensor:
-    """Returns (buckets, bucket), the last one filled up with zeros."""
+    """Returns (buckets, bucket), padded with zeros."""
     missing = -len(values) % bucket
     return torch.nn.functional.pad(values, (0, missing)).view(-1, bucket)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Packs whole numbers of so many bits, (elements,) of uint8, into bytes, each from its lowest bits on."""
+    """Packs integers of `bits` bits, (elements,) of uint8, into bytes, from the lowest bits on."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     return (codes.view(-1, 8 // bits) << shifts).sum(1, dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Few levels a number, rounded at random so that the mean is right (Alistarh et al. 2017, "QSGD")."""
+"""QSGD: a few levels per number, with unbiased random rounding (Alistarh et al. 2017)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 
 from ringspark.estimators.collectives.base import Collective
 from ringspark.estimators.collectives.compressors.base import Compressor, Sent, generator_for
-from ringspark.estimators.collectives.compressors.two_rounds import as_bytes, sum_of_codes
+from ringspark.estimators.collectives.compressors.two_rounds import all_reduce_codes, as_bytes
 from ringspark.extras.compressors.packing import in_buckets, pack, unpack
 
-# Numbers with one largest size: 4 bytes beside 256 at 4 bits.
+# Numbers per scale: 4 bytes for 256 bytes of codes at 4 bits.
 _BUCKET = 512
 
 
 class _Levels:
-    """Levels from -s to s of the bucket's largest size; 2 s + 1 of them fit in the bits."""
+    """2 s + 1 levels from -s to s, scaled by the bucket's largest magnitude."""
 
     def __init__(self, bits: int) -> None:
         self._bits = bits
@@ -27,7 +27,7 @@ class _Levels:
     def encode(self, values: torch.Tensor, random: torch.Generator) -> torch.Tensor:
         buckets = in_buckets(values, _BUCKET)
         sizes = buckets.abs().amax(1).float()
-        # The size is rounded to fp32, which may leave a number of fp64 above it.
+        # The scale is rounded to fp32, so an fp64 number may exceed it.
         scaled = (
             buckets / sizes.to(buckets.dtype).clamp(min=torch.finfo(torch.float32).tiny)[:, None]
         ).clamp(-1, 1) * self._top
@@ -51,4 +51,4 @@ class QsgdCompressor(Compressor):
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         random = generator_for(vector, self.seed, step, collective.rank)
         levels = _Levels(self.options.bits)
-        return sum_of_codes(vector, levels, collective, random, has_feedback=self.has_feedback)
+        return all_reduce_codes(vector, levels, collective, random, has_feedback=self.has_feedback)

@@ -1,4 +1,4 @@
-"""The same few places of every rank's vector, drawn anew in each step: numbers travel, and they add up."""
+"""Random-k: a random subset of elements, equal on all ranks, so that values can be all-reduced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringspark.estimators.collectives.compressors.base import Compressor, Sent
 class RandomKCompressor(Compressor):
     """A random share of the numbers, at the same places on all ranks (Stich et al. 2018).
 
-    Without feedback what is sent is divided by the share, which makes it unbiased.
+    Without feedback, values are divided by the share, which makes them unbiased.
     """
 
     unbiased = True

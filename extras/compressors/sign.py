@@ -1,4 +1,4 @@
-"""One bit a number: its sign, times the mean size of its bucket (Karimireddy et al. 2019, "EF-SGD")."""
+"""Signs: one bit per number, scaled by its bucket's mean magnitude (Karimireddy et al. 2019, "EF-SGD")."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 from ringspark.estimators.collectives.base import Collective
 from ringspark.estimators.collectives.compressors.base import Compressor, Sent, generator_for
-from ringspark.estimators.collectives.compressors.two_rounds import as_bytes, sum_of_codes
+from ringspark.estimators.collectives.compressors.two_rounds import all_reduce_codes, as_bytes
 from ringspark.extras.compressors.packing import in_buckets, pack, unpack
 
-# Numbers with one mean size: 4 bytes beside 256.
+# Numbers per scale: 4 bytes for 256 bytes of signs.
 _BUCKET = 2048
 
 
@@ -20,7 +20,7 @@ class _Signs:
 
     def encode(self, values: torch.Tensor, random: torch.Generator) -> torch.Tensor:
         buckets = in_buckets(values, _BUCKET)
-        # The zeros that fill the last bucket up are no numbers of it.
+        # The padding of the last bucket does not count.
         counts = torch.full((len(buckets),), _BUCKET, device=values.device)
         counts[-1:] -= -len(values) % _BUCKET
         means = (buckets.abs().sum(1) / counts).float()
@@ -39,4 +39,4 @@ class SignCompressor(Compressor):
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         random = generator_for(vector)
-        return sum_of_codes(vector, _Signs(), collective, random, has_feedback=self.has_feedback)
+        return all_reduce_codes(vector, _Signs(), collective, random, has_feedback=self.has_feedback)

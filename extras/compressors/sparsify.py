@@ -1,4 +1,4 @@
-"""Numbers sent with a chance that grows with their size, so that the mean is right (Wangni et al. 2018)."""
+"""Random sparsification: the probability to send a number grows with its magnitude (Wangni et al. 2018)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 from ringspark.estimators.collectives.base import Collective
 from ringspark.estimators.collectives.compressors.base import Compressor, Sent, generator_for
-from ringspark.estimators.collectives.compressors.picked import sum_of_picked
+from ringspark.estimators.collectives.compressors.sparse import all_reduce_sparse
 
-# After so many rounds of the paper's greedy algorithm the expected share is as asked, to a few percent.
+# Rounds of the paper's greedy algorithm, after which the expected share is right to a few percent.
 _ROUNDS = 4
 
 
@@ -16,8 +16,8 @@ class SparsifyCompressor(Compressor):
     """Number g is sent as g / p with the chance p = min(1, lambda |g|): unbiased, with the least variance for
     the expected share of numbers that are sent.
 
-    With feedback g is sent as it is. What is left of g / p may be larger than g, and would be scaled up again
-    in the next step, so that the residuals grow without end.
+    With feedback it sends g instead: the residual of g / p may be larger than g and would be scaled up again
+    in the next step, so residuals would grow without bound.
     """
 
     unbiased = True
@@ -28,16 +28,16 @@ class SparsifyCompressor(Compressor):
         drawn = torch.rand(vector.shape, generator=random, dtype=vector.dtype, device=vector.device)
         places = torch.nonzero(drawn < chances).view(-1)
         values = vector[places] if self.has_feedback else vector[places] / chances[places]
-        return sum_of_picked(vector, places, values, collective, is_equal=False)
+        return all_reduce_sparse(vector, places, values, collective, is_equal=False)
 
 
 def chances_for(vector: torch.Tensor, share: float) -> torch.Tensor:
-    """Returns each number's chance to be sent, such that about `share` of all are; 0 for zeros."""
+    """Returns the probability to send each number, with a mean of about `share`; 0 for zeros."""
     sizes = vector.abs()
     largest = sizes.max()
     if not bool(largest > 0):
         return sizes
-    # Sizes from 0 to 1, as the sum of tiny ones would vanish.
+    # Scaled to at most 1, because a sum of tiny numbers would vanish.
     sizes = sizes / largest
     if share == 1:
         return (sizes > 0).to(sizes.dtype)

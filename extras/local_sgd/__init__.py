@@ -1,1 +1,1 @@
-"""Ranks that step on their own and meet every few steps: one way to meet a file."""
+"""Local SGD and DiLoCo: ranks step locally and synchronize every few steps; one file per strategy."""

@@ -1,17 +1,17 @@
-"""Averages a vector over the ranks in 32, 16 or 8 bits an element.
+"""Averages a vector over the ranks with 32, 16 or 8 bits per element.
 
-For 16 and 8 bits the ranks first agree on the largest magnitude m of each parameter's piece (one number a
-parameter), then sum what is left of the elements in that format. With n ranks, an element of the average is
-off by at most
+For 16 and 8 bits the ranks first agree on the largest magnitude m of each parameter (one number per
+parameter), then all-reduce the scaled elements. With n ranks, the error of an element of the average is at
+most
 
-- fp16: m n / 4,096: each rank sends its n-th part, rounded, and each addition rounds again;
-- int8: m / (2 floor(127 / n)): the sum of n whole numbers must stay within 127, so each has floor(127 / n)
-  levels on either side. Half of a level is what a rank's rounding can cost.
+- fp16: m n / 4,096: each rank sends 1/n of it, rounded, and each addition rounds again;
+- int8: m / (2 floor(127 / n)): the sum of n integers must stay within 127, so each has floor(127 / n) levels
+  on either side, and a rank's rounding costs at most half a level.
 
-A value that is not finite makes its whole piece NaN on all ranks, so the next loss tells of it.
+A value that is not finite makes its whole parameter NaN on all ranks, so the next loss shows it.
 
-Not every library sums bytes, so four of them travel as one int32. Each is counted from 0, and the sum of the
-ranks' bytes is at most 254, so none carries over into its neighbour.
+Not every library sums bytes, so four bytes are sent as one int32. Bytes count from 0 and their sum over
+ranks is at most 254, so none overflows into its neighbour.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _PER_INT32 = 4
 def start_average(
     values: torch.Tensor, sizes: Sequence[int], collective: Collective, form: str, name: str
 ) -> Callable[[], torch.Tensor]:
-    """Begins to average `values`, 1-D, over all ranks. Runs on every rank.
+    """Starts to average `values`, 1-D, over all ranks. Runs on every rank.
 
     Args:
         values: They must not be used afterwards.
-        sizes: Elements of each piece with a scale of its own.
+        sizes: Number of elements of each parameter, which has its own scale.
         form: "fp32" (which keeps fp64), "fp16" or "int8".
         name: See `Collective.start_sum`.
 
@@ -52,7 +52,7 @@ def start_average(
         return whole
     pieces = torch.split(values, list(sizes))
     largest = torch.stack([p.abs().amax() if len(p) else p.new_zeros(()) for p in pieces])
-    # Infinity, because the maximum that a library takes of NaN and a number depends on their order.
+    # Infinity, because a library's maximum of NaN and a number depends on their order.
     largest = torch.where(largest.isfinite(), largest, torch.inf)
     largest = collective.all_reduce(largest, op="max")
     divisor = torch.where(largest > 0, largest, torch.ones_like(largest))
@@ -78,8 +78,8 @@ def start_average(
 
 
 def _as_bytes(values: torch.Tensor, levels: int) -> torch.Tensor:
-    """Returns whole numbers from 0 to 2 `levels`, for values from -`levels` to `levels`, four an int32."""
+    """Maps values from -`levels` to `levels` to integers from 0 to 2 `levels`, four per int32."""
     padded = torch.zeros(-(-len(values) // _PER_INT32) * _PER_INT32, dtype=torch.uint8, device=values.device)
-    # What is not finite becomes some number here, and its piece NaN by the scale.
+    # A value that is not finite becomes any number here; the scale makes its parameter NaN.
     padded[: len(values)] = values.nan_to_num_(0.0, 0.0, 0.0).round_().add_(levels).to(torch.uint8)
     return padded.view(torch.int32)

@@ -1,13 +1,13 @@
-"""DiLoCo: what the ranks moved in a period is the gradient of an outer optimizer.
+"""DiLoCo: the change of the weights in a period is the gradient of an outer optimizer.
 
-Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models": the outer gradient
-is the weights at the period's start minus the average of the ranks' weights at its end; the outer optimizer
-is SGD with Nesterov momentum. Its state is equal on all ranks without an exchange.
+Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models": the outer
+gradient is the weights at the period's start minus the average of the ranks' weights at its end; the outer
+optimizer is SGD with Nesterov momentum. Its state is equal on all ranks without communication.
 
-Streaming (Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"): the parameters are cut
-in F fragments, of which one meets every H / F steps, in turn. Its outer gradient is sent tau steps before it
-is used; meanwhile the ranks go on. Then each rank's weights are
-alpha * its own + (1 - alpha) * those of the outer optimizer.
+Streaming (Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"): the parameters form F
+fragments, and one fragment synchronizes every H / F steps. Its outer gradient is sent tau steps before it is
+used, and the ranks continue meanwhile. Then each rank's weights become alpha * its own + (1 - alpha) * the
+outer optimizer's.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.options.sync import DiLoCo
-from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, follow
-from ringspark.estimators.parallel.exchange import Exchange
+from ringspark.estimators.parallel.base import apply_change
 from ringspark.extras.local_sgd.compact_sum import start_average
-from ringspark.extras.local_sgd.flat_weights import FlatWeights, fragments_of
-from ringspark.extras.local_sgd.local_sync import LocalSync
+from ringspark.extras.local_sgd.flat_weights import FlatWeights, split_into_fragments
+from ringspark.extras.local_sgd.local_sync import LocalStrategy, LocalSync
 
 
 @torch.no_grad()
@@ -39,13 +38,13 @@ def outer_step(
 
 @dataclass
 class Fragment:
-    """Parameters that meet together.
+    """Parameters that synchronize together.
 
     Attributes:
         start: The outer optimizer's weights, (weights,).
         momentum: Its momentum, (weights,).
         is_settled: Whether the ranks' weights are `start`.
-        pending: Waits for the outer gradient under way and returns it; None if none is.
+        pending: Waits for the outer gradient in flight and returns it, or None.
     """
 
     weights: FlatWeights
@@ -55,20 +54,8 @@ class Fragment:
     pending: Callable[[], torch.Tensor] | None = None
 
 
-class DiLoCoStrategy:
-    """Own steps, then one of the outer optimizer."""
-
-    def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, exchange: Exchange
-    ) -> GradientSync:
-        with torch.no_grad():
-            collective.broadcast(list(module.state_dict().values()))
-        assert isinstance(exchange.sync, DiLoCo)
-        return OuterSync(module, make_optimizer(module), collective, exchange.sync)
-
-
 class OuterSync(LocalSync):
-    """Fragments that meet in turn; with one fragment all weights meet at once."""
+    """Synchronizes one fragment after the other."""
 
     def __init__(
         self,
@@ -88,7 +75,7 @@ class OuterSync(LocalSync):
 
     def _begin_local(self) -> None:
         self._fragments = []
-        for weights in fragments_of(self._trained, self._settings.fragments):
+        for weights in split_into_fragments(self._trained, self._settings.fragments):
             start = weights.read()
             self._fragments.append(Fragment(weights, start, torch.zeros_like(start)))
 
@@ -112,7 +99,7 @@ class OuterSync(LocalSync):
                 self._statistics.average()
 
     def _end_epoch(self) -> None:
-        # What is under way ends first, then the others meet, in the same order on all ranks.
+        # First all-reduces in flight, then the other fragments, in the same order on all ranks.
         for number, fragment in enumerate(self._fragments):
             if fragment.pending is not None:
                 self._receive(number, 0.0)
@@ -124,14 +111,14 @@ class OuterSync(LocalSync):
             self._statistics.average()
         self._position = self._turn = 0
 
-    def _follow(self, before: torch.Tensor, after: torch.Tensor) -> None:
+    def _apply_change(self, before: torch.Tensor, after: torch.Tensor) -> None:
         sizes = [len(fragment.start) for fragment in self._fragments]
         moves = zip(torch.split(before, sizes), torch.split(after, sizes), strict=True)
         for fragment, move in zip(self._fragments, moves, strict=True):
-            fragment.start = follow(fragment.start, *move)
+            fragment.start = apply_change(fragment.start, *move)
 
     def _send(self, number: int) -> None:
-        """Begins to average the outer gradient of a fragment."""
+        """Starts to average the outer gradient of a fragment."""
         fragment = self._fragments[number]
         gradient = fragment.start - fragment.weights.read()
         fragment.pending = start_average(
@@ -139,7 +126,7 @@ class OuterSync(LocalSync):
         )
 
     def _receive(self, number: int, alpha: float) -> None:
-        """Takes the outer step of a fragment, unless a resume by other ranks has dropped its gradient."""
+        """Takes the outer step of a fragment, unless a resume with other ranks has dropped its gradient."""
         fragment = self._fragments[number]
         if fragment.pending is None:
             return
@@ -159,10 +146,10 @@ class OuterSync(LocalSync):
         fragment.is_settled = not alpha
 
     def rank_state(self) -> dict[str, torch.Tensor]:
-        # All ranks wait here, so that what is under way can be saved; it is used when its time comes.
+        # Wait for all-reduces in flight, to save their results, which are used later.
         for fragment in self._fragments:
             if fragment.pending is not None:
-                fragment.pending = partial(_same, fragment.pending())
+                fragment.pending = partial(_identity, fragment.pending())
         return super().rank_state()
 
     def _shared_state(self) -> dict[str, torch.Tensor]:
@@ -181,9 +168,17 @@ class OuterSync(LocalSync):
             fragment.momentum = state[f"momentum/{number}"].clone()
             fragment.is_settled = bool(settled[number])
             pending = state.get(f"pending/{number}")
-            # Its sum was over other ranks, and the fragment's next one has what it would have brought.
-            fragment.pending = partial(_same, pending.clone()) if is_same and pending is not None else None
+            # With other ranks, drop it: the fragment's next outer gradient includes it.
+            fragment.pending = (
+                partial(_identity, pending.clone()) if is_same and pending is not None else None
+            )
 
 
-def _same(gradient: torch.Tensor) -> torch.Tensor:
+class DiLoCoStrategy(LocalStrategy):
+    """Local steps, then a step of the outer optimizer."""
+
+    sync = OuterSync
+
+
+def _identity(gradient: torch.Tensor) -> torch.Tensor:
     return gradient

@@ -1,9 +1,9 @@
-"""Elastic averaging: the ranks and a centre pull at each other every few steps.
+"""Elastic averaging: the ranks and a centre attract each other every few steps.
 
-Zhang, Choromanska and LeCun 2015, "Deep learning with Elastic Averaging SGD", synchronous: with d_i = x_i - c
-for rank i's weights x_i and the centre c, x_i becomes x_i - alpha d_i and c becomes c + alpha sum(d_i). The
-ranks explore on their own and never become equal; the model is the centre, which an epoch's end shows. Every
-rank keeps the centre, from the same sums.
+Zhang, Choromanska and LeCun 2015, "Deep learning with Elastic Averaging SGD", synchronous: with d_i = x_i -
+c for rank i's weights x_i and the centre c, x_i becomes x_i - alpha d_i and c becomes c + alpha sum(d_i).
+The ranks never become equal; the model is the centre, which the end of an epoch validates. Every rank keeps
+the centre, from the same sums.
 """
 
 from __future__ import annotations
@@ -15,28 +15,15 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.options.sync import ElasticAveraging
-from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, follow
-from ringspark.estimators.parallel.exchange import Exchange
-from ringspark.extras.local_sgd.local_sync import LocalSync
+from ringspark.estimators.parallel.base import apply_change
+from ringspark.extras.local_sgd.local_sync import LocalStrategy, LocalSync
 
 # The paper's beta: alpha times the number of ranks, with which the centre moves.
 BETA = 0.9
 
 
-class ElasticStrategy:
-    """Own steps, then a pull of ranks and centre."""
-
-    def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, exchange: Exchange
-    ) -> GradientSync:
-        with torch.no_grad():
-            collective.broadcast(list(module.state_dict().values()))
-        assert isinstance(exchange.sync, ElasticAveraging)
-        return ElasticSync(module, make_optimizer(module), collective, exchange.sync)
-
-
 class ElasticSync(LocalSync):
-    """A rank's weights on an elastic band to the centre."""
+    """One rank's weights, and the centre."""
 
     def __init__(
         self,
@@ -60,9 +47,9 @@ class ElasticSync(LocalSync):
             self._pull()
         self._show(self._centre)
 
-    def _follow(self, before: torch.Tensor, after: torch.Tensor) -> None:
-        super()._follow(before, after)
-        self._centre = follow(self._centre, before, after)
+    def _apply_change(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        super()._apply_change(before, after)
+        self._centre = apply_change(self._centre, before, after)
 
     def _pull(self) -> None:
         own = self._weights.read()
@@ -79,5 +66,11 @@ class ElasticSync(LocalSync):
     def _load_shared(self, state: Mapping[str, torch.Tensor], *, is_same: bool) -> None:
         self._centre = state["centre"].clone()
 
-    def _weights_of_others(self, ranks: Iterable[torch.Tensor]) -> torch.Tensor:
+    def _average_weights(self, ranks: Iterable[torch.Tensor]) -> torch.Tensor:
         return self._centre
+
+
+class ElasticStrategy(LocalStrategy):
+    """Local steps, then an attraction of ranks and centre."""
+
+    sync = ElasticSync

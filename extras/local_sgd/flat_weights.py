@@ -1,8 +1,8 @@
 """Copies the trained parameters of a network to one vector and back, whole or in fragments.
 
-Invariant: all ranks lay equal parameters out alike, as they sum the vectors element by element. The vector
-has 32 bits an element, or 64 where a parameter has, so a parameter in 16 bits is averaged in 32. A complex
-number is two elements.
+Invariant: all ranks use the same order, because they sum the vectors element by element. The vector has 32
+bits per element, or 64 if a parameter has, so 16-bit parameters are averaged in 32 bits. A complex number is
+two elements.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class FlatWeights:
-    """Some parameters of one device, seen as a vector.
+    """Parameters of one device as a vector.
 
     Attributes:
         sizes: Elements of each parameter in the vector.
@@ -32,15 +32,15 @@ class FlatWeights:
 
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
-        """Makes `values`, laid out as `read` does, the weights.
+        """Overwrites the weights with `values`, in the order of `read`.
 
         Raises:
-            ValueError: They are of another network.
+            ValueError: They belong to another network.
         """
         if len(values) != sum(self.sizes):
             raise ValueError(
-                f"the checkpoint has {len(values)} trained weights of a rank, the network {sum(self.sizes)}; "
-                "give the model that was trained"
+                f"the checkpoint has {len(values)} trained weights per rank, but the network has "
+                f"{sum(self.sizes)}; give the model that was trained"
             )
         for parameter, piece in zip(self._parameters, torch.split(values, self.sizes), strict=True):
             real = _real(parameter.detach())
@@ -48,12 +48,12 @@ class FlatWeights:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor itself, or a view of complex numbers as pairs, in a last dimension."""
+    """Returns the tensor; complex numbers become pairs in a last dimension."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def fragments_of(parameters: Sequence[torch.Tensor], count: int) -> list[FlatWeights]:
-    """Deals parameters out to `count` fragments of about as many elements, in the order of the layers.
+def split_into_fragments(parameters: Sequence[torch.Tensor], count: int) -> list[FlatWeights]:
+    """Splits parameters into `count` fragments of about equal size, in the order of the layers.
 
     Raises:
         ValueError: There are fewer parameters than fragments.
@@ -63,14 +63,14 @@ def fragments_of(parameters: Sequence[torch.Tensor], count: int) -> list[FlatWei
             f"localSteps has {count} fragments for {len(parameters)} trained parameters; lower 'fragments'"
         )
     total = sum(p.numel() for p in parameters)
-    dealt: list[list[torch.Tensor]] = [[]]
+    fragments: list[list[torch.Tensor]] = [[]]
     seen = 0
     for index, parameter in enumerate(parameters):
-        missing = count - len(dealt)
-        is_full = seen * count >= len(dealt) * total
-        # A fragment is never empty, nor is one after it.
-        if dealt[-1] and missing and (is_full or len(parameters) - index == missing):
-            dealt.append([])
-        dealt[-1].append(parameter)
+        missing = count - len(fragments)
+        is_full = seen * count >= len(fragments) * total
+        # No fragment is empty.
+        if fragments[-1] and missing and (is_full or len(parameters) - index == missing):
+            fragments.append([])
+        fragments[-1].append(parameter)
         seen += parameter.numel()
-    return [FlatWeights(own) for own in dealt]
+    return [FlatWeights(own) for own in fragments]

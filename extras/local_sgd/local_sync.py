@@ -1,37 +1,46 @@
-"""What all ways of local training share: own steps, a count of them, the synchronous steps before.
+"""Base of local training: local steps, and synchronous steps before them.
 
-A rank differentiates the loss of its own rows over the rows of the whole batch, times the number of ranks.
-So the average of the ranks' gradients is that of the synchronous step, also where shares are uneven. A rank
-without rows in a step takes it with gradients of zero for the parameters that had one before: what momentum
-and weight decay do goes on, as the average of the ranks needs it.
+A rank differentiates the loss of its rows, divided by the rows of the whole batch, times the number of
+ranks. So the average of the ranks' gradients is the gradient of the synchronous step, also with uneven
+shards. A rank without rows in a step takes it with gradients of zero for the parameters that had one before,
+so that momentum and weight decay continue.
 
-Invariant: all ranks take the same number of steps, so they meet without asking each other.
+Invariant: all ranks take the same number of steps, so they synchronize without negotiation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.options.sync import LocalTraining
-from ringspark.estimators.parallel.base import PlainSync, Scaler, follow
+from ringspark.estimators.parallel.base import (
+    GradientSync,
+    MakeOptimizer,
+    Scaler,
+    apply_change,
+    share_weights,
+)
 from ringspark.estimators.parallel.data.data_parallel import synchronize
-from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
+from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
+from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.parallel.sync_settings import SyncSettings
 from ringspark.extras.local_sgd.flat_weights import FlatWeights
 from ringspark.extras.local_sgd.rank_optimizer import load_tensors, state_tensors
 from ringspark.extras.local_sgd.statistics import Statistics
 
 
-class LocalSync(PlainSync):
-    """Lets a rank step on its own; a subclass says what happens after a step and at an epoch's end.
+class LocalSync(GradientSync):
+    """Base class; subclasses implement the end of a local step and of an epoch.
 
     Attributes:
-        shown: Whether the network holds what the ranks found together, not the rank's own weights, which
-            come back before the next step.
+        shown: Whether the network holds the ranks' common weights; the rank's own weights return before the
+            next step.
     """
 
     def __init__(
@@ -41,7 +50,7 @@ class LocalSync(PlainSync):
         collective: Collective,
         settings: LocalTraining,
     ) -> None:
-        """Stands before the first step; all ranks hold equal weights.
+        """Starts with equal weights on all ranks.
 
         Args:
             settings: The options of the local training.
@@ -57,9 +66,9 @@ class LocalSync(PlainSync):
         held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         self._trained = [p for p in module.parameters() if p in held]
         self._weights = FlatWeights(self._trained)
-        self._moved: list[torch.Tensor] = []  # had a gradient in the last step with rows
+        self._moved: list[torch.Tensor] = []  # parameters with a gradient in the last step with rows
         self._steps = 0
-        self._position = 0  # local steps since the last meeting
+        self._position = 0  # local steps since the last synchronization
         self._own: torch.Tensor | None = None
         self._equal: torch.Tensor | None = None  # weights that all ranks share, until the next local step
         self._begin_phase()
@@ -69,11 +78,11 @@ class LocalSync(PlainSync):
         return self._own is not None
 
     def _begin_phase(self) -> None:
-        """Makes the steps from now on synchronous or local, by their number."""
+        """Makes the following steps synchronous or local, by their number."""
         self._is_local = self._steps >= self._after
         self.loss_factor = float(self._collective.size) if self._is_local else 1.0
         if self._is_local:
-            if isinstance(self._synchronous, SummedGradients):
+            if isinstance(self._synchronous, GradientAllReduce):
                 self._synchronous.remove_hooks()
             self._synchronous = None
             self._statistics = Statistics(self.network, self._collective)
@@ -81,14 +90,14 @@ class LocalSync(PlainSync):
             self._equal = self._weights.read()
 
     def _begin_local(self) -> None:
-        """Notes the weights from which the ranks part."""
+        """Stores the common weights before the first local step."""
 
     def _after_step(self) -> None:
-        """Ends a local step; `_position` counts it."""
+        """Runs after a local step, which `_position` has counted."""
         raise NotImplementedError
 
     def _end_epoch(self) -> None:
-        """Makes the weights of the networks equal."""
+        """Makes the networks' weights equal on all ranks."""
         raise NotImplementedError
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
@@ -123,24 +132,24 @@ class LocalSync(PlainSync):
             self._equal = self._weights.read()
 
     def _show(self, values: torch.Tensor) -> None:
-        """Has the network hold `values` until the next step."""
+        """Sets the network's weights to `values` until the next step."""
         self._own = self._weights.read()
         self._weights.write(values)
 
-    def _follow(self, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Applies the change that callbacks made to the shared weights to this rank's other vectors."""
+    def _apply_change(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Applies a callback's change of the common weights to this rank's other vectors."""
         if self._own is not None:
-            self._own = follow(self._own, before, after)
+            self._own = apply_change(self._own, before, after)
 
-    def _follow_callbacks(self) -> None:
+    def _apply_callbacks(self) -> None:
         if self._equal is not None:
             present = self._weights.read()
             if not present.equal(self._equal):
-                self._follow(self._equal, present)
+                self._apply_change(self._equal, present)
                 self._equal = present
 
     def _take_own(self) -> None:
-        self._follow_callbacks()
+        self._apply_callbacks()
         self._equal = None
         if self._own is not None:
             self._weights.write(self._own)
@@ -149,17 +158,17 @@ class LocalSync(PlainSync):
     # ------------------------------------------------------------------ checkpoints
 
     def _shared_state(self) -> dict[str, torch.Tensor]:
-        """Returns what is equal on all ranks, beside the steps; rank 0 saves it."""
+        """Returns state that is equal on all ranks, which rank 0 saves."""
         return {}
 
     def _load_shared(self, state: Mapping[str, torch.Tensor], *, is_same: bool) -> None:
         """Restores `_shared_state`."""
 
-    def _weights_of_others(self, ranks: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Returns the average of the ranks' own weights, from which another number of ranks resumes.
+    def _average_weights(self, ranks: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Returns the average of the ranks' weights, from which another number of ranks resumes.
 
         Args:
-            ranks: Read one at a time; each may be changed.
+            ranks: Weights of each rank, read one at a time; they may be changed.
         """
         rest, count = iter(ranks), 1
         total = next(rest)
@@ -172,14 +181,14 @@ class LocalSync(PlainSync):
         state = {"steps": torch.tensor([self._steps, self._position])}
         if not self._is_local:
             return state
-        self._follow_callbacks()
+        self._apply_callbacks()
         if self._collective.rank == 0:
             state |= {f"shared/{k}": v.to("cpu", copy=True) for k, v in self._shared_state().items()}
         moved = set(self._moved)
         state["moved"] = torch.tensor([p in moved for p in self._trained], dtype=torch.uint8)
         own = self._own if self._own is not None else self._weights.read()
         state["shown" if self.shown else "weights"] = own.to("cpu", copy=True)
-        # What rank 0 has of these is in the checkpoint's own files.
+        # The checkpoint's own files have rank 0's.
         if self._collective.rank:
             state |= state_tensors(self.network, self.optimizer)
         return state
@@ -206,10 +215,28 @@ class LocalSync(PlainSync):
         if is_same:
             load_tensors(self.network, self.optimizer, own)
         if "shown" in first:
-            # The network has what the ranks found together, from where another number of ranks goes on.
+            # The network has the common weights, from which another number of ranks resumes.
             self._own = own["shown"].to(device, copy=True) if is_same else None
         elif is_same:
             self._weights.write(own["weights"].to(device))
         else:
             weights = (state["weights"].to(device, copy=True) for state in states)
-            self._weights.write(self._weights_of_others(weights))
+            self._weights.write(self._average_weights(weights))
+
+
+class LocalStrategy:
+    """Base of the strategies of local training.
+
+    Attributes:
+        sync: Its synchronization.
+    """
+
+    takes_sparse = False
+    sync: ClassVar[type[LocalSync]]
+
+    def prepare(
+        self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
+    ) -> GradientSync:
+        assert isinstance(settings.sync, LocalTraining)
+        share_weights(module, mesh)
+        return self.sync(module, make_optimizer(module), mesh.gradients, settings.sync)

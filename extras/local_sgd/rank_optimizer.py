@@ -1,4 +1,4 @@
-"""A rank's own optimizer state: as tensors for a checkpoint, and over the ranks where they meet."""
+"""A rank's own optimizer state: as tensors for a checkpoint, and averaged over the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PREFIX = "optimizer/"
 
 
 def state_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Returns copies of the whole state, on the CPU; numbers and texts as the bytes of one JSON text."""
+    """Returns copies of the whole state on the CPU; numbers and texts become the bytes of a JSON text."""
     tensors: dict[str, torch.Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
     for name, own in state_by_name(network, optimizer).items():
@@ -34,13 +34,13 @@ def state_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def load_tensors(
     network: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Makes the result of `state_tensors` the whole state; does nothing if there is none."""
+    """Restores the result of `state_tensors`, if there is one."""
     if _PLAIN not in tensors:
         return
     state: OptimizerState = json.loads(tensors[_PLAIN].numpy().tobytes())
     for key in tensors:
         if key.startswith(_PREFIX):
-            # A key of the optimizer has no slash, the name of a parameter may have one.
+            # Optimizer keys have no slashes, but parameter names may.
             name, _, entry = key.removeprefix(_PREFIX).rpartition("/")
             state[name][entry] = tensors[key]
     optimizer.state.clear()
@@ -53,8 +53,8 @@ def average_state(
 ) -> None:
     """Averages momentum and second moments over the ranks. Runs on every rank.
 
-    Averaged are floating tensors of a parameter's state other than its count of steps, where all ranks have
-    a state for the parameter; a rank that never had a gradient for it has none.
+    Only floating-point tensors are averaged, not step counts, and only if all ranks have state for the
+    parameter; a rank that never had a gradient has none.
     """
     device = parameters[0].device
     has = torch.tensor([float(bool(optimizer.state.get(p))) for p in parameters], device=device)

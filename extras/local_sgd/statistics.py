@@ -1,8 +1,8 @@
-"""Averages the ranks' floating buffers where they meet, such as running statistics of batch normalisation.
+"""Averages floating-point buffers over the ranks, such as running statistics of batch normalization.
 
-Only buffers of the state dict that changed on some rank since the last time count: a constant, such as a mask
-with infinities, is not touched by rounding. One whose shape is no longer that of the start on some rank stays
-as it is. Whole numbers, such as a count of batches, stay each rank's own, until a validation shares rank 0's.
+Only buffers of the state dict that changed on some rank since the last time are averaged, so that rounding
+does not change constants, such as a mask with infinities. Buffers whose shape changed on some rank are
+skipped. Integers, such as a count of batches, differ between ranks until a validation shares rank 0's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ringspark.estimators.collectives import Collective
 
 
 class Statistics:
-    """The floating buffers of one network on one rank."""
+    """The floating-point buffers of one rank's network."""
 
     def __init__(self, network: nn.Module, collective: Collective) -> None:
         self._network = network

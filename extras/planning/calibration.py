@@ -19,7 +19,7 @@ from ringspark.estimators import user_code
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.memory.columns import BatchColumn
-from ringspark.estimators.parallel.base import PlainSync
+from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.build import build_configured_optimizer, build_module
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.make_heads import make_heads
@@ -89,7 +89,7 @@ class Calibration:
         module = build_module(self.config, objects).to(device).train()
         if self.config.precision != "fp32":
             keep_norms_fp32(module)
-        sync = PlainSync(module, build_configured_optimizer(self.config, objects, module))
+        sync = GradientSync(module, build_configured_optimizer(self.config, objects, module))
         scaler = LossScaler(self.config.precision, device, None, guards=False)
         criterion = Criterion(make_heads(self.config, objects), device)
         recipe = Recipe(config=self.config, criterion=criterion, scaler=scaler, device=device)

@@ -1,1 +1,1 @@
-"""Pipeline schedules without a flush, and pipelines that pass on chunks of the sequence."""
+"""Pipeline schedules without a flush, and pipelines that pass sequence chunks."""

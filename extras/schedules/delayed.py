@@ -1,20 +1,20 @@
-"""Schedules without a flush: a step's last backward passes are made in the next step, and no rank waits.
+"""Schedules without a flush: a step's last backward passes run in the next step, and no rank waits.
 
-In a step, a stage makes a backward pass after each forward pass as soon as the pipeline is full, and those
-that are left over at the end in the next step. So gradients are late: where f_t is the mean loss of step
-t's rows and w_t are the weights after t steps, stage s takes the step
+When the pipeline is full, a stage runs a backward pass after each forward pass; the remaining backward
+passes of a step run in the next step. So gradients are late: with f_t the mean loss of step t's rows and w_t
+the weights after t steps, stage s takes the step
 
     w_{t+1} = w_t - rate * gradient of f_{t-d} at w_{t-d},   d = d_s
 
 - `2bw` (Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training"): d = 1 on every stage. A
-  rank keeps two versions of its weights. No rank waits if a step has p - 1 micro-batches or more.
-- `pipedream` (Narayanan et al. 2019, "PipeDream", weight stashing): each stage is as late as it has to be.
-  With m micro-batches a step, stage s of p has d = ceil((p - 1 - s) / m), the last one 0, and keeps d + 1
-  versions. With m = 1 this is the paper's update of every micro-batch.
+  rank keeps two versions of its weights. No rank waits if a step has at least p - 1 micro-batches.
+- `pipedream` (Narayanan et al. 2019, "PipeDream", weight stashing): the smallest possible delay of each
+  stage. With m micro-batches per step, stage s of p has d = ceil((p - 1 - s) / m), the last stage 0, and
+  keeps d + 1 versions. With m = 1 this is the paper's update after every micro-batch.
 
-While a step is computed, there is one version more: a copy, on which its passes run.
+During a step there is one more version, a copy on which its passes run.
 
-After `drain` the pipeline is empty, and the first gradient afterwards is of the newest weights.
+After `drain` the pipeline is empty, and the next gradient belongs to the newest weights.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind
+from ringspark.estimators.parallel.model.pipeline.actions import Action, PassType
 from ringspark.estimators.parallel.model.pipeline.orders import Orders
 
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedStep:
-    """What the stages do in one step.
+    """One step of all stages.
 
     Attributes:
         orders: Actions of each stage.
         micros: Numbers of the step's own micro-batches.
         number: Number of the step.
-        released: For each stage that has the gradients of a step complete: the number of that step.
-        finished: Micro-batches whose last backward pass is made now.
+        released: Stage -> step whose gradients are complete on the stage.
+        finished: Micro-batches whose last backward pass runs in this step.
     """
 
     orders: Orders
@@ -47,20 +47,20 @@ class DelayedStep:
 
 
 def one_step_late(num_ranks: int, num_micro: int) -> list[int]:
-    """Returns how many steps each stage is late in `2bw`."""
+    """Returns the delay of each stage in `2bw`, in steps."""
     return [1 if num_ranks > 1 else 0] * num_ranks
 
 
 def late_by_depth(num_ranks: int, num_micro: int) -> list[int]:
-    """Returns how many steps each stage is late in `pipedream`."""
+    """Returns the delay of each stage in `pipedream`, in steps."""
     return [-(-(num_ranks - 1 - stage) // num_micro) for stage in range(num_ranks)]
 
 
 class Backlog:
-    """The micro-batches that are on their way, as every rank knows them without asking.
+    """The micro-batches in flight; every rank can derive them.
 
     Args:
-        delays: How many steps each stage's gradients are late.
+        delays: Delay of each stage's gradients, in steps.
     """
 
     def __init__(self, delays: list[int]) -> None:
@@ -79,7 +79,7 @@ class Backlog:
         return max(0, self._last_step + max(self._delays) + 1 - self._next_step)
 
     def step(self, num_micro: int, *, is_drain: bool = False) -> DelayedStep:
-        """Returns what is to be done in the next step, and takes it as done."""
+        """Returns the next step, and assumes that it runs."""
         number = self._next_step
         self._next_step += 1
         if not is_drain:
@@ -93,16 +93,16 @@ class Backlog:
         for stage, (pending, delay) in enumerate(zip(self._pending, self._delays, strict=True)):
             order = []
             for micro in micros:
-                order.append(Action(Kind.FORWARD, stage, micro))
+                order.append(Action(PassType.FORWARD, stage, micro))
                 pending.append(micro)
                 if len(pending) > len(self._delays) - 1 - stage:
-                    order.append(Action(Kind.BACKWARD, stage, pending.popleft()))
+                    order.append(Action(PassType.BACKWARD, stage, pending.popleft()))
             while pending and self._step_of[pending[0]] <= number - delay:
-                order.append(Action(Kind.BACKWARD, stage, pending.popleft()))
+                order.append(Action(PassType.BACKWARD, stage, pending.popleft()))
             orders.append(order)
             if number - delay in has_rows:
                 released[stage] = number - delay
-        # Remembered until the latest stage has released their step.
+        # Micro-batches are kept until the latest stage has released their step.
         oldest = number - max(self._delays)
         finished = [micro for micro, step in self._step_of.items() if step <= oldest]
         for micro in finished:

@@ -10,37 +10,37 @@ from typing import Any
 import torch
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.model.pipeline.actions import Progress, with_arrivals
-from ringspark.estimators.parallel.model.pipeline.exchange import Place
+from ringspark.estimators.parallel.model.pipeline.actions import CompletedActions, with_arrivals
 from ringspark.estimators.parallel.model.pipeline.executor import Added, Context, Loss
 from ringspark.estimators.parallel.model.pipeline.passes import (
     PipelineOptions,
     PipelinePasses,
-    nothing_added,
+    add_nothing,
 )
 from ringspark.estimators.parallel.model.pipeline.schedules import Schedule
+from ringspark.estimators.parallel.model.pipeline.transfers import StagePlacement
 from ringspark.extras.schedules.delayed import (
     Backlog,
     DelayedStep,
     late_by_depth,
     one_step_late,
 )
-from ringspark.extras.schedules.versions import WeightVersion
+from ringspark.extras.schedules.weight_stashing import StashedWeights
 
 
 class DelayedPasses(PipelinePasses):
-    """The passes of one rank, each step with its own version of the weights."""
+    """The passes of one rank; each step has its own version of the weights."""
 
     @staticmethod
     @abstractmethod
     def delays(num_ranks: int, num_micro: int) -> list[int]:
-        """Returns how many steps each stage's gradients are late."""
+        """Returns the delay of each stage's gradients, in steps."""
 
     def __init__(
         self,
         network: torch.nn.Module,
         collective: Collective,
-        place: Place,
+        place: StagePlacement,
         schedule: Schedule,
         options: PipelineOptions,
         *others: Any,
@@ -48,9 +48,9 @@ class DelayedPasses(PipelinePasses):
         super().__init__(network, collective, place, schedule, options, *others)
         self._delays = self.delays(collective.size, options.num_micro)
         self._backlog = Backlog(self._delays)
-        self._progress = Progress(len(place.owners))
+        self._progress = CompletedActions(len(place.owners))
         # Versions of this stage by step number, and the step of each unfinished micro-batch.
-        self._versions: dict[int, WeightVersion] = {}
+        self._versions: dict[int, StashedWeights] = {}
         self._step_of: dict[int, int] = {}
         self._executor.weights = self._weights_of
         self.late = max(self._delays) > 0
@@ -64,13 +64,13 @@ class DelayedPasses(PipelinePasses):
         micro_batches: Sequence[Sequence[torch.Tensor]],
         loss: Loss,
         around: Context = nullcontext,
-        added: Added = nothing_added,
+        added: Added = add_nothing,
     ) -> bool:
         return self._train_late(self._backlog.step(len(micro_batches)), micro_batches, loss, around, added)
 
     def drain(self) -> bool:
         step = self._backlog.step(0, is_drain=True)
-        return self._train_late(step, (), _no_loss, nullcontext, nothing_added)
+        return self._train_late(step, (), _no_loss, nullcontext, add_nothing)
 
     def _train_late(
         self,
@@ -83,7 +83,7 @@ class DelayedPasses(PipelinePasses):
         (stage,) = self.stages
         self._step_of |= dict.fromkeys(step.micros, step.number)
         if step.micros and self._delays[stage]:
-            self._versions[step.number] = WeightVersion(self.network)
+            self._versions[step.number] = StashedWeights(self.network)
         orders = step.orders[::-1]  # by rank: rank 0 has the last stage
         steps = with_arrivals(orders, self._place.owners, self._progress)[self._place.rank]
         self._executor.around = around
@@ -100,11 +100,11 @@ class DelayedPasses(PipelinePasses):
 
     def _weights_of(self, micro: int) -> AbstractContextManager[object]:
         version = self._versions.get(self._step_of.get(micro, -1))
-        return nullcontext() if version is None else version.in_place()
+        return nullcontext() if version is None else version.use()
 
 
 class PipeDream(DelayedPasses):
-    """Each stage is as late as its depth requires."""
+    """Each stage has the delay that its depth requires."""
 
     @staticmethod
     def delays(num_ranks: int, num_micro: int) -> list[int]:

@@ -32,7 +32,7 @@ from small_training import train_gang
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
-from ringspark.estimators.parallel import STRATEGIES, Exchange
+from ringspark.estimators.parallel import STRATEGIES, SyncSettings
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.jobs import cli, recipes
@@ -108,7 +108,7 @@ class Training:
 
     def __init__(self, compression: Any, collective: Collective, rows: int) -> None:
         torch.manual_seed(0)
-        exchange = Exchange(sync=AllReduce(compression=Compression.of(compression)))
+        exchange = SyncSettings(sync=AllReduce(compression=Compression.of(compression)))
         make = momentum(0.01, 0.0)
         self.sync = STRATEGIES[exchange.sync.strategy]().prepare(
             SPEC.build(), lambda module: make(module.parameters()), collective, exchange

@@ -31,9 +31,9 @@ from torch.nn import functional as F
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
+from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
 from ringspark.estimators.parallel.model.sequence import CONTEXTS
-from ringspark.estimators.parallel.model.sequence.spread import spread_sequence
+from ringspark.estimators.parallel.model.sequence.shard_sequence import shard_sequence
 from ringspark.estimators.training.phase import Status
 from ringspark.models import ModelSpec
 
@@ -50,9 +50,9 @@ class Training:
     def __init__(self, way: str, collective: Collective, seq: int, rows: int) -> None:
         torch.manual_seed(0)
         module = ModelSpec("transformer_lm", {**SIZES, "max_seq_len": seq}).build()
-        spread_sequence(module, collective, way)
+        shard_sequence(module, collective, way)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-        self.sync = SummedGradients(module, optimizer, collective)
+        self.sync = GradientAllReduce(module, optimizer, collective)
         self.collective = collective
         self.ids = torch.randint(VOCABULARY, (rows, seq))
         self.held = 0

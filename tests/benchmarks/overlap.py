@@ -24,7 +24,7 @@ import torch
 from links import link_refusal, shaped_hosts
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
+from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
 from ringspark.estimators.training.observation.overlap import hidden_and_total
 from ringspark.estimators.training.observation.timeline import now_ns
 from ringspark.models import ModelSpec
@@ -53,7 +53,7 @@ class Training:
         torch.manual_seed(0)
         network = spec_of(width).build()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
-        self._sync = SummedGradients(network, optimizer, collective, bucket_bytes=bucket_bytes)
+        self._sync = GradientAllReduce(network, optimizer, collective, bucket_bytes=bucket_bytes)
         self._x = torch.randn(rows, width, generator=torch.Generator().manual_seed(collective.rank))
 
     def step(self) -> list[tuple[int, int]]:

@@ -22,10 +22,15 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.pipeline import SCHEDULES, PipelineOptions, PipelinePasses, pipelined
-from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind
-from ringspark.estimators.parallel.model.pipeline.simulation import most_live
-from ringspark.estimators.parallel.model.pipeline.timeline import Timed, bubble_share
+from ringspark.estimators.parallel.model.pipeline import (
+    SCHEDULES,
+    PipelineOptions,
+    PipelinePasses,
+    build_pipeline,
+)
+from ringspark.estimators.parallel.model.pipeline.actions import Action, PassType
+from ringspark.estimators.parallel.model.pipeline.executor import Timed
+from ringspark.estimators.parallel.model.pipeline.simulation import bubble_share, count_live
 from ringspark.estimators.training.phase import Status
 
 RANKS, LAYERS, MICROS = 4, 8, 8
@@ -100,7 +105,7 @@ def timelines(
 ) -> str:
     """Runs on every rank; returns its actions in each recorded round, and the most that lived."""
     network = nn.Sequential(*(SleepingLayer(seconds) for _ in range(LAYERS)))
-    passes = pipelined(network, RankMesh.of(collective, {"pipeline": RANKS}), options_of(way))
+    passes = build_pipeline(network, RankMesh.of(collective, {"pipeline": RANKS}), options_of(way))
     optimizer = torch.optim.SGD(network.parameters(), 0.01)
     inputs = [torch.randn(2, 4) for _ in range(MICROS)]
     steps = STEADY if passes.late else 1
@@ -127,7 +132,7 @@ def measured(way: str, seconds: float, repeats: int) -> tuple[list[list[list[Tim
     rounds = [
         [
             [
-                Timed(Action(Kind(k), stage, micro), begin, end)
+                Timed(Action(PassType(k), stage, micro), begin, end)
                 for k, stage, micro, begin, end in rank["rounds"][i]
             ]
             for rank in told
@@ -161,7 +166,7 @@ def computing(way: str, width: int, steps: int, collective: Collective, device: 
             optimizer.step()
     else:
         sample = (inputs[0],)
-        passes = pipelined(
+        passes = build_pipeline(
             network, RankMesh.of(collective, {"pipeline": collective.size}), options_of(way), sample
         )
         optimizer = torch.optim.SGD(network.parameters(), 1e-4)
@@ -231,7 +236,7 @@ def main() -> None:
         known = SCHEDULES[schedule]
         expected = "-"
         if known.order is not None:
-            expected = ", ".join(map(str, most_live(known.orders_by_rank(RANKS, virtual, MICROS))))
+            expected = ", ".join(map(str, count_live(known.orders_by_rank(RANKS, virtual, MICROS))))
         steps = 1 if known.order is not None else STEADY
         table.append(
             [

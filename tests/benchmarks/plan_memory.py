@@ -22,7 +22,7 @@ from peak_memory import peak_bytes
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.memory import MemoryPlan, plan_memory
-from ringspark.estimators.parallel import STRATEGIES, Exchange
+from ringspark.estimators.parallel import STRATEGIES, SyncSettings
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.build import build_optimizer
@@ -109,8 +109,8 @@ def measured(config: TrainConfig, model: ModelSpec, inputs: torch.Tensor, labels
     sync = STRATEGIES["data_parallel"]().prepare(
         module,
         lambda net: build_optimizer(config.optimizer, net, (), config.learning_rate, config.weight_decay),
-        collective,
-        Exchange(micro_batches=config.gradient_accumulation),
+        RankMesh.of(collective),
+        SyncSettings(micro_batches=config.gradient_accumulation),
     )
     batch = Batch(inputs=(inputs,), labels=(labels,), weight=None)
     with tempfile.TemporaryDirectory() as folder:

@@ -32,7 +32,7 @@ from plan_memory import _num_bytes, _tensors
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.spread import spread
+from ringspark.estimators.parallel.model.shard_network import shard_network
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks
 from ringspark.estimators.training.checkpoint.resume import Recovery
@@ -164,9 +164,8 @@ class Rounds:
         pipeline = None
         if mesh.cuts_network:
             num_micro = config.gradient_accumulation
-            pipeline = spread(module, mesh, config.parallelism, num_micro, sample, place)
+            pipeline = shard_network(module, mesh, config.parallelism, num_micro, sample, place)
         sync = wrap_network(config, UserObjects(), module, mesh, place)
-        sync.ranks_differ |= mesh.cuts_network
         log = opened.enter_context(RunLog(folder, writes=False))
         observation = opened.enter_context(Observation.of(config, mesh, place))
         status, steps = Status(), Steps(config.batch_sizes, 3 * config.batch_size)

@@ -22,9 +22,10 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.pipeline import PipelineOptions, PipelinePasses, pipelined
-from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind
-from ringspark.estimators.parallel.model.pipeline.timeline import Timed, bubble_share
+from ringspark.estimators.parallel.model.pipeline import PipelineOptions, PipelinePasses, build_pipeline
+from ringspark.estimators.parallel.model.pipeline.actions import Action, PassType
+from ringspark.estimators.parallel.model.pipeline.executor import Timed
+from ringspark.estimators.parallel.model.pipeline.simulation import bubble_share
 from ringspark.estimators.training.phase import Status
 from ringspark.models import Link, ModelSpec
 from ringspark.models.chain import State, run_links
@@ -92,7 +93,7 @@ def timelines(
     for num_micro, chunks in cases:
         options = PipelineOptions(schedule="gpipe", time_chunks=chunks)
         mesh = RankMesh.of(collective, {"pipeline": collective.size})
-        passes = pipelined(SleepingStack(collective.size, seconds), mesh, options)
+        passes = build_pipeline(SleepingStack(collective.size, seconds), mesh, options)
         inputs = [torch.randn(2, TIMES, 4) for _ in range(num_micro)]
         step(passes, inputs)
         rounds = []
@@ -115,7 +116,7 @@ def measured(ranks: int, cases: list[tuple[int, int]], seconds: float, repeats: 
         shares, lengths = [], []
         for i in range(repeats):
             lines = [
-                [Timed(Action(Kind(k), s, m), b, e) for k, s, m, b, e in rank[number][i]] for rank in told
+                [Timed(Action(PassType(k), s, m), b, e) for k, s, m, b, e in rank[number][i]] for rank in told
             ]
             shares.append(bubble_share(lines))
             every = [timed for line in lines for timed in line]
@@ -132,7 +133,7 @@ def computing(hidden: int, steps: int) -> list[list[str]]:
     x = torch.randn(32, TIMES, hidden)
     mesh = RankMesh.of(LocalCollective())
     made = {
-        chunks: pipelined(
+        chunks: build_pipeline(
             spec.build(), mesh, PipelineOptions(schedule="interleaved", virtual=2, time_chunks=chunks)
         )
         for chunks in CHUNKS

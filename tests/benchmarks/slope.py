@@ -36,8 +36,8 @@ from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.environment import environment
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.launch.train_task import TrainTask
+from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
 from ringspark.estimators.parallel.data.gradient_buckets import BUCKET_BYTES
-from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
 from ringspark.estimators.training import worker
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.phase import Status
@@ -153,7 +153,7 @@ class SweepLoop:
         module = wide(self.width)
         bucket_bytes = None if self.is_flat else BUCKET_BYTES
         optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
-        sync = SummedGradients(module, optimizer, collective, bucket_bytes=bucket_bytes)
+        sync = GradientAllReduce(module, optimizer, collective, bucket_bytes=bucket_bytes)
         scaler = LossScaler("fp32", torch.device("cpu"))
         rows = torch.rand(SWEEP_ROWS, harness.DIM)
 

@@ -23,9 +23,9 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.options.sync import ParameterServer
-from ringspark.estimators.parallel import STRATEGIES, Exchange
+from ringspark.estimators.parallel import STRATEGIES, SyncSettings
 from ringspark.estimators.training.phase import Status
-from ringspark.extras.asynchronous.table import Table
+from ringspark.extras.asynchronous.table import ParameterTable
 
 RANKS = 4
 STEP_SECONDS = 0.004
@@ -71,7 +71,7 @@ def loss_of(module: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> 
 def train(way: str, factor: int, steps: int, collective: Collective, device: str, status: Status) -> str:
     """Runs on every rank; rank 0 returns seconds and loss after each of its steps, and of the end."""
     features, labels = rows()
-    exchange = Exchange(sync=sync_of(consistency=WAYS[way]), timeout_seconds=120)
+    exchange = SyncSettings(sync=sync_of(consistency=WAYS[way]), timeout_seconds=120)
     sync = STRATEGIES[exchange.sync.strategy]().prepare(
         network(), lambda m: torch.optim.SGD(m.parameters(), lr=RATE), collective, exchange
     )
@@ -129,7 +129,7 @@ def late(workers: int, updates: int, corrects: bool, straggles: bool) -> float:
     flat = nn.Parameter(nn.utils.parameters_to_vector(trained).detach())
     first = loss_of(module, features, labels).item()
     optimizer = torch.optim.SGD([flat], lr=LATE_RATE)
-    table = Table(
+    table = ParameterTable(
         {0: flat}, optimizer, workers, ParameterServer(correction="staleness" if corrects else "none")
     )
     seen = [table.pull(w, None, 0, None)[0] for w in range(workers)]

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators import TorchEstimator
-from ringspark.estimators.parallel.mesh import AXES, share_of
+from ringspark.estimators.parallel.mesh import AXES, find_data_shard
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.models import ModelSpec
 
@@ -128,7 +128,7 @@ class MeshDiary(Diary):
         return ids
 
     def _write(self, state: TrainingState, what: str, **more: Any) -> None:
-        super()._write(state, what, share=share_of(self._sizes, state.rank)[0], **more)
+        super()._write(state, what, share=find_data_shard(self._sizes, state.rank)[0], **more)
 
 
 def session(conf: dict[str, str]) -> Any:

@@ -14,7 +14,7 @@ import torch
 
 from ringspark.estimators import TorchRegressionModel, TorchRegressor
 from ringspark.estimators.launch.heartbeat import Beat
-from ringspark.estimators.parallel.cut import Cut, Spread, join
+from ringspark.estimators.parallel.shard_spec import CheckpointShards, ShardSpec, join_shards
 from ringspark.estimators.run.folder import Begun, RunFolder
 from ringspark.estimators.training import history
 from ringspark.estimators.training.checkpoint import tensor_file
@@ -68,7 +68,7 @@ PIECES = [torch.zeros(6, 4), torch.zeros(3, 4)]
 
 def _of_parts(record: Record) -> bytes:
     """A matrix of three blocks, of which one rank has two rows each, and the other one."""
-    spread = Spread(Cut("tensor", 0, blocks=3), (9, 4), (0, 1))
+    spread = CheckpointShards(ShardSpec("tensor", 0, blocks=3), (9, 4), (0, 1))
     files = {name: FileSum(bytes=8, sha256="00") for name in name_files("model.safetensors", 2, "abc")}
     spreads = {"model.safetensors": {"w": spread}}
     return replace(record, num_parts=2, spreads=spreads, token="abc", files=files).to_json().encode()
@@ -78,7 +78,7 @@ def _joined(text: bytes) -> None:
     """What says that it makes up a whole can be put together."""
     spreads = Record.from_json(text).spreads.get("model.safetensors", {})
     places = locate_tensors([{"w": (piece.dtype, tuple(piece.shape))} for piece in PIECES], spreads)
-    assert join([PIECES[part] for part in places["w"]], spreads["w"].cut).shape == spreads["w"].shape
+    assert join_shards([PIECES[part] for part in places["w"]], spreads["w"].cut).shape == spreads["w"].shape
 
 
 def targets(folder: Path) -> dict[str, Target]:

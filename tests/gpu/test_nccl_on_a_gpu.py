@@ -7,7 +7,7 @@ import secrets
 import pytest
 import torch
 
-from ringspark.estimators.collectives import Meeting, collective_class
+from ringspark.estimators.collectives import RendezvousInfo, collective_class
 from ringspark.estimators.launch.gang_task import assign_ranks
 
 
@@ -18,7 +18,7 @@ def test_nccl_takes_every_operation(device: str) -> None:
     (member,), secret = assign_ranks(["127.0.0.1"]), secrets.token_bytes(32)
     kind = collective_class("torch")
     rendezvous = kind.open_rendezvous(member, secret)
-    meeting = Meeting(address=rendezvous.address, secret=secret, use_gpu=True)
+    meeting = RendezvousInfo(address=rendezvous.address, secret=secret, use_gpu=True)
     collective = kind.connect(member, meeting)
     try:
         values = torch.arange(10.0, device=device)

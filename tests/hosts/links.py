@@ -193,13 +193,15 @@ class ShapedHosts:
         Raises:
             RuntimeError: A rank failed; the message has the end of what it printed.
         """
-        from ringspark.estimators.collectives import Meeting
+        from ringspark.estimators.collectives import RendezvousInfo
         from ringspark.estimators.launch.gang_task import assign_ranks
 
         places = [host for host in self.hosts for _ in range(ranks_per_host)]
         members = assign_ranks([host.address for host in places])
         address = f"{places[0].address}:{next(self._ports)}"
-        meeting = Meeting(address=address, secret=secrets.token_bytes(32), timeout_seconds=timeout_seconds)
+        meeting = RendezvousInfo(
+            address=address, secret=secrets.token_bytes(32), timeout_seconds=timeout_seconds
+        )
         # Modules beside the caller's are found by the ranks as by the caller.
         inherited = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         inherited |= {"OMP_NUM_THREADS": "1"} | (environment or {})

@@ -15,7 +15,7 @@ def held_bytes(sync: GradientSync) -> dict[str, int]:
     stepped = [p for group in sync.optimizer.param_groups for p in group["params"]]
     gradients = {id(p.grad): p.grad for p in (*parameters, *stepped) if p.grad is not None}
     # ZeRO 2 keeps the sums of the micro-batches so far beside the parameters.
-    summed = [part for own in getattr(sync, "_dealt", ()) for part in own.summed if part is not None]
+    summed = [part for own in getattr(sync, "_states", ()) for part in own.summed if part is not None]
     states = [value for state in sync.optimizer.state.values() for value in state.values()]
     return {
         "parameters": sum(map(_bytes, parameters)),

@@ -8,7 +8,7 @@ from ringspark.estimators.lazy_imports import LazyRegistry
 # By the `NAME` of its options in `options.compression`.
 COMPRESSORS: LazyRegistry[type[Compressor]] = LazyRegistry(
     {
-        "none": "ringspark.estimators.collectives.compressors.whole:UncompressedSum",
+        "none": "ringspark.estimators.collectives.compressors.uncompressed:UncompressedSum",
         "fp16": "ringspark.estimators.collectives.compressors.sixteen_bits:Fp16Compressor",
         "bf16": "ringspark.estimators.collectives.compressors.sixteen_bits:Bf16Compressor",
         "topk": "ringspark.estimators.collectives.compressors.topk:TopKCompressor",

@@ -1,9 +1,8 @@
-"""The interface of a compressor: it sums the ranks' gradients in fewer bytes, and says what is left behind.
+"""The interface of a compressor: it sums the ranks' gradients in fewer bytes, and returns the error.
 
-Invariant: every rank gets the same `total`, to the bit, and the ranks' `error`s add up to what the total
-lacks: total + sum of errors = sum of inputs, up to the rounding of the additions. With error feedback an
-error is added to the next step's gradient, so nothing is lost for good (Stich et al. 2018; Karimireddy et
-al. 2019).
+Invariant: every rank gets bitwise the same `total`, and total + sum of the ranks' errors = sum of the
+inputs, up to rounding of the additions. With error feedback an error is added to the next step's gradient,
+so nothing is lost (Stich et al. 2018; Karimireddy et al. 2019).
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from ringspark.estimators.options.compression import Compression
 
 
 class Sent(NamedTuple):
-    """What a compressed exchange gives a rank.
+    """The result of a compressed all-reduce.
 
     Attributes:
-        total: The sum over the ranks, as it arrived; (elements,), equal on all ranks.
-        error: What of this rank's input is not in the total; (elements,). None where no feedback wants it.
+        total: The sum over the ranks, (elements,); equal on all ranks.
+        error: Part of this rank's input that is not in the total, (elements,); None without error feedback.
     """
 
     total: torch.Tensor
@@ -34,7 +33,7 @@ class Compressor(ABC):
     """Sums vectors over the ranks in fewer bytes. Every method runs on every rank.
 
     A vector holds several tensors end to end. All ranks make a compressor from the same shapes, options and
-    seed, and give vectors without inf or NaN.
+    seed; vectors have no inf or NaN.
 
     Attributes:
         unbiased: Whether the mean of the total over the random choices is the sum of the inputs, where there
@@ -61,27 +60,27 @@ class Compressor(ABC):
 
         Args:
             vector: The tensors end to end, (elements,); it is not changed.
-            step: Number of the optimizer step, from which random choices follow.
+            step: Number of the optimizer step, for the seed of random choices.
         """
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Returns what the next sum depends on beside its inputs; equal on all ranks."""
+        """Returns the state that the next sum depends on; equal on all ranks."""
         return {}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restores the result of `state`; an empty one is that of the beginning."""
+        """Restores the result of `state`; an empty mapping is the initial state."""
         return
 
-    def _pieces(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views of the vector's tensors, each of one dimension."""
+    def _split(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Returns 1-D views of the vector's tensors."""
         return list(torch.split(vector, self.sizes))
 
 
 def generator_for(vector: torch.Tensor, *numbers: int) -> torch.Generator:
-    """Returns random numbers that follow from whole numbers alone, so that a resumed run draws the same."""
+    """Returns a generator seeded by whole numbers, so that a resumed run repeats its random numbers."""
     mixed = 0x9E3779B97F4A7C15
     for number in numbers:
-        # The finalizer of SplitMix64, so that neighbouring numbers give unlike seeds.
+        # The finalizer of SplitMix64, so that neighbouring numbers give different seeds.
         mixed = (mixed ^ (number % 2**64)) * 0xBF58476D1CE4E5B9 % 2**64
         mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
         mixed ^= mixed >> 31

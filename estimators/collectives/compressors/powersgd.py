@@ -1,8 +1,8 @@
-"""Matrices of low rank in place of gradients (Vogels et al. 2019, "PowerSGD").
+"""PowerSGD: low-rank approximations of gradients (Vogels et al. 2019).
 
 One step of the power method: every rank multiplies its gradient M (a, b) by Q (b, r), the sum P of the
-products is orthonormalized, and the sum of M^T P gives the new Q. P and Q are sums, so a ring adds them up:
-r (a + b) numbers for a * b. Q is kept for the next step, whose gradient has nearly the same directions.
+products is orthonormalized, and the sum of M^T P gives the new Q. P and Q are all-reduced: r (a + b) numbers
+instead of a * b. Q is kept for the next step, whose gradient has nearly the same directions.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ class PowerSgdCompressor(Compressor):
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         matrices = [
-            piece.view(shape[0], -1) for piece, shape in zip(self._pieces(vector), self.shapes, strict=True)
+            piece.view(shape[0], -1) for piece, shape in zip(self._split(vector), self.shapes, strict=True)
         ]
-        fresh = self._drawn(matrices, step)
+        fresh = self._make_bases(matrices, step)
         if not self._bases:
             self._bases = fresh
         for basis, drawn in zip(self._bases, fresh, strict=True):
-            # A gradient of zeros leaves directions of zeros, from which no step would find others, and one
-            # whose products overflowed leaves such that would spoil every step to come.
+            # A gradient of zeros leaves directions of zeros, which never recover, and products that
+            # overflowed leave directions that spoil all later steps.
             largest = basis.abs().amax(0)
             is_lost = (largest == 0) | ~largest.isfinite()
             basis[:, is_lost] = drawn[:, is_lost]
-        left = _summed([m @ basis for m, basis in zip(matrices, self._bases, strict=True)], collective)
-        # Householder's method makes columns of the identity of a matrix of zeros, where others divide by 0.
+        left = _all_reduce([m @ basis for m, basis in zip(matrices, self._bases, strict=True)], collective)
+        # Householder's method returns the identity for a matrix of zeros; other methods divide by 0.
         left = [torch.linalg.qr(product).Q for product in left]
         own = [m.T @ p for m, p in zip(matrices, left, strict=True)]
-        self._bases = _summed(own, collective)
+        self._bases = _all_reduce(own, collective)
         pairs = zip(left, self._bases, strict=True)
         total = torch.cat([(p @ q.T).view(-1) for p, q in pairs])
         error = vector - torch.cat([(p @ q.T).view(-1) for p, q in zip(left, own, strict=True)])
         return Sent(total, error)
 
-    def _drawn(self, matrices: list[torch.Tensor], step: int) -> list[torch.Tensor]:
+    def _make_bases(self, matrices: list[torch.Tensor], step: int) -> list[torch.Tensor]:
         random = generator_for(matrices[0], self.seed, step)
         options: dict[str, Any] = {"dtype": matrices[0].dtype, "device": matrices[0].device}
-        # No matrix has a higher rank than its shorter side.
+        # The rank of a matrix is at most its shorter side.
         ranks = [min(self._rank, *m.shape) for m in matrices]
         return [
             torch.randn(m.shape[1], rank, generator=random, **options)
@@ -69,8 +69,8 @@ class PowerSgdCompressor(Compressor):
         self._bases = [state[f"basis.{number}"].clone() for number in range(len(state))]
 
 
-def _summed(tensors: list[torch.Tensor], collective: Collective) -> list[torch.Tensor]:
-    """Returns the sums over the ranks of all tensors, which travel in one message."""
+def _all_reduce(tensors: list[torch.Tensor], collective: Collective) -> list[torch.Tensor]:
+    """All-reduces the tensors in one message."""
     joined = collective.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
     parts = torch.split(joined, [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,4 +1,4 @@
-"""Gradients in 16 bits: half the bytes of fp32, rounded to nearest, and sums in the gradients' dtype."""
+"""Gradients in 16 bits: half the bytes of fp32, rounded to nearest; sums are in the gradients' dtype."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 
 from ringspark.estimators.collectives.base import Collective
 from ringspark.estimators.collectives.compressors.base import Compressor, Sent, generator_for
-from ringspark.estimators.collectives.compressors.two_rounds import Codec, as_bytes, sum_of_codes
+from ringspark.estimators.collectives.compressors.two_rounds import GradientCodec, all_reduce_codes, as_bytes
 
-# A code in fp16 begins with the factor by which its numbers were multiplied, in fp32.
+# An fp16 message begins with the factor of its numbers, in fp32.
 _HEAD = 4
-# The largest number of a code lies below 2 to this power, so that nothing overflows: fp16 ends at 65504.
+# The largest number is scaled below 2 to this power, so that nothing overflows: fp16 ends at 65504.
 _TOP = 15
-# The factor, 2 to a power from the first to the second, must be a normal number of fp32, and its product with
-# the largest number finite.
+# Range of the factor's exponent: the factor must be a normal fp32 number, and its product with the largest
+# number finite.
 _POWERS = (-126, 100)
 
 
 class _Fp16:
-    """10 bits of fraction; a factor, a power of 2, keeps small numbers from vanishing and large ones."""
+    """10 bits of fraction; a factor, a power of 2, prevents underflow and overflow."""
 
     def num_bytes(self, elements: int) -> int:
         return _HEAD + 2 * elements
@@ -32,7 +32,7 @@ class _Fp16:
         return torch.cat([as_bytes(factor.float()), as_bytes((values * factor).half())])
 
     def decode(self, code: torch.Tensor, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        # A copy, because a part of a message may lie where nothing but bytes can be read.
+        # A copy, because a slice of a message may be unaligned.
         factor, values = code[:_HEAD].clone().view(torch.float32), code[_HEAD:].clone().view(torch.half)
         return values.to(dtype) / factor.to(dtype)
 
@@ -51,11 +51,11 @@ class _Bf16:
 
 
 class _SixteenBits(Compressor):
-    codec: ClassVar[Codec]
+    codec: ClassVar[GradientCodec]
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         random = generator_for(vector)
-        return sum_of_codes(vector, self.codec, collective, random, has_feedback=self.has_feedback)
+        return all_reduce_codes(vector, self.codec, collective, random, has_feedback=self.has_feedback)
 
 
 class Fp16Compressor(_SixteenBits):

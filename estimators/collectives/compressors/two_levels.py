@@ -1,10 +1,10 @@
-"""Whole sums inside a host, compressed ones between hosts.
+"""Uncompressed sums within a host, compressed sums between hosts.
 
-Inside a host ranks share memory, where compression costs more than it saves. So the ranks of a host add their
-vectors up as they are, the host's first rank exchanges the sum with those of the other hosts, and gives its
-own host the result. What the network carries does not depend on the number of ranks on a host.
+Ranks of a host share memory, and compression costs more than it saves. So the ranks of a host sum their
+vectors, the host's first rank compresses the sum and sums it with other hosts' sums, and broadcasts the
+result within its host. The bytes on the network do not depend on the number of ranks per host.
 
-Invariant: what the total lacks is in the errors of the hosts' first ranks alone; those of the others are 0.
+Invariant: only the first rank of each host has an error; other ranks have an error of 0.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ringspark.estimators.collectives.compressors.base import Compressor, Sent
 from ringspark.estimators.collectives.local_collective import LocalCollective
 
 
-def levels_of(collective: Collective) -> Levels:
-    """Returns the levels of a gang, also of one that has ranks on one host, or one rank on each."""
+def find_levels(collective: Collective) -> Levels:
+    """Returns the levels of a gang, also with one host, or with one rank per host."""
     if collective.levels is not None:
         return collective.levels
     alone = LocalCollective()
@@ -26,7 +26,7 @@ def levels_of(collective: Collective) -> Levels:
     return Levels(inside=alone, between=collective)
 
 
-def sum_of_hosts(vector: torch.Tensor, compressor: Compressor, levels: Levels, step: int) -> Sent:
+def all_reduce_by_host(vector: torch.Tensor, compressor: Compressor, levels: Levels, step: int) -> Sent:
     """Sums the ranks' vectors; see `Compressor.sum`. Runs on every rank."""
     summed = levels.inside.all_reduce(vector)
     error = torch.zeros_like(vector)

@@ -1,8 +1,7 @@
-"""Sums codes that cannot be added: each rank adds up one part for all, and sends the sum on as a code.
+"""All-reduces codes that cannot be added: each rank decodes and sums one shard, and sends the sum as a code.
 
-Tang et al. 2021, "1-bit Adam". It takes as many codes as a ring takes numbers, 2 (N - 1) / N
-of a vector, so what is saved does not depend on the number of ranks. The second code's error belongs to the
-rank that made it.
+Tang et al. 2021, "1-bit Adam". As in a ring, a rank sends codes of 2 (N - 1) / N of the vector, so the
+saving does not depend on the number of ranks. The second code's error belongs to the rank that made it.
 """
 
 from __future__ import annotations
@@ -15,31 +14,31 @@ from ringspark.estimators.collectives.base import Collective
 from ringspark.estimators.collectives.compressors.base import Sent
 
 
-class Codec(Protocol):
-    """Numbers as bytes, each for itself or in small buckets."""
+class GradientCodec(Protocol):
+    """Encodes numbers as bytes, one by one or in small buckets."""
 
     def num_bytes(self, elements: int) -> int:
-        """Returns the length of a code, which depends on nothing but the number of elements."""
+        """Returns the length of a code, which only depends on the number of elements."""
 
     def encode(self, values: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-        """Returns the code of (elements,) as uint8, (num_bytes,)."""
+        """Maps (elements,) to uint8, (num_bytes,)."""
 
     def decode(self, code: torch.Tensor, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the numbers of a code, (elements,)."""
+        """Maps uint8, (num_bytes,), to (elements,)."""
 
 
-def sum_of_codes(
+def all_reduce_codes(
     vector: torch.Tensor,
-    codec: Codec,
+    codec: GradientCodec,
     collective: Collective,
     random: torch.Generator,
     *,
     has_feedback: bool,
 ) -> Sent:
-    """Sums the ranks' vectors by their codes; each rank adds up its part in the vector's own dtype.
+    """Sums the ranks' vectors by their codes; each rank sums its shard in the vector's dtype.
 
     Args:
-        has_feedback: Whether the error is wanted.
+        has_feedback: Whether to return the error.
     """
     size, dtype = collective.size, vector.dtype
     length = -(-len(vector) // size)
@@ -62,5 +61,5 @@ def sum_of_codes(
 
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a contiguous tensor, (num_bytes,), in the same memory."""
+    """Returns a view of a contiguous tensor as bytes, (num_bytes,)."""
     return values.reshape(-1).view(torch.uint8)

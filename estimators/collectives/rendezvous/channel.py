@@ -1,10 +1,9 @@
-"""A connection between two members of one run: first both prove who they are, then every message is proved.
+"""An authenticated connection between two members of one run.
 
-Both ends know the 32-byte secret of the run. Each sends a random number, and each answers the other's with
-an HMAC-SHA256 over both numbers. So nothing recorded on another connection can be replayed, and from a peer
-that has not answered only a fixed number of bytes is read. From the numbers both derive a key, and every
-later message carries its own HMAC over a counter. So the connection ends if somebody on the network changes,
-drops, repeats or inserts a message. Nothing is encrypted.
+Both ends know the 32-byte secret of the run. Each sends a random number and an HMAC-SHA256 over both
+numbers, so recorded connections cannot be replayed. Only a fixed number of bytes is read from a peer before
+its proof. Both derive a key from the numbers, and every later message has an HMAC over a counter. So the
+connection ends if somebody changes, drops, repeats or inserts a message. Nothing is encrypted.
 
     server: MAGIC, 32 random bytes
     client: 32 random bytes, rank (4 bytes), HMAC(secret, "client" + all so far)

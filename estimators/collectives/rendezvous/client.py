@@ -1,4 +1,4 @@
-"""A rank's side of the rendezvous: one proved connection that lasts as long as the gang."""
+"""A rank's side of the rendezvous: one authenticated connection that lasts as long as the gang."""
 
 from __future__ import annotations
 
@@ -30,21 +30,20 @@ from ringspark.estimators.collectives.traffic import Member
 
 _ATTEMPT_SECONDS = 5.0
 _PAUSE_SECONDS = 0.01
-# How long one rank may start after another, importing its libraries on a busy machine.
+# Largest difference of the ranks' start times, with imports on a busy machine.
 START_SECONDS = 60.0
 
 
 class RendezvousClient:
-    """Connects to `address` and proves to be a member; several threads may use it.
+    """Connects to `address` and authenticates; several threads may use it.
 
     Args:
-        member: The place of this rank.
         address: Address of the server, from `RendezvousServer.address` or `meeting_address`.
         secret: Secret of the run.
         timeout_seconds: How long to try to reach the server.
 
     Attributes:
-        patience: How long this rank waits for the others to come, in seconds.
+        patience: How long this rank waits for the other ranks to start, in seconds.
 
     Raises:
         CollectiveError: The server is out of reach, or does not know the secret.
@@ -53,21 +52,21 @@ class RendezvousClient:
     def __init__(self, member: Member, address: str, secret: bytes, timeout_seconds: float) -> None:
         own_sockets.allow_sockets(member.size)
         self._member = member
-        # Who was told one port knows that rank 0 is there; the others may have yet to start.
-        is_told = "," not in address
-        self.patience = timeout_seconds if is_told else max(timeout_seconds, START_SECONDS)
-        self._connection, channel = _connected(member, address, secret, self.patience)
-        # Rank 0 may be stopped, and no rank should wait for its answers for ever.
+        # With one port, rank 0 is running; otherwise it may not have started yet.
+        is_running = "," not in address
+        self.patience = timeout_seconds if is_running else max(timeout_seconds, START_SECONDS)
+        self._connection, channel = _connect(member, address, secret, self.patience)
+        # Rank 0 may be suspended, and no rank should wait forever.
         self._connection.settimeout(timeout_seconds + MAX_WAIT_SECONDS)
         self._requests = _Requests(channel)
         self._prefix = ""
 
     def within(self, name: str, member: Member) -> RendezvousClient:
-        """Returns this connection for some of the ranks, who meet each other under keys of their own.
+        """Returns this connection for a group of ranks, with its own keys.
 
         Args:
-            name: Name of these ranks, which no others use.
-            member: This rank's place among them.
+            name: Unique name of the group.
+            member: This rank's position in the group.
         """
         part = copy(self)
         part._member, part._prefix = member, f"{self._prefix}{name}/"
@@ -109,10 +108,10 @@ class RendezvousClient:
         self.gather(name, b"", timeout_seconds)
 
     def gather(self, name: str, value: bytes, timeout_seconds: float) -> list[bytes]:
-        """Waits for all ranks, as `meet` does; returns their values in rank order on rank 0, elsewhere []."""
+        """Like `meet`; returns the values of all ranks, in rank order, on rank 0, and [] elsewhere."""
         size, rank = self._member.size, self._member.rank
-        place = [str(number).encode() for number in (size, rank)]
-        values, missing = self._ask_until(timeout_seconds, b"meet", self._name(name), *place, value)
+        position = [str(number).encode() for number in (size, rank)]
+        values, missing = self._ask_until(timeout_seconds, b"meet", self._name(name), *position, value)
         if values is not None:
             return unpack(values)
         num_missing, *shown = [number.decode() for number in unpack(missing)]
@@ -154,12 +153,12 @@ class RendezvousClient:
         except OSError as error:
             raise CollectiveError(f"the rendezvous of rank 0 is gone: {error}") from error
         if answer[:1] == REFUSED:
-            raise CollectiveError("the rendezvous holds more than it may; a rank writes too much to it")
+            raise CollectiveError("the rendezvous is full: the ranks wrote more than it may hold")
         return (answer[1:], b"") if answer[:1] == DONE else (None, answer[1:])
 
 
 class _Requests:
-    """Sends requests of several threads over one channel. A request that waits does not delay the others."""
+    """Sends requests of several threads over one channel. Waiting requests do not delay others."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -181,7 +180,7 @@ class _Requests:
             return self._answers.pop(number)
 
     def _read_for_all(self) -> None:
-        """Reads the next answer, which may be for any thread; meanwhile other threads may send requests."""
+        """Reads the next answer, for any thread; meanwhile other threads may send requests."""
         self._is_reading = True
         self._changed.release()
         try:
@@ -193,7 +192,7 @@ class _Requests:
         self._answers[message[:NUMBER_BYTES]] = message[NUMBER_BYTES:]
 
 
-def _connected(
+def _connect(
     member: Member, address: str, secret: bytes, timeout_seconds: float
 ) -> tuple[socket.socket, Channel]:
     host, ports = address.rsplit(":", 1)
@@ -208,7 +207,7 @@ def _connected(
         else:
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                # One port means that only rank 0 listens, and a rank may wait in the queue behind others.
+                # With one port it is rank 0 that listens, and this rank may wait in its queue.
                 seconds = HANDSHAKE_SECONDS if "," in ports else max(left, HANDSHAKE_SECONDS)
                 return connection, prove_as_client(connection, secret, member.rank, seconds)
             except OSError as error:
@@ -220,6 +219,6 @@ def _connected(
                 f"rank {member.rank} could not join the rendezvous at {address} within "
                 f"{timeout_seconds:g} s: {reason}"
             ) from reason
-        # Many strangers may have crowded this connection out, or rank 0 is not there yet.
+        # Strangers may have filled the queue, or rank 0 has not started yet.
         time.sleep(_PAUSE_SECONDS)
     raise AssertionError("there is always a next port")

@@ -1,12 +1,11 @@
-"""Keeps strangers from the ports that Gloo opens while the ranks connect to each other.
+"""Keeps strangers from the ports that Gloo opens while the ranks connect.
 
-Gloo listens, takes the first connection for the peer that it waits for, and cannot check it. But its sockets
-belong to this process, and on Linux a socket can get a filter that sees each packet first. So before a rank
-tells the others where it listens, the filter drops packets from machines other than the members'. When all
-ranks have connected, it drops packets from everywhere. Established connections have their own sockets and
-go on.
+Gloo accepts the first connection as the peer that it waits for, without a check. But its sockets belong to
+this process, and on Linux a filter can see each packet of a socket first. So before a rank publishes its
+address, a filter drops packets from hosts of non-members. When all ranks have connected, it drops all
+packets. Established connections have their own sockets.
 
-One gap remains: processes on the members' machines can connect in the milliseconds in which the ranks do.
+One gap remains: processes on the members' hosts can connect in the milliseconds in which the ranks do.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _KEY = "machines"
 
 
 class PortGuard:
-    """Guards the sockets on which this process begins to listen from now on.
+    """Guards the sockets on which this process starts to listen from now on.
 
     Args:
-        addresses: Addresses of the members' machines; empty if they are not known.
+        addresses: Addresses of the members' hosts; empty if unknown.
     """
 
     def __init__(self, addresses: list[str]) -> None:
@@ -37,22 +36,22 @@ class PortGuard:
         self._guarded: set[int] = set()
 
     def restrict(self) -> None:
-        """Opens new ports to the members' machines only; call it before anybody learns of a new port."""
+        """Restricts new ports to the members' hosts; call it before publishing a new port."""
         new = own_sockets.listening().keys() - self._before - self._guarded
         if new and self._addresses:
             own_sockets.admit_only(new, self._addresses)
         self._guarded |= new
 
     def shut(self) -> None:
-        """Closes the ports to everybody; call it when all ranks are connected."""
+        """Closes the ports; call it when all ranks are connected."""
         own_sockets.admit_only(own_sockets.listening().keys() - self._before, [])
 
 
 def machines_of(client: RendezvousClient, member: Member, timeout_seconds: float) -> list[str]:
-    """Returns the addresses from which members connect, once every rank has called it.
+    """Returns the addresses from which members connect. Runs on every rank.
 
-    The list is empty if the addresses cannot be known: rank 0 saw a member come from an address that is
-    not the member's own, so something on the way (a service mesh, address translation) changes them.
+    The list is empty if rank 0 saw a member connect from an address that the member does not have, because a
+    service mesh or address translation changes addresses.
     """
     own = _own_addresses()
     seen = (client.get(f"{SEEN}{member.rank}") or b"").decode()
@@ -66,8 +65,7 @@ def machines_of(client: RendezvousClient, member: Member, timeout_seconds: float
 
 
 def _own_addresses() -> list[str]:
-    """Returns the addresses of all interfaces of this machine."""
     entries = [entry for interface in psutil.net_if_addrs().values() for entry in interface]
     found = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
-    # A link-local address means nothing without its interface.
+    # A link-local address is useless without its interface.
     return [address for address in found if "%" not in address]

@@ -1,4 +1,4 @@
-"""Finds and filters the sockets of this process, including those that a C++ library has opened."""
+"""Finds and filters the sockets of this process, including sockets of C++ libraries."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Any
 # On Linux, a classic BPF program attached to a socket sees each packet before the socket does.
 _SO_ATTACH_FILTER = 26
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
-# Offsets from here on count from the start of the IP header.
+# Base of offsets in the IP header.
 _IP_HEADER = 0xFFF00000
-# In bytes; the longest program has 4,096 instructions, and an address takes 3, one of IPv6 9 of them.
+# Bytes; the longest program has 4,096 instructions, and an address needs 2, an IPv6 address 8, plus a return.
 _INSTRUCTION = 8
 _LONGEST_PROGRAM = 4096 * _INSTRUCTION
 
@@ -28,8 +28,8 @@ _SOCKETS_PER_RANK, _OTHER_FILES = 4, 256
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Yields a duplicate of each TCP socket of this process; closes it when the next one is asked for."""
-    # Newest sockets first, because callers look for new ones, and a rank of a large gang has thousands.
+    """Yields a duplicate of each TCP socket of this process; closes it at the next iteration."""
+    # Newest sockets first, because callers look for new ones among thousands.
     for name in sorted(os.listdir("/dev/fd"), key=int, reverse=True):
         # Another thread may close any socket meanwhile.
         with suppress(OSError, ValueError):
@@ -41,7 +41,7 @@ def _sockets() -> Iterator[socket.socket]:
 
 
 def allow_sockets(num_ranks: int) -> None:
-    """Raises this process's limit of open files if it is too low for the connections of a gang.
+    """Raises this process's limit of open files if a gang needs more.
 
     Raises:
         ValueError: The system does not allow one connection per rank.
@@ -59,7 +59,7 @@ def allow_sockets(num_ranks: int) -> None:
 
 
 def is_ours(local: Any, peer: Any) -> bool:
-    """Whether a connection from the address `local` to the address `peer` starts in this process."""
+    """Whether a socket of this process has the local address `local` and the peer `peer`."""
     for found in _sockets():
         with suppress(OSError):
             if found.getsockname()[:2] == local[:2] and found.getpeername()[:2] == peer[:2]:
@@ -78,11 +78,11 @@ def listening() -> dict[int, tuple[Any, ...]]:
 
 
 def admit_only(inodes: Collection[int], addresses: Collection[str]) -> None:
-    """Lets only these addresses connect to the listening sockets `inodes`; without addresses, nobody.
+    """Lets only these addresses connect to the listening sockets `inodes`; no addresses reject everybody.
 
-    It does not close the sockets: their user, a library's thread, waits for events on them, and fails or
-    spins if they are closed meanwhile. Instead a filter drops the packets of all others. Accepted
-    connections are not affected. It works only on Linux; elsewhere it does nothing.
+    A filter drops all other packets; accepted connections are not affected. Closing the sockets instead
+    would make the library's thread, which waits for events on them, fail or spin. Does nothing except on
+    Linux.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -99,7 +99,7 @@ def admit_only(inodes: Collection[int], addresses: Collection[str]) -> None:
 
 
 def _program(sources: Sequence[bytes], offset: int, length: int) -> bytes:
-    """Makes a classic BPF program that passes a packet if its source is one of those of that length.
+    """Makes a classic BPF program that accepts packets from the sources of this length.
 
     Args:
         offset: Offset of the source in the IP header.
@@ -108,7 +108,7 @@ def _program(sources: Sequence[bytes], offset: int, length: int) -> bytes:
     for source in (source for source in sources if len(source) == length):
         words = struct.unpack(f"!{length // 4}I", source)
         for number, word in enumerate(words):
-            # If a word differs, the rest of this source's instructions is left out.
+            # If a word differs, skip the rest of this source.
             rest = 2 * (len(words) - number - 1) + 1
             lines.append(_line(_LOAD_WORD, _IP_HEADER + offset + 4 * number))
             lines.append(_line(_JUMP_IF_EQUAL, word, 0, rest))
@@ -117,5 +117,5 @@ def _program(sources: Sequence[bytes], offset: int, length: int) -> bytes:
 
 
 def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """Makes one instruction; the jumps count the instructions that are left out."""
+    """Makes one instruction; the jumps are numbers of instructions to skip."""
     return struct.pack("=HBBI", code, if_true, if_false, value)

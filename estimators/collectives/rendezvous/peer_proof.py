@@ -1,9 +1,8 @@
-"""Proves that the libraries' own data connections lead to members of the run.
+"""Proves that the libraries' data connections lead to members of the run.
 
-While the ranks connect, Gloo takes the first connection to its port and does not check who it is. So before
-anything else, each rank sends each other rank an HMAC-SHA256 over a random number of this gang and the two
-ranks, through the library itself; a stranger in the place of a rank cannot make it. Later messages carry no
-mark: somebody who can change packets on the way can change gradients.
+Gloo accepts the first connection to its port without a check. So each rank first sends every other rank an
+HMAC-SHA256 over a random number of this gang and the two ranks, through the library itself; strangers cannot
+compute it. Later messages are not authenticated: whoever can change packets can change gradients.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.traffic import Member
 
 PROOF_BYTES = 32
-# Time limit: connected members need milliseconds, but a stranger may send nothing at all.
+# Connected members need milliseconds, but a stranger may send nothing.
 PROOF_SECONDS = 60.0
 _KEY = "nonce"
 
 
 def shared_nonce(client: RendezvousClient, member: Member, timeout_seconds: float) -> bytes:
-    """Returns a random number of this gang, made by rank 0, once every rank has called it."""
+    """Returns a random number of this gang, made by rank 0. Runs on every rank."""
     if member.rank == 0:
         client.set(_KEY, os.urandom(PROOF_BYTES))
     client.meet("connected", timeout_seconds)
     nonce = client.get(_KEY)
-    assert nonce is not None  # rank 0 set it before it met the others
+    assert nonce is not None  # rank 0 set it before the barrier
     return nonce
 
 
@@ -45,14 +44,14 @@ def check_proofs(member: Member, nonce: bytes, secret: bytes, received: bytes) -
         received: `PROOF_BYTES` from each rank, in rank order.
 
     Raises:
-        CollectiveError: A proof is not a member's; the message names the rank whose place somebody took.
+        CollectiveError: A connection leads to a stranger; the message names the expected rank.
     """
     for other in range(member.size):
         proof = received[PROOF_BYTES * other : PROOF_BYTES * (other + 1)]
         if not hmac.compare_digest(proof, _proof(other, member.rank, nonce, secret)):
             raise CollectiveError(
-                f"rank {member.rank} is connected to a stranger in the place of rank {other}; start the "
-                "training again, on a network that only the cluster can reach"
+                f"rank {member.rank} is connected to a stranger instead of rank {other}; start the training "
+                "again, on a network that only the cluster can reach"
             )
 
 

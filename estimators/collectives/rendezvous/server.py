@@ -1,13 +1,12 @@
 """The rendezvous of a gang: a key-value server in rank 0's process, for members only.
 
-Horovod's own server is plain HTTP, and torch's `TCPStore` has no authentication either: whoever reaches the
-port can read and write the addresses that the ranks exchange. Here a peer proves that it knows the run's
-secret before anything else is read from it (see `channel`). The server is bound to the member's own address.
-Its port closes once every rank has connected; after that it serves only these connections.
+Horovod's server and torch's `TCPStore` have no authentication: whoever reaches the port can change the
+addresses of the ranks. Here a peer proves that it knows the run's secret before anything else is read from
+it (see `channel`). The server binds to the member's own address, and closes its port once every rank has
+connected.
 
-One thread serves all connections. A request costs the same in a gang of any size, because a waiting rank is
-woken once, by the event that it waits for. While there is no room, new connections wait in the system's
-queue.
+One thread serves all connections. The cost of a request does not grow with the gang, because a waiting rank
+is woken once, by its event. If there is no room, new connections wait in the system's queue.
 
 Messages are packed byte strings (see `pack`); nothing is unpickled.
 """
@@ -55,16 +54,16 @@ NUMBER_BYTES = 4
 
 Reply = Callable[[bytes], None]
 
-# The ports at which a gang meets that was told none: below those that systems give to outgoing connections.
+# Ports for a gang without a known port: below the ports of outgoing connections.
 _PORTS = range(10_000, 32_000)
 _NUM_PORTS = 8
 
 
 def meeting_ports(secret: bytes) -> list[int]:
-    """Returns the ports at which the ranks of one host meet without having been told one.
+    """Returns the ports that the ranks of one host try without a known port.
 
-    Every rank derives the same ones from the secret, which is new with each start of the gang, and no
-    stranger can. Rank 0 takes the first that is free.
+    Every rank derives them from the secret, which is new for each start of the gang. Rank 0 takes the first
+    free port.
     """
     digest = hmac.new(secret, b"ports", hashlib.sha256).digest()
     return [_PORTS[number % len(_PORTS)] for number in struct.unpack(f"!{_NUM_PORTS}I", digest)]
@@ -295,10 +294,10 @@ class RendezvousServer:
     """Serves until `close`; the port itself is closed once ranks 0 to `size - 1` have come.
 
     Args:
-        host: The address to bind to: that of the member which opens the rendezvous.
+        host: Address to bind to, of the member that opens the rendezvous.
         size: Number of ranks in the gang.
         secret: Secret of the run.
-        ports: Ports of which it takes the first free one; by default the host chooses one.
+        ports: Ports to try, in order; 0 lets the host choose.
     """
 
     def __init__(self, host: str, size: int, secret: bytes, ports: Sequence[int] = (0,)) -> None:
@@ -390,7 +389,7 @@ class RendezvousServer:
 
 
 def _listener(host: str, ports: Sequence[int]) -> socket.socket:
-    """Returns a socket that is bound to the first port that nobody has."""
+    """Returns a socket that is bound to the first free port."""
     family, *_, (address, _, *scope) = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     for port in ports:
         listener = socket.socket(family, socket.SOCK_STREAM)

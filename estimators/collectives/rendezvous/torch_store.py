@@ -1,4 +1,4 @@
-"""torch's view of the rendezvous: a `Store` whose every call goes over the proved connection."""
+"""A `torch.distributed.Store` over the authenticated connection to the rendezvous."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ringspark.estimators.collectives.rendezvous.gloo_ports import PortGuard
 
 
 class MemberStore(Store):
-    """Replaces `TCPStore`, whose port obeys anybody. torch's C++ code calls it too.
+    """Replaces `TCPStore`, which serves anybody. torch's C++ code calls it too.
 
     Attributes:
-        guard: Guard of the ports that are open now; a later group has a guard of its own.
+        guard: Guard of the open ports; each process group has its own guard.
     """
 
     def __init__(self, client: RendezvousClient, guard: PortGuard, timeout_seconds: float) -> None:
@@ -25,7 +25,7 @@ class MemberStore(Store):
         self._seconds = timeout_seconds
 
     def set(self, key: str, value: str | bytes) -> None:
-        # The value may hold the address of a port that was opened a moment ago.
+        # The value may be the address of a new port.
         self.guard.restrict()
         self._client.set(key, value.encode() if isinstance(value, str) else bytes(value))
 

@@ -1,4 +1,4 @@
-"""Data parallelism: every rank has the whole network and a share of each global batch."""
+"""Data parallelism: ranks have equal weights and read different rows of each global batch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,27 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync
-from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
-from ringspark.estimators.parallel.exchange import Exchange
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, share_weights
+from ringspark.estimators.parallel.data.expert_all_reduce import ExpertAllReduce
+from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
+from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.parallel.sync_settings import SyncSettings
 
 
 class DataParallel:
-    """Keeps the weights equal: all ranks start with the same and sum the gradients in every step."""
+    """All-reduces the gradients in every step."""
+
+    takes_sparse = True
 
     def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, exchange: Exchange
+        self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
     ) -> GradientSync:
-        with torch.no_grad():
-            collective.broadcast(list(module.state_dict().values()))
-        return synchronize(module, make_optimizer(module), collective, measures_local=exchange.noise_scale)
+        share_weights(module, mesh)
+        if mesh.sizes["expert"] > 1:
+            return ExpertAllReduce(module, make_optimizer(module), mesh, settings)
+        return synchronize(
+            module, make_optimizer(module), mesh.gradients, measures_local=settings.noise_scale
+        )
 
 
 def synchronize(
@@ -29,7 +36,7 @@ def synchronize(
     *,
     measures_local: bool = False,
 ) -> GradientSync:
-    """Ties the gradients of a module, whose weights are equal on all ranks, together. Runs on every rank."""
+    """Returns the gradient all-reduce of a module whose weights are equal on all ranks."""
     if collective.size == 1:
-        return PlainSync(module, optimizer)
-    return SummedGradients(module, optimizer, collective, measures_local=measures_local)
+        return GradientSync(module, optimizer)
+    return GradientAllReduce(module, optimizer, collective, measures_local=measures_local)

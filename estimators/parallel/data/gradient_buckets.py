@@ -1,6 +1,6 @@
-"""Lays gradients end to end in buffers that travel between the ranks, with a note of who had which.
+"""Buckets of gradients: one buffer per bucket, with counts of the ranks that had each gradient.
 
-Invariant: all ranks make equal buckets from equal parameters, as they sum the buffers element by element.
+Invariant: all ranks make equal buckets, because they sum the buffers element by element.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from torch import nn
 
 from ringspark.estimators.parallel.base import refuse_sparse
 
-# The same size as in DistributedDataParallel: large enough for the network's speed, small enough for overlap.
+# As in DistributedDataParallel: large enough for the network's speed, small enough for overlap.
 BUCKET_BYTES = 25 << 20
 
 
 class GradientBucket:
-    """The gradients of some parameters of one dtype, then one number each: how many ranks had a gradient.
+    """Gradients of parameters of one dtype, followed by the number of ranks that had each gradient.
 
-    The sums stay where they are: `.grad` is the same memory in every step.
+    `.grad` is a view of the buffer, so it is the same memory in every step.
 
     Attributes:
         parameters: The parameters, in the order of their gradients.
-        buffer: The elements of all gradients and the numbers, 1-D; it keeps its place in memory.
-        awaited: Indices of the parameters whose gradients are not complete in this step's backward pass.
+        buffer: Elements of all gradients and the counts, 1-D; it keeps its memory.
+        awaited: Indices of parameters whose gradients are not complete in this step's backward pass.
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
@@ -34,17 +34,17 @@ class GradientBucket:
         first = self.parameters[0]
         self.buffer = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
         *pieces, self._counts = torch.split(self.buffer, [*sizes, len(sizes)])
-        self._views = [shaped_like(p, piece) for p, piece in zip(self.parameters, pieces, strict=True)]
+        self._views = [view_like(p, piece) for p, piece in zip(self.parameters, pieces, strict=True)]
         self._missing: list[int] = []
         self.await_all()
 
     def await_all(self) -> None:
-        """Begins a backward pass."""
+        """Awaits all gradients, at the start of a step."""
         self.awaited = set(range(len(self.parameters)))
 
     @torch.no_grad()
     def take(self) -> None:
-        """Moves this rank's gradients into the buffer; one that it has not counts as zeros.
+        """Moves this rank's gradients into the buffer; a missing gradient becomes zeros.
 
         Raises:
             ValueError: A gradient is sparse.
@@ -53,18 +53,18 @@ class GradientBucket:
         for name, gradient in zip(self._names, gradients, strict=True):
             if gradient is not None:
                 refuse_sparse(name, gradient)
-        # Sums of 1 and 0 over up to 256 ranks are small whole numbers, exact in 16 bits as well.
+        # Sums of 1 and 0 over up to 256 ranks are exact in 16 bits too.
         self._counts.fill_(1)
         self._missing = [index for index, gradient in enumerate(gradients) if gradient is None]
         if self._missing:
-            # Only these: an optimizer that zeroes in place leaves the others' gradients in the buffer.
+            # Only these, because an optimizer that zeroes in place keeps the other gradients in the buffer.
             torch._foreach_zero_([self._views[index] for index in self._missing])
             torch._foreach_zero_([self._counts[index] for index in self._missing])
         present = [(v, g) for v, g in zip(self._views, gradients, strict=True) if g is not None]
         if present:
             views, found = zip(*present, strict=True)
             torch._foreach_copy_(views, found)
-        # The buffer holds them, so their memory is free for the rest of the backward pass.
+        # Frees their memory for the rest of the backward pass.
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -76,9 +76,9 @@ class GradientBucket:
         return norm.square()
 
     def give(self) -> None:
-        """Makes the sums in the buffer the parameters' gradients; None where no rank had one.
+        """Sets the parameters' gradients to the sums in the buffer, or None if no rank had one.
 
-        Waits for the device only if this rank lacked a gradient: where it had one, the count is not 0.
+        Waits for the device only if this rank lacked a gradient; other counts are not 0.
         """
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
@@ -90,36 +90,38 @@ class GradientBucket:
 
 
 def norm_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Returns the dtype in which to sum squares: fp64 where the device has it, for long sums lose digits."""
+    """Returns the dtype for sums of squares: fp64 if the device has it, because long sums lose digits."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
-def shaped_like(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
-    """Returns the 1-D `piece` with the shape of `parameter`, and with its strides if it has no gaps."""
+def view_like(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+    """Returns a view of the 1-D `piece` with the parameter's shape and dense memory format."""
     strides = torch.empty_like(parameter, device="meta").stride()
     return piece.as_strided(parameter.shape, strides)
 
 
-def shape_in_memory(parameter: torch.Tensor) -> torch.Size:
-    """Returns the shape with the dimensions in the order in which `shaped_like` lays the elements out."""
+def memory_shape(parameter: torch.Tensor) -> torch.Size:
+    """Returns the parameter's shape with the dimensions in memory order."""
     strides = torch.empty_like(parameter, device="meta").stride()
     order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
     return torch.Size(parameter.shape[dim] for dim in order)
 
 
-def deal(named: Mapping[str, nn.Parameter], num_bytes: int | None) -> list[dict[str, nn.Parameter]]:
-    """Deals parameters out to buckets, in reverse order: about that in which a backward pass ends.
+def split_into_buckets(
+    named: Mapping[str, nn.Parameter], num_bytes: int | None
+) -> list[dict[str, nn.Parameter]]:
+    """Splits parameters into buckets, in reverse order, which is about the order of a backward pass.
 
     Args:
         named: Parameters by name, in the order of the layers.
-        num_bytes: Size at which a bucket is full; None for one bucket per dtype.
+        num_bytes: Bytes at which a bucket is full; None for one bucket per dtype.
     """
     full: list[dict[str, nn.Parameter]] = []
-    open_by_kind: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
+    growing: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
     for name, parameter in reversed(list(named.items())):
-        kind = (parameter.dtype, parameter.device)
-        bucket = open_by_kind.setdefault(kind, {})
+        key = (parameter.dtype, parameter.device)
+        bucket = growing.setdefault(key, {})
         bucket[name] = parameter
-        if num_bytes is not None and sum(p.numel() * p.element_size() for p in bucket.values()) >= num_bytes:
-            full.append(open_by_kind.pop(kind))
-    return [*full, *open_by_kind.values()]
+        if num_bytes is not None and sum(p.nbytes for p in bucket.values()) >= num_bytes:
+            full.append(growing.pop(key))
+    return [*full, *growing.values()]

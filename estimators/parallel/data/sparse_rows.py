@@ -1,7 +1,7 @@
-"""Sums the gradients of embeddings whose rows are looked up: rows travel, not tables.
+"""Sums sparse gradients of embeddings: only rows are sent, not whole tables.
 
-It serves the layers that were made with `sparse=True`. A rank sends the rows that its batch used, each with
-its index, to all others, and a rank without rows sends none.
+It serves layers made with `sparse=True`. Each rank sends the rows that its batch used, with their indices, to
+all ranks.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.base import held_values
+from ringspark.estimators.parallel.base import dense_values
 from ringspark.estimators.parallel.data.gradient_buckets import norm_dtype
 
-# The most rows whose indices fit in 32 bits.
-_MOST_INT = 1 << 31
+# Largest table with 32-bit indices.
+_MAX_INT_ROWS = 1 << 31
 
 
 def sparse_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -30,60 +30,59 @@ def sparse_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class SparseRows:
-    """The tables of one network on one rank. `sum` runs on every rank."""
+    """The tables of one rank's network. `sum` runs on every rank."""
 
     def __init__(
         self, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, collective: Collective
     ) -> None:
         self._parameters = list(named.values())
         self._collective = collective
-        # All others take dense gradients, most of them no sparse ones.
+        # All other optimizers take dense gradients, and most take no sparse ones.
         self._stays_sparse = isinstance(optimizer, torch.optim.SparseAdam)
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Makes the gradients sums over the ranks; None where no rank had one."""
+        """Replaces the gradients by their sums over the ranks; None if no rank had one."""
         if not self._parameters:
             return
         own = [_rows_of(parameter) for parameter in self._parameters]
-        # -1 stands for no gradient, which is not the same as one of no rows.
-        told = torch.tensor([-1 if rows is None else len(rows[0]) for rows in own])
-        counts = torch.stack(self._collective.all_gather(told, [len(told)] * self._collective.size))
+        # -1 means no gradient, which differs from a gradient without rows.
+        lengths_here = torch.tensor([-1 if rows is None else len(rows[0]) for rows in own])
+        counts = torch.stack(self._collective.all_gather(lengths_here, [len(own)] * self._collective.size))
         for number, (parameter, rows) in enumerate(zip(self._parameters, own, strict=True)):
             parameter.grad = None
             lengths = counts[:, number].tolist()
             if max(lengths) >= 0:
-                parameter.grad = self._summed(parameter, rows, [max(0, length) for length in lengths])
+                parameter.grad = self._sum_rows(parameter, rows, [max(0, length) for length in lengths])
 
     @torch.no_grad()
     def are_finite(self) -> bool:
-        """Whether the sums are; they are equal on all ranks."""
-        values = held_values([p.grad for p in self._parameters if p.grad is not None])
+        """Whether all sums are finite; they are equal on all ranks."""
+        values = dense_values([p.grad for p in self._parameters if p.grad is not None])
         return all(bool(torch.isfinite(v).all()) for v in values)
 
     @torch.no_grad()
     def squares(self) -> list[torch.Tensor]:
         """Returns the squared 2-norm of each of this rank's gradients, before `sum`."""
-        values = held_values([p.grad for p in self._parameters if p.grad is not None])
+        values = dense_values([p.grad for p in self._parameters if p.grad is not None])
         return [torch.linalg.vector_norm(v, dtype=norm_dtype(v)).square() for v in values]
 
-    def _summed(
+    def _sum_rows(
         self, parameter: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor] | None, lengths: list[int]
     ) -> torch.Tensor:
         width = parameter.shape[1]
         if rows is None:
             rows = torch.zeros(0, dtype=torch.int64, device=parameter.device), parameter.new_zeros(0, width)
-        # Half the bytes, for all tables but the very longest.
-        found = rows[0] if len(parameter) > _MOST_INT else rows[0].int()
+        found = rows[0] if len(parameter) > _MAX_INT_ROWS else rows[0].int()
         indices = self._collective.all_gather(found, lengths)
         values = self._collective.all_gather(
             rows[1].contiguous().view(-1), [length * width for length in lengths]
         )
         if self._stays_sparse:
-            joined = torch.cat([value.view(-1, width) for value in values])
-            places = torch.cat(indices).long()[None]
+            gathered = torch.cat([value.view(-1, width) for value in values])
+            where = torch.cat(indices).long()[None]
             shape = parameter.shape
-            return torch.sparse_coo_tensor(places, joined, shape, check_invariants=False).coalesce()
+            return torch.sparse_coo_tensor(where, gathered, shape, check_invariants=False).coalesce()
         total = torch.zeros_like(parameter)
         for index, value in zip(indices, values, strict=True):
             total.index_add_(0, index.long(), value.view(-1, width))
@@ -98,6 +97,6 @@ def _rows_of(parameter: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor] | Non
     if gradient.is_sparse:
         rows = gradient.coalesce()
         return rows.indices()[0], rows.values()
-    # A table that is used densely too, as one that is tied to an output layer.
+    # The table is also used densely, for example because it is tied to an output layer.
     found = torch.nonzero(gradient.ne(0).any(1)).view(-1)
     return found, gradient[found]

@@ -1,15 +1,16 @@
-"""Exchanges inside a network, each with the exchange that its gradient needs.
+"""Collective operations inside a network, each with the operation that its gradient needs.
 
-All ranks of the collective call these in the same order, forward and backward. A value is *whole* where all
-ranks hold the same tensor, *partial* where the whole is the sum of the ranks', and *cut* where each rank
-holds one part along a dimension. The gradient of a whole value is whole too: all ranks compute the same loss.
+All ranks of the collective call these functions in the same order, forward and backward. A value is
+*replicated* if all ranks hold the same tensor, *partial* if the whole is the sum over the ranks, and
+*sharded* if each rank holds a shard along one dimension. The gradient of a replicated value is replicated,
+because all ranks compute the same loss.
 
-Invariant: a backward pass either consists of these functions, so that it is differentiable too, or it refuses
-second derivatives. It refuses if ranks hold different shards of a gradient: a loss made from these gradients
-would differ between ranks.
+Invariant: a backward pass either consists of these functions, so it can be differentiated again, or it
+refuses second derivatives. It refuses if ranks hold different shards of a gradient: a loss made of these
+gradients would differ between ranks.
 
-Shoeybi et al. 2019, "Megatron-LM", call `copied` f and `summed` g; Korthikanti et al. 2022 call `joined` and
-`scattered` with partial gradients g-bar.
+Shoeybi et al. 2019, "Megatron-LM", call `all_reduce_gradient` f and `all_reduce` g; Korthikanti et al. 2022
+call `all_gather_for_shards` and `reduce_scatter` g-bar.
 """
 
 from __future__ import annotations
@@ -21,71 +22,65 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.cut import length_of_part
+from ringspark.estimators.parallel.shard_spec import shard_length, shard_view
 
 
-def copied(x: torch.Tensor, collective: Collective) -> torch.Tensor:
-    """Takes a whole value into a part of the network: the gradients of the parts are summed."""
-    return _run(_Copied, x, collective)
+def all_reduce_gradient(x: torch.Tensor, collective: Collective) -> torch.Tensor:
+    """Returns the replicated `x` for use by shards of the network; all-reduces its gradient."""
+    return _run(_AllReduceGradient, x, collective)
 
 
-def summed(x: torch.Tensor, collective: Collective) -> torch.Tensor:
-    """Makes a partial value whole, by an all-reduce; the gradient of every part is that of the whole."""
-    return _run(_Summed, x, collective)
+def all_reduce(x: torch.Tensor, collective: Collective) -> torch.Tensor:
+    """All-reduces the partial `x`; its gradient is the result's gradient."""
+    return _run(_AllReduce, x, collective)
 
 
-def part_of_whole(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
-    """Takes this rank's part of a whole value; the gradient is gathered."""
-    return _run(_Part, x, collective, dim)
+def take_shard(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
+    """Returns this rank's shard of the replicated `x`; all-gathers its gradient."""
+    return _run(_TakeShard, x, collective, dim)
 
 
-def joined(x: torch.Tensor, dim: int, collective: Collective, whole: int | None = None) -> torch.Tensor:
-    """Makes a cut value whole, by an all-gather; of the whole gradient each rank takes its part.
+def all_gather(x: torch.Tensor, dim: int, collective: Collective, length: int | None = None) -> torch.Tensor:
+    """All-gathers the sharded `x`; each rank takes its shard of the gradient.
 
     Args:
-        whole: Length of the whole along `dim`; None asks the ranks, which is one exchange more.
+        length: Length of the result along `dim`; None asks the ranks, which is one more message.
     """
-    return _run(_Joined, x, collective, dim, whole)
+    return _run(_AllGather, x, collective, dim, length)
 
 
-def joined_for_parts(
-    x: torch.Tensor, dim: int, collective: Collective, whole: int | None = None
+def all_gather_for_shards(
+    x: torch.Tensor, dim: int, collective: Collective, length: int | None = None
 ) -> torch.Tensor:
-    """Like `joined`, for a whole that different ranks use differently: its gradients are reduce-scattered."""
-    return _run(_JoinedForParts, x, collective, dim, whole)
+    """Like `all_gather`, for a result that ranks use differently: reduce-scatters its gradient."""
+    return _run(_AllGatherForShards, x, collective, dim, length)
 
 
-def scattered(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
-    """Sums a partial value and leaves each rank its part, by a reduce-scatter; the gradient is gathered."""
-    return _run(_Scattered, x, collective, dim)
+def reduce_scatter(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
+    """Reduce-scatters the partial `x`; all-gathers the gradient."""
+    return _run(_ReduceScatter, x, collective, dim)
 
 
-def exchanged(
+def all_to_all(
     x: torch.Tensor, sent: Sequence[int], arriving: Sequence[int], collective: Collective
 ) -> torch.Tensor:
-    """Sends each rank its rows of `x` by an all-to-all; the gradients of the rows go back.
+    """Sends each rank its rows of `x`; sends the gradients of the rows back.
 
     Args:
-        x: (rows, ...), those for rank 0 first.
+        x: (rows, ...), the rows for rank 0 first.
         sent: Number of rows for each rank; may be 0.
         arriving: Number of rows from each rank.
 
     Returns:
-        The rows that arrived, in the order of ranks.
+        The rows that arrived, in rank order.
     """
-    return _run(_Exchanged, x, collective, tuple(sent), tuple(arriving))
+    return _run(_AllToAll, x, collective, tuple(sent), tuple(arriving))
 
 
-def scaled_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """Returns `x` as it is, and multiplies its gradient; nothing is exchanged."""
-    result: torch.Tensor = _ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
+def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Returns `x`; multiplies its gradient by `factor`."""
+    result: torch.Tensor = _ScaleGradient.apply(x, factor)  # type: ignore[no-untyped-call]
     return result
-
-
-def cut_along(x: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
-    """Returns a view of a rank's part of `x` along a dimension."""
-    begin = sum(length_of_part(x.shape[dim], r, size) for r in range(rank))
-    return x.narrow(dim, begin, length_of_part(x.shape[dim], rank, size))
 
 
 def _run(function: Any, x: torch.Tensor, collective: Collective, *options: Any) -> torch.Tensor:
@@ -95,32 +90,32 @@ def _run(function: Any, x: torch.Tensor, collective: Collective, *options: Any) 
     return result
 
 
-def _gather(x: torch.Tensor, dim: int, collective: Collective, whole: int | None = None) -> torch.Tensor:
-    """Joins the ranks' tensors, which are alike but for the length of `dim`, by `length_of_part`."""
+def _gather(x: torch.Tensor, dim: int, collective: Collective, length: int | None) -> torch.Tensor:
+    """All-gathers tensors that only differ in the length of `dim`."""
     first = x.movedim(dim, 0).contiguous()
-    if whole is None:
-        told = torch.tensor([len(first)])
-        lengths = [int(n) for n in collective.all_gather(told, [1] * collective.size)]
+    if length is None:
+        own = torch.tensor([len(first)])
+        lengths = [int(n) for n in collective.all_gather(own, [1] * collective.size)]
     else:
-        lengths = [length_of_part(whole, rank, collective.size) for rank in range(collective.size)]
+        lengths = [shard_length(length, rank, collective.size) for rank in range(collective.size)]
     width = first.shape[1:].numel()
-    pieces = collective.all_gather(first.reshape(-1), [n * width for n in lengths])
+    shards = collective.all_gather(first.reshape(-1), [n * width for n in lengths])
     # Not -1: there may be no rows.
-    joined_pieces = torch.cat([p.view(n, *first.shape[1:]) for n, p in zip(lengths, pieces, strict=True)])
-    return joined_pieces.movedim(0, dim).contiguous()
+    whole = torch.cat([s.view(n, *first.shape[1:]) for n, s in zip(lengths, shards, strict=True)])
+    return whole.movedim(0, dim).contiguous()
 
 
 def _scatter(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
-    """Sums the ranks' tensors, and returns this rank's part of the sum."""
+    """Returns this rank's shard of the sum."""
     first = x.movedim(dim, 0).contiguous()
     size = collective.size
-    lengths = [length_of_part(len(first), rank, size) for rank in range(size)]
+    lengths = [shard_length(len(first), rank, size) for rank in range(size)]
     width = first.shape[1:].numel()
     flat = collective.start_reduce_scatter(first.view(-1), [n * width for n in lengths])()
     return flat.view(lengths[collective.rank], *first.shape[1:]).movedim(0, dim).contiguous()
 
 
-class _ScaledGradient(torch.autograd.Function):
+class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
         ctx.factor = factor
@@ -132,7 +127,7 @@ class _ScaledGradient(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-class _Copied(torch.autograd.Function):
+class _AllReduceGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, collective: Collective) -> torch.Tensor:
         ctx.collective = collective
@@ -140,10 +135,10 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return summed(gradient, ctx.collective), None
+        return all_reduce(gradient, ctx.collective), None
 
 
-class _Summed(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, collective: Collective) -> torch.Tensor:
         ctx.collective = collective
@@ -151,66 +146,66 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return copied(gradient, ctx.collective), None
+        return all_reduce_gradient(gradient, ctx.collective), None
 
 
-class _Part(torch.autograd.Function):
+class _TakeShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, collective: Collective, dim: int) -> torch.Tensor:
-        ctx.collective, ctx.dim, ctx.whole = collective, dim, x.shape[dim]
-        return cut_along(x, dim, collective.rank, collective.size).contiguous()
+        ctx.collective, ctx.dim, ctx.length = collective, dim, x.shape[dim]
+        return shard_view(x, dim, collective.rank, collective.size).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return joined(gradient, ctx.dim, ctx.collective, ctx.whole), None, None
+        return all_gather(gradient, ctx.dim, ctx.collective, ctx.length), None, None
 
 
-class _Joined(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, collective: Collective, dim: int, whole: int | None
+        ctx: Any, x: torch.Tensor, collective: Collective, dim: int, length: int | None
     ) -> torch.Tensor:
         ctx.collective, ctx.dim = collective, dim
-        return _gather(x, dim, collective, whole)
+        return _gather(x, dim, collective, length)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return part_of_whole(gradient, ctx.dim, ctx.collective), None, None, None
+        return take_shard(gradient, ctx.dim, ctx.collective), None, None, None
 
 
-class _JoinedForParts(_Joined):
+class _AllGatherForShards(_AllGather):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return _scatter(gradient, ctx.dim, ctx.collective), None, None, None
 
 
-class _Scattered(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, collective: Collective, dim: int) -> torch.Tensor:
-        ctx.collective, ctx.dim, ctx.whole = collective, dim, x.shape[dim]
+        ctx.collective, ctx.dim, ctx.length = collective, dim, x.shape[dim]
         return _scatter(x, dim, collective)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _gather(gradient, ctx.dim, ctx.collective, ctx.whole), None, None
+        return _gather(gradient, ctx.dim, ctx.collective, ctx.length), None, None
 
 
-class _Exchanged(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, collective: Collective, sent: tuple[int, ...], arriving: tuple[int, ...]
     ) -> torch.Tensor:
         ctx.collective, ctx.sent, ctx.arriving = collective, sent, arriving
-        return _rows_exchanged(x, sent, arriving, collective)
+        return _send_rows(x, sent, arriving, collective)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return exchanged(gradient, ctx.arriving, ctx.sent, ctx.collective), None, None, None
+        return all_to_all(gradient, ctx.arriving, ctx.sent, ctx.collective), None, None, None
 
 
-def _rows_exchanged(
+def _send_rows(
     x: torch.Tensor, sent: Sequence[int], arriving: Sequence[int], collective: Collective
 ) -> torch.Tensor:
     width = x.shape[1:].numel()

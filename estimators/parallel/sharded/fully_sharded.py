@@ -1,16 +1,15 @@
-"""ZeRO stage 3 by torch's FSDP2: each rank keeps its part of weights, gradients and optimizer state.
+"""ZeRO stage 3 by torch's FSDP2: each rank keeps its shard of weights, gradients and optimizer state.
 
-Rajbhandari et al. 2020; Zhao et al. 2023, "PyTorch FSDP". Each block of the network's longest chain of blocks
-is a unit; the rest forms one more unit. A unit's weights are gathered when it runs, forward and backward, and
-freed afterwards; its gradients leave it as parts of their sum.
+Rajbhandari et al. 2020; Zhao et al. 2023, "PyTorch FSDP". Each block of the network's longest chain is a
+unit; the rest of the network is one more unit. A unit's weights are all-gathered when it runs, forward and
+backward, and freed afterwards; its gradients are reduce-scattered.
 
 Invariant: every rank runs the same units in the same order, as often as there may be micro-batches. A rank
-without rows runs one row of zeros and drops the gradients; the gradient of a parameter that a rank does not
-use counts as zeros there. A network must not skip a block of the chain on some ranks and run it on others.
+without rows runs one row of zeros and drops its gradients. The gradient of an unused parameter counts as
+zeros. A network must not skip a block of the chain on some ranks only.
 
-Over a mesh with an axis `shard` the parts are those of that axis, and ranks along `data` have the same ones
-(hybrid sharding): a block's weights travel among the few ranks of `shard`, and between the others its
-gradients' parts alone. What ranks along `tensor` have of a network is cut like a whole one.
+With an axis `shard` in the mesh (hybrid sharding), weights travel only among the ranks of `shard`, and ranks
+along `data` all-reduce the shards of the gradients. The shards of `tensor` are sharded like a whole network.
 """
 
 from __future__ import annotations
@@ -25,109 +24,72 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync
-from ringspark.estimators.parallel.data.data_parallel import DataParallel
-from ringspark.estimators.parallel.exchange import Exchange
-from ringspark.estimators.parallel.first_weights import give_first_weights, waits
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, share_weights
+from ringspark.estimators.parallel.initial_weights import is_deferred, send_initial_weights
 from ringspark.estimators.parallel.layout import ModelLayout, layout_of
-from ringspark.estimators.parallel.mesh import AXES, RankMesh, Sharers
+from ringspark.estimators.parallel.mesh import AXES, RankMesh, ShardGroup
 from ringspark.estimators.parallel.optimizer_state import OptimizerState
-from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, is_elementwise
+from ringspark.estimators.parallel.sharded.parameter_shards import ELEMENTWISE, is_elementwise
+from ringspark.estimators.parallel.sync_settings import SyncSettings
 from ringspark.models.outputs import as_outputs
 
 
 class FullySharded:
-    """ZeRO 3: every rank holds its part of everything, and the whole of one block at a time."""
+    """ZeRO 3: every rank holds shards, and the whole weights of one block at a time."""
+
+    takes_sparse = False
 
     def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, exchange: Exchange
+        self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
     ) -> GradientSync:
-        if collective.size == 1:
-            return DataParallel().prepare(module, make_optimizer, collective, exchange)
-        if collective.name != "torch":
+        ranks = mesh.shard_group.all
+        if ranks.size > 1 and ranks.name != "torch":
             raise ValueError(
-                f"sharding 'parameters' needs collective 'torch', got {collective.name!r}; set "
+                f"sharding 'parameters' needs collective 'torch', got {ranks.name!r}; set "
                 "collective='torch', or sharding='gradients'"
             )
-        with torch.no_grad():
-            collective.broadcast(list(module.state_dict().values()))
-        from torch.distributed.device_mesh import init_device_mesh
-
-        mesh = init_device_mesh(next(module.parameters()).device.type, (collective.size,))
-        units = shard_units(module, mesh)
-        return self._tied(module, make_optimizer, Sharers(collective, collective), units, exchange)
-
-    def over(
-        self,
-        module: nn.Module,
-        make_optimizer: MakeOptimizer,
-        mesh: RankMesh,
-        exchange: Exchange,
-        device: torch.device,
-    ) -> GradientSync:
-        """Ties this rank's part of a network to the same parts of the others. Runs on every rank.
-
-        Args:
-            module: It may have no numbers yet, see `first_weights`: then no rank ever holds them whole.
-        """
-        if mesh.sharers.all.size == 1:
-            if waits(module):
-                give_first_weights(module, mesh, device)
-            return PlainSync(module, make_optimizer(module))
-        if not mesh.cuts_network and not waits(module):  # parts of a network have been cut from equal ones
-            with torch.no_grad():
-                mesh.world.broadcast(list(module.state_dict().values()))
-        units = shard_units(module, _mesh_over(mesh, device))
-        if waits(module):
-            give_first_weights(module, mesh, device)
-        return self._tied(module, make_optimizer, mesh.sharers, units, exchange)
-
-    def _tied(
-        self,
-        module: nn.Module,
-        make_optimizer: MakeOptimizer,
-        sharers: Sharers,
-        units: Sequence[nn.Module],
-        exchange: Exchange,
-    ) -> GradientSync:
+        if not is_deferred(module):
+            share_weights(module, mesh)
+        units = [] if ranks.size == 1 else shard_units(module, _device_mesh(mesh, settings.device))
+        if is_deferred(module):
+            send_initial_weights(module, mesh, settings.device)
         optimizer = make_optimizer(module)
+        if ranks.size == 1:
+            return GradientSync(module, optimizer)
         if not is_elementwise(optimizer):
             raise ValueError(
                 f"sharding 'parameters' leaves a part of every parameter to each rank, and optimizer "
                 f"{type(optimizer).__name__} looks at whole ones; take one of "
                 f"{sorted(kind.__name__ for kind in ELEMENTWISE)}, or set sharding='gradients'"
             )
-        return FullySync(module, optimizer, units, sharers, exchange.micro_batches)
+        return FsdpSync(module, optimizer, units, mesh.shard_group, settings.micro_batches)
 
 
-def _mesh_over(mesh: RankMesh, device: torch.device) -> Any:
+def _device_mesh(mesh: RankMesh, device: torch.device) -> Any:
     """Returns torch's mesh of the ranks that sum this rank's gradients. Runs on every rank.
 
-    It has two dimensions where there is an axis `shard`: ranks with the same parts, and with others.
+    With an axis `shard` it has two dimensions: ranks with the same shards, and ranks with different shards.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
-    sizes = [mesh.sizes[axis] for axis in AXES]
+    kind, sizes = device.type, [mesh.sizes[axis] for axis in AXES]
     ranks = torch.arange(mesh.world.size).reshape(sizes)
+    if not mesh.cuts_network and mesh.sizes["shard"] == 1:
+        return DeviceMesh(kind, ranks.flatten())
     apart = [AXES.index(axis) for axis in ("pipeline", "tensor")]
     rows = [AXES.index(axis) for axis in ("data", "expert", "sequence")]
     parts = AXES.index("shard")
     ranks = ranks.permute(*apart, *rows, parts).reshape(
         math.prod(sizes[axis] for axis in apart), math.prod(sizes[axis] for axis in rows), sizes[parts]
     )
-    kind = device.type
     if mesh.sizes["shard"] == 1:
         return DeviceMesh(kind, ranks.flatten(1), mesh_dim_names=("apart", "parts"))["parts"]
     return DeviceMesh(kind, ranks, mesh_dim_names=("apart", "copies", "parts"))["copies", "parts"]
 
 
 def shard_units(module: nn.Module, device_mesh: Any) -> list[nn.Module]:
-    """Cuts the module's parameters over the ranks, in place; returns the units, the module itself last.
-
-    Args:
-        device_mesh: Torch's mesh: of the ranks over which they are cut, or of copies and parts.
+    """Shards the module's parameters, in place; returns the units, the module itself last.
 
     Raises:
         ValueError: This torch version or a parameter does not allow it.
@@ -144,7 +106,7 @@ def shard_units(module: nn.Module, device_mesh: Any) -> list[nn.Module]:
     for name, parameter in module.named_parameters():
         if not parameter.dim():
             raise ValueError(
-                f"sharding 'parameters' cannot cut the scalar parameter {name!r}; make it of shape (1,), or "
+                f"sharding 'parameters' cannot shard the scalar parameter {name!r}; give it shape (1,), or "
                 "set sharding='gradients'"
             )
         parameter.data = parameter.data.contiguous()
@@ -159,10 +121,10 @@ def shard_units(module: nn.Module, device_mesh: Any) -> list[nn.Module]:
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """Returns those blocks of the longest chain whose parameters nothing outside the block shares.
+    """Returns the blocks of the longest chain that share no parameters with other modules.
 
-    A chain is an `nn.Sequential` or an `nn.ModuleList` of modules that have children; of equals, the
-    outermost is taken. The list is empty if no chain has two blocks.
+    A chain is an `nn.Sequential`, or an `nn.ModuleList` of modules that have children; of equally long
+    chains, the outermost counts. Returns an empty list if no chain has two blocks.
     """
     best: list[nn.Module] = []
     for chain in module.modules():
@@ -179,7 +141,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 
     def stands_alone(block: nn.Module) -> bool:
         inside = _uses(block)
-        # A block that is in the chain twice would be freed after its first use in the backward pass.
+        # If a block were in the chain twice, it would be freed after its first use in the backward pass.
         is_once = sum(block in set(other.modules()) for other in best) == 1
         return bool(inside) and is_once and all(uses[p] == n for p, n in inside.items())
 
@@ -192,28 +154,28 @@ def _uses(module: nn.Module) -> Counter[nn.Parameter]:
 
 
 def _callables(block: nn.Module) -> list[nn.Module]:
-    """Returns the block, or its items if it is a mere container, as in a list of pairs of layers."""
+    """Returns the block, or its items if it has no forward, as in a list of pairs of layers."""
     if type(block).forward is not nn.Module.forward:
         return [block]
     return [module for child in block.children() for module in _callables(child)]
 
 
-class FullySync(PlainSync):
-    """Lets FSDP2 exchange, and covers the cases that it does not: ranks without rows, unused parameters."""
+class FsdpSync(GradientSync):
+    """Adds to FSDP2 the cases that it lacks: ranks without rows and unused parameters."""
 
     def __init__(
         self,
         network: nn.Module,
         optimizer: torch.optim.Optimizer,
         units: Sequence[nn.Module],
-        sharers: Sharers,
+        shard_group: ShardGroup,
         rounds: int,
     ) -> None:
         super().__init__(network, optimizer)
-        collective = sharers.all
+        collective = shard_group.all
         collective.operations.sees_all = False
         self.ranks_differ = True
-        self._collective, self._parts = collective, sharers.parts
+        self._collective, self._parts = collective, shard_group.shards
         self._rounds = rounds
         self._round = 0
         self._units: list[Any] = list(units)
@@ -225,24 +187,24 @@ class FullySync(PlainSync):
         self._hooked: set[int] = set()
         names = {parameter: name for name, parameter in self._named.items()}
         for unit in units:
-            places = _places(unit, [u for u in units if u is not unit], names)
-            # This runs after FSDP2's own hook, which puts the whole parameters into place.
-            unit.register_forward_pre_hook(partial(self._on_forward, places, unit is network))
+            own = _own_parameters(unit, [u for u in units if u is not unit], names)
+            # This hook runs after FSDP2's own hook, which sets the whole parameters.
+            unit.register_forward_pre_hook(partial(self._on_forward, own, unit is network))
         network.register_forward_pre_hook(self._remember)
 
     def _remember(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         self._like = [values[:0].detach() for values in inputs]
 
     def _on_forward(
-        self, places: list[tuple[nn.Module, str, str]], is_root: bool, module: nn.Module, inputs: object
+        self, own: list[tuple[nn.Module, str, str]], is_root: bool, module: nn.Module, inputs: object
     ) -> None:
-        """Hooks the gradients of a unit's gathered parameters, and counts the bytes that they cost."""
+        """Hooks the gradients of a unit's gathered parameters, and counts the bytes sent."""
         whole = []
-        for owner, attribute, name in places:
+        for owner, attribute, name in own:
             parameter = owner._parameters[attribute]
             assert parameter is not None
             whole.append(parameter)
-            # FSDP2 makes the whole parameters once, and later frees only their memory.
+            # FSDP2 makes the whole parameters once; later it only frees their memory.
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
                 hook = partial(self._on_gradient, self._index[name])
@@ -260,11 +222,11 @@ class FullySync(PlainSync):
         if self._has_rows:
             self._had[index] = 1.0
         else:
-            # FSDP2 then takes zeros. The gradients of a row of zeros may be anything, even NaN.
+            # FSDP2 then uses zeros. The gradients of a row of zeros may be anything, even NaN.
             parameter.grad = None
 
     def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
-        # `reduce` makes up for the rounds themselves.
+        # `reduce` runs the missing passes.
         self._like = [values[:0].detach() for values in inputs]
 
     def forward_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -280,7 +242,7 @@ class FullySync(PlainSync):
         self._round += 1
 
     def _run_without_rows(self) -> None:
-        """Runs a pass over a row of zeros, for the exchange alone; gradients and buffers do not change."""
+        """Runs a pass over a row of zeros, for its collective calls; gradients and buffers do not change."""
         device = next(iter(self._named.values())).device
         kept = [(buffer, buffer.clone()) for buffer in self.network.buffers()]
         self._has_rows = False
@@ -309,7 +271,7 @@ class FullySync(PlainSync):
     def clip_gradients(self, max_norm: float) -> None:
         layout = layout_of(self.network)
         if layout is not None:
-            self._clip_parts(max_norm, layout)
+            self._clip_shards(max_norm, layout)
             return
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm: Any = nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
@@ -318,8 +280,8 @@ class FullySync(PlainSync):
         nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
 
     @torch.no_grad()
-    def _clip_parts(self, max_norm: float, layout: ModelLayout) -> None:
-        """Clips where ranks have parts of the network: each element counts once over all of them."""
+    def _clip_shards(self, max_norm: float, layout: ModelLayout) -> None:
+        """Clips the gradients of a sharded network; each element counts once over all ranks."""
         total = torch.zeros(1, dtype=torch.double)
         gradients = []
         for name, parameter in self._named.items():
@@ -327,12 +289,12 @@ class FullySync(PlainSync):
                 continue
             own: Any = parameter.grad
             gradients.append(own.to_local())
-            if layout.counts(name, ["tensor"]):
+            if layout.is_counted(name, ["tensor"]):
                 total += torch.linalg.vector_norm(gradients[-1]).double().square().cpu()
         total = self._parts.all_reduce(total)
-        if layout.mesh.places["sequence"]:
-            total.zero_()  # the first rank of the axis knows the same sum, and tells it
-        norm = layout.mesh.whole.all_reduce(total)[0].sqrt()
+        if layout.mesh.coordinates["sequence"]:
+            total.zero_()  # the first rank of the axis adds the same sum
+        norm = layout.mesh.holders.all_reduce(total)[0].sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.device, gradient.dtype))
@@ -346,15 +308,15 @@ class FullySync(PlainSync):
         super().load_optimizer_state(state)
 
     def _free_whole(self) -> None:
-        # After an evaluation the last unit still has its whole parameters, which the optimizer does not hold.
+        # After an evaluation the last unit still has its whole parameters, not the optimizer's.
         for unit in self._units:
             unit.reshard()
 
 
-def _places(
+def _own_parameters(
     unit: nn.Module, others: Sequence[nn.Module], names: dict[nn.Parameter, str]
 ) -> list[tuple[nn.Module, str, str]]:
-    """Returns (module, attribute, name in the whole network) for each of a unit's own parameters."""
+    """Returns (module, attribute, name in the network) for each parameter that only this unit has."""
     inner = {m for other in others if other in set(unit.modules()) for m in other.modules()}
     return [
         (owner, attribute, names[parameter])
@@ -366,5 +328,4 @@ def _places(
 
 
 def _row(values: torch.Tensor) -> torch.Tensor:
-    """Returns one row of zeros with the row shape and dtype of `values`, (rows, ...)."""
     return values.new_zeros((1, *values.shape[1:]))

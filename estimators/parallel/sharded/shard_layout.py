@@ -1,11 +1,11 @@
-"""Decides which rank holds which elements of a network's parameters, by arithmetic alike on every rank.
+"""Assigns the elements of a network's parameters to ranks, by the same arithmetic on every rank.
 
-The parameters lie in buckets, in reverse order of registration, which is about the order in which the
-backward pass finishes their gradients. Each rank holds one range of each bucket.
+Parameters lie in buckets in reverse order of registration, which is about the order in which the backward
+pass finishes their gradients. Each rank holds one range of each bucket.
 
-Invariant: every element of every parameter belongs to exactly one rank, and has one place in one bucket.
-An even layout cuts through parameters, so that all ranks hold the same number of elements; a whole layout
-gives every parameter to one rank, and balances the ranks by their total number of elements.
+Invariant: every element belongs to exactly one rank and one bucket. An even layout splits parameters, so all
+ranks hold the same number of elements; a whole layout assigns each parameter to one rank and balances the
+ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """The place [start, stop) of parameter number `index` in its bucket."""
+    """The range [start, stop) of parameter number `index` in its bucket."""
 
     index: int
     start: int
@@ -24,7 +24,7 @@ class Slot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class ParameterSlice:
     """Elements [start, stop) of parameter number `index` on rank `rank`, at `offset` of the rank's range."""
 
     rank: int
@@ -39,8 +39,7 @@ class Bucket:
     """Parameters of one dtype, end to end.
 
     Attributes:
-        bounds: Bounds of the ranks' ranges: rank r holds elements [bounds[r], bounds[r + 1]). Elements past
-            the last slot are padding.
+        bounds: Rank r holds elements [bounds[r], bounds[r + 1]). Elements after the last slot are padding.
     """
 
     slots: tuple[Slot, ...]
@@ -55,13 +54,13 @@ class Bucket:
         """Number of elements that each rank holds."""
         return [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yields the piece of each parameter that each rank holds, without the padding."""
+    def slices(self) -> Iterator[ParameterSlice]:
+        """Yields the slices of parameters that the ranks hold, without padding."""
         for rank, (low, high) in enumerate(zip(self.bounds, self.bounds[1:], strict=False)):
             for slot in self.slots:
                 start, stop = max(slot.start, low), min(slot.stop, high)
                 if start < stop:
-                    yield Piece(
+                    yield ParameterSlice(
                         rank=rank,
                         index=slot.index,
                         start=start - slot.start,
@@ -71,10 +70,10 @@ class Bucket:
 
 
 def even_layout(members: Sequence[Sequence[int]], sizes: Sequence[int], num_ranks: int) -> list[Bucket]:
-    """Makes buckets of which every rank holds an equal share.
+    """Makes buckets with an equal number of elements on every rank.
 
     Args:
-        members: Indices of each bucket's parameters, as `fill_buckets` deals them out.
+        members: Indices of each bucket's parameters, from `fill_buckets`.
         sizes: Number of elements of each parameter.
     """
     buckets = []
@@ -86,9 +85,9 @@ def even_layout(members: Sequence[Sequence[int]], sizes: Sequence[int], num_rank
 
 
 def whole_layout(members: Sequence[Sequence[int]], sizes: Sequence[int], num_ranks: int) -> list[Bucket]:
-    """Makes buckets in which each parameter belongs to one rank; takes the arguments of `even_layout`.
+    """Makes buckets in which each parameter belongs to one rank; its arguments are those for `even_layout`.
 
-    The largest parameter goes to the rank that has least so far, then the next (Graham 1969: at most 4/3
+    Assigns the largest parameter first, each to the rank with the fewest elements (Graham 1969: at most 4/3
     of the best balance).
     """
     loads, owners = [0] * num_ranks, [0] * len(sizes)
@@ -107,26 +106,25 @@ def whole_layout(members: Sequence[Sequence[int]], sizes: Sequence[int], num_ran
 def fill_buckets(
     sizes: Sequence[int], kinds: Sequence[object], max_elements: Sequence[int]
 ) -> list[list[int]]:
-    """Deals parameters out to buckets, in order.
+    """Assigns parameters to buckets, in order.
 
     Args:
         sizes: Number of elements of each parameter.
-        kinds: Properties that the parameters of one bucket must share, such as dtype and device.
-        max_elements: The most elements of a bucket of each parameter's kind; a larger parameter gets its own
-            bucket.
+        kinds: Properties that the parameters of one bucket share, such as dtype and device.
+        max_elements: Largest bucket of each parameter's kind; a larger parameter gets its own bucket.
 
     Returns:
         The indices of each bucket's parameters.
     """
     buckets: list[list[int]] = []
-    open_ones: dict[object, tuple[list[int], int]] = {}
+    growing: dict[object, tuple[list[int], int]] = {}
     for index, (size, kind, limit) in enumerate(zip(sizes, kinds, max_elements, strict=True)):
-        members, filled = open_ones.get(kind, ([], 0))
+        members, filled = growing.get(kind, ([], 0))
         if not members or filled + size > limit:
             members, filled = [], 0
             buckets.append(members)
         members.append(index)
-        open_ones[kind] = (members, filled + size)
+        growing[kind] = (members, filled + size)
     return buckets
 
 

@@ -1,20 +1,22 @@
-"""ZeRO stages 1 and 2: each rank keeps the optimizer state, and the gradients, of a part of the network.
+"""ZeRO stages 1 and 2: each rank keeps the optimizer state, and the gradients, of a shard of the network.
 
-Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". The sum of
-all gradients goes to the ranks part by part (reduce-scatter), each rank steps its own part, and all get the
-new weights (all-gather). This sends as many bytes as the all-reduce of data parallelism, which is these two
-in one.
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". A
+reduce-scatter gives each rank the sum of its shard of the gradients, the rank steps its shard, and an
+all-gather sends the new weights to all ranks. This sends as many bytes as an all-reduce.
 
-Stage 1 exchanges when the step's last backward pass is over, so all gradients are in memory until then. In
-stage 2 they leave during the backward pass, bucket by bucket, once per micro-batch. So a rank never holds
-more than its part and about two buckets, but sends as many times the bytes as there are micro-batches.
+Stage 1 communicates after the step's last backward pass, so all gradients are in memory until then. In stage
+2, buckets are sent during the backward pass of each micro-batch. So a rank never holds more than its shard
+and about two buckets, but the bytes sent grow with the number of micro-batches.
 
-Over a mesh with an axis `shard` the parts are those of that axis. Ranks along `data` have the same ones, and
-sum them once a step (Zhao et al. 2023, "PyTorch FSDP", hybrid sharding).
+With an axis `shard` in the mesh, only its ranks have different shards. Ranks along `data` have the same
+shards and all-reduce them once per step (Zhao et al. 2023, "PyTorch FSDP", hybrid sharding).
+
+Experts are on other ranks than the other parameters, so they form a group of parameters that is sharded and
+summed over its own ranks.
 
 Invariant: every rank sends every bucket in the same order, in as many rounds as there may be micro-batches,
-whatever rows it has and whichever parameters they use. Weights are equal to the bit after each step,
-because one rank computes each element and copies it to the others.
+whatever rows it has and whichever parameters they use. Weights are bitwise equal after each step, because one
+rank computes each element and sends it to the other ranks.
 """
 
 from __future__ import annotations
@@ -27,73 +29,82 @@ from functools import partial
 import torch
 from torch import nn
 
-from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, Scaler
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, Scaler, share_weights
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
-from ringspark.estimators.parallel.exchange import Exchange
+from ringspark.estimators.parallel.data.expert_all_reduce import EmptyPasses
 from ringspark.estimators.parallel.layout import ModelLayout, layout_of
-from ringspark.estimators.parallel.mesh import Sharers
+from ringspark.estimators.parallel.mesh import RankMesh, ShardGroup
+from ringspark.estimators.parallel.model.expert import expert_names
+from ringspark.estimators.parallel.model.shard_network import find_partial_gradients
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, check_known
-from ringspark.estimators.parallel.sharded.piece_state import gather_state, load_state
-from ringspark.estimators.parallel.sharded.pieces import Shard, without_empty_groups
+from ringspark.estimators.parallel.sharded.optimizer_shards import gather_state, load_state
+from ringspark.estimators.parallel.sharded.parameter_shards import ShardedParameters, hide_empty_groups
+from ringspark.estimators.parallel.sync_settings import SyncSettings
 
 
 class ShardedOptimizer:
-    """ZeRO 1: every rank holds all weights, and the optimizer state of its part."""
+    """ZeRO 1: every rank holds all weights, and the optimizer state of its shard."""
 
+    takes_sparse = False
     during_backward = False
 
     def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, exchange: Exchange
+        self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
     ) -> GradientSync:
-        if collective.size == 1:
-            return DataParallel().prepare(module, make_optimizer, collective, exchange)
-        with torch.no_grad():
-            collective.broadcast(list(module.state_dict().values()))
-        # Made over all parameters, so that groups and settings are the same as without sharding.
+        if mesh.gradients.size == 1:
+            return DataParallel().prepare(module, make_optimizer, mesh, settings)
+        share_weights(module, mesh)
+        # Made of all parameters, so that groups and settings are the same as without sharding.
         optimizer = make_optimizer(module)
-        rounds = exchange.micro_batches if self.during_backward else None
-        return ShardedSync(module, optimizer, [whole_gang(collective)], rounds)
+        # Other stages of a pipeline, and ranks that had other tokens, add to the gradients after a backward
+        # pass, and a schedule may release gradients after the next step's passes.
+        is_late = mesh.sizes["pipeline"] > 1 or find_partial_gradients(module) is not None
+        rounds = settings.micro_batches if self.during_backward and not is_late else None
+        if mesh.sizes["expert"] == 1:
+            return ZeroSync(module, optimizer, [SyncGroup(mesh.shard_group)], rounds)
+        experts = expert_names(module)
+        groups = [
+            SyncGroup(mesh.shard_group, lambda name: name not in experts),
+            SyncGroup(mesh.expert_shard_group, lambda name: name in experts, ("sequence",)),
+        ]
+        sync = ExpertZeroSync(module, optimizer, groups, rounds, reacts=False)
+        sync.add_empty_passes(mesh, settings)
+        return sync
 
 
 class ShardedGradients(ShardedOptimizer):
-    """ZeRO 2: every rank holds all weights, and the gradients and optimizer state of its part."""
+    """ZeRO 2: every rank holds all weights, and the gradients and optimizer state of its shard."""
 
     during_backward = True
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """The ranks that share some of the parameters.
+class SyncGroup:
+    """Parameters that the same ranks synchronize.
 
     Attributes:
-        sharers: The ranks.
-        wants: Whether the parameter called so is among them.
-        equal_along: Axes of the mesh along which ranks have the same parameters, or parts of the same ones:
-            one of these ranks tells their norm.
+        shard_group: The ranks.
+        wants: Whether a parameter belongs to the group, by its name.
+        equal_along: Axes along which ranks have the same parameters, or shards of the same ones: only one of
+            these ranks adds their norm.
     """
 
-    sharers: Sharers
+    shard_group: ShardGroup
     wants: Callable[[str], bool] = lambda name: True
     equal_along: tuple[str, ...] = ("expert", "sequence")
 
 
-def whole_gang(collective: Collective) -> Sharing:
-    """Returns that all ranks share all parameters, each with another part."""
-    return Sharing(Sharers(all=collective, parts=collective))
-
-
 @dataclass
-class _Dealt:
-    """Parameters that the same ranks share, and what of their gradients has been exchanged.
+class _GroupState:
+    """The parameters of one `SyncGroup`, and the rounds of this step so far.
 
     Attributes:
-        summed: Sum of the gradients in this rank's range of each bucket, of the rounds so far.
+        summed: Sum of the gradients in this rank's range of each bucket.
         had: Number of rounds in which this rank had a gradient, by parameter.
     """
 
-    sharing: Sharing
-    shard: Shard
+    group: SyncGroup
+    shard: ShardedParameters
     summed: list[torch.Tensor | None] = field(default_factory=list)
     had: list[float] = field(default_factory=list)
 
@@ -102,52 +113,53 @@ class _Dealt:
         self.had = [0.0] * len(self.shard.parameters)
 
 
-class ShardedSync(PlainSync):
-    """Sums gradients into parts, steps this rank's part, and shares the weights."""
+class ZeroSync(GradientSync):
+    """Reduce-scatters gradients, steps this rank's shard, and all-gathers the weights."""
 
     def __init__(
         self,
         network: nn.Module,
         optimizer: torch.optim.Optimizer,
-        sharings: Sequence[Sharing],
+        groups: Sequence[SyncGroup],
         rounds: int | None,
         bucket_bytes: int | None = None,
         *,
         reacts: bool = True,
     ) -> None:
-        """Deals the parameters out to the ranks.
+        """Shards the parameters.
 
         Args:
-            sharings: Who shares which parameters; each parameter is in one of them. The first one's ranks
-                are all that meet.
-            rounds: Number of micro-batches per step, each exchanged during its backward pass; None for one
-                exchange per step, after the last backward pass.
-            reacts: Whether buckets leave in the backward pass; if not, after it.
+            groups: Each parameter is in one of them. The first group has all ranks of the other groups.
+            rounds: Number of micro-batches per step, each sent during its backward pass; None to send once
+                per step, after the last backward pass.
+            reacts: Whether buckets are sent during the backward pass; if not, after it.
         """
         super().__init__(network, optimizer)
         self.ranks_differ = True
+        self._states: list[_GroupState] = []
         options = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
-        dealt = [
-            _Dealt(s, Shard(network, optimizer, s.sharers.parts, wants=s.wants, **options)) for s in sharings
-        ]
-        self._dealt = [own for own in dealt if own.shard.parameters]
-        self._collective = sharings[0].sharers.all
+        for group in groups:
+            ranks = group.shard_group.shards
+            shard = ShardedParameters(network, optimizer, ranks, wants=group.wants, **options)
+            if shard.parameters:
+                self._states.append(_GroupState(group, shard))
+        self._collective = groups[0].shard_group.all
         self._device = next(network.parameters()).device
-        # All buckets in the order in which they leave.
-        self._order = [(own, bucket) for own in self._dealt for bucket in range(len(own.shard.buckets))]
-        for own in self._dealt:
+        # All buckets in the order in which they are sent.
+        self._order = [(own, bucket) for own in self._states for bucket in range(len(own.shard.buckets))]
+        for own in self._states:
             own.restart()
         self._rounds = rounds or 1
         self._during_backward = rounds is not None
-        # The bucket that travels, if one does. An error keeps this object, but must not keep connections.
-        self._under_way: list[tuple[_Dealt, int, Callable[[], torch.Tensor]]] = []
-        for ranks in {id(own.shard.collective): own.shard.collective for own in self._dealt}.values():
-            ranks.on_leave(self._under_way.clear)
+        # The bucket in flight, if any. An error keeps this object, but must not keep connections.
+        self._in_flight: list[tuple[_GroupState, int, Callable[[], torch.Tensor]]] = []
+        for ranks in {id(own.shard.collective): own.shard.collective for own in self._states}.values():
+            ranks.on_leave(self._in_flight.clear)
         self._in_step = self._reacts = False
         self._start_round()
         self._round = 0
         if self._during_backward and reacts:
-            for own in self._dealt:
+            for own in self._states:
                 for index, parameter in enumerate(own.shard.parameters):
                     hook = partial(self._on_gradient, own, index)
                     parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -156,19 +168,19 @@ class ShardedSync(PlainSync):
         self._next = 0  # number of the next bucket to send
         self._ready: set[tuple[int, int]] = set()
 
-    def _on_gradient(self, own: _Dealt, index: int, parameter: torch.Tensor) -> None:
-        """Notes that a gradient is complete; sends the buckets that are now complete, in order."""
+    def _on_gradient(self, own: _GroupState, index: int, parameter: torch.Tensor) -> None:
+        """Marks a gradient as complete; sends the buckets that are now complete, in order."""
         if not self._reacts:
             return
         self._ready.add((id(own), index))
         while self._next < len(self._order) and self._is_complete(*self._order[self._next]):
             self._send()
 
-    def _is_complete(self, own: _Dealt, bucket: int) -> bool:
+    def _is_complete(self, own: _GroupState, bucket: int) -> bool:
         return all((id(own), slot.index) in self._ready for slot in own.shard.buckets[bucket].slots)
 
     def _send(self) -> None:
-        """Begins the exchange of the next bucket, and ends that of the one before it."""
+        """Starts the reduce-scatter of the next bucket, and waits for the previous one."""
         own, bucket = self._order[self._next]
         self._next += 1
         with torch.no_grad():
@@ -177,17 +189,17 @@ class ShardedSync(PlainSync):
             own.had[index] = 1.0
         started = own.shard.collective.start_reduce_scatter(gradients, own.shard.buckets[bucket].counts)
         self._receive()
-        self._under_way.append((own, bucket, started))
+        self._in_flight.append((own, bucket, started))
 
     def _receive(self) -> None:
-        if not self._under_way:
+        if not self._in_flight:
             return
-        own, bucket, wait = self._under_way.pop()
+        own, bucket, wait = self._in_flight.pop()
         part, known = wait(), own.summed[bucket]
         own.summed[bucket] = part if known is None else known.add_(part)
 
     def _end_round(self) -> None:
-        """Exchanges the remaining buckets of this backward pass; a missing gradient counts as zeros."""
+        """Sends the remaining buckets of this backward pass; a missing gradient counts as zeros."""
         while self._next < len(self._order):
             self._send()
         self._receive()
@@ -206,14 +218,14 @@ class ShardedSync(PlainSync):
         self._end_round()
 
     def _begin_step(self) -> None:
-        """Drops what a callback's own backward pass left; the optimizer holds parts and zeroes only those."""
+        """Drops gradients of a callback's backward pass; the optimizer's zero_grad only sees shards."""
         if not self._in_step:
             self._in_step = True
             for parameter in self._parameters():
                 parameter.grad = None
 
     def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for own in self._dealt for parameter in own.shard.parameters]
+        return [parameter for own in self._states for parameter in own.shard.parameters]
 
     def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
         self._begin_step()
@@ -222,11 +234,11 @@ class ShardedSync(PlainSync):
             self._end_round()
         had, late = self._ask()
         if late:
-            # A gradient came again after its bucket had left, as with a reentrant checkpoint.
+            # A gradient came again after its bucket was sent, as with a reentrant checkpoint.
             self._end_round()
             had, _ = self._ask()
-        for own, counts in zip(self._dealt, had, strict=True):
-            copies = own.sharing.sharers.copies
+        for own, counts in zip(self._states, had, strict=True):
+            copies = own.group.shard_group.replicas
             for bucket, part in enumerate(own.summed):
                 assert part is not None
                 own.shard.set_gradients(bucket, copies.all_reduce(part) if copies.size > 1 else part, counts)
@@ -238,13 +250,13 @@ class ShardedSync(PlainSync):
         """Returns how many ranks had a gradient, by parameter, and whether a rank has gradients left."""
         late = any(p.grad is not None for p in self._parameters())
         found, total_late = [], 0.0
-        for own in self._dealt:
+        for own in self._states:
             mine = torch.tensor([*own.had, float(late)], device=self._device)
-            *had, count = own.sharing.sharers.all.all_reduce(mine).tolist()
+            *had, count = own.group.shard_group.all.all_reduce(mine).tolist()
             found.append(had)
             total_late += count
-        # Every sharing's ranks are among the first one's, which all have to know.
-        if len(self._dealt) > 1:
+        # The first group has all ranks, and all of them must know.
+        if len(self._states) > 1:
             total_late = self._collective.all_reduce(torch.tensor([total_late], device=self._device)).item()
         return found, bool(total_late)
 
@@ -252,47 +264,57 @@ class ShardedSync(PlainSync):
     def clip_gradients(self, max_norm: float) -> None:
         layout = layout_of(self.network)
         total = torch.zeros(1, dtype=torch.double, device=self._device)
-        for own in self._dealt:
+        for own in self._states:
             square = own.shard.collective.all_reduce(self._square(own, layout))
-            if layout is not None and any(layout.mesh.places[axis] for axis in own.sharing.equal_along):
-                continue  # another rank that knows the same sum tells it to the other parts of the network
+            if layout is not None and any(layout.mesh.coordinates[axis] for axis in own.group.equal_along):
+                continue  # another rank adds the same sum
             total += square
         if layout is not None:
-            total = layout.mesh.whole.all_reduce(total.cpu())  # as whoever shards nothing sums it there
+            total = layout.mesh.holders.all_reduce(total.cpu())  # on the CPU, as without sharding
         norm = total[0].sqrt()
         # The same formula as in nn.utils.clip_grad_norm_.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for own in self._dealt:
+        for own in self._states:
             for tensor in own.shard.held.values():
                 if tensor.grad is not None:
                     tensor.grad.mul_(factor.to(tensor.grad.device, tensor.grad.dtype))
 
-    def _square(self, own: _Dealt, layout: ModelLayout | None) -> torch.Tensor:
-        """Returns the squared norm of this rank's pieces, (1,), without those that another rank has too."""
+    def _square(self, own: _GroupState, layout: ModelLayout | None) -> torch.Tensor:
+        """Returns the squared norm of this rank's slices, (1,), except those that another rank counts."""
         names, square = own.shard.names, torch.zeros(1, dtype=torch.double, device=self._device)
         for piece, tensor in own.shard.held.items():
-            # Where ranks have parts of the network, each element counts once over all of them.
-            if tensor.grad is not None and (layout is None or layout.counts(names[piece.index], ["tensor"])):
+            # Each element counts once over all ranks.
+            if tensor.grad is not None and (
+                layout is None or layout.is_counted(names[piece.index], ["tensor"])
+            ):
                 square += torch.linalg.vector_norm(tensor.grad).double().square().to(self._device)
         return square
 
     def step(self, scaler: Scaler) -> None:
-        for own in self._dealt:
-            own.shard.follow()
-        with without_empty_groups(self.optimizer):
+        for own in self._states:
+            own.shard.follow_memory()
+        with hide_empty_groups(self.optimizer):
             scaler.step(self.optimizer)
         for own, bucket in self._order:
-            own.shard.share(bucket)
+            own.shard.all_gather(bucket)
 
     def optimizer_state(self) -> OptimizerState:
         found: OptimizerState = {}
-        for own in self._dealt:
-            # Of those that have the same parts, the first ones gather them.
-            if own.sharing.sharers.copies.rank == 0:
+        for own in self._states:
+            # The first replica gathers its state.
+            if own.group.shard_group.replicas.rank == 0:
                 found |= gather_state(own.shard, self.optimizer)
         return {name: found[name] for name in sorted(found)}
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        check_known(state, [name for own in self._dealt for name in own.shard.names])
-        for own in self._dealt:
+        check_known(state, [name for own in self._states for name in own.shard.names])
+        for own in self._states:
             load_state(own.shard, self.optimizer, state)
+
+
+class ExpertZeroSync(EmptyPasses, ZeroSync):
+    """ZeRO 1 and 2 if ranks have different experts.
+
+    Buckets leave after a micro-batch's backward pass. During the pass, a rank would wait for a rank that
+    waits for its experts.
+    """

@@ -18,7 +18,11 @@ from torch import nn
 from ringspark.estimators.collectives import collective_class
 from ringspark.estimators.names import check_name
 from ringspark.estimators.options.sync import AllReduce, ParameterServer
-from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, check_optimizer, is_elementwise
+from ringspark.estimators.parallel.sharded.parameter_shards import (
+    ELEMENTWISE,
+    check_optimizer,
+    is_elementwise,
+)
 from ringspark.estimators.training.arguments import expand_arguments, read_layout
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.batch_transforms import takes_labels, try_transform

@@ -30,13 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.in_process import RankError, run_in_turns
 from ringspark.estimators.options.mesh import MODEL_AXES
-from ringspark.estimators.parallel.base import GradientSync, PlainSync
-from ringspark.estimators.parallel.data.data_parallel import synchronize
+from ringspark.estimators.parallel import SyncSettings, synchronize_gradients
+from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.expert_sum import ExpertSum
-from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
-from ringspark.estimators.parallel.model.spread import partial_gradients, spread
+from ringspark.estimators.parallel.model.shard_network import find_partial_gradients, shard_network
 from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.batch_transforms import try_transform
 from ringspark.estimators.training.check.probe import PROBE_ROWS, random_samples, samples
@@ -202,7 +200,7 @@ class _MeshCheck:
         """Returns the results of the whole network in one process."""
         network = _with_shared_weights(module)
         buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
-        sync = PlainSync(network, _optimizer(network))
+        sync = GradientSync(network, _optimizer(network))
         passes = WholePasses(self._recipe(sync), sync, lambda batch: nullcontext(), _nothing)
         found: _Results = {}
         for share in range(len(self._training)):
@@ -247,13 +245,14 @@ class _MeshCheck:
         mesh = RankMesh.of(world, self._sizes)
         network = _with_shared_weights(module)
         num_micro = self._config.gradient_accumulation
-        pipeline = spread(network, mesh, self._config.parallelism, num_micro, self._costs, _CPU)
-        sync = self._sync(network, mesh, pipeline)
+        pipeline = shard_network(network, mesh, self._config.parallelism, num_micro, self._costs, _CPU)
+        settings = SyncSettings(micro_batches=self._config.gradient_accumulation)
+        sync = synchronize_gradients(network, _optimizer, mesh, settings)
         passes: Passes
         if pipeline is not None:
             passes = PipelinedPasses(self._recipe(sync), sync, pipeline, mesh)
         else:
-            parts = partial_gradients(network)
+            parts = find_partial_gradients(network)
             passes = WholePasses(self._recipe(sync), sync, lambda batch: nullcontext(), _nothing, parts)
         found = self._run(passes, sync, mesh.data_rank, 0)
         sync.reduce()
@@ -262,8 +261,8 @@ class _MeshCheck:
         own = dict(expected)
         for name, parameter in network.named_parameters():
             if parameter.requires_grad:
-                key = _gradient_of(layout.whole_name(name))
-                found[key], own[key] = _dense(parameter), layout.own(name, expected[key])
+                key = _gradient_of(layout.full_name(name))
+                found[key], own[key] = _dense(parameter), layout.shard(name, expected[key])
         return list(_differences(own, found, TOLERANCE))
 
     def _run(self, passes: Passes, sync: GradientSync, share: int, seed: int) -> _Results:
@@ -290,16 +289,6 @@ class _MeshCheck:
     def _recipe(self, sync: GradientSync) -> Recipe:
         criterion = Criterion(self._heads, _CPU, sync.network)
         return Recipe(config=self._config, criterion=criterion, scaler=LossScaler("fp32", _CPU), device=_CPU)
-
-    def _sync(self, network: nn.Module, mesh: RankMesh, pipeline: PipelinePasses | None) -> GradientSync:
-        """Returns the gradient synchronization of the ranks of one replica."""
-        optimizer = _optimizer(network)
-        if not any(parameter.requires_grad for parameter in network.parameters()):
-            return PlainSync(network, optimizer)
-        if mesh.sizes["expert"] > 1:
-            rounds = 0 if pipeline is not None else self._config.gradient_accumulation
-            return ExpertSum(network, optimizer, mesh, rounds=rounds)
-        return synchronize(network, optimizer, mesh.gradients)
 
     def _deal(self, inputs: tuple[torch.Tensor, ...]) -> list[list[Batch]]:
         """Returns the micro-batches of each share of the rows; the last of several shares has one less."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ringspark.estimators.names import nearest
-from ringspark.estimators.parallel.model.spread import check_spread
+from ringspark.estimators.parallel.model.shard_network import check_shardable
 from ringspark.estimators.training.arguments import InputLayout, list_arguments, make_layout
 from ringspark.estimators.training.batch_transforms import takes_labels
 from ringspark.estimators.training.finetuning.freezing import apply_finetuning
@@ -103,7 +103,7 @@ def check_network(config: TrainConfig, module: nn.Module) -> None:
                 "leave max_norm out and set weightDecay, or set numWorkers=1"
             )
     if config.cuts_network:
-        check_spread(copy_to_meta(module), config.axes, config.parallelism)
+        check_shardable(copy_to_meta(module), config.axes, config.parallelism)
     classes = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(module).__mro__}
     is_lightning = any((name, "LightningModule") in classes for name in ("lightning", "pytorch_lightning"))
     # Its training_step computes a loss, which the default loss must not replace.

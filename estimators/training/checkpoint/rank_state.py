@@ -56,9 +56,9 @@ class RankState:
             "callbacks": train_state.callbacks.state_dicts(),
             "stop_reason": train_state.state.stop_reason,
             "mesh": dict(mesh.sizes),
-            "counts": mesh.copy.rank == 0,
+            "counts": mesh.replica.rank == 0,
             # Each stage counts in its own layers.
-            "layers": all(mesh.places.get(axis, 0) == 0 for axis in ("sequence", "tensor")),
+            "layers": all(mesh.coordinates.get(axis, 0) == 0 for axis in ("sequence", "tensor")),
         }
         noise = {} if train_state.noise is None else train_state.noise.state()
         return cls(tensors=exchange | result | noise | train_state.sums.state(), values=values)
@@ -196,7 +196,7 @@ def restore_rank(train_state: TrainState, states: Sequence[RankState], mesh: Ran
             _restore_same(train_state, states[mesh.world.rank])
         else:
             _restore_other(train_state, states, mesh.data_rank)
-            seed_rank(seed, train_state.state.step, mesh.drawing_rank)
+            seed_rank(seed, train_state.state.step, mesh.random_stream)
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(
             f"the checkpoint's rank states are of another training ({type(error).__name__}: {error}); "

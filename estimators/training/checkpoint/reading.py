@@ -162,11 +162,11 @@ def load_training_state(
         _check_size(uri, name, record)
     if average is not None and takes_average:
         with _open_shards(uri, AVERAGE, record, tick) as averaged:
-            average.load(dict(averaged) if layout is None else layout.own_parameters(averaged))
+            average.load(dict(averaged) if layout is None else layout.shard_parameters(averaged))
     with _open_shards(uri, OPTIMIZER, record, tick) as tensors:
         # One tensor at a time, because a rank needs only its own shard.
         state: Any = group_by_parameter(record.optimizer_values, tensors)
-        sync.load_optimizer_state(state if layout is None else layout.own_optimizer(state))
+        sync.load_optimizer_state(state if layout is None else layout.shard_optimizer_state(state))
     for group, values in zip(sync.optimizer.param_groups, record.optimizer_groups, strict=True):
         set_group_values(group, values)
     with _open_shards(uri, WEIGHTS, record, tick) as weights:

@@ -11,7 +11,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ringspark.estimators.parallel.cut import Spread
+from ringspark.estimators.parallel.shard_spec import CheckpointShards
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.non_finite import NonFiniteStep
 from ringspark.pipelines.typed_json import OtherFormatError, added, record, versioned
@@ -89,7 +89,7 @@ class Record:
     files: dict[str, FileSum] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
     num_parts: int = added(1)
-    spreads: dict[str, dict[str, Spread]] = field(default_factory=dict, metadata={"added": True})
+    spreads: dict[str, dict[str, CheckpointShards]] = field(default_factory=dict, metadata={"added": True})
     token: str = added("")
 
     def __post_init__(self) -> None:

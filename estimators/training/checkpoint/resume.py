@@ -123,7 +123,7 @@ class Recovery:
         self._root = checkpoints_uri(config.run_uri)
         self.schedule = CheckpointSchedule(config, mesh)
         self._writer: BackgroundWriter | None = None
-        if self.schedule.is_enabled and mesh.part is not None:
+        if self.schedule.is_enabled and mesh.checkpoint_part is not None:
             self._writer = BackgroundWriter(self._root, config.keep_checkpoints)
         self._start = time.monotonic()
         self._rollbacks = 0
@@ -204,7 +204,7 @@ class Recovery:
         is_free = self._wait_for_shards()
         if self._writer is not None and self._mesh.writes:
             is_free = self._writer.wait(patience, self._status.tick)
-            if is_free and self._mesh.num_parts > 1:
+            if is_free and self._mesh.num_checkpoint_parts > 1:
                 # Before the other ranks begin; they wait for this rank's numbers below.
                 reason = self._writer.clear(state.step, patience, self._status.tick)
         # A collective call carries numbers, so 0 means no step.
@@ -293,7 +293,7 @@ class Recovery:
         Rank 0 gives up a checkpoint if a rank could neither write its shard nor report that.
         """
         is_over = True
-        if self._mesh.num_parts == 1:
+        if self._mesh.num_checkpoint_parts == 1:
             return is_over
         is_mute = False
         if self._writer is not None and not self._mesh.writes:

@@ -3,9 +3,9 @@
     model-00001-of-00004.<token>.safetensors    the second of four shards, with the whole network's names
     part-00001-of-00004.<token>.json            that shard's report, which rank 0 reads, then removes
 
-A whole tensor is in one shard. A split tensor has pieces in several shards; `Spread`, in `training.json`,
-says how to join them. File names carry the token of one attempt, so a late write of a rank of an earlier
-attempt never counts as a shard of this one.
+A whole tensor is in one shard. A split tensor has pieces in several shards; `CheckpointShards`, in
+`training.json`, says how to join them. File names carry the token of one attempt, so a late write of a rank
+of an earlier attempt never counts as a shard of this one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ringspark.estimators.parallel.cut import Spread, join
 from ringspark.estimators.parallel.optimizer_state import StateValue
+from ringspark.estimators.parallel.shard_spec import CheckpointShards, join_shards
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.record import FileSum
 from ringspark.pipelines import storage
@@ -124,7 +124,7 @@ TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 
 
 def locate_tensors(
-    found: Sequence[Mapping[str, TensorSpec]], spreads: Mapping[str, Spread]
+    found: Sequence[Mapping[str, TensorSpec]], spreads: Mapping[str, CheckpointShards]
 ) -> dict[str, tuple[int, ...]]:
     """Returns the shards that hold each tensor, in the order of its pieces.
 
@@ -188,7 +188,7 @@ class LazyMapping(Mapping[str, T]):
         return len(self._reads)
 
 
-def map_shards(paths: Sequence[str], spreads: Mapping[str, Spread]) -> LazyMapping[torch.Tensor]:
+def map_shards(paths: Sequence[str], spreads: Mapping[str, CheckpointShards]) -> LazyMapping[torch.Tensor]:
     """Maps the local files of all shards; a split tensor is joined at each access.
 
     Raises ValueError if a file is damaged, or the shards do not make up whole tensors.
@@ -202,7 +202,7 @@ def map_shards(paths: Sequence[str], spreads: Mapping[str, Spread]) -> LazyMappi
 
     def read(name: str) -> torch.Tensor:
         pieces = [files[number][name] for number in places[name]]
-        return join(pieces, spreads[name].cut) if name in spreads else pieces[0]
+        return join_shards(pieces, spreads[name].cut) if name in spreads else pieces[0]
 
     return LazyMapping({name: partial(read, name) for name in places})
 

@@ -29,7 +29,7 @@ import torch
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.layout import ModelLayout, layout_of
-from ringspark.estimators.parallel.optimizer_state import OptimizerState, whole
+from ringspark.estimators.parallel.optimizer_state import OptimizerState, gather_value
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.rank_state import GatheredRanks
 from ringspark.estimators.training.checkpoint.record import FileSum, Position, Record
@@ -136,26 +136,26 @@ def _take_shard(
 ) -> Snapshot | None:
     """Copies this rank's shard of a network that is spread over ranks; only metadata is sent."""
     mesh = layout.mesh
-    values = layout.merged_values(state)
-    kept = {layout.whole_name(name): own for name, own in state.items()}
-    averaged = {layout.whole_name(name): tensor for name, tensor in (average or {}).items()}
+    values = layout.gather_values(state)
+    kept = {layout.full_name(name): own for name, own in state.items()}
+    averaged = {layout.full_name(name): tensor for name, tensor in (average or {}).items()}
     contents: dict[str, Mapping[str, torch.Tensor]] = {WEIGHTS: weights, OPTIMIZER: _state_tensors(kept)}
     if average is not None:
         # Even if it is empty here, as in a stage whose parameters are all frozen.
         contents[AVERAGE] = averaged
-    pieces = {name: layout.pieces(tensors) for name, tensors in contents.items()}
+    pieces = {name: layout.plan_checkpoint(tensors) for name, tensors in contents.items()}
     # If this rank's tensors are sharded once more, the ranks of that sharding run this together.
     copies = {name: _copy_all(tensors, progress, pieces[name].names) for name, tensors in contents.items()}
     bad = _find_not_finite(copies[WEIGHTS], set(layout.trained)) or ""
     found = [text.decode() for text in gather_bytes(mesh.world, bad.encode(), to_all=False)]
     if any(found):
         raise _not_finite_error(next(filter(None, found)), position)
-    if mesh.part is None:
+    if mesh.checkpoint_part is None:
         return None
     record = _make_record(sync, position, values, ranks)
-    if mesh.num_parts > 1:
+    if mesh.num_checkpoint_parts > 1:
         spreads = {name: found.spreads for name, found in pieces.items()}
-        record = replace(record, num_parts=mesh.num_parts, spreads=spreads)
+        record = replace(record, num_parts=mesh.num_checkpoint_parts, spreads=spreads)
     return Snapshot(
         weights=copies[WEIGHTS],
         optimizer=copies[OPTIMIZER],
@@ -163,7 +163,7 @@ def _take_shard(
         average=copies[AVERAGE] if AVERAGE in pieces and pieces[AVERAGE].total else None,
         record=record,
         num_tensors=pieces[WEIGHTS].total,
-        shard=CheckpointShard(mesh.part, mesh.num_parts),
+        shard=CheckpointShard(mesh.checkpoint_part, mesh.num_checkpoint_parts),
     )
 
 
@@ -219,7 +219,7 @@ def _copy_all(
         if names is None or name in names:
             copies[name] = _copy(tensors[name])
         else:
-            whole(tensors[name])
+            gather_value(tensors[name])
         progress()
     return copies
 
@@ -227,7 +227,7 @@ def _copy_all(
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a row-major copy on the CPU."""
     if hasattr(tensor, "full_tensor"):
-        full = whole(tensor)
+        full = gather_value(tensor)
         assert isinstance(full, torch.Tensor)
         return full.contiguous()
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

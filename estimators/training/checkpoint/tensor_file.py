@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ringspark.estimators.parallel.optimizer_state import whole
+from ringspark.estimators.parallel.optimizer_state import gather_value
 from ringspark.estimators.training.checkpoint.rank_zero import RankZeroSection
 from ringspark.pipelines.typed_json import parse_object
 
@@ -120,7 +120,7 @@ def assist(state: Mapping[str, torch.Tensor], section: RankZeroSection | None = 
     check_state(state)
     is_sharded = _is_sharded(state)
     for name in order_names(state):
-        whole(state[name])
+        gather_value(state[name])
         # After every tensor, whole ones too: a rank that sent its next shard would not hear of progress.
         if section is not None and is_sharded:
             section.end()
@@ -182,7 +182,7 @@ def _unreadable(path: str | Path, error: Exception) -> ValueError:
 
 def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
     """Yields the tensor's bytes in row-major order."""
-    all_of_it = whole(tensor)
+    all_of_it = gather_value(tensor)
     assert isinstance(all_of_it, torch.Tensor)
     flat = all_of_it.detach().cpu().contiguous().reshape(-1)
     if not flat.numel():

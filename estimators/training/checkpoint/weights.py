@@ -27,7 +27,7 @@ from torch import nn
 
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.optimizer_state import part_of
+from ringspark.estimators.parallel.optimizer_state import shard_like
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.rank_zero import RankZeroSection
 from ringspark.estimators.training.checkpoint.streamed_file import StreamedFile
@@ -100,7 +100,7 @@ def save_checkpoint(
 def _collect_states(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     """Returns the tensors of each file. Runs on every rank if the weights are sharded."""
     if (layout := layout_of(module)) is not None:
-        return {WEIGHTS: layout.shared(module.state_dict())}
+        return {WEIGHTS: layout.make_fetchable(module.state_dict())}
     adapter = adapter_state(module)
     return ({ADAPTER: adapter} if adapter else {}) | {WEIGHTS: merged_state(module)}
 
@@ -202,11 +202,11 @@ def load_state(uri: str, module: nn.Module, whole: Mapping[str, torch.Tensor]) -
     for name in whole:
         if layout is not None and name not in held:
             continue
-        tensor = whole[name] if layout is None else layout.own(name, whole[name])
+        tensor = whole[name] if layout is None else layout.shard(name, whole[name])
         own = held.get(name)
         if own is not None and hasattr(own, "full_tensor") and tensor.shape == own.shape:
             # Each rank takes its own shard.
-            tensor = part_of(tensor, own)
+            tensor = shard_like(tensor, own)
         state[name] = tensor
         del tensor
     with _model_errors(uri):

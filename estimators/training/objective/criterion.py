@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from ringspark.estimators.parallel.model.tensor import CutCrossEntropy, Scores, scores_of
+from ringspark.estimators.parallel.model.tensor import ShardedCrossEntropy, ShardedScores, scores_of
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import (
     ClassLoss,
@@ -33,7 +33,7 @@ def row_weights(loss: RowLoss, ignored: int | None) -> RowWeights | None:
     return inner.row_weights
 
 
-def _split_by_classes(loss: RowLoss, scores: Scores) -> RowLoss:
+def _split_by_classes(loss: RowLoss, scores: ShardedScores) -> RowLoss:
     """Returns a loss of this rank's classes only, and lets the network return their logits only.
 
     This works for plain cross entropy. For any other loss the network gathers the logits.
@@ -43,8 +43,8 @@ def _split_by_classes(loss: RowLoss, scores: Scores) -> RowLoss:
     if type(whole) is not nn.CrossEntropyLoss or whole.weight is not None or whole.label_smoothing:
         return loss
     assert isinstance(loss, ClassLoss)
-    scores.joins = False
-    return loss.with_function(CutCrossEntropy(whole, scores))
+    scores.gathers = False
+    return loss.with_function(ShardedCrossEntropy(whole, scores))
 
 
 class Criterion:
@@ -90,7 +90,7 @@ class Criterion:
 
     def gather_in_forward(self) -> AbstractContextManager[None]:
         """Returns a context in which the network itself returns the outputs of all classes."""
-        return nullcontext() if self._scores is None else self._scores.joined()
+        return nullcontext() if self._scores is None else self._scores.gather_logits()
 
     def rows(self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the value of each loss per row, (batch, num_losses), before loss weights."""

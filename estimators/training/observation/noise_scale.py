@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.base import GradientSync, held_values
+from ringspark.estimators.parallel.base import GradientSync, dense_values
 from ringspark.estimators.parallel.data.gradient_buckets import norm_dtype
 from ringspark.estimators.training.history import GradientNoise
 from ringspark.models.generators import Tensors
@@ -89,6 +89,6 @@ class NoiseMeter:
 
     @torch.no_grad()
     def _square(self) -> torch.Tensor:
-        gradients = held_values([p.grad for p in self._parameters if p.grad is not None])
+        gradients = dense_values([p.grad for p in self._parameters if p.grad is not None])
         norms = torch.stack(torch._foreach_norm(gradients, 2.0, norm_dtype(self._parameters[0])))
         return norms.square().sum()

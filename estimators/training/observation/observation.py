@@ -57,7 +57,7 @@ class Observation:
                 precision=config.precision,
                 is_compiled=is_compiled,
                 overlap=overlap,
-                ranks_per_copy=mesh.copy.size,
+                ranks_per_copy=mesh.replica.size,
             ),
             timeline=timeline,
             overlap=overlap,

@@ -87,7 +87,7 @@ def group_parameters(
     named: dict[str, nn.Parameter | None] = {n: p for n, p in module.named_parameters() if p.requires_grad}
     layout = layout_of(module)
     if layout is not None:
-        here = {layout.whole_name(name): parameter for name, parameter in named.items()}
+        here = {layout.full_name(name): parameter for name, parameter in named.items()}
         named = {name: here.get(name) for name in layout.trained}
     defaults = {"lr": learning_rate, "weight_decay": weight_decay}
     defaults = {key: value for key, value in defaults.items() if value is not None}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ringspark.estimators.parallel.model.spread import check_spread
+from ringspark.estimators.parallel.model.shard_network import check_shardable
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models.chain import links_of
 from ringspark.models.experts.layer import MixtureOfExperts
@@ -83,7 +83,7 @@ PLANNED_AXES = ("data", "tensor", "pipeline", "sequence", "expert")
 def spread_refusal(given: Spreadable, sizes: Mapping[str, int]) -> str:
     """Returns why the network cannot be sharded along all these axes together, or ""."""
     full = dict.fromkeys(AXIS_RULES, 1) | dict(sizes)
-    return _refusal(lambda: check_spread(copy_to_meta(given.network), full, given.config.parallelism))
+    return _refusal(lambda: check_shardable(copy_to_meta(given.network), full, given.config.parallelism))
 
 
 def _refusal(check: Callable[[], object]) -> str:

@@ -14,22 +14,22 @@ from torch import nn
 
 from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.options.mesh import Mesh
-from ringspark.estimators.parallel.model.expert import spread_experts
-from ringspark.estimators.parallel.model.pipeline.cutting import (
-    cut_by_names,
-    cut_stages,
-    measured_costs,
-    parameter_counts,
+from ringspark.estimators.parallel.model.expert import shard_experts
+from ringspark.estimators.parallel.model.fake_collective import FakeCollective
+from ringspark.estimators.parallel.model.pipeline.partition import (
+    count_parameters,
+    measure_costs,
+    partition_by_cost,
+    partition_by_names,
 )
 from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of
 from ringspark.estimators.parallel.model.pipeline.stage import keep_stages
-from ringspark.estimators.parallel.model.sequence.spread import spread_sequence
-from ringspark.estimators.parallel.model.stand_in import StandIn
+from ringspark.estimators.parallel.model.sequence.shard_sequence import shard_sequence
 from ringspark.estimators.parallel.model.tensor import (
+    make_region,
     plan_of,
-    region_of,
-    spread_between,
-    spread_tensor,
+    shard_activations,
+    shard_layers,
 )
 from ringspark.estimators.training.check.probe import PROBE_ROWS
 from ringspark.models.chain import links_of
@@ -65,7 +65,7 @@ class CutNetwork:
     parts: tuple[RankPart, ...]
     owners: tuple[int, ...]
     firsts: tuple[str, ...]
-    stand_ins: Mapping[str, StandIn]
+    stand_ins: Mapping[str, FakeCollective]
 
     @property
     def is_pipeline(self) -> bool:
@@ -87,20 +87,20 @@ def cut_network(
         ValueError: The network cannot be sharded that way.
     """
     whole = copy_to_meta(empty)
-    stand_ins: dict[str, StandIn] = {}
+    stand_ins: dict[str, FakeCollective] = {}
     if sizes["tensor"] > 1:
-        stand_ins["tensor"] = stand_in = StandIn(0, sizes["tensor"])
+        stand_ins["tensor"] = stand_in = FakeCollective(0, sizes["tensor"])
         plan = options.plan or plan_of(whole, sizes["tensor"])
-        region = region_of(stand_in, "parts" if options.sequence_parallel else "whole")  # type: ignore[arg-type]
-        spread_tensor(whole, region, plan)
+        region = make_region(stand_in, "parts" if options.sequence_parallel else "whole")  # type: ignore[arg-type]
+        shard_layers(whole, region, plan)
     if sizes["expert"] > 1:
-        stand_ins["expert"] = stand_in = StandIn(0, sizes["expert"])
-        spread_experts(whole, stand_in)  # type: ignore[arg-type]
+        stand_ins["expert"] = stand_in = FakeCollective(0, sizes["expert"])
+        shard_experts(whole, stand_in)  # type: ignore[arg-type]
     if sizes["sequence"] > 1:
-        stand_ins["sequence"] = stand_in = StandIn(0, sizes["sequence"])
-        spread_sequence(whole, stand_in, options.context)  # type: ignore[arg-type]
+        stand_ins["sequence"] = stand_in = FakeCollective(0, sizes["sequence"])
+        shard_sequence(whole, stand_in, options.context)  # type: ignore[arg-type]
     if sizes["tensor"] > 1:
-        spread_between(whole, region)
+        shard_activations(whole, region)
     if sizes["pipeline"] == 1:
         alone = RankPart(module=whole, stages=(0,))
         return CutNetwork(whole=whole, parts=(alone,), owners=(0,), firsts=("",), stand_ins=stand_ins)
@@ -108,10 +108,10 @@ def cut_network(
     owners = schedule_of(way.schedule, way.virtual).owners(sizes["pipeline"], way.virtual)
     links = links_of(whole)
     if way.cuts:
-        bounds = cut_by_names(links, len(owners), way.cuts)
+        bounds = partition_by_names(links, len(owners), way.cuts)
     else:
         costs = link_costs(whole, inputs, PROBE_ROWS) if not stand_ins else _counts(whole)
-        bounds = cut_stages(links, len(owners), costs)
+        bounds = partition_by_cost(links, len(owners), costs)
     parts = []
     for rank in range(sizes["pipeline"]):
         module = copy_to_meta(whole)
@@ -131,8 +131,8 @@ def cut_network(
 def link_costs(empty: nn.Module, inputs: Sequence[BatchColumn], rows: int) -> list[float]:
     """Returns the cost of each link for `rows` rows, by which a pipeline divides the network."""
     sample = [torch.empty((rows, *c.shape[1:]), dtype=c.dtype, device="meta") for c in inputs]
-    return measured_costs(empty, links_of(empty), sample)
+    return measure_costs(empty, links_of(empty), sample)
 
 
 def _counts(whole: nn.Module) -> list[float]:
-    return [float(count) for count in parameter_counts(whole, links_of(whole))]
+    return [float(count) for count in count_parameters(whole, links_of(whole))]

@@ -20,9 +20,9 @@ from ringspark.estimators.memory.sharing import (
     reduces_during_backward,
     reduces_in_buckets,
 )
+from ringspark.estimators.parallel.model.fake_collective import Message
 from ringspark.estimators.parallel.model.pipeline.actions import Steps
-from ringspark.estimators.parallel.model.pipeline.cutting import cut_stages
-from ringspark.estimators.parallel.model.stand_in import Message
+from ringspark.estimators.parallel.model.pipeline.partition import partition_by_cost
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning.meshes.axes import PLANNED_AXES
 from ringspark.extras.planning.meshes.candidates import Candidate, with_mesh
@@ -144,7 +144,7 @@ class Profiles:
         if stages == 1:
             return []
         rows = max(1, self._config.batch_size // stages)
-        bounds = cut_stages(links_of(self._empty), stages, link_costs(self._empty, self._inputs, rows))
+        bounds = partition_by_cost(links_of(self._empty), stages, link_costs(self._empty, self._inputs, rows))
         return [links_of(self._empty)[begin].name for begin in bounds[1:-1]]
 
     def of(self, candidate: Candidate) -> Profile:

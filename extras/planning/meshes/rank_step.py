@@ -24,8 +24,8 @@ from ringspark.estimators.memory.sharing import (
     reduces_in_buckets,
 )
 from ringspark.estimators.memory.step import FakeStep, UpdateBytes, initialize_lazy_layers, on_fake_tensors
-from ringspark.estimators.parallel.model.pipeline.wire import Forms, forms_of, marked
-from ringspark.estimators.parallel.model.stand_in import Message
+from ringspark.estimators.parallel.model.fake_collective import Message
+from ringspark.estimators.parallel.model.pipeline.wire import Forms, forms_of, mark_gradients
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.precision import autocast
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -238,7 +238,7 @@ class _Rank:
         values = tuple(
             None if f is None else torch.empty(f.shape, dtype=f.dtype, device=device) for f in forms
         )
-        return marked(values, forms)
+        return mark_gradients(values, forms)
 
     def _begin(self) -> int:
         self._step.meter.restart()
@@ -273,5 +273,5 @@ def _forms(
                 values = as_values(run_links(links[begin:end], values), links[end])
             forms[stage] = forms_of(values)
             # Each stage has its own graph.
-            values = marked(tuple(v if v is None else v.detach() for v in values), forms[stage])
+            values = mark_gradients(tuple(v if v is None else v.detach() for v in values), forms[stage])
     return forms

@@ -7,8 +7,8 @@ unsent gradients, and the temporaries of the running pass.
 from __future__ import annotations
 
 from ringspark.estimators.memory.meter import Peak
-from ringspark.estimators.parallel.model.pipeline.actions import Action, Arrival, Kind, Steps
-from ringspark.estimators.parallel.model.pipeline.exchange import SENDS_UNDER_WAY
+from ringspark.estimators.parallel.model.pipeline.actions import Action, Arrival, PassType, Steps
+from ringspark.estimators.parallel.model.pipeline.transfers import SENDS_IN_FLIGHT
 from ringspark.extras.planning.meshes.rank_step import LEAVING, RankBytes
 
 
@@ -30,19 +30,19 @@ def peak_of_steps(rank: RankBytes, steps: Steps, sharding: str) -> Peak:
             continue
         kind, stage, _ = step
         found = rank.passes if stage in begun else rank.first
-        one, forward_kept = found[stage, kind is Kind.FORWARD], found[stage, True].kept
-        if kind in (Kind.BACKWARD, Kind.WEIGHT):
+        one, forward_kept = found[stage, kind is PassType.FORWARD], found[stage, True].kept
+        if kind in (PassType.BACKWARD, PassType.WEIGHT):
             held -= forward_kept
         # The measured pass includes its received values.
-        if kind is not Kind.WEIGHT:
-            on_their_way -= rank.arriving[stage] if kind is Kind.FORWARD else rank.returning[stage]
-        extra = held + ended + on_their_way + min(sent, SENDS_UNDER_WAY) * rank.arriving[stage]
+        if kind is not PassType.WEIGHT:
+            on_their_way -= rank.arriving[stage] if kind is PassType.FORWARD else rank.returning[stage]
+        extra = held + ended + on_their_way + min(sent, SENDS_IN_FLIGHT) * rank.arriving[stage]
         highest = _higher(highest, one.peaks[LEAVING if rank.leaves else sharding], extra, waiting)
-        if kind is Kind.FORWARD:
+        if kind is PassType.FORWARD:
             held += forward_kept
-        if kind in (Kind.BACKWARD, Kind.INPUT):
+        if kind in (PassType.BACKWARD, PassType.INPUT):
             sent += rank.arriving[stage] > 0
-        if kind in (Kind.BACKWARD, Kind.WEIGHT):
+        if kind in (PassType.BACKWARD, PassType.WEIGHT):
             ended += forward_kept + one.kept
             begun.add(stage)
     state = rank.update.peaks[sharding].parts.get("optimizer_state", 0)
@@ -57,7 +57,9 @@ def peak_of_steps(rank: RankBytes, steps: Steps, sharding: str) -> Peak:
 
 def alternate_passes(num_micro: int) -> Steps:
     """Returns the actions of a rank without a pipeline: each micro-batch forward and backward."""
-    return [Action(kind, 0, micro) for micro in range(num_micro) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+    return [
+        Action(kind, 0, micro) for micro in range(num_micro) for kind in (PassType.FORWARD, PassType.BACKWARD)
+    ]
 
 
 def _higher(highest: Peak, own: Peak, extra: int, waiting: int) -> Peak:

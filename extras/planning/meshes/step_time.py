@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.sharing import data_parallel_size, shard_group_size
-from ringspark.estimators.parallel.data.gradient_sum import FLAT_BYTES
+from ringspark.estimators.parallel.data.gradient_all_reduce import FLAT_BYTES
 from ringspark.estimators.parallel.mesh import AXES
 from ringspark.estimators.parallel.model.expert import expert_names
-from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind, Progress
+from ringspark.estimators.parallel.model.pipeline.actions import Action, CompletedActions, PassType
 from ringspark.estimators.parallel.model.pipeline.orders import Orders
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.planning.exchange_time import ring_seconds
@@ -61,16 +61,16 @@ def predict_step_time(config: TrainConfig, profile: Profile, machine: Machine) -
 
     def compute(action: Action) -> float:
         rank = ranks[action.stage]
-        if action.kind is Kind.FORWARD:
+        if action.kind is PassType.FORWARD:
             return machine.rates.seconds(profile.work(rank, action.stage, True, rows))
         whole = machine.rates.seconds(profile.work(rank, action.stage, False, rows))
-        return whole if action.kind is Kind.BACKWARD else whole / 2
+        return whole if action.kind is PassType.BACKWARD else whole / 2
 
     def exchange(action: Action) -> float:
         rank = ranks[action.stage]
         seconds = 0.0
-        if action.kind is not Kind.WEIGHT:
-            messages = profile.messages(rank, action.stage, action.kind is Kind.FORWARD, rows)
+        if action.kind is not PassType.WEIGHT:
+            messages = profile.messages(rank, action.stage, action.kind is PassType.FORWARD, rows)
             for axis, found in messages.items():
                 # Ranks along the last axis are neighbours; earlier axes have larger strides.
                 reach = math.prod(sizes[other] for other in AXES[AXES.index(axis) :])
@@ -103,7 +103,7 @@ def _simulate(
 ) -> tuple[float, float]:
     """Returns the seconds of a schedule, and the utilization of the cores."""
     # All micro-batches cost the same.
-    known: dict[tuple[Kind, int], float] = {}
+    known: dict[tuple[PassType, int], float] = {}
 
     def cached_cost(action: Action) -> float:
         key = action.kind, action.stage
@@ -129,7 +129,7 @@ def simulate_makespan(
         cost: Time of an action at full speed.
         slots: Number of actions that run at full speed together; below 1, a single action is slower too.
     """
-    progress = Progress(num_stages)
+    progress = CompletedActions(num_stages)
     next_of = [0] * len(orders)
     running: dict[int, float] = {}
     now = 0.0

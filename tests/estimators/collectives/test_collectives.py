@@ -26,12 +26,12 @@ from ringspark.estimators.collectives.base import backward_errors, gather_bytes
 from ringspark.estimators.collectives.horovod_collective import _check_name
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.network import interface_of
-from ringspark.estimators.collectives.sharing_member import SharingMember
+from ringspark.estimators.collectives.network_collective import NetworkCollective
 from ringspark.estimators.environment import environment
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.data.data_parallel import synchronize
-from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
+from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
 from ringspark.estimators.training.phase import Status
 from ringspark.pipelines.entry_points import list_entry_points
 
@@ -44,7 +44,7 @@ GANGS = [name for name in NAMES if name != "local"]
 def _both_roads(work: RankWork, collective: Collective) -> list[Any]:
     """The results of the work through the ranks' shared memory, if they have any, and by the library."""
     results = [work(collective)]
-    if isinstance(collective, SharingMember):
+    if isinstance(collective, NetworkCollective):
         assert (collective._memory is None) == (collective.size == 1)
         collective.share(None)
         results.append(work(collective))
@@ -286,7 +286,7 @@ def _fails_on_rank_one(by: str, collective: Collective, device: str, status: Sta
         if step == 3 and collective.rank == 1:
             raise KeyError("lost")
         if by.startswith("library"):
-            cast("SharingMember", collective).share(None)
+            cast("NetworkCollective", collective).share(None)
         if by.endswith("all_reduce"):
             collective.all_reduce(torch.ones(4))
         else:
@@ -356,7 +356,7 @@ def _tie(
     """One exchange for all gradients, or one for each parameter during the backward pass."""
     if by == "flat":
         return synchronize(module, optimizer, collective)
-    return SummedGradients(module, optimizer, collective, bucket_bytes=1)
+    return GradientAllReduce(module, optimizer, collective, bucket_bytes=1)
 
 
 def _gradients(by: str, collective: Collective) -> Any:
@@ -463,7 +463,8 @@ def test_a_missing_library_is_named_with_the_remedy(monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "problem"), [("localhost", "means 127.0.0.1"), ("no.such.host.invalid", "means nothing")]
+    ("name", "problem"),
+    [("localhost", "resolves to 127.0.0.1"), ("no.such.host.invalid", "does not resolve")],
 )
 def test_a_horovod_that_would_bind_to_a_wrong_name_is_refused_before_it_starts(
     monkeypatch: Any, name: str, problem: str
@@ -473,7 +474,9 @@ def test_a_horovod_that_would_bind_to_a_wrong_name_is_refused_before_it_starts(
     two = Member(rank=0, size=2, local_rank=0, local_size=1, host="10.77.0.9")
     _check_name(two)
     monkeypatch.setattr("horovod.__version__", "0.28.1")
-    with pytest.raises(ValueError, match=rf"{name} {problem} on that host, whose address is 10.77.0.9; give"):
+    with pytest.raises(
+        ValueError, match=rf"{name} {problem} on that host, which has the address 10.77.0.9; give"
+    ):
         _check_name(two)
     _check_name(replace(two, local_size=2))
 

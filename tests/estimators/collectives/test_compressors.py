@@ -21,7 +21,7 @@ from registries import list_available, names_of
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.compressors import COMPRESSORS, Compressor
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.collectives.sharing_member import SharingMember
+from ringspark.estimators.collectives.network_collective import NetworkCollective
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.options.compression import Compression, PowerSGD
 
@@ -73,7 +73,7 @@ def _noise(rank: int) -> torch.Tensor:
 def _contract(collective: Collective) -> Any:
     names = list_available(COMPRESSORS)
     results = [{name: _of_one(name, collective) | _drawn(name, collective) for name in names}]
-    if isinstance(collective, SharingMember):
+    if isinstance(collective, NetworkCollective):
         collective.share(None)
         results.append({name: _of_one(name, collective) for name in names})
     return results

@@ -290,13 +290,13 @@ def test_a_stranger_on_a_data_connection_is_found_out() -> None:
     received = [b"".join(proofs[32 * rank : 32 * rank + 32] for proofs in sent) for rank in range(2)]
     for each, proofs in zip(members, received, strict=True):
         check_proofs(each, nonce, SECRET, proofs)
-    with pytest.raises(CollectiveError, match="rank 0 is connected to a stranger in the place of rank 1"):
+    with pytest.raises(CollectiveError, match="rank 0 is connected to a stranger instead of rank 1"):
         check_proofs(members[0], nonce, SECRET, received[0][:32] + os.urandom(32))
-    with pytest.raises(CollectiveError, match="stranger in the place of rank 0"):
+    with pytest.raises(CollectiveError, match="stranger instead of rank 0"):
         check_proofs(members[1], nonce, SECRET, received[0])
     # A stranger that echoes a rank's own proof.
     echoed = received[0][:32] + sent[0][32:]
-    with pytest.raises(CollectiveError, match="stranger in the place of rank 1"):
+    with pytest.raises(CollectiveError, match="stranger instead of rank 1"):
         check_proofs(members[0], nonce, SECRET, echoed)
 
 

@@ -21,13 +21,13 @@ from ringspark.estimators.collectives import Collective, Member
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.shared_memory import (
-    _PIECE_BYTES,
+    _SLOT_BYTES,
     _SPLIT_ELEMENTS,
     MOST_RANKS,
     SharedMemory,
-    _deal,
-    _receive,
-    open_door,
+    _receive_endpoint,
+    _send_endpoints,
+    open_listener,
     open_shared_memory,
 )
 
@@ -113,7 +113,7 @@ def _reduces(collective: Collective) -> Any:
     memory = collective._memory  # type: ignore[attr-defined]
     rank, size = collective.rank, collective.size
     told = []
-    for length in (1, 7, _SPLIT_ELEMENTS + 5, 3 * _PIECE_BYTES // 8 + 11):
+    for length in (1, 7, _SPLIT_ELEMENTS + 5, 3 * _SLOT_BYTES // 8 + 11):
         numbers = torch.arange(length, dtype=torch.float64)
         mine = numbers * (rank + 1)
         total = numbers * sum(range(1, size + 1))
@@ -184,7 +184,7 @@ def test_a_rank_killed_at_the_door_leaves_no_file(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if not (child := os.fork()):
         with suppress(BaseException), ExitStack() as stack:
-            if open_door(stack) is not None:
+            if open_listener(stack) is not None:
                 os.kill(os.getpid(), signal.SIGKILL)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -220,11 +220,11 @@ def test_a_stranger_at_the_door_gets_no_memory(tmp_path: Path) -> None:
             link.connect(str(tmp_path / "door"))
             link.send(said)
             links.append(link)
-        one = SharedMemory(0, *_deal(door, b"token", 2, stack, stack), 5)
+        one = SharedMemory(0, *_send_endpoints(door, b"token", 2, stack, stack), 5)
         for link in links[:-1]:
             assert not link.recv(1)
         member = Member(rank=1, size=2, local_size=2)
-        other = SharedMemory(1, *_receive(links[-1], member, stack, stack), 5)
+        other = SharedMemory(1, *_receive_endpoint(links[-1], member, stack, stack), 5)
         with ThreadPoolExecutor(2) as ranks:
             sums = [ranks.submit(collect.all_gather, torch.ones(3)) for collect in (one, other)]
             assert [len(each.result()) for each in sums] == [2, 2]
@@ -233,7 +233,7 @@ def test_a_stranger_at_the_door_gets_no_memory(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_gets_no_memory_though_it_knows_the_token() -> None:
     with ExitStack() as stack:
-        door = open_door(stack)
+        door = open_listener(stack)
         assert door is not None
         link = stack.enter_context(socket.socket(socket.AF_UNIX))
         os.seteuid(65534)
@@ -244,4 +244,4 @@ def test_another_user_gets_no_memory_though_it_knows_the_token() -> None:
         link.send(b"token\x01")
         # No other process has connected.
         with pytest.raises(BlockingIOError):
-            _deal(door, b"token", 2, stack, stack)
+            _send_endpoints(door, b"token", 2, stack, stack)

@@ -16,12 +16,12 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective, Member
 from ringspark.estimators.collectives.compressors import COMPRESSORS
-from ringspark.estimators.collectives.compressors.two_levels import levels_of, sum_of_hosts
+from ringspark.estimators.collectives.compressors.two_levels import all_reduce_by_host, find_levels
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.gang_task import assign_ranks
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
-from ringspark.estimators.parallel import STRATEGIES, Exchange
+from ringspark.estimators.parallel import STRATEGIES, SyncSettings
 
 SHAPES = [torch.Size((40, 30)), torch.Size((33, 40))]
 ELEMENTS = sum(shape.numel() for shape in SHAPES)
@@ -66,7 +66,7 @@ def _gradient(rank: int, step: int) -> torch.Tensor:
 
 
 def _contract(collective: Collective) -> Any:
-    levels, rank = levels_of(collective), collective.rank
+    levels, rank = find_levels(collective), collective.rank
     found: dict[str, Any] = {}
     for name in list_available(COMPRESSORS):
         kind = COMPRESSORS[name]
@@ -74,7 +74,7 @@ def _contract(collective: Collective) -> Any:
         compressor, residual = kind(SHAPES, 7, options), torch.zeros(ELEMENTS, dtype=torch.float64)
         sent, digest = torch.zeros_like(residual), hashlib.sha256()
         for step in range(STEPS):
-            total, error = sum_of_hosts(_gradient(rank, step) + residual, compressor, levels, step)
+            total, error = all_reduce_by_host(_gradient(rank, step) + residual, compressor, levels, step)
             assert error is not None
             residual = error
             sent += total
@@ -91,13 +91,13 @@ def _contract(collective: Collective) -> Any:
             alone = kind(SHAPES, 7, options)
             alone.load({key: tensor.clone() for key, tensor in compressor.state().items()})
             levels.between.traffic.bytes_sent = 0
-            sum_of_hosts(_gradient(rank, STEPS), compressor, levels, STEPS)
+            all_reduce_by_host(_gradient(rank, STEPS), compressor, levels, STEPS)
             two = levels.between.bytes_sent
             levels.between.traffic.bytes_sent = 0
             alone.sum(_gradient(rank, STEPS), levels.between, STEPS)
             found[name] |= {"between": two, "of a rank a host": levels.between.bytes_sent}
         else:
-            sum_of_hosts(_gradient(rank, STEPS), compressor, levels, STEPS)
+            all_reduce_by_host(_gradient(rank, STEPS), compressor, levels, STEPS)
     return found
 
 
@@ -129,7 +129,7 @@ def test_a_host_sends_what_a_single_rank_of_it_would(gang: Gang) -> None:
 
 
 def _part_fails(collective: Collective) -> str:
-    levels = levels_of(collective)
+    levels = find_levels(collective)
     if collective.rank == collective.size - 1:
         raise ValueError("the last rank fails")
     levels.inside.barrier()
@@ -162,7 +162,7 @@ class Net(nn.Module):
 
 def _sync(collective: Collective, compression: dict[str, Any]) -> Any:
     whole = Compression.of({"least": 1, "between": "hosts", **compression})
-    exchange = Exchange(sync=AllReduce(compression=whole), seed=3)
+    exchange = SyncSettings(sync=AllReduce(compression=whole), seed=3)
     return STRATEGIES[exchange.sync.strategy]().prepare(
         Net(), lambda m: torch.optim.SGD(m.parameters(), 0.1), collective, exchange
     )
@@ -227,10 +227,10 @@ def test_a_training_goes_on_where_its_workers_have_other_hosts(compression: dict
 
 def test_one_rank_and_ranks_of_one_host_have_levels_too() -> None:
     alone = LocalCollective()
-    assert levels_of(alone).inside is alone
+    assert find_levels(alone).inside is alone
     several = LocalCollective()
     several.member = Member(size=2, leaders=(0, 1))
-    assert levels_of(several).between is several
+    assert find_levels(several).between is several
 
 
 @distributed

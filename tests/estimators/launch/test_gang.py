@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from supervised_gang import run_gang
 
 from ringspark.estimators import WorkerError
-from ringspark.estimators.collectives import COLLECTIVES, Collective, Meeting, Member
+from ringspark.estimators.collectives import COLLECTIVES, Collective, Member, RendezvousInfo
 from ringspark.estimators.collectives.horovod_collective import HorovodCollective, check_nccl
 from ringspark.estimators.launch.gang_task import assign_ranks
 from ringspark.estimators.launch.slots import check_slots, count_slots
@@ -159,7 +159,9 @@ def test_gpus_are_refused_to_a_horovod_without_nccl_before_anything_starts(
         check_slots(spark, 1, use_gpu=True, collective="horovod")
     opened = HorovodCollective.open_rendezvous(Member(), b"secret")
     with closing(opened), pytest.raises(ValueError, match=sentence):
-        HorovodCollective.connect(Member(), Meeting(address=opened.address, secret=b"secret", use_gpu=True))
+        HorovodCollective.connect(
+            Member(), RendezvousInfo(address=opened.address, secret=b"secret", use_gpu=True)
+        )
     monkeypatch.setattr("horovod.torch.nccl_built", lambda: 22703)
     check_nccl()
 

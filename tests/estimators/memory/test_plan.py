@@ -14,8 +14,8 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.memory.sharing import communication_bytes
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
-from ringspark.estimators.parallel import Exchange
-from ringspark.estimators.parallel.data.compressed_sum import CompressedSum
+from ringspark.estimators.parallel import SyncSettings
+from ringspark.estimators.parallel.data.compressed_all_reduce import CompressedAllReduce
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
 
@@ -134,11 +134,11 @@ def test_compressed_gradients_have_their_vector_and_what_is_left_of_the_last_one
         num_workers=2,
         sync=AllReduce(compression=compression),
     )
-    sync = CompressedSum(
+    sync = CompressedAllReduce(
         module,
         torch.optim.SGD(module.parameters(), 0.1),
         LocalCollective(),
-        Exchange(sync=AllReduce(compression=compression)),
+        SyncSettings(sync=AllReduce(compression=compression)),
     )
     kept = [t for group in sync._groups for t in (group._vector, group.residual)]
     kept += [bucket.buffer for bucket in sync._small]

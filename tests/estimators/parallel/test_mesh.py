@@ -2,7 +2,7 @@
 
 import pytest
 
-from ringspark.estimators.parallel.mesh import AXES, ROWS, groups_over, share_of
+from ringspark.estimators.parallel.mesh import AXES, ROWS, find_data_shard, group_ranks
 
 ONES = dict.fromkeys(AXES, 1)
 
@@ -14,5 +14,5 @@ def test_a_rank_s_share_of_the_rows_is_its_place_among_those_that_read_other_row
     sizes: dict[str, int],
 ) -> None:
     full = ONES | sizes
-    for group in groups_over(full, ROWS):
-        assert [share_of(full, rank) for rank in group] == [(i, len(group)) for i in range(len(group))]
+    for group in group_ranks(full, ROWS):
+        assert [find_data_shard(full, rank) for rank in group] == [(i, len(group)) for i in range(len(group))]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.parallel.sharded.pieces import Shard, is_elementwise
+from ringspark.estimators.parallel.sharded.parameter_shards import ShardedParameters, is_elementwise
 from ringspark.estimators.parallel.sharded.shard_layout import even_layout, fill_buckets, whole_layout
 from ringspark.estimators.training.optimizers.registry import ELEMENTWISE as ELEMENTWISE_NAMES
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
@@ -28,7 +28,7 @@ def test_every_element_is_one_ranks(layout: object, sizes: list[int], num_ranks:
     for bucket in buckets:
         assert len({kinds[slot.index] for slot in bucket.slots}) == 1
         assert sum(bucket.counts) == bucket.num_elements
-        for piece in bucket.pieces():
+        for piece in bucket.slices():
             assert piece.offset + piece.stop - piece.start <= bucket.counts[piece.rank]
             for element in range(piece.start, piece.stop):
                 owned[piece.index][element] += 1
@@ -49,7 +49,7 @@ def test_a_whole_layout_cuts_nothing_and_is_balanced_but_for_the_largest(
     buckets = whole_layout(fill_buckets(sizes, [0] * len(sizes), [50] * len(sizes)), sizes, num_ranks)
     loads = [0] * num_ranks
     for bucket in buckets:
-        for piece in bucket.pieces():
+        for piece in bucket.slices():
             assert (piece.start, piece.stop) == (0, sizes[piece.index])
             loads[piece.rank] += piece.stop
     assert max(loads) - min(loads) <= max(sizes)
@@ -65,7 +65,7 @@ def test_pieces_share_the_memory_of_parameters_of_any_layout() -> None:
     conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
     before = {name: p.detach().clone() for name, p in conv.named_parameters()}
     optimizer = torch.optim.SGD(conv.parameters(), lr=1.0)
-    shard = Shard(conv, optimizer, LocalCollective())
+    shard = ShardedParameters(conv, optimizer, LocalCollective())
     gradients = {name: torch.randn(p.shape) for name, p in conv.named_parameters()}
     for name, p in conv.named_parameters():
         p.grad = gradients[name].clone()

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.parallel.base import PlainSync
-from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
+from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
 from ringspark.estimators.parallel.data.sparse_rows import SparseRows
 from ringspark.estimators.training.observation.noise_scale import NoiseMeter
 
@@ -39,7 +39,7 @@ def test_rows_are_clipped_with_all_other_gradients(max_norm: float) -> None:
         module = _network(is_sparse=is_sparse)
         _backward(module, 3, 3, 7)
         _backward(module, 7, 9)
-        PlainSync(module, _optimizer(module)).clip_gradients(max_norm)
+        GradientSync(module, _optimizer(module)).clip_gradients(max_norm)
         found.append(_gradients(module))
     torch.testing.assert_close(found[1], found[0])
     assert float(found[1].norm()) <= max_norm
@@ -50,14 +50,14 @@ def test_rows_count_in_the_noise_as_a_dense_table_does() -> None:
     states, squares = [], []
     for is_sparse in (False, True):
         module = _network(is_sparse=is_sparse)
-        meter = NoiseMeter(PlainSync(module, _optimizer(module)), LocalCollective())
+        meter = NoiseMeter(GradientSync(module, _optimizer(module)), LocalCollective())
         _backward(module, 3, 3)
         meter.micro_batch(1, 2, 2)
         _backward(module, 7, 3)
         meter.solve(4, 4, 1.0)
         meter.keep()
         states.append(meter.state()["noise"])
-        sync = SummedGradients(module, _optimizer(module), LocalCollective(), measures_local=True)
+        sync = GradientAllReduce(module, _optimizer(module), LocalCollective(), measures_local=True)
         sync.reduce()
         squares.append(sync.local_square)
     assert states[0].all()

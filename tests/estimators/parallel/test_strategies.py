@@ -18,8 +18,9 @@ from torch import nn
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
-from ringspark.estimators.parallel import STRATEGIES, Exchange
+from ringspark.estimators.parallel import STRATEGIES, SyncSettings
 from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.precision import LossScaler
 
@@ -79,12 +80,12 @@ class Net(nn.Module):
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def _exchange(strategy: str, micro_batches: int) -> Exchange:
+def _settings(strategy: str, micro_batches: int) -> SyncSettings:
     """Settings under which every strategy computes what one rank would."""
     settings: dict[str, Any] = {"micro_batches": micro_batches}
     if strategy == "compressed":
         settings["sync"] = AllReduce(compression=Compression.of({"name": "topk", "ratio": 1.0, "least": 1}))
-    return Exchange(**settings)
+    return SyncSettings(**settings)
 
 
 def _by_name(name: str, groups: Any = None, rate: float = 0.01) -> Make:
@@ -108,7 +109,9 @@ def _train(
     poison: Callable[[int], float] = lambda step: 1.0,
 ) -> GradientSync:
     """The trainer's steps on rows that each rank has its share of."""
-    sync = STRATEGIES[strategy]().prepare(Net(), make, collective, _exchange(strategy, micro_batches))
+    sync = STRATEGIES[strategy]().prepare(
+        Net(), make, RankMesh.of(collective), _settings(strategy, micro_batches)
+    )
     scaler = scaler or LossScaler("fp32", torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):
@@ -209,7 +212,7 @@ def _refusals(collective: Collective) -> list[str]:
     messages = []
     for module, make in cases:
         try:
-            STRATEGIES["zero3"]().prepare(module, make, collective, Exchange())
+            STRATEGIES["zero3"]().prepare(module, make, RankMesh.of(collective), SyncSettings())
         except ValueError as error:
             messages.append(str(error))
     return messages
@@ -297,7 +300,7 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused() -> None:
     for result in _results("zero3", "torch"):
         optimizer, scalar = result["refusals"]
         assert "optimizer Adafactor looks at whole ones; take one of" in optimizer
-        assert "cannot cut the scalar parameter 'temperature'; make it of shape (1,)" in scalar
+        assert "cannot shard the scalar parameter 'temperature'; give it shape (1,)" in scalar
 
 
 @pytest.mark.distributed

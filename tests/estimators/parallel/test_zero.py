@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.base import GradientSync, PlainSync
-from ringspark.estimators.parallel.sharded.zero import ShardedSync, whole_gang
+from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.parallel.sharded.zero import SyncGroup, ZeroSync
 from ringspark.estimators.training.precision import LossScaler
 
 
@@ -37,10 +38,12 @@ def _train(is_even: bool, rounds: int | None, collective: Collective) -> Any:
     net = Twice()
     kind = torch.optim.AdamW if is_even else torch.optim.Adafactor
     optimizer = kind(net.parameters(), lr=0.01)
-    sync: GradientSync = PlainSync(net, optimizer)
+    sync: GradientSync = GradientSync(net, optimizer)
     if collective.size > 1:
         # 64 bytes: a bucket for each parameter but the smallest ones.
-        sync = ShardedSync(net, optimizer, [whole_gang(collective)], rounds, bucket_bytes=64)
+        sync = ZeroSync(
+            net, optimizer, [SyncGroup(RankMesh.of(collective).shard_group)], rounds, bucket_bytes=64
+        )
     for step in range(4):
         rows = torch.rand(5, 3, generator=torch.Generator().manual_seed(step))
         mine = rows[collective.rank :: collective.size]

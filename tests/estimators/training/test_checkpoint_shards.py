@@ -23,10 +23,10 @@ from small_training import config_of
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.options.mesh import Mesh
-from ringspark.estimators.parallel.base import PlainSync
-from ringspark.estimators.parallel.cut import Cut, Spread
+from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.spread import spread
+from ringspark.estimators.parallel.model.shard_network import shard_network
+from ringspark.estimators.parallel.shard_spec import CheckpointShards, ShardSpec
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.folders import (
     copy_checkpoint,
@@ -48,7 +48,7 @@ from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
 WHOLE = torch.arange(20.0).reshape(5, 4)
-SPREAD = Spread(Cut("tensor", 0), (5, 4), (0, 1))
+SPREAD = CheckpointShards(ShardSpec("tensor", 0), (5, 4), (0, 1))
 NAMES = [
     f"{kind}-0000{shard}-of-00002.abc.safetensors" for shard in (0, 1) for kind in ("model", "optimizer")
 ]
@@ -181,7 +181,7 @@ def test_parts_that_make_up_no_whole_are_passed_over(
 
 def test_blocks_that_leave_a_rest_make_up_no_whole() -> None:
     with pytest.raises(ValueError, match=r"shapes \[\[3, 1\], \[0, 1\]\], which do not make up \[4, 1\]"):
-        Spread(Cut("tensor", 0, blocks=3), (4, 1), (0, 1)).check("w", [[3, 1], [0, 1]])
+        CheckpointShards(ShardSpec("tensor", 0, blocks=3), (4, 1), (0, 1)).check("w", [[3, 1], [0, 1]])
 
 
 @pytest.mark.parametrize("shard", [0, 1])
@@ -324,8 +324,8 @@ def _peak(collective: Collective) -> Any:
     spec = ModelSpec("mlp", {"in_features": WIDTH, "hidden": [WIDTH] * LAYERS, "out_features": WIDTH})
     module = spec.build()
     mesh = RankMesh.of(collective, {"tensor": 2})
-    spread(module, mesh, Mesh(tensor=2))
-    sync = PlainSync(module, torch.optim.AdamW(module.parameters()))
+    shard_network(module, mesh, Mesh(tensor=2))
+    sync = GradientSync(module, torch.optim.AdamW(module.parameters()))
     for parameter in module.parameters():
         moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
         sync.optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}

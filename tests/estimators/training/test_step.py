@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.parallel.base import PlainSync
+from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
@@ -35,7 +35,7 @@ def test_micro_batches_return_their_rows_and_add_up_to_the_weighted_mean(keeps_o
     torch.manual_seed(0)
     network = nn.Linear(3, 1)
     x, y, w = torch.randn(ROWS, 3), torch.randn(ROWS), torch.rand(ROWS)
-    sync, recipe = PlainSync(network, torch.optim.SGD(network.parameters())), _recipe()
+    sync, recipe = GradientSync(network, torch.optim.SGD(network.parameters())), _recipe()
     batch = Batch(inputs=(x,), labels=(y,), weight=w)
     divisor = global_weights(recipe, batch, ROWS, LocalCollective())
     parts = batch.split(3)
@@ -104,7 +104,7 @@ def test_losses_that_layers_add_are_means_over_rows_weighted_like_the_losses_of_
         torch.randn(ROWS),
         torch.rand(ROWS),
     )
-    sync = PlainSync(network, torch.optim.SGD(network.parameters()))
+    sync = GradientSync(network, torch.optim.SGD(network.parameters()))
     batch = Batch(inputs=(x,), labels=(y, z), weight=w)
     divisor = global_weights(recipe, batch, ROWS, LocalCollective())
     parts = batch.split(3)
@@ -129,7 +129,7 @@ def test_losses_that_layers_add_are_means_over_rows_weighted_like_the_losses_of_
 
 def test_a_layers_loss_that_is_no_value_per_row_is_refused() -> None:
     network = Adds(size=1)
-    sync = PlainSync(network, torch.optim.SGD(network.parameters()))
+    sync = GradientSync(network, torch.optim.SGD(network.parameters()))
     batch = Batch(inputs=(torch.randn(4, 3),), labels=(torch.zeros(4), torch.zeros(4)), weight=None)
     with pytest.raises(
         ValueError, match=r"a loss of shape \(4,\), one value per row, got \(1,\); give add_loss"

@@ -15,9 +15,10 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.parallel import STRATEGIES, Exchange
+from ringspark.estimators.parallel import STRATEGIES, SyncSettings
 from ringspark.estimators.parallel.base import GradientSync
-from ringspark.estimators.parallel.cut import Cut, Spread
+from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.parallel.shard_spec import CheckpointShards, ShardSpec
 from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.reading import load_training_state
@@ -46,7 +47,7 @@ def _net() -> nn.Module:
 
 def _prepare(collective: Collective, sharding: str, optimizer: str) -> GradientSync:
     make = partial(build_optimizer, optimizer, groups=None, learning_rate=0.01, weight_decay=0.1)
-    return STRATEGIES[sync_of(sharding=sharding).strategy]().prepare(_net(), make, collective, Exchange())
+    return STRATEGIES[sync_of(sharding=sharding).strategy]().prepare(_net(), make, collective, SyncSettings())
 
 
 def _steps(sync: GradientSync, collective: Collective, first: int, last: int) -> None:
@@ -133,7 +134,7 @@ def _gather(sharding: str, collective: Collective) -> Any:
     """The most memory that a copy of the whole training takes on this rank, and the bytes it sends for it."""
     module = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False))
     make = partial(build_optimizer, "adamw", groups=None, learning_rate=0.01, weight_decay=0.1)
-    sync = STRATEGIES[sync_of(sharding=sharding).strategy]().prepare(module, make, collective, Exchange())
+    sync = STRATEGIES[sync_of(sharding=sharding).strategy]().prepare(module, make, collective, SyncSettings())
     with sync.micro_batch(last=True):
         sync.module(torch.ones(1, 256)).sum().backward()
     sync.reduce()
@@ -167,8 +168,8 @@ def _load(folder: str, collective: Collective) -> int:
     """The most memory that weights in two parts take while this rank loads its own part of them."""
     module = nn.Sequential(*(nn.Linear(256, 512, bias=False) for _ in range(LAYERS)))
     make = partial(build_optimizer, "sgd", groups=None, learning_rate=0.01, weight_decay=0.0)
-    sync = STRATEGIES["zero3"]().prepare(module, make, collective, Exchange())
-    spread = Spread(Cut("tensor", 0), (512, 256), (0, 1))
+    sync = STRATEGIES["zero3"]().prepare(module, make, collective, SyncSettings())
+    spread = CheckpointShards(ShardSpec("tensor", 0), (512, 256), (0, 1))
     joined = map_shards([f"{folder}/{part}" for part in (0, 1)], dict.fromkeys(module.state_dict(), spread))
     return memory_use(lambda: load_state(folder, sync.network, joined)).peak
 
@@ -193,16 +194,16 @@ def test_what_is_not_there_or_is_of_another_network_is_refused(tmp_path: Path) -
     _steps(sync, local, 0, 1)
     _write(str(tmp_path), sync, 1)
     other: Any = STRATEGIES["data_parallel"]().prepare(
-        nn.Linear(3, 1), lambda m: torch.optim.Adam(m.parameters()), local, Exchange()
+        nn.Linear(3, 1), lambda m: torch.optim.Adam(m.parameters()), RankMesh.of(local), SyncSettings()
     )
     with pytest.raises(
         ValueError, match=r"with optimizer AdamW in 1 parameter groups, this one has Adam in 1"
     ):
         load_training_state(str(tmp_path), other)
     other = STRATEGIES["data_parallel"]().prepare(
-        nn.Linear(3, 1), lambda m: torch.optim.AdamW(m.parameters()), local, Exchange()
+        nn.Linear(3, 1), lambda m: torch.optim.AdamW(m.parameters()), RankMesh.of(local), SyncSettings()
     )
-    with pytest.raises(ValueError, match=r"of another network: it has '0.bias', which this one lacks"):
+    with pytest.raises(ValueError, match=r"another network: it has '0.bias', which this one lacks"):
         load_training_state(str(tmp_path), other)
     with open(tmp_path / "optimizer.safetensors", "ab") as file:
         file.write(b"x")

@@ -30,15 +30,16 @@ from ringspark.estimators.collectives import Collective, CollectiveError
 from ringspark.estimators.collectives.base import ConnectedMember, gather_bytes
 from ringspark.estimators.collectives.rendezvous.channel import prove_as_client
 from ringspark.estimators.options.sync import ParameterServer
-from ringspark.estimators.parallel import STRATEGIES, Exchange
+from ringspark.estimators.parallel import STRATEGIES, SyncSettings
 from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.extras.asynchronous import wire
 from ringspark.extras.asynchronous.links import OwnLink, RemoteLink
 from ringspark.extras.asynchronous.parameter_server import ServedSync
 from ringspark.extras.asynchronous.server import ShardServer
-from ringspark.extras.asynchronous.table import Table, WorkerLeftError
+from ringspark.extras.asynchronous.table import ParameterTable, WorkerLeftError
 
 BSP: dict[str, Any] = {"name": "bsp"}
 SSP0 = {"name": "ssp", "staleness": 0, "correction": "none"}
@@ -78,9 +79,9 @@ def _prepare(
     rate: float = 0.05,
     decay: float = 0.1,
 ) -> GradientSync:
-    exchange = Exchange(sync=sync_of(consistency=consistency), timeout_seconds=30)
+    settings = SyncSettings(sync=sync_of(consistency=consistency), timeout_seconds=30)
     make = lambda module: build_optimizer(optimizer, module, None, rate, decay)  # noqa: E731
-    return STRATEGIES[exchange.sync.strategy]().prepare(Net(), make, collective, exchange)
+    return STRATEGIES[settings.sync.strategy]().prepare(Net(), make, collective, settings)
 
 
 def _train(collective: Collective, sync: GradientSync, steps: int = STEPS) -> None:
@@ -171,12 +172,12 @@ def _convex(collective: Collective) -> dict[str, Any]:
     """Least squares by Hogwild; then one rank writes, and the other reads it."""
     generator = torch.Generator().manual_seed(0)
     features, truth = torch.randn(600, 8, generator=generator), torch.linspace(-1, 1, 8)
-    exchange = Exchange(sync=sync_of(consistency=HOGWILD))
+    settings = SyncSettings(sync=sync_of(consistency=HOGWILD))
     module = nn.Linear(8, 1, bias=False)
     with torch.no_grad():
         module.weight.zero_()
     sync = STRATEGIES["hogwild"]().prepare(
-        module, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), collective, exchange
+        module, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), RankMesh.of(collective), settings
     )
     scaler = LossScaler("fp32", torch.device("cpu"))
     own = torch.Generator().manual_seed(collective.rank)
@@ -238,9 +239,9 @@ class _Gaps(nn.Module):
 
 
 def _hogwild_of(collective: Collective) -> GradientSync:
-    exchange = Exchange(sync=sync_of(consistency=HOGWILD), timeout_seconds=30)
+    settings = SyncSettings(sync=sync_of(consistency=HOGWILD), timeout_seconds=30)
     return STRATEGIES["hogwild"]().prepare(
-        _Gaps(), lambda m: _Counting(m.parameters(), lr=0.1), collective, exchange
+        _Gaps(), lambda m: _Counting(m.parameters(), lr=0.1), RankMesh.of(collective), settings
     )
 
 
@@ -355,7 +356,7 @@ def test_tensors_of_any_dtype_are_read_in_place() -> None:
     with sender, receiver:
         wire.send(sender, wire.VALUES, {}, tensors)
         _, _, payload = wire.receive(receiver, 1 << 20)
-        found = wire.cut(payload, [(3, dtype) for dtype in dtypes])
+        found = wire.split_payload(payload, [(3, dtype) for dtype in dtypes])
     assert all(torch.equal(*pair) for pair in zip(found, tensors, strict=True))
 
 
@@ -390,9 +391,9 @@ def test_a_rank_that_is_gone_ends_the_others_and_is_named(name: str, tmp_path: P
     assert "rank 1" in (tmp_path / "told").read_text()
 
 
-def _served(token: bytes, size: int = 2) -> tuple[ShardServer, Table]:
+def _served(token: bytes, size: int = 2) -> tuple[ShardServer, ParameterTable]:
     held = nn.Parameter(torch.zeros(4))
-    table = Table({0: held}, torch.optim.SGD([held], lr=1.0), size, ParameterServer(), 5.0)
+    table = ParameterTable({0: held}, torch.optim.SGD([held], lr=1.0), size, ParameterServer(), 5.0)
     return ShardServer(table, "127.0.0.1", token, rank=0, size=size), table
 
 
@@ -445,7 +446,7 @@ class _Fails(torch.optim.SGD):
 def test_an_error_of_the_optimizer_comes_to_all_workers() -> None:
     """The server's own worker gets the error itself, others its text. No worker is blamed for leaving."""
     held = nn.Parameter(torch.zeros(4))
-    table = Table({0: held}, _Fails([held], lr=1.0), 2, ParameterServer(), 5.0)
+    table = ParameterTable({0: held}, _Fails([held], lr=1.0), 2, ParameterServer(), 5.0)
     server = ShardServer(table, "127.0.0.1", b"t" * 32, rank=0, size=2)
     own = OwnLink(table, 0)
     link = RemoteLink(0, ("127.0.0.1", server.port), b"t" * 32, 1, {0: (4, torch.float32)}, 5.0)

@@ -14,7 +14,7 @@ from torch import nn
 
 from ringspark.estimators.options.sync import ParameterServer
 from ringspark.extras.asynchronous.clocks import Clocks
-from ringspark.extras.asynchronous.table import Table, WorkerLeftError
+from ringspark.extras.asynchronous.table import ParameterTable, WorkerLeftError
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -30,9 +30,9 @@ def _table(
     make: MakeOptimizer = _sgd,
     start: torch.Tensor | None = None,
     **options: object,
-) -> Table:
+) -> ParameterTable:
     held = nn.Parameter(torch.zeros(size, dtype=torch.double) if start is None else start.clone())
-    return Table(
+    return ParameterTable(
         {0: held}, make([held]), size, ParameterServer(staleness=bound, **options), timeout_seconds=20
     )  # type: ignore[arg-type]
 
@@ -186,7 +186,7 @@ def test_a_worker_that_leaves_ends_the_wait_for_it() -> None:
 
 def test_who_takes_no_step_is_named_after_the_timeout_and_who_does_is_waited_for() -> None:
     held = nn.Parameter(torch.zeros(2))
-    table = Table({0: held}, _sgd([held]), 2, ParameterServer(staleness=0), timeout_seconds=1.0)
+    table = ParameterTable({0: held}, _sgd([held]), 2, ParameterServer(staleness=0), timeout_seconds=1.0)
     for _ in range(4):
         table.push(0, {}, RATE, ends_step=True)
     seen: list[int] = []

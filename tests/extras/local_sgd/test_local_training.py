@@ -22,9 +22,9 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.collectives.sharing_member import SharingMember
+from ringspark.estimators.collectives.network_collective import NetworkCollective
 from ringspark.estimators.collectives.traffic import Member
-from ringspark.estimators.parallel import STRATEGIES, Exchange
+from ringspark.estimators.parallel import STRATEGIES, SyncSettings
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.precision import LossScaler
@@ -84,7 +84,7 @@ def _loss(network: nn.Module, mine: torch.Tensor, rows: int, factor: float) -> t
 
 
 def _sync(collective: Collective, setting: Any, optimizer: str) -> GradientSync:
-    exchange = Exchange(sync=sync_of(localSteps=setting))
+    exchange = SyncSettings(sync=sync_of(localSteps=setting))
     make = partial(build_optimizer, optimizer, groups=None, learning_rate=0.05, weight_decay=0.01)
     return STRATEGIES[exchange.sync.strategy]().prepare(Net(), make, collective, exchange)
 
@@ -152,7 +152,7 @@ def _work(collective: Collective) -> Any:
         sent = collective.bytes_sent
         average = start_average(values, [300, 1, 0, 99], collective, form, f"compact.{form}")()
         results["compact"][form] = {"average": average.tolist(), "sent": collective.bytes_sent - sent}
-    assert isinstance(collective, SharingMember)
+    assert isinstance(collective, NetworkCollective)
     collective.share(None)
     results["by network"] = {}
     for form in ("fp32", "fp16", "int8"):
@@ -433,7 +433,7 @@ class _TwoWeights(nn.Module):
 def test_streaming_fragments_have_the_numbers_of_torchft(delay: int, alpha: float) -> None:
     """All replicas of the fixtures take the same steps, so one rank has their numbers."""
     setting = {"name": "diloco", "steps": 6, "fragments": 2, "delay": delay, "alpha": alpha}
-    exchange = Exchange(sync=sync_of(localSteps={**setting, "outerRate": 2.0, "outerMomentum": 0.0}))
+    exchange = SyncSettings(sync=sync_of(localSteps={**setting, "outerRate": 2.0, "outerMomentum": 0.0}))
     make: Callable[[nn.Module], Any] = lambda module: torch.optim.SGD(module.parameters(), lr=1.0)  # noqa: E731
     sync: Any = STRATEGIES[exchange.sync.strategy]().prepare(_TwoWeights(), make, LocalCollective(), exchange)
     found = []
@@ -493,7 +493,7 @@ class _Rank(LocalCollective):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_whose_last_steps_moved_different_weights_resume_to_the_bit(rank: int) -> None:
     """The next step has no rows, so it moves the weights that the rank's own last rows moved."""
-    exchange = Exchange(sync=sync_of(localSteps="training"))
+    exchange = SyncSettings(sync=sync_of(localSteps="training"))
     make = partial(build_optimizer, "momentum", groups=None, learning_rate=0.05, weight_decay=0.01)
     scaler = LossScaler("fp32", torch.device("cpu"))
 
@@ -535,7 +535,7 @@ class _Sends(_Doubles):
 
 def test_local_steps_hold_no_buffer_of_the_synchronous_ones() -> None:
     """It has the size of the network."""
-    exchange = Exchange(sync=sync_of(localSteps={"steps": 3, "after": 1}))
+    exchange = SyncSettings(sync=sync_of(localSteps={"steps": 3, "after": 1}))
     make = partial(build_optimizer, "sgd", groups=None, learning_rate=0.1, weight_decay=0.0)
     sync: Any = STRATEGIES[exchange.sync.strategy]().prepare(nn.Linear(1024, 600), make, _Sends(), exchange)
     buffers = [weakref.ref(bucket.buffer) for bucket in sync._synchronous._buckets]

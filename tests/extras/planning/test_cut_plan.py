@@ -13,7 +13,7 @@ from torch import nn
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.memory import plan_memory
 from ringspark.estimators.memory.columns import columns_of
-from ringspark.estimators.parallel.model.pipeline.simulation import most_live
+from ringspark.estimators.parallel.model.pipeline.simulation import count_live
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning.meshes.cut_network import CutNetwork, cut_network
 from ringspark.extras.planning.meshes.cut_plan import orders_of, steps_of
@@ -122,7 +122,7 @@ def test_each_live_micro_batch_keeps_its_activations() -> None:
     rank = ranks[2]
     kept = rank.passes[1, True].kept
     peaks = {m: peak_of_steps(rank, steps_of(config, network.owners, m)[2], "none") for m in (1, 2, 3, 4, 8)}
-    live = {m: most_live(orders_of(config, m))[2] for m in peaks}
+    live = {m: count_live(orders_of(config, m))[2] for m in peaks}
     assert live == {1: 1, 2: 2, 3: 3, 4: 3, 8: 3}
     batch = {m: m * rank.batch for m in peaks}
     # Beside what is kept, at most a few values and gradients are on their way.

@@ -12,10 +12,10 @@ from ringspark.estimators import plan_parallelism
 from ringspark.estimators.memory import plan_memory
 from ringspark.estimators.memory.columns import columns_of
 from ringspark.estimators.options.sync import Zero
-from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind
+from ringspark.estimators.parallel.model.fake_collective import Message
+from ringspark.estimators.parallel.model.pipeline.actions import Action, PassType
 from ringspark.estimators.parallel.model.pipeline.orders import one_forward_one_backward
-from ringspark.estimators.parallel.model.pipeline.simulation import simulated
-from ringspark.estimators.parallel.model.stand_in import Message
+from ringspark.estimators.parallel.model.pipeline.simulation import simulate
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning import Link, MeshPlan, ParallelismPlan
 from ringspark.extras.planning.exchange_time import ring_seconds
@@ -115,10 +115,10 @@ def test_ranks_that_share_cores_fill_the_gaps_that_there_are(ranks: int, micro: 
     orders = one_forward_one_backward(ranks, 1, micro)
 
     def cost(action: Action) -> float:
-        return 1.0 if action.kind is Kind.FORWARD else 2.0
+        return 1.0 if action.kind is PassType.FORWARD else 2.0
 
     free = simulate_makespan(orders, ranks, cost, ranks)
-    assert free == max(timed.end for rank in simulated(orders, ranks, cost) for timed in rank)
+    assert free == max(timed.end for rank in simulate(orders, ranks, cost) for timed in rank)
     assert free == 3 * (micro + ranks - 1)
     work = 3.0 * ranks * micro
     assert simulate_makespan(orders, ranks, cost, 1) == pytest.approx(work)
@@ -189,10 +189,10 @@ def test_each_axis_says_how_far_a_network_can_be_spread(training: Training) -> N
     assert "needs sharding='parameters'" in AXIS_RULES["shard"](given, 2)
     assert AXIS_RULES["shard"](replace(given, config=replace(given.config, sync=Zero(stage=3))), 2) == ""
     assert AXIS_RULES["tensor"](given, WIDTH) == ""
-    assert "more than" in AXIS_RULES["tensor"](given, WIDTH + 1)
+    assert "is too small for that many shards" in AXIS_RULES["tensor"](given, WIDTH + 1)
     assert AXIS_RULES["pipeline"](given, DEPTH + 1) == ""
     assert "has 5 links for 6 stages" in AXIS_RULES["pipeline"](given, DEPTH + 2)
-    assert "cannot have rows spread over ranks" in AXIS_RULES["sequence"](given, 2)
+    assert "does not support parallelism's 'sequence'" in AXIS_RULES["sequence"](given, 2)
     assert "has no experts" in AXIS_RULES["expert"](given, 2)
     heads = {"vocab_size": 8, "max_seq_len": 4, "dim": 6, "depth": 1, "num_heads": 3}
     lm = Spreadable(config=given.config, network=build_on_meta(ModelSpec("transformer_lm", heads).build))

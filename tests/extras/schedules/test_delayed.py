@@ -7,9 +7,13 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind, Progress, with_arrivals
-from ringspark.estimators.parallel.model.pipeline.simulation import simulated
-from ringspark.estimators.parallel.model.pipeline.timeline import bubble_share
+from ringspark.estimators.parallel.model.pipeline.actions import (
+    Action,
+    CompletedActions,
+    PassType,
+    with_arrivals,
+)
+from ringspark.estimators.parallel.model.pipeline.simulation import bubble_share, simulate
 from ringspark.extras.schedules.delayed import Backlog, late_by_depth, one_step_late
 
 
@@ -24,7 +28,7 @@ def test_late_gradients_are_complete_when_they_are_released(
 ) -> None:
     delays = (one_step_late if is_2bw else late_by_depth)(ranks, per_step)
     backlog, owners = Backlog(delays), list(range(ranks))
-    progress = Progress(ranks)
+    progress = CompletedActions(ranks)
     made: list[list[Action]] = [[] for _ in range(ranks)]
     micros_of: dict[int, range] = {}
     released: list[list[int]] = [[] for _ in range(ranks)]
@@ -39,20 +43,20 @@ def test_late_gradients_are_complete_when_they_are_released(
         progress.forget(step.finished)
         for stage in range(ranks):
             made[stage] += step.orders[stage]
-            backs = {action.micro for action in made[stage] if action.kind is Kind.BACKWARD}
+            backs = {action.micro for action in made[stage] if action.kind is PassType.BACKWARD}
             if stage in step.released:
                 assert step.released[stage] == number - delays[stage]
                 assert set(micros_of[step.released[stage]]) <= backs
                 released[stage].append(step.released[stage])
             # And no more is kept than the pipeline is deep.
-            forwards = {action.micro for action in made[stage] if action.kind is Kind.FORWARD}
+            forwards = {action.micro for action in made[stage] if action.kind is PassType.FORWARD}
             assert len(forwards - backs) <= max(ranks - 1 - stage, 0)
         number += 1
     with_rows = [step for step, count in enumerate(counts) if count]
     for stage in range(ranks):
         assert released[stage] == with_rows
         pairs = Counter((kind, micro) for kind, _, micro in made[stage])
-        assert pairs == {(k, m): 1 for k in (Kind.FORWARD, Kind.BACKWARD) for m in range(sum(counts))}
+        assert pairs == {(k, m): 1 for k in (PassType.FORWARD, PassType.BACKWARD) for m in range(sum(counts))}
 
 
 def test_without_a_flush_no_rank_waits_once_the_pipeline_is_full() -> None:
@@ -61,7 +65,7 @@ def test_without_a_flush_no_rank_waits_once_the_pipeline_is_full() -> None:
         steps = [backlog.step(4) for _ in range(20)]
         orders = [[action for step in steps for action in step.orders[s]] for s in range(4)]
         # Only while it fills, of 80 micro-batches; with a flush after every 4 it is 3 / (4 + 3).
-        assert bubble_share(simulated(orders, 4)) < 3 / 80
+        assert bubble_share(simulate(orders, 4)) < 3 / 80
 
 
 def test_how_late_each_stage_is() -> None:

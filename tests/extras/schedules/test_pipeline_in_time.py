@@ -14,10 +14,14 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.pipeline import PipelineOptions, PipelinePasses, pipelined
-from ringspark.estimators.parallel.model.pipeline.actions import Kind
-from ringspark.estimators.parallel.model.pipeline.cutting import measured_costs, parameter_counts
-from ringspark.estimators.parallel.model.pipeline.sections import Section, lengths_of, sections_of
+from ringspark.estimators.parallel.model.pipeline import PipelineOptions, PipelinePasses, build_pipeline
+from ringspark.estimators.parallel.model.pipeline.actions import PassType
+from ringspark.estimators.parallel.model.pipeline.partition import count_parameters, measure_costs
+from ringspark.estimators.parallel.model.pipeline.sections import (
+    StageSection,
+    chunk_lengths,
+    split_into_sections,
+)
 from ringspark.models import Link, ModelSpec, add_loss, apply_activation_checkpoint
 from ringspark.models.chain import links_of, run_links
 from ringspark.models.reports import collect_reports
@@ -124,7 +128,7 @@ def _gradients(collective: Collective, *, cases: Sequence[Any]) -> Any:
         whole, cut = _network(name), _network(name)
         recomputes = options.pop("recomputes", "none")
         chosen = PipelineOptions(schedule=schedule, time_chunks=chunks, num_micro=3, **options)
-        passes = pipelined(cut, mesh, chosen)
+        passes = build_pipeline(cut, mesh, chosen)
         apply_activation_checkpoint(passes.network, recomputes)
         for number, rows in enumerate([(2, 2, 1), (3,)]):
             # The second step has rows of other lengths, some of fewer times than chunks.
@@ -136,7 +140,7 @@ def _gradients(collective: Collective, *, cases: Sequence[Any]) -> Any:
             # The first rank has the last stage, the last one the first, which gives its chunks one by one.
             if name != "between" and passes.num_stages == 2 and not collective.rank:
                 num = len(rows) * min(chunks, micros[0][0].shape[1])
-                forward = [t for t in passes.timeline if t.action.kind is Kind.FORWARD]
+                forward = [t for t in passes.timeline if t.action.kind is PassType.FORWARD]
                 assert len(forward) == num + 2 * len(rows) * (chunks > 1)  # each chunk, the head and its loss
     return found
 
@@ -190,7 +194,7 @@ def _late(collective: Collective, *, schedule: str) -> Any:
     weights = []
     for chunks in (1, 3):
         options = PipelineOptions(schedule=schedule, num_micro=2, time_chunks=chunks)
-        passes = pipelined(_network("lstm"), mesh, options)
+        passes = build_pipeline(_network("lstm"), mesh, options)
         optimizer = torch.optim.SGD(passes.network.parameters(), 0.1)
         for number in range(6):
             if number < 4:
@@ -218,15 +222,15 @@ def test_stages_of_one_rank_hand_chunks_to_each_other() -> None:
     for name, cuts in (("gru", ["layers.0", "layers.2", "layers.3"]), ("between", ["2", "5", "7"])):
         whole, cut = _network(name), _network(name)
         options = PipelineOptions(schedule="interleaved", virtual=4, cuts=cuts, time_chunks=3)
-        passes = pipelined(cut, mesh, options)
+        passes = build_pipeline(cut, mesh, options)
         assert _compare(whole, passes, _rows(name, (2, 1), TIMES, 0)) < 1e-6
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "zero_bubble"}, "does not go with schedule 'zero_bubble'"),
-        ({"cuts": ["head"]}, "stages begin at tokens, head; name others by parallelism's 'cuts'"),
+        ({"schedule": "zero_bubble"}, "does not support schedule 'zero_bubble'"),
+        ({"cuts": ["head"]}, "stages begin at tokens, head; set parallelism's 'cuts'"),
     ],
 )
 def test_cuts_and_schedules_that_pass_no_chunks_are_refused(options: dict[str, Any], message: str) -> None:
@@ -236,15 +240,17 @@ def test_cuts_and_schedules_that_pass_no_chunks_are_refused(options: dict[str, A
     mesh = RankMesh.of(LocalCollective())
     object.__setattr__(mesh, "axes", {**mesh.axes, "pipeline": Two()})
     with pytest.raises(ValueError, match=message):
-        pipelined(_network("gru"), mesh, PipelineOptions(time_chunks=2, **{"cuts": ["layers.2"], **options}))
+        build_pipeline(
+            _network("gru"), mesh, PipelineOptions(time_chunks=2, **{"cuts": ["layers.2"], **options})
+        )
 
 
 @pytest.mark.slow
 def test_losses_of_layers_that_work_in_chunks_are_refused() -> None:
     mesh = RankMesh.of(LocalCollective())
     options = PipelineOptions(schedule="interleaved", virtual=2, cuts=["2"], time_chunks=2)
-    passes = pipelined(Between(adds=True).double(), mesh, options)
-    with pytest.raises(ValueError, match="add to the loss, which parallelism's 'time_chunks' does not cut"):
+    passes = build_pipeline(Between(adds=True).double(), mesh, options)
+    with pytest.raises(ValueError, match="'time_chunks' does not support layers that add to the loss"):
         passes.train(_rows("between", (2,), 4, 0), lambda y, _: _loss(y), added=lambda _: torch.ones(()))
 
 
@@ -296,17 +302,17 @@ class Along(Added):
 
 def _in_one_process(network: nn.Module) -> PipelinePasses:
     options = PipelineOptions(schedule="interleaved", virtual=2, cuts=["second"], time_chunks=2)
-    return pipelined(network, RankMesh.of(LocalCollective()), options)
+    return build_pipeline(network, RankMesh.of(LocalCollective()), options)
 
 
 def test_losses_of_chunks_in_the_last_stage_are_refused() -> None:
     passes = _in_one_process(Pair(Along(), Added()))
-    with pytest.raises(ValueError, match="add to the loss, which parallelism's 'time_chunks' does not cut"):
+    with pytest.raises(ValueError, match="'time_chunks' does not support layers that add to the loss"):
         passes.train([(torch.ones(2, 4, 3),)], lambda y, _: _loss(y), around=collect_reports)
 
 
 def test_values_without_time_are_refused_where_they_come_from() -> None:
-    with pytest.raises(ValueError, match=r"of 2 times here .*, got a shape of \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"with 2 times, .*, got shape \(2, 3\)"):
         _in_one_process(Pair(Along(sums=True), Along())).train(
             [(torch.ones(2, 4, 3),)], lambda y, _: _loss(y)
         )
@@ -328,29 +334,29 @@ def test_the_loss_is_outside_of_what_is_around_the_passes() -> None:
 def test_a_layers_products_count_in_the_cut(kind: str) -> None:
     network = ModelSpec("recurrent", {**IDS, "hidden": 64, "kind": kind}).build()
     links = links_of(network)
-    costs = measured_costs(network, links, [torch.ones(4, 16, dtype=torch.long)])
+    costs = measure_costs(network, links, [torch.ones(4, 16, dtype=torch.long)])
     # At least each weight once for each row and time, beside the parameters themselves.
-    for link, cost, own in zip(links[1:5], costs[1:5], parameter_counts(network, links)[1:5], strict=True):
+    for link, cost, own in zip(links[1:5], costs[1:5], count_parameters(network, links)[1:5], strict=True):
         assert cost > 4 * 16 * own, link.name
 
 
 def test_rows_are_cut_into_chunks_of_nearly_one_length() -> None:
-    assert lengths_of([torch.zeros(2, 8)], 3) == [3, 3, 2]
-    assert lengths_of([torch.zeros(2, 2)], 3) == [1, 1]
-    with pytest.raises(ValueError, match="cuts the network's first argument along its second dimension"):
-        lengths_of([torch.zeros(3)], 2)
+    assert chunk_lengths([torch.zeros(2, 8)], 3) == [3, 3, 2]
+    assert chunk_lengths([torch.zeros(2, 2)], 3) == [1, 1]
+    with pytest.raises(ValueError, match="splits the network's first argument along its second dimension"):
+        chunk_lengths([torch.zeros(3)], 2)
 
 
 def test_a_stage_works_in_chunks_where_they_pass() -> None:
     links = Between().links()  # whole, along, along, whole, along, along, whole, along
-    every = sections_of(links[1:6], streams_in=True, streams_out=True)
-    assert every == [Section(0, 2, True), Section(2, 3, False), Section(3, 5, True)]
-    assert sections_of(links[1:3], streams_in=True, streams_out=False) == [
-        Section(0, 2, True),
-        Section(2, 2, False),
+    every = split_into_sections(links[1:6], streams_in=True, streams_out=True)
+    assert every == [StageSection(0, 2, True), StageSection(2, 3, False), StageSection(3, 5, True)]
+    assert split_into_sections(links[1:3], streams_in=True, streams_out=False) == [
+        StageSection(0, 2, True),
+        StageSection(2, 2, False),
     ]
-    assert sections_of(links[1:6], streams_in=False, streams_out=True) == [
-        Section(0, 3, False),
-        Section(3, 5, True),
+    assert split_into_sections(links[1:6], streams_in=False, streams_out=True) == [
+        StageSection(0, 3, False),
+        StageSection(3, 5, True),
     ]
-    assert sections_of(links, streams_in=False, streams_out=False) == []
+    assert split_into_sections(links, streams_in=False, streams_out=False) == []

@@ -25,7 +25,7 @@ from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import Collective, CollectiveError
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.operation_times import OperationTime
-from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
+from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.observation.overlap import (
     StepOverlap,
@@ -140,7 +140,7 @@ class Training:
         torch.manual_seed(0)
         self.network = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
         optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1)
-        self._sync = SummedGradients(self.network, optimizer, collective, bucket_bytes=bucket_bytes)
+        self._sync = GradientAllReduce(self.network, optimizer, collective, bucket_bytes=bucket_bytes)
         self._x = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(collective.rank))
 
     def step(self) -> list[tuple[int, int]]:

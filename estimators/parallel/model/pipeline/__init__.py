@@ -1,6 +1,10 @@
-"""Pipelines: each rank has some of the layers, and the micro-batches of a step pass through the ranks."""
+"""Pipeline parallelism: each rank has some of the layers, and micro-batches pass through the ranks."""
 
-from ringspark.estimators.parallel.model.pipeline.passes import PipelineOptions, PipelinePasses, pipelined
+from ringspark.estimators.parallel.model.pipeline.passes import (
+    PipelineOptions,
+    PipelinePasses,
+    build_pipeline,
+)
 from ringspark.estimators.parallel.model.pipeline.schedules import SCHEDULES
 
-__all__ = ["SCHEDULES", "PipelineOptions", "PipelinePasses", "pipelined"]
+__all__ = ["SCHEDULES", "PipelineOptions", "PipelinePasses", "build_pipeline"]

@@ -1,36 +1,64 @@
-"""Works through a rank's actions: runs its stages forward and backward, and exchanges values."""
+"""Runs a rank's actions: its stages forward and backward, and their transfers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ringspark.estimators.parallel.model.pipeline.actions import Action, Arrival, Kind, Steps
-from ringspark.estimators.parallel.model.pipeline.exchange import Exchange, Place
-from ringspark.estimators.parallel.model.pipeline.split_backward import WeightPass, input_pass
-from ringspark.estimators.parallel.model.pipeline.timeline import Recorder
+from ringspark.estimators.parallel.model.pipeline.actions import Action, Arrival, PassType, Steps
+from ringspark.estimators.parallel.model.pipeline.split_backward import WeightPass, run_input_pass
+from ringspark.estimators.parallel.model.pipeline.transfers import StagePlacement, StageTransfers
 from ringspark.estimators.parallel.model.pipeline.wire import Values, Wait, Wire
 from ringspark.models.chain import as_values
 
 Loss = Callable[[Any, int], torch.Tensor]
 Context = Callable[[], AbstractContextManager[object]]
-# Gets the number of a micro-batch, just after a stage has run; returns the scalar that it adds to the loss.
+# Called with the number of a micro-batch after a stage has run; returns the scalar that it adds to the loss.
 Added = Callable[[int], torch.Tensor | None]
+
+
+class Timed(NamedTuple):
+    """An action with its begin and end, in seconds of the host's monotonic clock, without waits."""
+
+    action: Action
+    begin: float
+    end: float
+
+
+class Recorder:
+    """Records a rank's actions.
+
+    Attributes:
+        actions: Recorded actions; None disables recording.
+    """
+
+    def __init__(self) -> None:
+        self.actions: list[Timed] | None = None
+
+    @contextmanager
+    def span(self, action: Action) -> Iterator[None]:
+        if self.actions is None:
+            yield
+            return
+        begin = time.monotonic()
+        yield
+        self.actions.append(Timed(action, begin, time.monotonic()))
 
 
 @dataclass
 class _Live:
-    """What a stage keeps of a micro-batch between its forward and its backward pass.
+    """A micro-batch of a stage between its forward and its backward pass.
 
     Attributes:
         inputs: The stage's arguments, leaves of its graph.
-        results: Its outputs, or the loss; behind the outputs what the stage adds to the loss.
+        results: Its outputs, followed by the scalar that the stage adds to the loss; or the loss.
         sent: Waits until the outputs are sent.
         gradients: Gradients of the results; `WEIGHT` needs them if `INPUT` could not split the pass.
         weights: Passes that `INPUT` leaves to `WEIGHT`; None if `INPUT` could not split the pass.
@@ -48,17 +76,17 @@ class Executor:
 
     Attributes:
         around: Makes the context of every forward pass, such as autocast.
-        weights: (micro-batch) -> the context of its forward and backward pass that puts its weights in place.
-        most_live: Most micro-batches whose activations the rank held at a time, summed over its stages.
+        weights: (micro-batch) -> context of its passes that sets the micro-batch's weights.
+        most_live: Largest number of micro-batches with activations so far, summed over the rank's stages.
     """
 
-    def __init__(self, place: Place, wire: Wire) -> None:
+    def __init__(self, place: StagePlacement, wire: Wire) -> None:
         self.around: Context = nullcontext
         self.weights: Callable[[int], AbstractContextManager[object]] = lambda micro: nullcontext()
         self.recorder = Recorder()
         self.most_live = 0
         self._place = place
-        self._exchange = Exchange(place, wire)
+        self._exchange = StageTransfers(place, wire)
         self._live: dict[tuple[int, int], Any] = {}
 
     def train(
@@ -70,10 +98,10 @@ class Executor:
         added: Added,
         first_micro: int = 0,
     ) -> None:
-        """Works through the steps; gradients add up in the parameters, or in the weights in place.
+        """Runs the steps; gradients add up in the parameters, or in the micro-batch's weights.
 
         Args:
-            inputs: The network's arguments for each new micro-batch, alike on all ranks of the pipeline.
+            inputs: The network's arguments for each new micro-batch, of equal shapes on all ranks.
             added: Called after each forward pass of a stage that is not the last.
             first_micro: Number of the first new micro-batch.
         """
@@ -83,7 +111,7 @@ class Executor:
             if isinstance(step, Arrival):
                 self._exchange.expect(step)
                 continue
-            if step.kind is Kind.FORWARD:
+            if step.kind is PassType.FORWARD:
                 index = step.micro - first_micro
                 arguments = tuple(inputs[index]) if step.stage == 0 else ()
                 self._keep_forward(module, step, arguments, _bind_index(loss, index), partial(added, index))
@@ -93,7 +121,7 @@ class Executor:
         self.finish()
 
     def evaluate(self, module: nn.Module, stages: Sequence[int], inputs: Sequence[torch.Tensor]) -> Any:
-        """Runs the stages on one micro-batch without gradients; returns outputs where the last stage is."""
+        """Runs the stages without gradients; returns the outputs if this rank has the last stage."""
         micro = -1
         self._exchange.begin(micro, module, inputs)
         result: Any = None
@@ -103,21 +131,21 @@ class Executor:
             result, sent = self._evaluate(module, stage, micro, inputs)
             if sent:
                 self._exchange.keep(sent)
-        # The others may still be busy with what was sent; the next micro-batch need not wait for them.
+        # The next micro-batch need not wait until other ranks have received these sends.
         self._exchange.limit_sends()
         return result
 
     def finish(self) -> None:
-        """Waits until everything that this rank sends has left."""
+        """Waits for all sends of this rank."""
         self._exchange.finish()
 
     def drop(self) -> None:
-        """Drops everything under way, because references to it would keep connections open."""
+        """Drops everything in flight, because references to it would keep connections open."""
         self._live.clear()
         self._exchange.drop()
 
     def forget(self, micros: Sequence[int]) -> None:
-        """Forgets finished micro-batches."""
+        """Removes finished micro-batches."""
         self._exchange.forget(micros)
 
     def _forward(self, module: nn.Module, stage: int, micro: int, values: Values) -> Any:
@@ -127,7 +155,7 @@ class Executor:
     def _evaluate(
         self, module: nn.Module, stage: int, micro: int, inputs: Sequence[torch.Tensor]
     ) -> tuple[Any, list[Wait]]:
-        """Runs one stage without gradients; returns the network's outputs or None, and sends to wait for."""
+        """Runs one stage without gradients; returns the network's outputs or None, and the sends."""
         values = tuple(inputs) if stage == 0 else self._exchange.arrived(True, stage, micro)
         result = self._forward(module, stage, micro, values)
         if stage == self._place.last:
@@ -143,12 +171,12 @@ class Executor:
         loss: Callable[[Any], torch.Tensor],
         added: Callable[[], torch.Tensor | None],
     ) -> None:
-        """Runs a forward pass, and keeps the inputs and results of its backward pass.
+        """Runs a forward pass, and keeps inputs and results for the backward pass.
 
         Args:
-            arguments: The arguments of the network if the stage is the first.
+            arguments: The network's arguments if the stage is the first.
             loss: Returns the loss of the network's outputs.
-            added: Returns what the stage adds to the loss.
+            added: Returns the scalar that the stage adds to the loss.
         """
         _, stage, micro = action
         values = arguments if stage == 0 else self._exchange.arrived(True, stage, micro)
@@ -161,37 +189,37 @@ class Executor:
                 own = added()
         if stage != self._place.last:
             outputs = as_values(result, self._place.firsts[stage + 1])
-            live = self._live[stage, micro] = _Live(values, wanted((*outputs, own)))
+            live = self._live[stage, micro] = _Live(values, select_differentiable((*outputs, own)))
             live.sent = self._exchange.hand_on(outputs, stage, micro)
 
     def _backward(self, action: Action) -> None:
         kind, stage, micro = action
         live: _Live = self._live[stage, micro]
-        if kind is not Kind.WEIGHT:
+        if kind is not PassType.WEIGHT:
             arrived: list[torch.Tensor] = []
             if stage != self._place.last:
                 arrived = self._exchange.arrived(False, stage, micro)
-            # The stage's loss, or its addition to the loss, comes after its outputs; its gradient is 1.
+            # The loss, or the scalar added to it, follows the outputs; its gradient is 1.
             live.gradients = [*arrived, *map(torch.ones_like, live.results[len(arrived) :])]
             if live.sent is not None:
-                # Nobody sends gradients of what has not arrived, so this does not wait.
+                # The gradients arrived after the outputs, so this does not wait.
                 live.sent()
         with self.recorder.span(action), self.weights(micro):
-            inputs = wanted(live.inputs)
-            if kind is Kind.INPUT:
-                # Without inputs that want gradients there is nothing to split: all is done with the weights.
+            inputs = select_differentiable(live.inputs)
+            if kind is PassType.INPUT:
+                # Without inputs that require gradients, `WEIGHT` runs the whole pass.
                 if live.results and inputs:
-                    live.weights = input_pass(live.results, live.gradients, inputs)
+                    live.weights = run_input_pass(live.results, live.gradients, inputs)
                     live.results, live.gradients = [], ()
             elif live.weights is not None:
                 for weights in live.weights:
                     weights.run()
             elif live.results:
                 torch.autograd.backward(live.results, live.gradients)
-        if kind is not Kind.WEIGHT and stage > 0:
+        if kind is not PassType.WEIGHT and stage > 0:
             self._exchange.limit_sends()
-            self._exchange.keep([self._exchange.hand_back(_taken(live.inputs), stage, micro)])
-        if kind is not Kind.INPUT:
+            self._exchange.keep([self._exchange.hand_back(_take_gradients(live.inputs), stage, micro)])
+        if kind is not PassType.INPUT:
             del self._live[stage, micro]
 
 
@@ -199,15 +227,15 @@ def _bind_index(loss: Loss, index: int) -> Callable[[Any], torch.Tensor]:
     return lambda outputs: loss(outputs, index)
 
 
-def wanted(values: Values) -> list[torch.Tensor]:
+def select_differentiable(values: Values) -> list[torch.Tensor]:
     """Returns the values that require gradients."""
     return [value for value in values if value is not None and value.requires_grad]
 
 
-def _taken(inputs: Values) -> list[torch.Tensor]:
-    """Returns the gradients of a stage's inputs, and leaves none there."""
+def _take_gradients(inputs: Values) -> list[torch.Tensor]:
+    """Returns the gradients of a stage's inputs, and clears them."""
     gradients = []
-    for value in wanted(inputs):
+    for value in select_differentiable(inputs):
         gradients.append(torch.zeros_like(value) if value.grad is None else value.grad)
         value.grad = None
     return gradients

@@ -1,9 +1,9 @@
-"""The orders in which the ranks of a pipeline work through one step, and drain.
+"""The orders in which the ranks of a pipeline run the passes of one step.
 
-All are lists of actions by place along the pipeline. With p ranks, m micro-batches and v stages a rank, and a
-backward pass that takes as long as two forward passes, the ranks wait for this share of a step:
+Orders are lists of actions by position along the pipeline. With p ranks, m micro-batches, v stages per rank,
+and a backward pass that takes as long as two forward passes, the ranks wait for this share of a step:
 
-| schedule | share | micro-batches whose activations live, by rank |
+| schedule | share | micro-batches with activations, by rank |
 | --- | --- | --- |
 | naive | (p-1)/p | 1 |
 | gpipe | (p-1)/(m+p-1) | m |
@@ -11,7 +11,7 @@ backward pass that takes as long as two forward passes, the ranks wait for this 
 | interleaved | (p-1)/(vm+p-1) | (v-1)p + 2p-1, .. 2 fewer a rank |
 | zero_bubble, zbv | (p-1)/(3vm+p-1) | vp |
 
-The last three hold where m is a multiple of p (zbv: 2p - 1 or more); other numbers come close.
+The last three rows hold if m is a multiple of p (zbv: at least 2p - 1); other numbers come close.
 
 Sources: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training
 on GPU Clusters Using Megatron-LM" (interleaved); Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
@@ -22,15 +22,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind
+from ringspark.estimators.parallel.model.pipeline.actions import Action, PassType
 
 Orders = list[list[Action]]
 
-_F, _B = Kind.FORWARD, Kind.BACKWARD
+_F, _B = PassType.FORWARD, PassType.BACKWARD
 
 
 def naive(num_ranks: int, virtual: int, num_micro: int) -> Orders:
-    """Takes each micro-batch through all stages and back: one rank works at a time."""
+    """Runs each micro-batch through all stages and back: one rank works at a time."""
     return [
         [Action(kind, stage, micro) for micro in range(num_micro) for kind in (_F, _B)]
         for stage in range(num_ranks)
@@ -38,7 +38,7 @@ def naive(num_ranks: int, virtual: int, num_micro: int) -> Orders:
 
 
 def gpipe(num_ranks: int, virtual: int, num_micro: int) -> Orders:
-    """All forward passes, then all backward passes."""
+    """Runs all forward passes, then all backward passes."""
     return [
         [Action(kind, stage, micro) for kind in (_F, _B) for micro in range(num_micro)]
         for stage in range(num_ranks)
@@ -46,7 +46,7 @@ def gpipe(num_ranks: int, virtual: int, num_micro: int) -> Orders:
 
 
 def one_forward_one_backward(num_ranks: int, virtual: int, num_micro: int) -> Orders:
-    """A backward pass as soon as there is one to make, so that few activations live (PipeDream's flush)."""
+    """Runs each backward pass as soon as possible, so that few activations live (PipeDream-Flush)."""
     orders: Orders = []
     for stage in range(num_ranks):
         ahead = min(num_ranks - 1 - stage, num_micro)
@@ -60,23 +60,22 @@ def one_forward_one_backward(num_ranks: int, virtual: int, num_micro: int) -> Or
 
 
 def interleaved(num_ranks: int, virtual: int, num_micro: int) -> Orders:
-    """torch's order for several stages a rank: the pipeline fills in smaller pieces."""
+    """Returns torch's order for several stages per rank, which fills the pipeline sooner."""
     return _of_torch("ScheduleInterleaved1F1B", num_ranks, virtual, num_micro)
 
 
 def zero_bubble(num_ranks: int, virtual: int, num_micro: int) -> Orders:
-    """torch's order in which gradients of weights fill the gaps (ZB-H1; with several stages a rank, ZB1P)."""
+    """Returns torch's order that fills gaps with weight gradients (ZB-H1; for several stages ZB1P)."""
     return _of_torch("ScheduleInterleavedZeroBubble", num_ranks, virtual, num_micro)
 
 
 def zbv(num_ranks: int, virtual: int, num_micro: int) -> Orders:
-    """torch's order for two stages a rank, down the ranks and up again: no gap if F, I and W take as long."""
+    """Returns torch's order for two stages per rank in a V: no gap if F, I and W take equally long."""
     return _of_torch("ScheduleZBVZeroBubble", num_ranks, virtual, num_micro)
 
 
 def _of_torch(name: str, num_ranks: int, virtual: int, num_micro: int) -> Orders:
-    """Returns the order that a schedule of torch.distributed.pipelining makes."""
-    # Imported where it is asked for: it brings torch's compiler along, which takes seconds.
+    # A late import: it imports torch's compiler, which takes seconds.
     from torch.distributed.pipelining import schedules
 
     kind = getattr(schedules, name, None)
@@ -87,18 +86,18 @@ def _of_torch(name: str, num_ranks: int, virtual: int, num_micro: int) -> Orders
             f"this pipeline schedule needs torch's {name}, which torch {torch.__version__} lacks; install "
             "torch 2.7 or newer, or set schedule='1f1b'"
         )
-    # torch wants rounds of equally many micro-batches; those that are too many are left out again.
+    # torch needs rounds of equally many micro-batches; superfluous ones are removed below.
     whole = num_micro
     while whole % max(1, whole // num_ranks):
         whole += 1
-    # The constructor looks at the stages' numbers alone; it wants the modules only to run them.
+    # The constructor only reads the stages' numbers.
     stage: Any = SimpleNamespace(
         group_rank=0, group_size=num_ranks, num_stages=num_ranks * virtual, submod=None, has_backward=True
     )
     order = kind([stage] * virtual, whole).pipeline_order
     return [
         [
-            Action(Kind(action.computation_type.value), action.stage_index, action.microbatch_index)
+            Action(PassType(action.computation_type.value), action.stage_index, action.microbatch_index)
             for action in order[rank]
             if action is not None
             and action.computation_type.value in "FBIW"

@@ -1,4 +1,4 @@
-"""Forward and backward passes of a network whose stages lie on different ranks."""
+"""Forward and backward passes of a network whose stages are on different ranks."""
 
 from __future__ import annotations
 
@@ -16,38 +16,37 @@ from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.pipeline.actions import Steps, with_arrivals
-from ringspark.estimators.parallel.model.pipeline.cutting import (
-    cut_by_names,
-    cut_stages,
-    measured_costs,
-    parameter_counts,
+from ringspark.estimators.parallel.model.pipeline.executor import Added, Context, Executor, Loss, Timed
+from ringspark.estimators.parallel.model.pipeline.partition import (
+    count_parameters,
+    measure_costs,
+    partition_by_cost,
+    partition_by_names,
 )
-from ringspark.estimators.parallel.model.pipeline.exchange import Place
-from ringspark.estimators.parallel.model.pipeline.executor import Added, Context, Executor, Loss
 from ringspark.estimators.parallel.model.pipeline.schedules import Schedule, schedule_of
-from ringspark.estimators.parallel.model.pipeline.sections import sections_of, streams_of
+from ringspark.estimators.parallel.model.pipeline.sections import find_streams, split_into_sections
 from ringspark.estimators.parallel.model.pipeline.stage import keep_stages
 from ringspark.estimators.parallel.model.pipeline.ties import TiedGradients, find_ties
-from ringspark.estimators.parallel.model.pipeline.timeline import Timed
+from ringspark.estimators.parallel.model.pipeline.transfers import StagePlacement
 from ringspark.estimators.parallel.model.pipeline.wire import PointToPoint, Wire
 from ringspark.models.chain import Link, links_of
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.models.reports import CountingLayerInfo, find_counting_layers
 
-# Runs stages that pass values to each other in chunks of the sequence.
+# Runs stages that pass values in sequence chunks.
 CHUNKED_EXECUTOR = "ringspark.extras.schedules.chunked_executor:ChunkedExecutor"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """How a network is cut into stages and run.
+    """Options of a pipeline.
 
     Attributes:
         schedule: A name in `SCHEDULES`.
-        virtual: Stages a rank.
-        cuts: Names of the links that begin the second and later stages; none cuts by cost.
-        num_micro: Micro-batches of a step; a step may have fewer. Only schedules without a flush ask for it.
-        time_chunks: Chunks of time in which values pass between stages that go along time.
+        virtual: Stages per rank.
+        cuts: Names of the layers that begin the second and later stages; empty to partition by cost.
+        num_micro: Largest number of micro-batches per step; only schedules without a flush use it.
+        time_chunks: Number of sequence chunks in which values pass between stages that support them.
     """
 
     schedule: str = "1f1b"
@@ -57,42 +56,42 @@ class PipelineOptions:
     time_chunks: int = 1
 
 
-def pipelined(
+def build_pipeline(
     network: nn.Module,
     mesh: RankMesh,
     options: PipelineOptions,
     sample: Sequence[torch.Tensor] | None = None,
     device: torch.device | None = None,
 ) -> PipelinePasses:
-    """Cuts the network in place and leaves this rank's stages of it. Runs on every rank.
+    """Partitions the network, in place, and leaves this rank's stages. Runs on every rank.
 
     Args:
         network: The whole network, with equal weights on all ranks.
-        sample: Arguments of one micro-batch, by which the operations of every link are counted; only the
-            first rank's are looked at. None cuts by the numbers of parameters.
+        sample: Arguments of one micro-batch, to count operations; only rank 0's sample is used. None
+            partitions by the number of parameters.
         device: Device of the network.
 
     Raises:
-        ValueError: The network is no chain, has too few links, or the options do not fit.
+        ValueError: The network is no chain, has too few layers, or the options do not fit.
     """
     schedule = schedule_of(options.schedule, options.virtual)
     collective = mesh.axes["pipeline"]
     owners = schedule.owners(collective.size, options.virtual)
     links = links_of(network)
     if options.cuts:
-        bounds = cut_by_names(links, len(owners), options.cuts)
+        bounds = partition_by_names(links, len(owners), options.cuts)
     else:
         costs: list[float] = []
         if mesh.world.rank == 0:
-            counts = [float(count) for count in parameter_counts(network, links)]
-            costs = (None if sample is None else _measured(network, links, sample)) or counts
-        # Padded texts have other lengths on other ranks, and all must cut alike.
-        bounds = cut_stages(links, len(owners), _of_first_rank(mesh.world, costs))
+            counts = [float(count) for count in count_parameters(network, links)]
+            costs = (None if sample is None else _measure(network, links, sample)) or counts
+        # Samples of padded texts differ between ranks, but all ranks must agree.
+        bounds = partition_by_cost(links, len(owners), _share_numbers(mesh.world, costs))
     stages = [links[begin:end] for begin, end in itertools.pairwise(bounds)]
     ties = find_ties(network, stages, owners)
     layers = find_counting_layers(network)
     keep_stages(network, {s: own for s, own in enumerate(stages) if owners[s] == collective.rank})
-    place = _place(collective.rank, owners, stages, schedule, options)
+    place = _place_stages(collective.rank, owners, stages, schedule, options)
     kind = PipelinePasses if schedule.passes is None else load_object(schedule.passes)
     passes: PipelinePasses = kind(
         network,
@@ -107,30 +106,30 @@ def pipelined(
     return passes
 
 
-def _place(
+def _place_stages(
     rank: int,
     owners: Sequence[int],
     stages: Sequence[Sequence[Link]],
     schedule: Schedule,
     options: PipelineOptions,
-) -> Place:
-    streams = streams_of(stages, options.time_chunks)
+) -> StagePlacement:
+    streams = find_streams(stages, options.time_chunks)
     if options.time_chunks > 1 and not any(streams):
         raise ValueError(
-            "parallelism's 'time_chunks' needs a cut between two links that go along time, and the stages "
-            f"begin at {', '.join(stage[0].name for stage in stages)}; name others by parallelism's 'cuts', "
-            "or leave 'time_chunks' out"
+            "parallelism's 'time_chunks' needs a stage that begins between two layers that support sequence "
+            f"chunks, but the stages begin at {', '.join(stage[0].name for stage in stages)}; set "
+            "parallelism's 'cuts', or leave 'time_chunks' out"
         )
     if any(streams) and schedule.splits:
         raise ValueError(
-            f"parallelism's 'time_chunks' does not go with schedule {options.schedule!r}, which splits "
+            f"parallelism's 'time_chunks' does not support schedule {options.schedule!r}, which splits "
             "backward passes; set schedule='1f1b'"
         )
     sections = [
-        sections_of(stage, streams_in=number > 0 and streams[number - 1], streams_out=streams[number])
+        split_into_sections(stage, streams_in=number > 0 and streams[number - 1], streams_out=streams[number])
         for number, stage in enumerate(stages)
     ]
-    return Place(
+    return StagePlacement(
         rank=rank,
         owners=owners,
         firsts=[stage[0] for stage in stages],
@@ -140,34 +139,31 @@ def _place(
     )
 
 
-def nothing_added(index: int) -> None:
+def add_nothing(index: int) -> None:
     return
 
 
 class PipelinePasses:
-    """The passes of one rank. All ranks of the pipeline make the same calls, on the same rows.
+    """The passes of one rank. All ranks of the pipeline make the same calls, with the same rows.
 
     Attributes:
-        network: The network, of which only this rank's stages are left.
-        module: What is called in training: the network, or a wrapper around it, which passes on the keyword
-            `stage`.
-        copies: Names of this rank's parameters that another rank owns: tied ones, which norms and checkpoints
-            count there.
-        layers: The whole network's layers that count something, in its order.
+        network: The network with only this rank's stages.
+        module: The module to call in training: the network, or a wrapper that passes on the keyword `stage`.
+        copies: Names of this rank's tied parameters that another rank owns.
+        layers: The whole network's counting layers, in order.
         num_stages: Number of stages of all ranks.
         stages: Numbers of this rank's stages.
-        virtual: How many they are.
-        late: Whether gradients belong to an earlier step, so that `drain` is needed before a validation or
-            a checkpoint.
-        steps_in_flight: Number of steps whose gradients are still to come; equal on all ranks that took the
-            same steps.
+        virtual: Number of this rank's stages.
+        late: Whether gradients belong to an earlier step, so that `drain` is needed before a validation or a
+            checkpoint.
+        steps_in_flight: Number of steps whose gradients are still to come; equal on all ranks.
     """
 
     def __init__(
         self,
         network: nn.Module,
         collective: Collective,
-        place: Place,
+        place: StagePlacement,
         schedule: Schedule,
         options: PipelineOptions,
         ties: TiedGradients,
@@ -201,16 +197,16 @@ class PipelinePasses:
 
     @property
     def most_live(self) -> int:
-        """Most micro-batches whose activations this rank held at a time."""
+        """Largest number of micro-batches with activations so far."""
         return self._executor.most_live
 
     @property
     def timeline(self) -> list[Timed] | None:
-        """What this rank did, if it is recorded."""
+        """Recorded actions of this rank, or None."""
         return self._executor.recorder.actions
 
     def record(self) -> None:
-        """Begins a new timeline."""
+        """Starts a new timeline."""
         self._executor.recorder.actions = []
 
     def train(
@@ -218,21 +214,22 @@ class PipelinePasses:
         micro_batches: Sequence[Sequence[torch.Tensor]],
         loss: Loss,
         around: Context = nullcontext,
-        added: Added = nothing_added,
+        added: Added = add_nothing,
     ) -> bool:
-        """Adds the gradients of a step to `.grad`, summed over the micro-batches and not divided.
+        """Adds the gradients of a step to `.grad`, summed over micro-batches.
 
         Args:
-            micro_batches: The network's arguments; none if this copy of the network has no rows in this step.
-                Where layers exchange with other copies, all have as many, some of which may be of no rows.
-            loss: Gets the network's outputs and the number of the micro-batch, and returns a scalar that is
-                differentiated. Called where the last stage is, once for each micro-batch, and nowhere else.
+            micro_batches: The network's arguments; empty if this replica has no rows in this step. If layers
+                communicate with other replicas, all have equally many, maybe without rows.
+            loss: Called once per micro-batch on the rank of the last stage, with the network's outputs and
+                the number of the micro-batch; returns the scalar to differentiate.
             around: Makes the context of every forward pass.
-            added: Called after the forward pass of every other stage here; returns what it adds to the loss.
+            added: Called after the forward pass of every other stage of this rank; returns the scalar that it
+                adds to the loss.
 
         Returns:
-            Whether there are gradients: not if the step has no rows. Of a schedule without a flush they are
-            those of an earlier step, and there are none in the first steps.
+            Whether there are gradients; False without rows. With a schedule without a flush they belong to an
+            earlier step, and the first steps have none.
         """
         if not micro_batches:
             return False
@@ -242,31 +239,27 @@ class PipelinePasses:
         return True
 
     def drain(self) -> bool:
-        """Adds the gradients of one step that are still to come.
+        """Adds the gradients of one step that are still to come; returns whether there are any.
 
-        Called `steps_in_flight` times, with a step of the optimizer after each.
-
-        Returns:
-            Like `train`.
+        Call it `steps_in_flight` times, each followed by a step of the optimizer.
         """
         return False
 
     def evaluate(self, inputs: Sequence[torch.Tensor], around: Context = nullcontext) -> Any:
-        """Returns the network's outputs where the last stage is, None elsewhere; computes no gradients.
+        """Returns the network's outputs on the rank of the last stage, None elsewhere; without gradients.
 
-        A rank returns before the ranks after it have finished. What it sent last may be under way until the
-        next exchange with them.
+        A rank returns before later ranks have finished, and its last sends may be in flight.
         """
         self._executor.around = around
         with torch.no_grad():
             return self._executor.evaluate(self.network, self.stages, inputs)
 
     def finish(self) -> None:
-        """Waits until everything that this rank sends has left."""
+        """Waits for all sends of this rank."""
         self._executor.finish()
 
     def share_ties(self) -> None:
-        """Overwrites copies of tied parameters by their owner's. Runs on every rank of the pipeline."""
+        """Overwrites copies of tied parameters with their owner's. Runs on every rank of the pipeline."""
         with torch.no_grad():
             self._ties.share()
 
@@ -277,21 +270,19 @@ class PipelinePasses:
         return self._plans[num_micro]
 
 
-def _measured(
-    network: nn.Module, links: Sequence[Link], sample: Sequence[torch.Tensor]
-) -> list[float] | None:
-    """Returns the costs of links; None for a network without numbers that cannot run without them."""
+def _measure(network: nn.Module, links: Sequence[Link], sample: Sequence[torch.Tensor]) -> list[float] | None:
+    """Returns the costs of layers; None for a meta-device network whose forward pass needs values."""
     if not any(p.is_meta for p in network.parameters()):
-        return measured_costs(network, links, sample)
+        return measure_costs(network, links, sample)
     empty = copy_to_meta(network)
     try:
-        return measured_costs(empty, links_of(empty), [values.to("meta") for values in sample])
-    except Exception:  # of any kind: what a forward pass meets there depends on the network
+        return measure_costs(empty, links_of(empty), [values.to("meta") for values in sample])
+    except Exception:  # of any kind, depending on the network
         return None
 
 
-def _of_first_rank(world: Collective, numbers: Sequence[float]) -> list[float]:
-    """Returns the first rank's numbers. Runs on every rank."""
+def _share_numbers(world: Collective, numbers: Sequence[float]) -> list[float]:
+    """Returns rank 0's numbers. Runs on every rank."""
     mine = torch.tensor(list(numbers), dtype=torch.float64).numpy().tobytes()
     first = gather_bytes(world, mine)[0]
     return list(torch.frombuffer(bytearray(first), dtype=torch.float64).tolist())

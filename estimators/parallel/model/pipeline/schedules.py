@@ -1,4 +1,4 @@
-"""The schedules by name: which stages a rank has, and in which order it works."""
+"""Pipeline schedules: which stages a rank has, and in which order it runs their passes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ringspark.estimators.parallel.model.pipeline.orders import Orders
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One way to work through a step.
+    """One schedule.
 
     Attributes:
         order: (ranks, stages per rank, micro-batches) -> actions of each position in the pipeline; None for
             a schedule without a flush.
-        passes: Import path of the subclass of `PipelinePasses` that runs it; None for `PipelinePasses`.
-        virtual: The least and the most stages a rank.
-        splits: Whether a backward pass is made in two halves.
-        is_v: Whether the stages go down the ranks and up again, instead of round and round.
+        passes: Import path of its subclass of `PipelinePasses`; None for `PipelinePasses`.
+        virtual: Smallest and largest number of stages per rank.
+        splits: Whether backward passes are split into two halves.
+        is_v: Whether the stages go down the ranks and up again, instead of around.
     """
 
     order: Callable[[int, int, int], Orders] | None = None
@@ -31,11 +31,11 @@ class Schedule:
 
     @property
     def is_delayed(self) -> bool:
-        """Whether the optimizer applies the gradients of earlier steps, because there is no flush."""
+        """Whether the optimizer applies gradients of earlier steps, because there is no flush."""
         return self.order is None
 
     def owners(self, num_ranks: int, virtual: int) -> list[int]:
-        """Returns the rank of each stage. Rank 0 has the last one, where the losses are known."""
+        """Returns the rank of each stage. Rank 0 has the last stage, which computes the losses."""
         down = list(range(num_ranks - 1, -1, -1))
         if self.is_v:
             return [*reversed(down), *down]
@@ -63,10 +63,10 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def schedule_of(name: str, virtual: int) -> Schedule:
-    """Returns the schedule of a name.
+    """Returns the schedule called `name`.
 
     Raises:
-        ValueError: It is unknown, or cannot have so many stages a rank.
+        ValueError: The name is unknown, or the schedule does not support `virtual` stages per rank.
     """
     if name not in SCHEDULES:
         near = difflib.get_close_matches(name, SCHEDULES, n=1)
@@ -78,7 +78,7 @@ def schedule_of(name: str, virtual: int) -> Schedule:
             f"{least} or more" if most == _MANY else str(least) if least == most else f"{least} to {most}"
         )
         raise ValueError(
-            f"pipeline schedule {name!r} takes {allowed} stages a worker, got {virtual}; set virtual to "
-            "that, or take another schedule: 'interleaved' is for several, '1f1b' for one"
+            f"pipeline schedule {name!r} needs {allowed} stages per worker, got virtual={virtual}; change "
+            "virtual, or the schedule: 'interleaved' is for several stages, '1f1b' for one"
         )
     return SCHEDULES[name]

@@ -1,23 +1,23 @@
-"""Runs a schedule without a network: when each action would begin and end if only the work took time."""
+"""Simulates a schedule: when each pass begins and ends if only computing takes time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind, Order, Progress
-from ringspark.estimators.parallel.model.pipeline.timeline import Timed
+from ringspark.estimators.parallel.model.pipeline.actions import Action, CompletedActions, Order, PassType
+from ringspark.estimators.parallel.model.pipeline.executor import Timed
 
-# A backward pass takes twice a forward pass, and half of it is for the inputs (Qi et al. 2023).
-UNITS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
+# A backward pass takes as long as two forward passes, half of it for the inputs (Qi et al. 2023).
+UNITS = {PassType.FORWARD: 1.0, PassType.BACKWARD: 2.0, PassType.INPUT: 1.0, PassType.WEIGHT: 1.0}
 
 
-def simulated(
+def simulate(
     orders: Sequence[Order],
     num_stages: int,
     cost: Callable[[Action], float] = lambda action: UNITS[action.kind],
 ) -> list[list[Timed]]:
-    """Returns each rank's actions with their times, in the unit of the costs; sending takes none."""
-    progress = Progress(num_stages)
+    """Returns each rank's actions with their times, in the unit of the costs; sending takes no time."""
+    progress = CompletedActions(num_stages)
     ends: dict[Action, float] = {}
     timelines: list[list[Timed]] = [[] for _ in orders]
     while any(len(timeline) < len(order) for timeline, order in zip(timelines, orders, strict=True)):
@@ -33,25 +33,33 @@ def simulated(
     return timelines
 
 
-def most_live(orders: Sequence[Order]) -> list[int]:
-    """Returns how many micro-batches each rank holds activations of at most, summed over its stages."""
+def count_live(orders: Sequence[Order]) -> list[int]:
+    """Returns each rank's largest number of micro-batches with activations, summed over its stages."""
     found = []
     for order in orders:
         live, most = 0, 0
         for action in order:
-            live += (action.kind is Kind.FORWARD) - (action.kind in (Kind.BACKWARD, Kind.WEIGHT))
+            live += (action.kind is PassType.FORWARD) - (action.kind in (PassType.BACKWARD, PassType.WEIGHT))
             most = max(most, live)
         found.append(most)
     return found
 
 
 def _needed(action: Action, ends: dict[Action, float]) -> list[float]:
-    """Returns when the other stages' actions end that this one needs."""
+    """Returns when the actions of other stages end that this action needs."""
     kind, stage, micro = action
-    if kind is Kind.FORWARD:
-        needed = [Action(Kind.FORWARD, stage - 1, micro)]
-    elif kind is Kind.WEIGHT:
+    if kind is PassType.FORWARD:
+        needed = [Action(PassType.FORWARD, stage - 1, micro)]
+    elif kind is PassType.WEIGHT:
         needed = []
     else:
-        needed = [Action(k, stage + 1, micro) for k in (Kind.BACKWARD, Kind.INPUT)]
+        needed = [Action(k, stage + 1, micro) for k in (PassType.BACKWARD, PassType.INPUT)]
     return [ends[action] for action in needed if action in ends]
+
+
+def bubble_share(ranks: Sequence[Sequence[Timed]]) -> float:
+    """Returns the share of waiting in the ranks' time between the first begin and the last end."""
+    begin = min(timed.begin for rank in ranks for timed in rank)
+    end = max(timed.end for rank in ranks for timed in rank)
+    busy = sum(timed.end - timed.begin for rank in ranks for timed in rank)
+    return 1 - busy / (len(ranks) * (end - begin))

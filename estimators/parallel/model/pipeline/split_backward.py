@@ -54,7 +54,7 @@ class WeightPass:
                 handle.remove()
 
 
-def input_pass(
+def run_input_pass(
     results: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[WeightPass]:
     """Stores the gradients of the inputs in `.grad`; returns the passes for the gradients of the weights.

@@ -1,8 +1,7 @@
-"""Leaves a network with a rank's own stages only.
+"""Removes the other ranks' stages from a network.
 
-The network stays the same object, of the same class, and its tensors keep their names: what belongs to other
-stages is deleted from it, and `forward` runs the links of a stage. So its state dict is a part of the whole
-one.
+The network stays the same object, of the same class, and its tensors keep their names: modules and tensors of
+other stages are deleted, and `forward` runs the layers of one stage.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ringspark.models.chain import Link, State, belongs_to, run_links, run_over_
 
 
 class StageForward:
-    """Stands in for the network's `forward`. A class, so that networks are copied and pickled."""
+    """Replaces the network's `forward`. A class, so that networks can be copied and pickled."""
 
     def __init__(self, network: nn.Module, stages: Mapping[int, Sequence[Link]]) -> None:
         self.network = network
@@ -26,7 +25,7 @@ class StageForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """Lets `inspect.signature(network.forward)` see the arguments of the network's own forward."""
+        """Gives `inspect.signature(network.forward)` the arguments of the network's own forward."""
         return functools.partial(type(self.network).forward, self.network)
 
     def __call__(
@@ -35,12 +34,12 @@ class StageForward:
         stage: int | None = None,
         part: tuple[int, int, Sequence[State] | None] | None = None,
     ) -> Any:
-        """Runs one stage, or some of its links.
+        """Runs one stage, or some of its layers.
 
         Args:
             stage: Number of the stage.
-            part: (first link, end, states of the links): what runs, and from which states where the values
-                are a chunk of time. The result is then (result, states after it).
+            part: (first layer, end, states of the layers): the layers to run, and their states if the values
+                are a sequence chunk. The result is then (result, states after it).
 
         Raises:
             RuntimeError: `stage` is None, because user code called the network.
@@ -57,27 +56,27 @@ class StageForward:
             first, end, states = part
             links = links[first:end]
         if links and (stage > 0 or part is not None) and _overwrites(links[0]):
-            # A leaf of the graph must not be changed in place, nor may what the stage before keeps.
+            # Neither leaves of the graph nor values of the previous stage may be changed in place.
             values = tuple(None if value is None else value.clone() for value in values)
         if states is not None:
             return run_over_time(links, states, values)
         result = run_links(links, values)
         if part is None:
             return result
-        # Without links, what comes is what goes.
+        # Without layers, the result is the arguments.
         return (result[0] if not links and len(result) == 1 else result), ()
 
 
 def _overwrites(link: Link) -> bool:
-    """Whether a link may change its arguments in place, as `nn.ReLU(inplace=True)` does."""
+    """Whether a layer may change its arguments in place, like `nn.ReLU(inplace=True)`."""
     return isinstance(link.run, nn.Module) and any(getattr(m, "inplace", False) for m in link.run.modules())
 
 
 def keep_stages(network: nn.Module, stages: Mapping[int, Sequence[Link]]) -> None:
-    """Deletes from the network what its other stages need; its `forward` runs these stages.
+    """Deletes the modules and tensors of other stages; `forward` runs these stages.
 
     Args:
-        stages: Links of each stage that this rank has.
+        stages: Layers of each stage of this rank.
     """
     parts = {part for links in stages.values() for link in links for part in link.parts}
     _prune(network, "", parts)
@@ -98,7 +97,7 @@ def _prune(module: nn.Module, prefix: str, parts: set[str]) -> None:
             _prune(child, f"{name}.", parts)
         elif any(True for _ in itertools.chain(child.parameters(), child.buffers())):
             del module._modules[key]
-        # What has no tensors costs nothing, and a link may use it without naming it.
+        # Keep modules without tensors: they cost nothing, and a layer may use them without naming them.
 
 
 def _is_kept(name: str, parts: set[str]) -> bool:

@@ -1,8 +1,8 @@
-"""Parameters that several stages use, such as an embedding whose weights a language model's head shares.
+"""Tied parameters that several stages use, such as an embedding that is also a language model's head.
 
-Every rank that uses one has a copy under the name that its stage knows. After the backward passes each copy
-gets the sum of the gradients of all, added in the order of stages everywhere, so that the copies stay equal
-bit by bit. The rank of the first stage that uses it owns it: there it counts in norms and checkpoints.
+Every rank that uses one has a copy, by the name that its stage knows. After the backward passes each copy
+gets the sum of all gradients, added in the order of stages, so that the copies stay bitwise equal. The rank
+of the first stage that uses the parameter owns it, for norms and checkpoints.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ class Tie:
     """One parameter on several ranks.
 
     Attributes:
-        stages: The first stage of each of these ranks that uses it, ascending; the rank of the first one
-            owns it.
+        stages: Each rank's first stage that uses it, ascending; the first rank owns the parameter.
         ranks: The ranks in the same order.
-        names: The parameter's name on each of them.
+        names: The parameter's name on each rank.
     """
 
     stages: tuple[int, ...]
@@ -37,10 +36,10 @@ def find_ties(network: nn.Module, stages: Sequence[Sequence[Link]], owners: Sequ
     """Returns the parameters of the whole network that several ranks use.
 
     Args:
-        stages: Links of every stage.
+        stages: Layers of every stage.
         owners: Rank of every stage.
     """
-    # A parameter may have several names, and a stage may know but one of them.
+    # A parameter may have several names, and a stage may know only one of them.
     names: dict[int, list[str]] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -64,7 +63,7 @@ def find_ties(network: nn.Module, stages: Sequence[Sequence[Link]], owners: Sequ
 
 
 class TiedGradients:
-    """Adds up the gradients of one rank's tied parameters."""
+    """Sums the gradients of one rank's tied parameters."""
 
     def __init__(self, network: nn.Module, ties: Sequence[Tie], collective: PointToPoint, rank: int) -> None:
         parameters = dict(network.named_parameters(remove_duplicate=False))
@@ -86,8 +85,7 @@ class TiedGradients:
         """Gives every copy the sum of all gradients. Runs on every rank of the pipeline.
 
         Args:
-            released: Stages that have gradients; None if all have. A parameter that none of its stages has a
-                gradient of stays as it is.
+            released: Stages that have gradients; None means all. Skips parameters that no such stage uses.
         """
         for tie, parameter in self._own:
             if not parameter.requires_grad:
@@ -98,7 +96,8 @@ class TiedGradients:
             gradients = [own if rank == self._rank else torch.empty_like(own) for rank in tie.ranks]
             waits: list[Wait] = []
             for rank, gradient in zip(tie.ranks, gradients, strict=True):
-                # The lower rank sends first: some transports work through what two ranks do one by one.
+                # The lower rank sends first, because some transports run the operations of two ranks one by
+                # one.
                 if self._rank < rank:
                     waits.append(self._collective.start_send(own, rank))
                 if self._rank != rank:
@@ -113,7 +112,7 @@ class TiedGradients:
             parameter.grad = total
 
     def share(self) -> None:
-        """Overwrites the copies by the owner's parameter. Runs on every rank of the pipeline."""
+        """Overwrites the copies with the owner's parameter. Runs on every rank of the pipeline."""
         waits: list[Wait] = []
         for tie, parameter in self._own:
             data = parameter.detach()

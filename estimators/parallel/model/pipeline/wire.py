@@ -1,9 +1,8 @@
-"""Values between two stages: tuples of tensors and Nones, of any shapes and dtypes.
+"""Sends values between two stages: tuples of tensors and Nones, of any shapes and dtypes.
 
-A receiver must know shapes before it can receive. All ranks of one copy of the network see the same rows, so
-the shapes of a micro-batch's arguments name what its values look like anywhere in the network. The first
-micro-batch of a kind sends a description ahead of its values; later ones are received without one, and so
-before they are needed.
+A receiver needs the shapes before it receives. All ranks of one replica see the same rows, so the shapes of a
+micro-batch's arguments determine the shapes of all values in the network. The first micro-batch of each shape
+sends a description ahead of its values; later ones are received without one, before they are needed.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import torch
 Values = tuple[torch.Tensor | None, ...]
 Wait = Callable[[], None]
 
-# A rank remembers the forms of this many keys per neighbour and direction; padded texts have many lengths.
+# Largest number of known shapes per neighbour and direction; padded texts have many lengths.
 MOST_KEYS = 4096
-# Numbers of a description, which has one length so that it can be received unseen.
+# Numbers of a description; its length is fixed, so that it can be received.
 _LENGTH = 256
 _DTYPES = (
     torch.float32,
@@ -39,50 +38,50 @@ _DTYPES = (
 
 
 class PointToPoint(Protocol):
-    """What the collective of a pipeline must be able to do."""
+    """Operations that a pipeline needs of its collective."""
 
     def start_send(self, tensor: torch.Tensor, to: int) -> Wait:
-        """Begins to send a contiguous tensor; returns a function that waits until it may change."""
+        """Starts to send a contiguous tensor; returns a function that waits until it may change."""
 
     def start_receive(self, tensor: torch.Tensor, source: int) -> Wait:
-        """Begins to overwrite a contiguous tensor; returns a function that waits until it is complete."""
+        """Starts to receive into a contiguous tensor; returns a function that waits for it."""
 
 
 @dataclass(frozen=True)
-class Form:
-    """The look of a tensor; `requires_grad` says whether its gradient is wanted back."""
+class TensorForm:
+    """Dtype and shape of a tensor, and whether its gradient is sent back."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Form:
+    def of(cls, tensor: torch.Tensor) -> TensorForm:
         return cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 
 
-Forms = tuple[Form | None, ...]
+Forms = tuple[TensorForm | None, ...]
 
 
 def forms_of(values: Values) -> Forms:
-    return tuple(None if value is None else Form.of(value) for value in values)
+    return tuple(None if value is None else TensorForm.of(value) for value in values)
 
 
 class Wire:
-    """Sends and receives the values of one rank.
+    """Sends and receives values of one rank.
 
-    Invariant: two ranks send and receive between each other in one order, so that no message needs a name.
+    Invariant: two ranks send and receive in the same order, so messages need no names.
     """
 
     def __init__(self, collective: PointToPoint, device: torch.device) -> None:
         self._collective = collective
         self._device = device
         self._known: dict[Hashable, Forms] = {}
-        # (direction, peer) -> keys, in the order in which both sides learned them.
+        # (direction, peer) -> keys, in the same order on both sides.
         self._keys: dict[tuple[str, int], deque[Hashable]] = {}
 
     def _learn(self, key: Hashable, forms: Forms, direction: str, peer: int) -> None:
-        """Keeps the forms of a key. If there are too many keys, both sides forget the same oldest one."""
+        """Stores the forms of a key. If there are too many keys, both sides drop the same oldest key."""
         keys = self._keys.setdefault((direction, peer), deque())
         if len(keys) == MOST_KEYS:
             del self._known[keys.popleft()]
@@ -90,25 +89,25 @@ class Wire:
         self._known[key] = forms
 
     def send(self, values: Values, key: Hashable, to: int) -> Wait:
-        """Begins to send values, which must not change before the wait.
+        """Starts to send values, which must not change before the wait.
 
         Args:
-            key: What decides the values' forms, equal on both sides: the place in the network, the
-                micro-batch's arguments, the mode.
+            key: Determines the values' forms, equal on both sides: the stage, the shapes of the micro-batch's
+                arguments, and the mode.
 
         Raises:
-            ValueError: The forms are others than those of the last values with this key.
+            ValueError: The forms differ from the last ones with this key.
         """
         forms = forms_of(values)
         waits = []
         if key not in self._known:
             self._learn(key, forms, "to", to)
-            waits.append(self._collective.start_send(_described(forms), to))
+            waits.append(self._collective.start_send(_encode_forms(forms), to))
         elif self._known[key] != forms:
             raise ValueError(
-                "a pipeline needs values whose shapes follow from those of the arguments, and for arguments "
-                f"of the same shapes a stage gave {self._known[key]}, and now {forms}; let what differs from "
-                "row to row stay inside one stage, and train the same parameters throughout"
+                "a pipeline needs outputs of stages whose shapes follow from the shapes of the arguments, "
+                f"but for equal shapes a stage returned {self._known[key]}, and now {forms}; keep values of "
+                "varying shape inside one stage, and do not change which parameters are trained"
             )
         waits += [
             self._collective.start_send(value.detach().contiguous(), to)
@@ -118,15 +117,14 @@ class Wire:
         return lambda: _wait_for(waits)
 
     def start_receive(self, key: Hashable, source: int) -> Callable[[], Values]:
-        """Begins to receive values; returns a function that waits for them.
+        """Starts to receive values; returns a function that waits for them.
 
-        Returns:
-            Leaves of autograd's graph, of which those require gradients that did on the sender's side.
+        The values are leaves of autograd's graph, and require gradients if they did at the sender.
         """
         if key not in self._known:
             numbers = torch.empty(_LENGTH, dtype=torch.int64)
             self._collective.start_receive(numbers, source)()
-            self._learn(key, _read(numbers.tolist()), "from", source)
+            self._learn(key, _decode_forms(numbers.tolist()), "from", source)
         forms = self._known[key]
         values = tuple(
             None if form is None else torch.empty(form.shape, dtype=form.dtype, device=self._device)
@@ -140,7 +138,7 @@ class Wire:
 
         def wait() -> Values:
             _wait_for(waits)
-            return marked(values, forms)
+            return mark_gradients(values, forms)
 
         return wait
 
@@ -149,7 +147,7 @@ class Wire:
         return lambda: _wait_for(waits)
 
     def start_receive_gradients(self, forms: Forms, source: int) -> Callable[[], list[torch.Tensor]]:
-        """Begins to receive the gradients of values that were sent; those whose form requires one."""
+        """Starts to receive the gradients of sent values that require gradients."""
         gradients = [
             torch.empty(form.shape, dtype=form.dtype, device=self._device)
             for form in forms
@@ -164,12 +162,12 @@ class Wire:
         return wait
 
     def forms(self, key: Hashable) -> Forms:
-        """Returns the forms of values that were sent or received with this key."""
+        """Returns the forms of the values with this key."""
         return self._known[key]
 
 
-def marked(values: Values, forms: Forms) -> Values:
-    """Marks the values whose gradients are wanted."""
+def mark_gradients(values: Values, forms: Forms) -> Values:
+    """Sets `requires_grad` of the values whose form has it."""
     for value, form in zip(values, forms, strict=True):
         if value is not None and form is not None and form.requires_grad:
             value.requires_grad_()
@@ -181,7 +179,7 @@ def _wait_for(waits: Sequence[Wait]) -> None:
         wait()
 
 
-def _described(forms: Forms) -> torch.Tensor:
+def _encode_forms(forms: Forms) -> torch.Tensor:
     numbers = [len(forms)]
     for form in forms:
         if form is None:
@@ -190,20 +188,19 @@ def _described(forms: Forms) -> torch.Tensor:
             numbers += [_DTYPES.index(form.dtype), int(form.requires_grad), len(form.shape), *form.shape]
     if len(numbers) > _LENGTH:
         raise ValueError(
-            f"a stage of a pipeline can pass on some {_LENGTH // 6} tensors, got {len(forms)}; join some"
+            f"a pipeline stage can return about {_LENGTH // 6} tensors, got {len(forms)}; concatenate some"
         )
     return torch.tensor(numbers + [0] * (_LENGTH - len(numbers)))
 
 
-def _read(numbers: list[int]) -> Forms:
-    """Returns the forms that a description holds."""
+def _decode_forms(numbers: list[int]) -> Forms:
     rest = iter(numbers)
-    forms: list[Form | None] = []
+    forms: list[TensorForm | None] = []
     for _ in range(next(rest)):
         code = next(rest)
         if code < 0:
             forms.append(None)
             continue
         requires_grad, num_dims = bool(next(rest)), next(rest)
-        forms.append(Form(_DTYPES[code], tuple(next(rest) for _ in range(num_dims)), requires_grad))
+        forms.append(TensorForm(_DTYPES[code], tuple(next(rest) for _ in range(num_dims)), requires_grad))
     return tuple(forms)

@@ -1,14 +1,14 @@
-"""Long rows spread over ranks: each has a part of every row's tokens, and the whole network.
+"""Context parallelism: each rank has a part of every row's tokens, and all weights.
 
-All but attention treats each token by itself, so a rank needs the others' keys and values, and nothing
-else. The ways to attend across ranks are in one registry, `CONTEXTS`.
+Only attention mixes tokens, so a rank only needs keys and values of other ranks. `CONTEXTS` has one class per
+way to attend across ranks.
 """
 
+from ringspark.estimators.parallel.model.sequence.all_gather_keys import AllGatherKeys
 from ringspark.estimators.parallel.model.sequence.context import Context
-from ringspark.estimators.parallel.model.sequence.exchanged_heads import ExchangedHeads
-from ringspark.estimators.parallel.model.sequence.gathered_keys import GatheredKeys
 from ringspark.estimators.parallel.model.sequence.ring import Ring
+from ringspark.estimators.parallel.model.sequence.ulysses import Ulysses
 
-CONTEXTS: dict[str, type[Context]] = {"gather": GatheredKeys, "ring": Ring, "ulysses": ExchangedHeads}
+CONTEXTS: dict[str, type[Context]] = {"gather": AllGatherKeys, "ring": Ring, "ulysses": Ulysses}
 
-__all__ = ["CONTEXTS", "Context", "ExchangedHeads", "GatheredKeys", "Ring"]
+__all__ = ["CONTEXTS", "AllGatherKeys", "Context", "Ring", "Ulysses"]

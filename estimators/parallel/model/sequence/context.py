@@ -1,4 +1,4 @@
-"""What the ways to attend across ranks have in common."""
+"""Base class of the ways to attend across ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ringspark.estimators.parallel.model.sequence.spans import Spans
 
 
 class Context(ABC):
-    """Takes the place of `whole_rows.attend` in every attention of a network. Runs on every rank.
+    """Replaces `whole_rows.attend` in every attention of a network. Runs on every rank.
 
     Attributes:
-        takes_dropout: Whether attention weights may be dropped. Where the weights of one query are computed
-            in parts, and anew in the backward pass, on other ranks' keys, no kernel draws them alike twice.
-        balances: Whether causal attention is even only if each rank has tokens from both ends of a row.
+        takes_dropout: Whether it supports dropout of attention weights. No kernel repeats the same dropout if
+            the weights are recomputed in the backward pass, from keys of several ranks.
+        balances: Whether each rank must have tokens from both ends of a row to balance causal attention.
     """
 
     takes_dropout: ClassVar[bool] = False
@@ -27,7 +27,7 @@ class Context(ABC):
         self.collective, self.spans = collective, spans
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Context:
-        # A copy of a network stays in its gang.
+        # A copied network belongs to the same rank.
         return self
 
     def __call__(
@@ -39,13 +39,13 @@ class Context(ABC):
         dropout: float,
         causal: bool,
     ) -> torch.Tensor:
-        """Returns each query's mean of the values, (batch, heads, own tokens, head_dim).
+        """Returns the attention output, (batch, heads, own tokens, head_dim).
 
         Args:
             query, key, value: (batch, heads, own tokens, head_dim).
             mask: (batch, 1, 1, seq) booleans about all tokens, as `SpreadRows.mask` returns them.
         """
-        assert mask is not None  # it tells the number of tokens
+        assert mask is not None  # its shape has the number of tokens
         assert self.takes_dropout or dropout == 0
         seq = mask.shape[-1]
         return self.attend(query, key, value, mask if len(mask) else None, seq, dropout, causal)
@@ -61,4 +61,4 @@ class Context(ABC):
         dropout: float,
         causal: bool,
     ) -> torch.Tensor:
-        """Like a call; `mask` is None if all tokens count, `seq` is the number of all tokens."""
+        """Like `__call__`; `mask` is None if all tokens count, `seq` is the number of all tokens."""

@@ -1,11 +1,11 @@
-"""Keys and values travel around the ranks: no rank ever has those of more than two at a time.
+"""Ring attention: keys and values travel around the ranks, so a rank holds the keys of at most two ranks.
 
 Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context". A rank
-attends to the keys that it has and passes them on to the next; the parts are merged by `attention_parts`. The
-backward pass sends keys and values around once more, with their gradients, which come home at the end.
+attends to the keys that it has and sends them to the next rank. The backward pass sends keys and values
+around again, together with their gradients, which end at their own rank.
 
-For each attention: n - 1 exchanges forward, n backward. What is kept for the backward pass is a rank's own
-queries, keys and values. Causal attention is even by the pieces of `Spans`.
+Each attention sends n - 1 messages forward and n backward, and keeps the rank's queries, keys and values.
+`Spans` balances causal attention.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ringspark.estimators.parallel.model.sequence.span_attention import Queries,
 
 
 class Ring(Context):
-    """Passes keys and values on."""
+    """Sends keys and values around the ranks."""
 
     def attend(
         self,
@@ -34,15 +34,15 @@ class Ring(Context):
         dropout: float,
         causal: bool,
     ) -> torch.Tensor:
-        mixed: torch.Tensor = _Around.apply(query, key, value, self, mask, seq, causal)  # type: ignore[no-untyped-call]
+        mixed: torch.Tensor = _RingAttention.apply(query, key, value, self, mask, seq, causal)  # type: ignore[no-untyped-call]
         return mixed
 
     def source(self, step: int) -> int:
-        """Returns the rank whose keys are here after so many exchanges."""
+        """Returns the rank whose keys are here after `step` messages."""
         return (self.collective.rank - step) % self.collective.size
 
 
-class _Around(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -62,10 +62,10 @@ class _Around(torch.autograd.Function):
             source = ring.source(step)
             attention.add(here[0], here[1], spans.of(source, seq))
             if step + 1 < size:
-                (here,) = passed_on([here], 3, lengths[ring.source(step + 1)], ring.collective)
+                (here,) = shift([here], 3, lengths[ring.source(step + 1)], ring.collective)
         mixed, log_sum = attention.result()
         ctx.ring, ctx.causal, ctx.seq = ring, causal, seq
-        # Not the stack: these three are views of one tensor, which is kept anyway.
+        # Not `here`: these three are views of one tensor, which is kept anyway.
         ctx.save_for_backward(query, key, value, mixed, log_sum, mask)
         return mixed
 
@@ -85,25 +85,25 @@ class _Around(torch.autograd.Function):
             gradients.add(here[0], here[1], spans.of(ring.source(step), seq), found)
             length = lengths[ring.source(step + 1)]
             if step + 1 < size:
-                here, found = passed_on([here, found], 3, length, collective)
+                here, found = shift([here, found], 3, length, collective)
             else:
-                (found,) = passed_on([found], 3, length, collective)
+                (found,) = shift([found], 3, length, collective)
         key, value = found.to(query.dtype)
         return gradients.query.to(query.dtype), key, value, None, None, None, None
 
 
-def passed_on(
+def shift(
     tensors: Sequence[torch.Tensor], dim: int, length: int, collective: Collective
 ) -> list[torch.Tensor]:
-    """Sends tensors to the next rank, and returns those of the rank before, in one exchange.
+    """Sends tensors to the next rank, and returns the previous rank's, in one message.
 
     Args:
         dim: Dimension whose length differs between ranks.
-        length: That of the tensors that come.
+        length: Its length in the tensors that arrive.
     """
     shapes = [(*x.shape[:dim], length, *x.shape[dim + 1 :]) for x in tensors]
     sizes = [torch.Size(s).numel() * x.element_size() for s, x in zip(shapes, tensors, strict=True)]
-    # As bytes, because the dtypes may differ. Wide ones stay aligned: in each there are as many elements.
+    # As bytes, because dtypes may differ. All have equally many elements, so wide dtypes stay aligned.
     sent = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in tensors])
     rank, size = collective.rank, collective.size
     pieces, counts = [sent[:0]] * size, [0] * size

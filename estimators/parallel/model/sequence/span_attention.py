@@ -1,4 +1,4 @@
-"""A rank's queries against keys that come some at a time, forward and backward, by their places in a row."""
+"""Attention of a rank's queries to keys that arrive in chunks, forward and backward."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ringspark.estimators.parallel.model.sequence.attention_parts import (
-    Part,
-    attend_part,
-    merged,
-    part_gradients,
+from ringspark.estimators.parallel.model.sequence.partial_attention import (
+    PartialSoftmax,
+    attend_chunk,
+    differentiate_chunk,
+    merge,
 )
 from ringspark.estimators.parallel.model.sequence.spans import Span
 
 
-def seen(query: Span, key: Span, causal: bool) -> list[tuple[Span, bool]]:
-    """Returns the keys among `key` that queries see, and whether each query sees only those up to itself.
+def find_visible(query: Span, key: Span, causal: bool) -> list[tuple[Span, bool]]:
+    """Returns the spans of `key` that the queries see, each with whether a query only sees keys up to itself.
 
     Args:
-        query: Places of the queries.
-        key: Places of keys; they hold all queries' own, or none.
+        query: Span of the queries.
+        key: Span of the keys; it contains `query`, or has no token of it.
     """
     if query[0] == query[1] or key[0] == key[1]:
         return []
@@ -35,13 +35,13 @@ def seen(query: Span, key: Span, causal: bool) -> list[tuple[Span, bool]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Queries:
-    """What is asked.
+    """A rank's queries.
 
     Attributes:
         query: (batch, heads, own tokens, head_dim).
-        spans: Their places in the row, end to end in `query`.
-        mask: (batch, 1, 1, seq) booleans, of all keys; None if all count.
-        causal: Whether a query sees only its own key and those before.
+        spans: Their spans in the row, in the order of `query`.
+        mask: (batch, 1, 1, seq) booleans of all keys; None if all count.
+        causal: Whether a query only sees keys up to itself.
     """
 
     query: torch.Tensor
@@ -50,11 +50,11 @@ class Queries:
     causal: bool
 
     def pairs(self, key: Span) -> Iterator[tuple[int, slice, Span, torch.Tensor | None, bool]]:
-        """Yields number and place of each piece of queries, and the places, mask and order of its keys."""
+        """Yields each span's number, slice of `query`, span of keys, mask, and whether it is causal."""
         begin = 0
         for number, span in enumerate(self.spans):
             own = slice(begin, begin + span[1] - span[0])
-            for keys, causal in seen(span, key, self.causal):
+            for keys, causal in find_visible(span, key, self.causal):
                 mask = None if self.mask is None else self.mask[..., keys[0] : keys[1]]
                 yield number, own, keys, mask, causal
             begin = own.stop
@@ -62,26 +62,26 @@ class Queries:
 
 @dataclass(kw_only=True)
 class SpanAttention:
-    """The forward pass: parts that are merged as they come."""
+    """The forward pass: merges the result of each chunk of keys."""
 
     queries: Queries
-    _parts: dict[int, Part] = field(default_factory=dict)
+    _parts: dict[int, PartialSoftmax] = field(default_factory=dict)
 
     def add(self, key: torch.Tensor, value: torch.Tensor, spans: Sequence[Span]) -> None:
-        """Attends to some keys, whose places are end to end in `key`."""
+        """Attends to a chunk of keys, which has these spans of the row."""
         for span, first in _with_first(spans):
             for number, own, keys, mask, causal in self.queries.pairs(span):
                 at = slice(keys[0] - span[0] + first, keys[1] - span[0] + first)
-                part = attend_part(
+                part = attend_chunk(
                     self.queries.query[:, :, own], key[:, :, at], value[:, :, at], mask, causal
                 )
-                self._parts[number] = merged(self._parts[number], part) if number in self._parts else part
+                self._parts[number] = merge(self._parts[number], part) if number in self._parts else part
 
-    def result(self) -> Part:
-        """Returns what all keys gave to all queries.
+    def result(self) -> PartialSoftmax:
+        """Returns the attention of all queries to all keys.
 
-        The means are in the dtype of the queries, the logarithms in fp32 or fp64. The means lie in memory
-        as (batch, own tokens, heads, head_dim), as a network joins its heads.
+        The means have the queries' dtype, the logarithms fp32 or fp64. The memory format of the means is
+        (batch, own tokens, heads, head_dim), as networks join their heads.
         """
         query = self.queries.query
         batch, heads, tokens, width = query.shape
@@ -104,22 +104,22 @@ class SpanGradients:
         query: Gradient of the queries so far, in fp32 or fp64.
     """
 
-    def __init__(self, queries: Queries, gradient: torch.Tensor, whole: Part) -> None:
+    def __init__(self, queries: Queries, gradient: torch.Tensor, whole: PartialSoftmax) -> None:
         self._queries, self._gradient, self._whole = queries, gradient, whole
         self.query = torch.zeros_like(queries.query, dtype=whole[0].dtype)
 
     def add(self, key: torch.Tensor, value: torch.Tensor, spans: Sequence[Span], into: torch.Tensor) -> None:
-        """Adds what some keys give to the queries' gradient, and what the queries give to theirs.
+        """Adds the gradients that come from a chunk of keys.
 
         Args:
             key, value, spans: As in the forward pass.
-            into: Gradients of `key` and `value`, stacked, to which their part is added in place.
+            into: Gradients of `key` and `value`, stacked; changed in place.
         """
         mean, log_sum = self._whole
         for span, first in _with_first(spans):
             for _, own, keys, mask, causal in self._queries.pairs(span):
                 at = slice(keys[0] - span[0] + first, keys[1] - span[0] + first)
-                found = part_gradients(
+                found = differentiate_chunk(
                     self._gradient[:, :, own],
                     self._queries.query[:, :, own],
                     key[:, :, at],
@@ -135,7 +135,7 @@ class SpanGradients:
 
 
 def _with_first(spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
-    """Yields spans, and where each begins in a tensor that holds them end to end."""
+    """Yields spans with their offsets in a tensor that holds them end to end."""
     first = 0
     for span in spans:
         yield span, first

@@ -1,10 +1,10 @@
-"""Which tokens of a row each rank has: one piece, or two that make causal attention even.
+"""The tokens of a row that each rank has: one span, or two spans that balance causal attention.
 
-Where every token sees only those before it, the rank with the last tokens would have most to do. So a row
-is cut into twice as many pieces as there are ranks, and each rank gets one from the front and its mirror
-image from the back (zig-zag): every rank then has the same number of pairs to attend to.
+In causal attention each token sees the tokens before it, so the rank with the last tokens would have the most
+work. So a row is split into twice as many spans as ranks, and each rank gets one span from the front and its
+mirror image from the back (zig-zag). Then all ranks have equally many pairs of tokens.
 
-Invariant: the pieces hold every token once, and two pieces of a row are equal or have no token in common.
+Invariant: the spans contain every token once, and two spans of a row are equal or disjoint.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ringspark.estimators.parallel.cut import length_of_part
+from ringspark.estimators.parallel.shard_spec import shard_length
 
-# First token, and the one behind the last.
+# First token, and end.
 Span = tuple[int, int]
 
 
@@ -25,32 +25,32 @@ class Spans:
     """The tokens of each rank.
 
     Attributes:
-        num_ranks: Number of ranks that a row is spread over.
-        zigzag: Whether each rank has two pieces, one from the front and one from the back.
+        num_ranks: Number of ranks of a row.
+        zigzag: Whether each rank has two spans, one from the front and one from the back.
     """
 
     num_ranks: int
     zigzag: bool = False
 
     def of(self, rank: int, seq: int) -> list[Span]:
-        """Returns a rank's pieces of a row of `seq` tokens, in their order; a piece may be empty."""
+        """Returns a rank's spans of a row of `seq` tokens, in order; a span may be empty."""
         if not self.zigzag:
-            return [_piece(rank, self.num_ranks, seq)]
+            return [_span(rank, self.num_ranks, seq)]
         number = 2 * self.num_ranks
-        return [_piece(rank, number, seq), _piece(number - 1 - rank, number, seq)]
+        return [_span(rank, number, seq), _span(number - 1 - rank, number, seq)]
 
     def lengths(self, seq: int) -> list[int]:
         """Returns each rank's number of tokens."""
         return [sum(end - begin for begin, end in self.of(rank, seq)) for rank in range(self.num_ranks)]
 
-    def taken(self, x: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-        """Returns a rank's tokens of `x`, which has all of them along `dim`."""
+    def take(self, x: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+        """Returns a rank's tokens of `x`, which has all tokens along `dim`."""
         return torch.cat(
             [x.narrow(dim, begin, end - begin) for begin, end in self.of(rank, x.shape[dim])], dim
         )
 
-    def in_order(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """Returns all tokens in their order, from each rank's tokens along `dim`."""
+    def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        """Returns all tokens in order, from each rank's tokens along `dim`."""
         seq = sum(part.shape[dim] for part in parts)
         pieces: list[tuple[Span, torch.Tensor]] = []
         for rank, part in enumerate(parts):
@@ -59,7 +59,7 @@ class Spans:
         return torch.cat([piece for _, piece in sorted(pieces, key=lambda item: item[0])], dim)
 
 
-def _piece(index: int, number: int, seq: int) -> Span:
-    """Returns one of `number` pieces; the first ones have one token more where they are uneven."""
+def _span(index: int, number: int, seq: int) -> Span:
+    """Returns one of `number` spans; the first ones are one token longer if they are uneven."""
     begin = index * (seq // number) + min(index, seq % number)
-    return begin, begin + length_of_part(seq, index, number)
+    return begin, begin + shard_length(seq, index, number)

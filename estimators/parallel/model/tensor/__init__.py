@@ -1,30 +1,29 @@
-"""Tensor parallelism: each rank has a part of every large matrix, and computes with all rows."""
+"""Tensor parallelism: each rank has a shard of every large matrix, and computes with all rows."""
 
-from ringspark.estimators.parallel.model.tensor.between import PartRows
 from ringspark.estimators.parallel.model.tensor.grid import MeshGrids
 from ringspark.estimators.parallel.model.tensor.layers import Region, VocabularyEmbedding
-from ringspark.estimators.parallel.model.tensor.loss import CutCrossEntropy, Scores, scores_of
-from ringspark.estimators.parallel.model.tensor.partial import PartialGradients
+from ringspark.estimators.parallel.model.tensor.loss import ShardedCrossEntropy, ShardedScores, scores_of
 from ringspark.estimators.parallel.model.tensor.plan import (
-    check_parts,
+    check_sequence_parallel,
+    make_region,
     plan_of,
-    region_of,
-    spread_between,
-    spread_tensor,
+    shard_activations,
+    shard_layers,
 )
+from ringspark.estimators.parallel.model.tensor.sequence_parallel import PartialGradients, SequenceShardedRows
 
 __all__ = [
-    "CutCrossEntropy",
     "MeshGrids",
-    "PartRows",
     "PartialGradients",
     "Region",
-    "Scores",
+    "SequenceShardedRows",
+    "ShardedCrossEntropy",
+    "ShardedScores",
     "VocabularyEmbedding",
-    "check_parts",
+    "check_sequence_parallel",
+    "make_region",
     "plan_of",
-    "region_of",
     "scores_of",
-    "spread_between",
-    "spread_tensor",
+    "shard_activations",
+    "shard_layers",
 ]

@@ -1,10 +1,9 @@
-"""A matrix that is cut along both of its dimensions, over a grid of the ranks.
+"""A matrix sharded along both dimensions, over a grid of ranks.
 
-van de Geijn and Watts 1997, "SUMMA", with the weights at rest: rank (i, j) has block (i, j) of the matrix. It
-multiplies its part j of the inputs; the partial outputs are summed along the row i of the grid, and the parts
-of the outputs gathered along its column j. A rank sums 1/rows of the outputs, over columns ranks, where a
-layer that is cut by its inputs sums all of them over all ranks; in the backward pass likewise with the
-inputs' gradient. So each message is between fewer ranks, and of a part.
+van de Geijn and Watts 1997, "SUMMA", with stationary weights: rank (i, j) has block (i, j) of the matrix and
+multiplies shard j of the inputs. The partial outputs are all-reduced along row i of the grid, and the shards
+of the outputs all-gathered along column j. So each message is a shard and has fewer ranks than in
+`RowLinear`, which all-reduces all outputs over all ranks. The same holds for the inputs' gradient.
 """
 
 from __future__ import annotations
@@ -18,18 +17,23 @@ from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.parallel.cut import Cut, parameter_part
-from ringspark.estimators.parallel.mesh import RankMesh, groups_over
-from ringspark.estimators.parallel.model.communication import copied, joined, part_of_whole, summed
-from ringspark.estimators.parallel.model.stand_in import StandIn
+from ringspark.estimators.parallel.mesh import RankMesh, group_ranks
+from ringspark.estimators.parallel.model.communication import (
+    all_gather,
+    all_reduce,
+    all_reduce_gradient,
+    take_shard,
+)
+from ringspark.estimators.parallel.model.fake_collective import FakeCollective
+from ringspark.estimators.parallel.shard_spec import ShardSpec, shard_parameter
 
 AXIS = "tensor"
-# Rows and columns of a grid -> the ranks of this rank's column, and those of its row.
+# (rows, columns) -> collectives of this rank's column and row of the grid.
 Grids = Callable[[int, int], tuple[Collective, Collective]]
 
 
 class MeshGrids:
-    """Makes each grid of the ranks along 'tensor' once. All ranks of the world ask for the same ones."""
+    """Makes each grid of the ranks along 'tensor' once. Runs on every rank of the world."""
 
     def __init__(self, mesh: RankMesh) -> None:
         self._mesh = mesh
@@ -37,9 +41,9 @@ class MeshGrids:
 
     def __call__(self, rows: int, columns: int) -> tuple[Collective, Collective]:
         if (rows, columns) not in self._made:
-            copies = groups_over(self._mesh.sizes, (AXIS,))
-            down = [ranks[column::columns] for ranks in copies for column in range(columns)]
-            across = [ranks[i : i + columns] for ranks in copies for i in range(0, len(ranks), columns)]
+            groups = group_ranks(self._mesh.sizes, (AXIS,))
+            down = [ranks[column::columns] for ranks in groups for column in range(columns)]
+            across = [ranks[i : i + columns] for ranks in groups for i in range(0, len(ranks), columns)]
             self._made[rows, columns] = self._part(down), self._part(across)
         return self._made[rows, columns]
 
@@ -53,13 +57,13 @@ class MeshGrids:
         return part
 
 
-def grids_without_peers(collective: Any) -> Grids:
-    """Returns grids for one rank whose peers are not there, of whatever stands for its collective."""
+def make_fake_grids(collective: Any) -> Grids:
+    """Returns grids of fake collectives, for a rank without peers."""
 
     def grid(rows: int, columns: int) -> tuple[Collective, Collective]:
         row, column = divmod(collective.rank, columns)
         made = type(collective)(row, rows), type(collective)(column, columns)
-        if isinstance(collective, StandIn):
+        if isinstance(collective, FakeCollective):
             for part in made:
                 part.messages = collective.messages
         return made
@@ -68,28 +72,28 @@ def grids_without_peers(collective: Any) -> Grids:
 
 
 class GridLinear(nn.Module):
-    """A linear layer of which this rank has a block: (..., in) -> (..., out), both whole."""
+    """A linear layer with this rank's block of the weight: (..., in) -> (..., out), both replicated."""
 
     def __init__(self, layer: nn.Linear, collective: Collective, grids: Grids, grid: tuple[int, int]) -> None:
-        """Takes this rank's block.
+        """Copies this rank's block.
 
         Raises:
-            ValueError: The grid is not of all ranks.
+            ValueError: The grid has another number of ranks than the collective.
         """
         super().__init__()
         rows, columns = grid
         if rows * columns != collective.size:
-            needed, there = rows * columns, collective.size
-            raise ValueError(f"style 'grid' {list(grid)} is of {needed} workers, and 'tensor' has {there}")
+            needed, given = rows * columns, collective.size
+            raise ValueError(f"style 'grid' {list(grid)} needs {needed} workers, but 'tensor' has {given}")
         self._down, self._across = grids(rows, columns)
         self._outputs = layer.out_features
-        cut = Cut(AXIS, 0, grid=grid)
-        self.weight = parameter_part(layer.weight, cut, collective.rank, collective.size)
+        spec = ShardSpec(AXIS, 0, grid=grid)
+        self.weight = shard_parameter(layer.weight, spec, collective.rank, collective.size)
         self.bias = layer.bias
-        self.cuts = {"weight": cut}
+        self.cuts = {"weight": spec}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        own = copied(part_of_whole(x, -1, self._across), self._down)
-        out = summed(F.linear(own, self.weight), self._across)
-        out = joined(out, -1, self._down, self._outputs)
+        own = all_reduce_gradient(take_shard(x, -1, self._across), self._down)
+        out = all_reduce(F.linear(own, self.weight), self._across)
+        out = all_gather(out, -1, self._down, self._outputs)
         return out if self.bias is None else out + self.bias.to(out.dtype)

@@ -1,8 +1,7 @@
-"""The plan for networks of the transformers library, and which of them it fits.
+"""The sharding plan for networks of the transformers library.
 
-It goes by the names of layers, so that it fits many networks that the library has, and those that it will
-have. It must not fit one by half: a block of which some layers are cut and others are not would compute with
-shapes that do not fit, or, worse, with gradients of which each rank has but a part.
+The plan matches layers by name, so it fits many present and future networks. A network that it fits only
+partly is refused: a block with some unsharded layers would compute with wrong shapes or partial gradients.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-# Attention's projections, gated and plain perceptrons.
+# Projections of attention, and gated and plain MLPs.
 PLAN: dict[str, Any] = {
     "*.q_proj": "column",
     "*.k_proj": "column",
@@ -31,10 +30,10 @@ PLAN: dict[str, Any] = {
 
 
 def check_heads(module: Any, num_ranks: int) -> None:
-    """Refuses a number of ranks that leaves no whole heads to each.
+    """Refuses a number of ranks that does not divide the heads.
 
     Raises:
-        ValueError: The number of heads is no multiple of it.
+        ValueError: The number of heads is no multiple of `num_ranks`.
     """
     config = getattr(module, "config", None)
     for name in ("num_attention_heads", "num_key_value_heads"):
@@ -46,13 +45,13 @@ def check_heads(module: Any, num_ranks: int) -> None:
 
 
 def check_whole_blocks(module: nn.Module) -> None:
-    """Refuses a network that the plan fits by half.
+    """Refuses a network that the plan fits only partly.
 
-    Of each block that the plan touches, it must cut all layers with matrices; and beside a layer that is cut
-    by its outputs there must be no other parameters, because each rank would train them by its own outputs.
+    In each block, the plan must shard all matrices or none. The module around a column-sharded layer must
+    have no other parameters, because each rank would train them by its own outputs.
 
     Raises:
-        ValueError: A layer is left over.
+        ValueError: A layer is not sharded.
     """
     layers = dict(module.named_modules())
     cut = {name: style for name in layers if (style := _style(name)) is not None}
@@ -71,9 +70,8 @@ def check_whole_blocks(module: nn.Module) -> None:
 
 def _refuse(module: nn.Module, cut: str, left: str) -> None:
     raise ValueError(
-        f"parallelism's plan for networks of transformers cuts {cut!r} of {type(module).__name__} and does "
-        f"not know {left!r} beside it; set 'plan' to one of your own that cuts whole blocks, or leave "
-        "'tensor' out"
+        f"parallelism's plan for networks of transformers shards {cut!r} of {type(module).__name__} but does "
+        f"not know {left!r} next to it; set 'plan' to your own plan of whole blocks, or leave 'tensor' out"
     )
 
 
@@ -89,7 +87,7 @@ def _blocks(module: nn.Module) -> list[str]:
 
 
 def _holders(module: nn.Module, prefix: str) -> list[str]:
-    """Returns the names of a layer and those in it that hold parameters themselves."""
+    """Returns the names of the modules in a layer that hold parameters directly."""
     return [
         name
         for name, layer in module.named_modules(prefix=prefix)

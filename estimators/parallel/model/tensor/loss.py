@@ -1,8 +1,8 @@
-"""Cross entropy of logits of which each rank has those of some classes: nobody gathers them.
+"""Cross entropy of logits that are sharded by class, without gathering them.
 
-Shoeybi et al. 2019, section 3: batch x length x vocabulary logits are most of what a language model sends,
-and of what it holds. The loss of a position needs of them the largest, the sum of exponentials and that of
-its own class: one number each, which two small all-reduces make known to all ranks.
+Shoeybi et al. 2019, section 3: the logits, (batch, length, vocabulary), are the largest tensor of a language
+model. The loss of a position only needs their maximum, the sum of exponentials and the logit of its label,
+which two small all-reduces compute.
 """
 
 from __future__ import annotations
@@ -17,85 +17,82 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.cut import length_of_part
-from ringspark.estimators.parallel.model.communication import joined
+from ringspark.estimators.parallel.model.communication import all_gather
+from ringspark.estimators.parallel.model.fake_collective import FakeCollective
 from ringspark.estimators.parallel.model.tensor.layers import VocabularyEmbedding
+from ringspark.estimators.parallel.shard_spec import shard_length
 
 
-class Scores:
-    """Compares values with the embeddings of all ids, of which each rank has some; in a network's `scores`.
+class ShardedScores:
+    """Computes the logits of a sharded embedding table; replaces a network's `scores`.
 
     Attributes:
-        joins: Whether all ranks get the logits of all ids, or each those of its own.
+        gathers: Whether each rank gets all logits, or only the logits of its ids.
     """
 
     def __init__(self, table: VocabularyEmbedding) -> None:
-        self.joins = True
+        self.gathers = True
         self.collective, self.num_ids = table.collective, table.num_ids
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Scores:
-        # A copy of a network stays in its gang, and is asked for its own outputs.
-        copy = object.__new__(Scores)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedScores:
+        # A copied network belongs to the same rank, but has its own `gathers`.
+        copy = object.__new__(ShardedScores)
         copy.__dict__ |= self.__dict__
         return copy
 
     def __call__(self, x: torch.Tensor, tokens: nn.Module) -> torch.Tensor:
         """Maps (batch, seq, dim) to (batch, seq, ids)."""
         assert isinstance(tokens, VocabularyEmbedding)
-        own = F.linear(tokens.between.enter(x), tokens.weight)
-        return joined(own, -1, self.collective, self.num_ids) if self.joins else own
+        own = F.linear(tokens.boundary.enter(x), tokens.weight)
+        return all_gather(own, -1, self.collective, self.num_ids) if self.gathers else own
 
     @contextmanager
-    def joined(self) -> Iterator[None]:
-        """Returns a context in which all ranks get all logits, for callers that are not the loss."""
-        before, self.joins = self.joins, True
+    def gather_logits(self) -> Iterator[None]:
+        """Returns a context in which all ranks get all logits, for callers other than the loss."""
+        before, self.gathers = self.gathers, True
         try:
             yield
         finally:
-            self.joins = before
+            self.gathers = before
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of all classes from those of this rank, (batch, own ids, ...), no gradient."""
-        return logits if self.joins else joined(logits.detach(), 1, self.collective, self.num_ids)
+        """Returns all logits from this rank's logits, (batch, own ids, ...), without gradient."""
+        return logits if self.gathers else all_gather(logits.detach(), 1, self.collective, self.num_ids)
 
 
-def scores_of(module: nn.Module) -> Scores | None:
-    """Returns how a network compares with a table that is cut; None if it does not."""
+def scores_of(module: nn.Module) -> ShardedScores | None:
+    """Returns a network's `ShardedScores`; None if it has none."""
     found = vars(module).get("scores")
-    return found if isinstance(found, Scores) else None
+    return found if isinstance(found, ShardedScores) else None
 
 
-class CutCrossEntropy:
-    """`nn.CrossEntropyLoss` with reduction "none", of this rank's classes. Runs on every rank."""
+class ShardedCrossEntropy:
+    """`nn.CrossEntropyLoss` with reduction "none" of sharded logits. Runs on every rank."""
 
-    def __init__(self, whole: nn.CrossEntropyLoss, scores: Scores) -> None:
-        """Takes the place of a loss.
-
-        Args:
-            whole: The loss of all classes, without class weights and label smoothing.
-        """
+    def __init__(self, whole: nn.CrossEntropyLoss, scores: ShardedScores) -> None:
+        """Replaces `whole`, which has neither class weights nor label smoothing."""
         assert whole.weight is None
         assert whole.label_smoothing == 0
         self._whole, self._scores = whole, scores
 
     def __call__(self, logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of each position, shaped like the labels; the same on all ranks.
+        """Returns the loss of each position, shaped like the labels; equal on all ranks.
 
         Args:
             logits: (batch, own classes, ...), fp32.
-            label: (batch, ...) class numbers of all classes, or probabilities of all of them.
+            label: (batch, ...) numbers of classes, or probabilities of all classes.
 
         Raises:
             IndexError: A label is no class.
         """
         scores = self._scores
-        if scores.joins or label.is_floating_point():
-            whole = logits if scores.joins else joined(logits, 1, scores.collective, scores.num_ids)
+        if scores.gathers or label.is_floating_point():
+            whole = logits if scores.gathers else all_gather(logits, 1, scores.collective, scores.num_ids)
             losses: torch.Tensor = self._whole(whole, label)
             return losses
         ignored = self._whole.ignore_index
         kept = label != ignored
-        if scores.collective.name != "stand-in":
+        if scores.collective.name != FakeCollective.name:
             wrong = label[kept & ((label < 0) | (label >= scores.num_ids))]
             if len(wrong):
                 raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
@@ -113,7 +110,7 @@ class _CrossEntropy(torch.autograd.Function):
         collective: Collective,
         num_ids: int,
     ) -> torch.Tensor:
-        first = sum(length_of_part(num_ids, rank, collective.size) for rank in range(collective.rank))
+        first = sum(shard_length(num_ids, rank, collective.size) for rank in range(collective.rank))
         local = label - first
         is_here = kept & (local >= 0) & (local < logits.shape[1])
         local = local.where(is_here, 0).unsqueeze(1)  # (batch, 1, ...)
@@ -122,7 +119,7 @@ class _CrossEntropy(torch.autograd.Function):
         own = shifted.gather(1, local).squeeze(1).where(is_here, 0.0)
         exponentials = shifted.exp_()
         total, target = collective.all_reduce(torch.stack([exponentials.sum(1), own]))
-        # Kept in place of the logits: the backward pass needs nothing else.
+        # Saved instead of the logits; the backward pass needs nothing else.
         ctx.save_for_backward(exponentials.div_(total.unsqueeze(1)), local, is_here, kept)
         losses: torch.Tensor = (total.log() - target).where(kept, 0.0)
         return losses

@@ -1,14 +1,13 @@
-"""Tensor parallelism: each rank has a part of every large matrix, and computes with all rows.
+"""Tensor parallelism: each rank has a shard of every large matrix, and computes with all rows.
 
-Shoeybi et al. 2019, "Megatron-LM": of two layers in a row, the first is cut by its outputs and the second by
-its inputs, so that between them nothing is exchanged: one all-reduce in the forward pass after the second,
-and one in the backward pass before the first. Attention is such a pair of whole heads. A table of embeddings
-is cut by its ids.
+Shoeybi et al. 2019, "Megatron-LM": of two consecutive layers, the first is sharded by outputs (column) and
+the second by inputs (row). Such a region needs one all-reduce after the second layer, and one in the
+backward pass before the first. Attention is a region of whole heads. An embedding table is sharded by ids.
 
-Between such pairs, values are whole on every rank, or each has its part of the tokens (`between.py`).
+Between regions, activations are replicated or sharded by tokens (`sequence_parallel.py`).
 
-A plan says which layer is cut in which way: a pattern over names of modules -> a style, and for "column" how
-many blocks its outputs are. Networks of `models` have plans; a user gives her own for hers.
+A plan maps patterns over module names to styles; "column" may also have a number of blocks. Networks of
+`models` have plans; other networks need the setting `plan`.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.names import nearest
-from ringspark.estimators.parallel.cut import Cut
-from ringspark.estimators.parallel.model.tensor.between import PartRows, PartsBetween, WholeBetween
-from ringspark.estimators.parallel.model.tensor.draws import OwnDraws
-from ringspark.estimators.parallel.model.tensor.grid import GridLinear, Grids, grids_without_peers
+from ringspark.estimators.parallel.model.tensor.grid import GridLinear, Grids, make_fake_grids
 from ringspark.estimators.parallel.model.tensor.hugging_face import PLAN as HUGGING_FACE
 from ringspark.estimators.parallel.model.tensor.hugging_face import check_heads, check_whole_blocks
 from ringspark.estimators.parallel.model.tensor.layers import (
@@ -33,16 +29,23 @@ from ringspark.estimators.parallel.model.tensor.layers import (
     RowLinear,
     VocabularyEmbedding,
 )
-from ringspark.estimators.parallel.model.tensor.loss import Scores
+from ringspark.estimators.parallel.model.tensor.loss import ShardedScores
+from ringspark.estimators.parallel.model.tensor.random_state import RankRandomState
+from ringspark.estimators.parallel.model.tensor.sequence_parallel import (
+    ReplicatedBoundary,
+    SequenceBoundary,
+    SequenceShardedRows,
+)
+from ringspark.estimators.parallel.shard_spec import ShardSpec
 from ringspark.models.module_hooks import find_hook, has_gradient_hook
 from ringspark.models.reports import CountingLayer
 from ringspark.models.transformer import TransformerLM, scores
 from ringspark.models.whole_rows import WholeRows
 
-# What the layers between cut ones work on.
+# Values of the option `between`: activations are replicated, or sharded by tokens.
 BETWEEN = ("whole", "parts")
 
-# Layers that an error names at most.
+# Largest number of layers that an error names.
 _NAMED = 12
 
 
@@ -54,39 +57,39 @@ def _column(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
 
 
 def _column_joined(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
-    # Parts of several blocks, one rank's after the other's, would be outputs in another order.
-    _without_blocks("column_joined", blocks)
-    _without_parts("column_joined", region)
-    return ColumnLinear(_linear(layer), region, joins=True)
+    # Gathered shards of several blocks would give outputs in another order.
+    _refuse_blocks("column_joined", blocks)
+    _refuse_sequence_parallel("column_joined", region)
+    return ColumnLinear(_linear(layer), region, gathers=True)
 
 
 def _row(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
-    _without_blocks("row", blocks)
+    _refuse_blocks("row", blocks)
     return RowLinear(_linear(layer), region)
 
 
 def _grid(layer: nn.Module, region: Region, grid: tuple[int, int] | int) -> nn.Module:
     if isinstance(grid, int):
-        raise ValueError("style 'grid' takes workers along outputs and inputs, as ['grid', [2, 2]]")
-    _without_parts("grid", region)
+        raise ValueError("style 'grid' needs workers along outputs and inputs, such as ['grid', [2, 2]]")
+    _refuse_sequence_parallel("grid", region)
     return GridLinear(_linear(layer), region.collective, region.grids, grid)
 
 
-def _without_parts(style: str, region: Region) -> None:
-    if isinstance(region.between, PartsBetween):
+def _refuse_sequence_parallel(style: str, region: Region) -> None:
+    if isinstance(region.boundary, SequenceBoundary):
         raise ValueError(
-            f"style {style!r} leaves all tokens on every worker, and 'between' \"parts\" gives each its own; "
+            f"style {style!r} leaves all tokens on every worker, but 'between' \"parts\" shards the tokens; "
             "take 'column' and 'row' in pairs, or set 'between' to \"whole\""
         )
 
 
-def _without_blocks(style: str, blocks: int) -> None:
+def _refuse_blocks(style: str, blocks: int) -> None:
     if blocks != 1:
         raise ValueError(f"style {style!r} takes no blocks, got {blocks}")
 
 
 def _vocabulary(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
-    _without_blocks("vocabulary", blocks)
+    _refuse_blocks("vocabulary", blocks)
     # A subclass may scale its outputs. `parametrize` makes a subclass too, which `_check_plain` refuses.
     if not isinstance(layer, nn.Embedding) or type(layer).forward is not nn.Embedding.forward:
         raise ValueError(f"style 'vocabulary' is for nn.Embedding, got {type(layer).__name__}")
@@ -95,7 +98,7 @@ def _vocabulary(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
 
 def _linear(layer: nn.Module) -> nn.Linear:
     if type(layer) is not nn.Linear:
-        raise ValueError(f"styles of columns and rows are for nn.Linear, got {type(layer).__name__}")
+        raise ValueError(f"this style needs an nn.Linear, got {type(layer).__name__}")
     return layer
 
 
@@ -136,7 +139,7 @@ def _avoid_fast_paths(module: nn.Module) -> None:
             layer.use_nested_tensor = False
 
 
-# Name -> what takes the layer's place.
+# Name -> function that makes this rank's shard of a layer.
 STYLES: dict[str, Any] = {
     "column": _column,
     "column_joined": _column_joined,
@@ -147,10 +150,10 @@ STYLES: dict[str, Any] = {
 
 
 def plan_of(module: nn.Module, num_ranks: int) -> dict[str, Any]:
-    """Returns the plan of a network: its own `tensor_plan(num_ranks)`, or that of a network of transformers.
+    """Returns the plan of a network: its `tensor_plan(num_ranks)`, or the plan for transformers.
 
     Raises:
-        ValueError: There is none, or none for so many ranks.
+        ValueError: There is no plan for the network, or for this number of ranks.
     """
     own = getattr(module, "tensor_plan", None)
     if callable(own):
@@ -160,91 +163,92 @@ def plan_of(module: nn.Module, num_ranks: int) -> dict[str, Any]:
         check_whole_blocks(module)
         return HUGGING_FACE
     raise ValueError(
-        f"parallelism over 'tensor' needs a plan of which layers are cut, and {type(module).__name__} has "
+        f"parallelism over 'tensor' needs a plan of the layers to shard, and {type(module).__name__} has "
         "none; give it a method tensor_plan(ranks), or set parallelism's 'plan', such as {'blocks.*.up': "
         "'column', 'blocks.*.down': 'row'}"
     )
 
 
-def region_of(collective: Collective, between: str = "whole", grids: Grids | None = None) -> Region:
-    """Returns what the cut layers of one network share.
+def make_region(collective: Collective, between: str = "whole", grids: Grids | None = None) -> Region:
+    """Returns the region of one network.
 
     Args:
         between: One of `BETWEEN`.
-        grids: Makes grids of the ranks; None for a rank whose peers are not there.
+        grids: Makes grids of the ranks; None for a rank without peers.
     """
-    grids = grids or grids_without_peers(collective)
+    grids = grids or make_fake_grids(collective)
     if between == "parts":
-        # Every rank has other tokens between the regions, and other units inside.
-        return Region(collective, PartsBetween(collective), None, grids)
-    return Region(collective, WholeBetween(collective), OwnDraws(collective), grids)
+        # Every rank has other tokens between regions, and other units inside.
+        return Region(collective, SequenceBoundary(collective), None, grids)
+    return Region(collective, ReplicatedBoundary(collective), RankRandomState(collective), grids)
 
 
-def check_parts(module: nn.Module, sizes: Mapping[str, int]) -> None:
-    """Refuses, of a whole network, parts of the tokens between cut layers; needs no rank.
+def check_sequence_parallel(module: nn.Module, sizes: Mapping[str, int]) -> None:
+    """Refuses a whole network, or other axes, that sequence parallelism does not support; needs no ranks.
 
     Args:
         sizes: Number of ranks along each axis.
 
     Raises:
-        ValueError: The network or another axis does not go with it.
+        ValueError: Sequence parallelism does not support the network or another axis.
     """
     name = type(module).__name__
     if not isinstance(getattr(module, "rows", None), WholeRows):
         raise ValueError(
-            f"model {name} cannot have parts of the tokens between its cut layers: it needs an attribute "
-            "`rows`, a WholeRows of ringspark.models.whole_rows that it asks for its tokens; take "
-            "transformer_classifier or transformer_lm, or set parallelism's 'between' to \"whole\""
+            f"model {name} does not support parallelism's 'between' \"parts\": it needs an attribute `rows`, "
+            "a WholeRows of ringspark.models.whole_rows that it calls for its tokens; take "
+            "transformer_classifier or transformer_lm, or set 'between' to \"whole\""
         )
     counting = [key for key, layer in module.named_modules() if isinstance(layer, CountingLayer)]
     if counting:
         raise ValueError(
-            f"parallelism's 'between' \"parts\" leaves each worker a part of what layer {counting[0]!r} adds "
-            'to the loss of whole rows; set it to "whole", or take a network without experts'
+            f"parallelism's 'between' \"parts\" shards the rows, but {counting[0]!r} needs whole rows for "
+            "what it adds to the loss; set 'between' to \"whole\", or take a network without experts"
         )
     if sizes["pipeline"] > 1:
         raise ValueError(
-            "parallelism has 'between' \"parts\" and a 'pipeline', and a stage does not know how long the "
-            "rows are of which it gets a part; set 'between' to \"whole\", or 'pipeline' to 1"
+            "parallelism has 'between' \"parts\" and 'pipeline', but a stage does not know the length of the "
+            "sharded rows that it gets; set 'between' to \"whole\", or 'pipeline' to 1"
         )
 
 
-def _check_between(module: nn.Module, region: Region) -> None:
-    """Refuses, of a network that is cut, whole layers that look at all tokens where they would get a part.
+def _check_unsharded_layers(module: nn.Module, region: Region) -> None:
+    """Refuses unsharded attention layers with sequence parallelism, because they would get sharded tokens.
 
     Raises:
         ValueError: There is such a layer.
     """
-    if not isinstance(region.between, PartsBetween):
+    if not isinstance(region.boundary, SequenceBoundary):
         return
     for name, layer in module.named_modules():
         gathers = any(isinstance(part, ColumnLinear) for part in layer.modules())
         if callable(getattr(layer, "attend", None)) and not gathers:
             raise ValueError(
-                f"parallelism's 'between' \"parts\" leaves layer {name!r} a part of the tokens, and it "
-                "looks at all of them; have 'plan' cut it too, or set 'between' to \"whole\""
+                f"parallelism's 'between' \"parts\" gives layer {name!r} some of the tokens, but it needs "
+                "all of them; let 'plan' shard it too, or set 'between' to \"whole\""
             )
 
 
-def spread_between(module: nn.Module, region: Region) -> None:
-    """Has the layers between the cut ones work on parts of the tokens, if the region's values are such.
+def shard_activations(module: nn.Module, region: Region) -> None:
+    """Shards the tokens of the layers between regions if the region has a `SequenceBoundary`.
 
-    Runs after `spread_tensor`, and after the rows are spread otherwise.
+    Call it after `shard_layers` and `shard_sequence`.
     """
-    if isinstance(region.between, PartsBetween):
-        is_cut = isinstance(getattr(module, "tokens", None), VocabularyEmbedding)
-        module.rows = PartRows(module.rows, region.between, is_table_cut=is_cut)  # type: ignore[arg-type, assignment]
-        OwnDraws(region.collective).watch(module, always=True)
+    if isinstance(region.boundary, SequenceBoundary):
+        rows: Any = module.rows
+        is_sharded = isinstance(getattr(module, "tokens", None), VocabularyEmbedding)
+        module.rows = SequenceShardedRows(rows, region.boundary, is_table_sharded=is_sharded)  # type: ignore[assignment]
+        RankRandomState(region.collective).watch(module, always=True)
 
 
-def spread_tensor(module: nn.Module, region: Region, plan: Mapping[str, Any]) -> dict[str, Cut]:
-    """Replaces the layers of a plan by this rank's parts, in place; returns the cut parameters by name.
+def shard_layers(module: nn.Module, region: Region, plan: Mapping[str, Any]) -> dict[str, ShardSpec]:
+    """Replaces the layers of a plan by this rank's shards, in place; returns the sharded parameters by name.
 
     Args:
-        plan: Pattern over names of modules -> style, [style, blocks], or ["grid", [rows, columns]].
+        plan: Pattern over module names -> style, [style, blocks], or ["grid", [rows, columns]].
 
     Raises:
-        ValueError: A style is unknown, a pattern fits no layer, or a layer cannot be cut, or left whole, so.
+        ValueError: A style is unknown, a pattern fits no layer, or a layer cannot be sharded or left whole.
     """
     layers = dict(module.named_modules())
     names: dict[int, list[str]] = {}
@@ -254,7 +258,7 @@ def spread_tensor(module: nn.Module, region: Region, plan: Mapping[str, Any]) ->
     for owner in layers.values():
         for parameter in owner.parameters(recurse=False):
             uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, ShardSpec] = {}
     done: set[str] = set()
     unused = []
     for pattern, given in plan.items():
@@ -274,34 +278,36 @@ def spread_tensor(module: nn.Module, region: Region, plan: Mapping[str, Any]) ->
         for name in found:
             layer = layers[name]
             if len(names[id(layer)]) > 1:
-                # The other name would keep the whole layer, with weights of its own from now on.
+                # The other name would keep the whole layer.
                 first, other, *_ = sorted(names[id(layer)], key=lambda own: not fnmatchcase(own, pattern))
                 raise ValueError(
-                    f"parallelism's plan cuts {first!r}, which the network has as {other!r} too; leave it out"
+                    f"parallelism's plan shards {first!r}, which the network also has as {other!r}; leave it "
+                    "out of the plan"
                 )
             if any(uses[id(p)] > 1 for p in layer.parameters(recurse=False)):
                 raise ValueError(
-                    f"parallelism's plan cuts {name!r}, whose weights another layer uses too; leave it out"
+                    f"parallelism's plan shards {name!r}, but another layer has its weights; leave it out "
+                    "of the plan"
                 )
             try:
                 part = STYLES[style](layer, region, blocks)
                 _check_plain(layer)
             except ValueError as error:
-                raise ValueError(f"parallelism's plan cannot cut {name!r}: {error}") from None
+                raise ValueError(f"parallelism's plan cannot shard {name!r}: {error}") from None
             if any(getattr(part, key).numel() < 1 for key in part.cuts):
                 raise ValueError(
-                    f"parallelism gives 'tensor' {region.collective.size} workers, more than {name!r} can be "
-                    "cut into; give fewer, or leave it out of the plan"
+                    f"parallelism's 'tensor' has {region.collective.size} workers, but {name!r} is too small "
+                    "for that many shards; set a smaller 'tensor', or leave the layer out of the plan"
                 )
             part.train(layer.training)
             if isinstance(part, VocabularyEmbedding):
                 is_tokens = layer is getattr(module, "tokens", None)
                 if is_tokens:
-                    _compare_with_parts(module, name, part)
-                if not is_tokens and isinstance(region.between, PartsBetween):
+                    _shard_scores(module, name, part)
+                if not is_tokens and isinstance(region.boundary, SequenceBoundary):
                     raise ValueError(
-                        f"parallelism's plan cuts {name!r} by ids, which with 'between' \"parts\" only "
-                        "`tokens` can be; leave it out"
+                        f"parallelism's plan shards {name!r} by ids, but 'between' \"parts\" allows only "
+                        "`tokens`; leave it out of the plan"
                     )
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, part)
@@ -316,27 +322,27 @@ def spread_tensor(module: nn.Module, region: Region, plan: Mapping[str, Any]) ->
         )
     if not cuts:
         raise ValueError(f"parallelism's plan fits no layer of {type(module).__name__}; set its 'plan'")
-    _check_between(module, region)
+    _check_unsharded_layers(module, region)
     _avoid_fast_paths(module)
-    if region.draws is not None:
-        region.draws.watch(module)
+    if region.random_state is not None:
+        region.random_state.watch(module)
     return cuts
 
 
-def _compare_with_parts(module: nn.Module, name: str, table: VocabularyEmbedding) -> None:
-    """Has a language model compare with the ids of all ranks, where its table is cut."""
+def _shard_scores(module: nn.Module, name: str, table: VocabularyEmbedding) -> None:
+    """Lets a language model compute the logits of its sharded table."""
     if not isinstance(module, TransformerLM):
         return
     if module.scores is not scores:
         raise ValueError(
-            f"parallelism's plan cuts {name!r} by ids, and {type(module).__name__} has its own `scores`, "
-            "which would compare with one worker's ids alone; set 'plan' to one without it"
+            f"parallelism's plan shards {name!r} by ids, but {type(module).__name__} has its own `scores`, "
+            f"which would only see one worker's ids; set 'plan' to a plan without {name!r}"
         )
-    vars(module)["scores"] = Scores(table)
+    vars(module)["scores"] = ShardedScores(table)
 
 
 def _style(pattern: str, given: Any) -> tuple[Any, Any]:
-    """Returns the style and the number of blocks, or the grid, that a plan gives for a pattern."""
+    """Returns the style, and the number of blocks or the grid."""
     if not isinstance(given, list | tuple):
         return given, 1
     if len(given) == 2 and given[0] == "grid":

@@ -10,18 +10,18 @@ import torch
 from ranks import run_ranks
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.mesh import AXES, RankMesh, groups_over
+from ringspark.estimators.parallel.mesh import AXES, RankMesh, group_ranks
 from ringspark.estimators.parallel.model.communication import (
-    copied,
-    cut_along,
-    exchanged,
-    joined,
-    joined_for_parts,
-    part_of_whole,
-    scaled_gradient,
-    scattered,
-    summed,
+    all_gather,
+    all_gather_for_shards,
+    all_reduce,
+    all_reduce_gradient,
+    all_to_all,
+    reduce_scatter,
+    scale_gradient,
+    take_shard,
 )
+from ringspark.estimators.parallel.shard_spec import shard_view
 
 pytestmark = pytest.mark.distributed
 SHAPE = (5, 3)  # does not divide by 2 along either dimension
@@ -64,27 +64,32 @@ def _all(collective: Collective) -> Any:
     # Each rank uses a whole value in its own way, and the parts are summed.
     same(
         "copied and summed",
-        _gradient(lambda x: summed(copied(x, collective) * _own(rank), collective).square().sum(), _whole()),
+        _gradient(
+            lambda x: all_reduce(all_reduce_gradient(x, collective) * _own(rank), collective).square().sum(),
+            _whole(),
+        ),
         _gradient(lambda x: sum(x * _own(r) for r in ranks).square().sum(), _whole()),
     )
     for dim in (0, 1):
         whole = _gradient(lambda x: (x.square() * _own(0)).sum(), _whole())
         got = _gradient(
-            lambda x, dim=dim: (joined(x, dim, collective).square() * _own(0)).sum(),
-            cut_along(_whole(), dim, rank, size),
+            lambda x, dim=dim: (all_gather(x, dim, collective).square() * _own(0)).sum(),
+            shard_view(_whole(), dim, rank, size),
         )
-        same(f"joined {dim}", got, (whole[0], cut_along(whole[1], dim, rank, size)))
+        same(f"joined {dim}", got, (whole[0], shard_view(whole[1], dim, rank, size)))
         got = _gradient(
-            lambda x, dim=dim: joined(part_of_whole(x, dim, collective) * 2, dim, collective).square().sum(),
+            lambda x, dim=dim: all_gather(take_shard(x, dim, collective) * 2, dim, collective).square().sum(),
             _whole(),
         )
         same(f"part {dim}", got, _gradient(lambda x: (2 * x).square().sum(), _whole()))
         # A partial value that is scattered, and joined for parts that use it differently.
         got = _gradient(
             lambda x, dim=dim: (
-                summed(
-                    joined_for_parts(
-                        scattered(copied(x, collective) * _own(rank), dim, collective), dim, collective
+                all_reduce(
+                    all_gather_for_shards(
+                        reduce_scatter(all_reduce_gradient(x, collective) * _own(rank), dim, collective),
+                        dim,
+                        collective,
                     )
                     * _own(rank),
                     collective,
@@ -102,20 +107,20 @@ def _all(collective: Collective) -> Any:
     for name, got, want in (
         (
             "copied and summed twice",
-            lambda x: summed((copied(x, collective).sin() * _own(rank)).sum(), collective),
+            lambda x: all_reduce((all_reduce_gradient(x, collective).sin() * _own(rank)).sum(), collective),
             lambda x: sum((x.sin() * _own(r)).sum() for r in ranks),
         ),
         (
             "part and joined twice",
-            lambda x: joined(part_of_whole(x, 0, collective).sin(), 0, collective).square().sum(),
+            lambda x: all_gather(take_shard(x, 0, collective).sin(), 0, collective).square().sum(),
             lambda x: x.sin().square().sum(),
         ),
     ):
         same(name, _gradient(_penalty(got), _whole()), _gradient(_penalty(want), _whole()))
     for name, function in (
-        ("scattered", lambda x: scattered(x, 0, collective)),
-        ("joined for parts", lambda x: joined_for_parts(x, 0, collective)),
-        ("scaled", lambda x: scaled_gradient(x, 0.5)),
+        ("scattered", lambda x: reduce_scatter(x, 0, collective)),
+        ("joined for parts", lambda x: all_gather_for_shards(x, 0, collective)),
+        ("scaled", lambda x: scale_gradient(x, 0.5)),
     ):
         try:
             _gradient(_penalty(lambda x, f=function: f(x).pow(3).sum()), _whole())
@@ -124,15 +129,15 @@ def _all(collective: Collective) -> Any:
         else:
             found[f"{name} refuses second derivatives"] = False
     # Rows that are none have tokens all the same.
-    found["nothing joined"] = joined(torch.empty(0, 2, 3), 2, collective).shape == (0, 2, 3 * size)
+    found["nothing joined"] = all_gather(torch.empty(0, 2, 3), 2, collective).shape == (0, 2, 3 * size)
     # Row i of rank r goes to rank (i + r) % size; it comes back weighted.
     rows = torch.arange(4.0, dtype=torch.float64).view(4, 1) + 10 * rank
     order = sorted(range(4), key=lambda i: ((i + rank) % size, i))
     counts = [sum((i + r) % size == q for i in range(4)) for r in ranks for q in ranks]
     sent, arriving = counts[rank * size :][:size], counts[rank::size]
     x = rows.clone().requires_grad_()
-    moved = exchanged(x[order], sent, arriving, collective)
-    back = exchanged(moved * (rank + 1), arriving, sent, collective)
+    moved = all_to_all(x[order], sent, arriving, collective)
+    back = all_to_all(moved * (rank + 1), arriving, sent, collective)
     (gradient,) = torch.autograd.grad(back.square().sum(), x, create_graph=True)
     factors = torch.tensor([[(i + rank) % size + 1.0] for i in range(4)], dtype=torch.float64)
     found["exchanged"] = torch.allclose(gradient, 2 * rows * factors**2) and len(moved) == sum(arriving)
@@ -149,19 +154,19 @@ def test_values_and_gradients_are_those_of_the_whole(size: int) -> None:
 
 def test_the_groups_over_axes_hold_every_rank_once_and_neighbours_on_the_last_axis() -> None:
     sizes = dict.fromkeys(AXES, 1) | {"pipeline": 2, "data": 2, "tensor": 2}
-    assert groups_over(sizes, ["tensor"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert groups_over(sizes, ["pipeline"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert groups_over(sizes, ["data", "tensor"]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert group_ranks(sizes, ["tensor"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert group_ranks(sizes, ["pipeline"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert group_ranks(sizes, ["data", "tensor"]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def _places(collective: Collective) -> Any:
     mesh = RankMesh.of(collective, {"pipeline": 2, "data": 2})
     told: dict[str, Any] = {
         "stage": mesh.stage,
-        "losses": mesh.has_losses,
+        "losses": mesh.coordinates["pipeline"] == 0,
         "data": [mesh.data_rank, mesh.data_size],
-        "copy": mesh.copy.all_reduce(torch.tensor([float(collective.rank)])).item(),
-        "first": mesh.holds_first,
+        "copy": mesh.replica.all_reduce(torch.tensor([float(collective.rank)])).item(),
+        "first": mesh.is_first_replica,
     }
     return told
 

@@ -15,12 +15,13 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.options.mesh import Mesh
-from ringspark.estimators.parallel.base import GradientSync, PlainSync
-from ringspark.estimators.parallel.cut import join
+from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.parallel.data.expert_all_reduce import ExpertAllReduce
 from ringspark.estimators.parallel.mesh import AXES, RankMesh
-from ringspark.estimators.parallel.model.expert import expert_names, spread_experts
-from ringspark.estimators.parallel.model.expert_sum import ExpertSum
-from ringspark.estimators.parallel.model.spread import check_spread
+from ringspark.estimators.parallel.model.expert import expert_names, shard_experts
+from ringspark.estimators.parallel.model.shard_network import check_shardable
+from ringspark.estimators.parallel.shard_spec import join_shards
+from ringspark.estimators.parallel.sync_settings import SyncSettings
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
@@ -69,20 +70,19 @@ def _trained(mesh: RankMesh, case: Mapping[str, Any]) -> tuple[dict[str, torch.T
     """The whole weights and the numbers of the history after some steps; runs on every rank."""
     torch.set_num_threads(1)
     net, precision = _network(case), case.get("precision", "fp32")
-    cuts = {} if mesh.world.size == 1 else spread_experts(net, mesh.axes["expert"])
+    cuts = {} if mesh.world.size == 1 else shard_experts(net, mesh.axes["expert"])
     if case["optimizer"] == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     else:
         # Its usual epsilon would blow up the rounding of a key's bias, which has no gradient else.
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, eps=1e-4)
-    sync: GradientSync = PlainSync(net, optimizer)
+    sync: GradientSync = GradientSync(net, optimizer)
     if mesh.world.size > 1:
-        sync = ExpertSum(
+        sync = ExpertAllReduce(
             net,
             optimizer,
             mesh,
-            rounds=PARTS,
-            around=partial(autocast, precision, CPU),
+            SyncSettings(micro_batches=PARTS, autocast=partial(autocast, precision, CPU)),
             bucket_bytes=case.get("bucket_bytes"),
         )
     heads = [Head(label="y", loss="cross_entropy", width=3)]
@@ -120,7 +120,7 @@ def _trained(mesh: RankMesh, case: Mapping[str, Any]) -> tuple[dict[str, torch.T
         axis, whole = mesh.axes["expert"], parameter.detach()
         if name in cuts:
             others = axis.all_gather(whole.reshape(-1))
-            whole = join([piece.view(-1, *whole.shape[1:]) for piece in others], cuts[name])
+            whole = join_shards([piece.view(-1, *whole.shape[1:]) for piece in others], cuts[name])
         weights[name] = whole
     return weights, sums.take(mesh.data)
 
@@ -207,9 +207,9 @@ def test_a_network_without_enough_experts_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"'expert' 6 workers, more than the 5 experts of 'blocks\.1\.mixture'"
     ):
-        spread_experts(_network({"router": "switch"}), seat)
+        shard_experts(_network({"router": "switch"}), seat)
     with pytest.raises(ValueError, match="needs a mixture of experts, and Linear has none; give the model"):
-        spread_experts(nn.Linear(2, 2), seat)
+        shard_experts(nn.Linear(2, 2), seat)
 
 
 def test_a_hook_on_experts_that_get_other_rows_is_refused() -> None:
@@ -217,4 +217,4 @@ def test_a_hook_on_experts_that_get_other_rows_is_refused() -> None:
     experts = next(layer for layer in network.modules() if isinstance(layer, Experts))
     experts.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="have a forward hook, which would see rows of other workers"):
-        check_spread(network, dict.fromkeys(AXES, 1) | {"expert": 2}, Mesh())
+        check_shardable(network, dict.fromkeys(AXES, 1) | {"expert": 2}, Mesh())

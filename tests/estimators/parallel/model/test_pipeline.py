@@ -25,10 +25,10 @@ from ringspark.estimators.parallel.model.pipeline import (
     SCHEDULES,
     PipelineOptions,
     PipelinePasses,
-    pipelined,
+    build_pipeline,
 )
-from ringspark.estimators.parallel.model.pipeline.cutting import cut_stages, parameter_counts
-from ringspark.estimators.parallel.model.pipeline.simulation import most_live
+from ringspark.estimators.parallel.model.pipeline.partition import count_parameters, partition_by_cost
+from ringspark.estimators.parallel.model.pipeline.simulation import count_live
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.chain import Link, belongs_to, links_of, run_links
 from ringspark.models.reports import Reports, add_loss, collect_reports
@@ -133,7 +133,7 @@ def _made(family: str, mesh: RankMesh, schedule: str, **options: Any) -> tuple[n
     cut = FAMILIES[family].build()
     cut.load_state_dict(whole.state_dict())
     least, _ = SCHEDULES[schedule].virtual
-    return whole, pipelined(cut, mesh, PipelineOptions(schedule=schedule, virtual=least, **options))
+    return whole, build_pipeline(cut, mesh, PipelineOptions(schedule=schedule, virtual=least, **options))
 
 
 def _difference(one: Iterable[tuple[str, Any]], other: dict[str, Any]) -> float:
@@ -179,7 +179,7 @@ def _all_gradients(
             name = f"{schedule} {family} {number} {rows}"
             found[name] = _difference(_gradients(passes.network), dict(_gradients(whole)))
         live = [
-            most_live(SCHEDULES[schedule].orders_by_rank(collective.size, passes.virtual, len(rows)))
+            count_live(SCHEDULES[schedule].orders_by_rank(collective.size, passes.virtual, len(rows)))
             for rows in steps
         ]
         assert passes.most_live == max(by_rank[collective.rank] for by_rank in live)
@@ -308,7 +308,7 @@ def _brought_gradients(collective: Collective) -> Any:
         least, _ = SCHEDULES[schedule].virtual
         cuts = [f"layers.{i}" for i in ((1, 2, 3) if least == 2 else (1,))]
         options = PipelineOptions(schedule=schedule, virtual=least, cuts=cuts)
-        passes = pipelined(network, RankMesh.of(collective, {"pipeline": collective.size}), options)
+        passes = build_pipeline(network, RankMesh.of(collective, {"pipeline": collective.size}), options)
         _piped(passes, micros)
         found[schedule] = _difference(_gradients(passes.network), dict(_gradients(whole)))
     return found
@@ -327,7 +327,7 @@ def test_stages_that_pass_arguments_on_or_change_them_in_place(schedule: str) ->
     for network in (_PassesOn(), _AddsLosses(), nn.Sequential(*in_place)):
         whole, links = copy.deepcopy(network), links_of(network)
         virtual = min(4, SCHEDULES[schedule].virtual[1])  # every link is a stage
-        passes = pipelined(network, mesh, PipelineOptions(schedule=schedule, virtual=virtual))
+        passes = build_pipeline(network, mesh, PipelineOptions(schedule=schedule, virtual=virtual))
         assert len(passes.stages) in (1, len(links))
         micros = _split(((torch.randn(5, 4),), torch.randint(0, 3, (5,))), (2, 2, 1))
         _whole(whole, micros)
@@ -426,7 +426,7 @@ def test_fifty_steps_of_every_schedule_end_at_the_weights_of_one_process() -> No
 def _stage_of(family: str, network: nn.Module, num_stages: int) -> dict[str, int]:
     """Returns the stage of every parameter; of a tied one the first."""
     links = links_of(network)
-    bounds = cut_stages(links, num_stages, parameter_counts(network, links))
+    bounds = partition_by_cost(links, num_stages, count_parameters(network, links))
     stages = {}
     for name, _ in network.named_parameters():
         index = next(i for i, link in enumerate(links) if any(belongs_to(name, p) for p in link.parts))

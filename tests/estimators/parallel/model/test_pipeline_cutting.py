@@ -16,16 +16,21 @@ from torch import nn
 from ringspark.estimators.options.mesh import Mesh, Pipeline
 from ringspark.estimators.parallel.mesh import AXES
 from ringspark.estimators.parallel.model.pipeline import wire
-from ringspark.estimators.parallel.model.pipeline.cutting import (
-    cut_by_names,
-    cut_stages,
-    measured_costs,
-    parameter_counts,
+from ringspark.estimators.parallel.model.pipeline.partition import (
+    count_parameters,
+    measure_costs,
+    partition_by_cost,
+    partition_by_names,
 )
 from ringspark.estimators.parallel.model.pipeline.stage import keep_stages
 from ringspark.estimators.parallel.model.pipeline.ties import find_ties
-from ringspark.estimators.parallel.model.pipeline.wire import _DTYPES, Form, _described, _read
-from ringspark.estimators.parallel.model.spread import check_spread
+from ringspark.estimators.parallel.model.pipeline.wire import (
+    _DTYPES,
+    TensorForm,
+    _decode_forms,
+    _encode_forms,
+)
+from ringspark.estimators.parallel.model.shard_network import check_shardable
 from ringspark.models import ModelSpec
 from ringspark.models.chain import Link, links_of
 
@@ -40,14 +45,14 @@ def test_the_cut_is_the_best_of_all(costs: list[int], num_stages: int) -> None:
     links = [Link(str(i), abs, ()) for i in range(len(costs))]
     if num_stages > len(costs):
         with pytest.raises(ValueError, match="take fewer stages, or a deeper network"):
-            cut_stages(links, num_stages, costs)
+            partition_by_cost(links, num_stages, costs)
         return
 
     def judged(bounds: list[int]) -> tuple[int, int]:
         sums = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
         return max(sums), sum(s * s for s in sums)
 
-    found = cut_stages(links, num_stages, costs)
+    found = partition_by_cost(links, num_stages, costs)
     assert [found[0], found[-1]] == [0, len(costs)]
     assert len(found) == num_stages + 1
     assert found == sorted(set(found))
@@ -58,14 +63,14 @@ def test_the_cut_is_the_best_of_all(costs: list[int], num_stages: int) -> None:
 
 def test_stages_are_cut_at_the_links_that_are_named() -> None:
     links = links_of(LM.build())
-    assert cut_by_names(links, 3, ["blocks.1", "head"]) == [0, 2, 5, 6]
+    assert partition_by_names(links, 3, ["blocks.1", "head"]) == [0, 2, 5, 6]
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
         (["block.1", "head"], "cannot begin at 'block.1'; did you mean 'blocks.1'?"),
-        (["blocks.1"], "3 stages need the names of 2 links"),
+        (["blocks.1"], "3 stages need the names of 2 layers"),
         (["head", "blocks.1"], "in the network's order and none twice"),
         (["blocks.1", "blocks.1"], "in the network's order and none twice"),
         (["tokens", "blocks.1"], "in the network's order and none twice"),
@@ -73,7 +78,7 @@ def test_stages_are_cut_at_the_links_that_are_named() -> None:
 )
 def test_wrong_names_are_refused(names: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
-        cut_by_names(links_of(LM.build()), 3, names)
+        partition_by_names(links_of(LM.build()), 3, names)
 
 
 def test_costs_are_operations_and_parameters_and_leave_no_trace() -> None:
@@ -82,8 +87,8 @@ def test_costs_are_operations_and_parameters_and_leave_no_trace() -> None:
     x = torch.randn(6, 4)
     before, state = torch.get_rng_state(), copy.deepcopy(network.state_dict())
     # A multiplication and an addition for each weight and row, and one for each parameter.
-    assert measured_costs(network, links, (x,)) == [2 * 6 * 32 + 32, 16, 0, 2 * 6 * 16 + 18]
-    assert parameter_counts(network, links) == [32, 16, 0, 18]
+    assert measure_costs(network, links, (x,)) == [2 * 6 * 32 + 32, 16, 0, 2 * 6 * 16 + 18]
+    assert count_parameters(network, links) == [32, 16, 0, 18]
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(value, network.state_dict()[name]) for name, value in state.items())
     assert network[2].training
@@ -139,15 +144,15 @@ def test_a_parameter_of_several_ranks_is_owned_by_the_first_stage_that_uses_it()
 
 def test_the_forms_of_values_survive_their_description() -> None:
     forms = (
-        *(Form(dtype, (3, 0, i), i % 2 == 0) for i, dtype in enumerate(_DTYPES)),
+        *(TensorForm(dtype, (3, 0, i), i % 2 == 0) for i, dtype in enumerate(_DTYPES)),
         None,
-        Form(torch.bool, (), False),
+        TensorForm(torch.bool, (), False),
     )
-    described = _described(forms)
-    assert _read(described.tolist()) == forms
-    assert _described(()).shape == described.shape
-    with pytest.raises(ValueError, match="can pass on some"):
-        _described(forms * 9)
+    described = _encode_forms(forms)
+    assert _decode_forms(described.tolist()) == forms
+    assert _encode_forms(()).shape == described.shape
+    with pytest.raises(ValueError, match="can return about"):
+        _encode_forms(forms * 9)
 
 
 def test_hooks_that_a_pipeline_would_repeat_or_lose_are_refused() -> None:
@@ -157,16 +162,16 @@ def test_hooks_that_a_pipeline_would_repeat_or_lose_are_refused() -> None:
     # A Sequential that has a hook stays one link.
     network[1].register_full_backward_hook(lambda *_: None)
     assert [link.name for link in links_of(network)] == ["0", "1"]
-    check_spread(network, sizes, Mesh())
+    check_shardable(network, sizes, Mesh())
     network[0].weight.register_hook(torch.abs)
-    check_spread(network, sizes, Mesh())
+    check_shardable(network, sizes, Mesh())
     with pytest.raises(ValueError, match="gradient hooks on its weights, which schedule 'pipedream'"):
-        check_spread(network, sizes, Mesh(pipeline=Pipeline(schedule="pipedream")))
+        check_shardable(network, sizes, Mesh(pipeline=Pipeline(schedule="pipedream")))
     network.register_forward_hook(lambda *_: None)
     with pytest.raises(
         ValueError, match="Sequential has a forward hook, which a pipeline would run once per"
     ):
-        check_spread(network, sizes, Mesh())
+        check_shardable(network, sizes, Mesh())
 
 
 class Cable:

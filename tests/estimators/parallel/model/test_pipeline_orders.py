@@ -12,13 +12,12 @@ import pytest
 from ringspark.estimators.parallel.model.pipeline.actions import (
     Action,
     Arrival,
-    Kind,
+    PassType,
     receiver,
     with_arrivals,
 )
 from ringspark.estimators.parallel.model.pipeline.schedules import SCHEDULES, schedule_of
-from ringspark.estimators.parallel.model.pipeline.simulation import most_live, simulated
-from ringspark.estimators.parallel.model.pipeline.timeline import bubble_share
+from ringspark.estimators.parallel.model.pipeline.simulation import bubble_share, count_live, simulate
 
 FLUSHED = [name for name, schedule in SCHEDULES.items() if schedule.order is not None]
 
@@ -70,10 +69,10 @@ def _check_arrivals(orders: Any, owners: list[int]) -> None:
         for step in own:
             if isinstance(step, Arrival):
                 expected.add((step.is_forward, step.stage, step.micro))
-            elif step.kind is Kind.FORWARD and step.stage and owners[step.stage - 1] != rank:
+            elif step.kind is PassType.FORWARD and step.stage and owners[step.stage - 1] != rank:
                 assert (True, step.stage, step.micro) in expected
             elif (
-                step.kind in (Kind.BACKWARD, Kind.INPUT)
+                step.kind in (PassType.BACKWARD, PassType.INPUT)
                 and step.stage + 1 < len(owners)
                 and owners[step.stage + 1] != rank
             ):
@@ -91,7 +90,10 @@ def _messages(steps: Any, one: int, other: int, owners: list[int]) -> list[tuple
             if target is None:
                 continue
             sender = owners[step.stage]
-            pair, message = {sender, owners[target]}, (sender, step.kind is Kind.FORWARD, target, step.micro)
+            pair, message = (
+                {sender, owners[target]},
+                (sender, step.kind is PassType.FORWARD, target, step.micro),
+            )
         if pair == {one, other} and one != other:
             found.append(message)
     return found
@@ -115,14 +117,14 @@ def test_the_ranks_wait_for_the_known_share_of_a_step(name: str, virtual: int, s
         for rounds in (2, 3, 4):
             micros = ranks * rounds
             orders = SCHEDULES[name].orders_by_rank(ranks, virtual, micros)
-            found = bubble_share(simulated(orders, ranks * virtual))
+            found = bubble_share(simulate(orders, ranks * virtual))
             assert found == pytest.approx(share(ranks, virtual, micros))
 
 
 def test_the_micro_batches_whose_activations_live() -> None:
     def live(name: str, virtual: int) -> list[int]:
         """By place along the pipeline."""
-        return most_live(SCHEDULES[name].orders_by_rank(4, virtual, 8))[::-1]
+        return count_live(SCHEDULES[name].orders_by_rank(4, virtual, 8))[::-1]
 
     assert live("naive", 1) == [1, 1, 1, 1]
     assert live("gpipe", 1) == [8, 8, 8, 8]
@@ -149,9 +151,9 @@ def test_gpipe_and_1f1b_are_the_orders_of_torch() -> None:
     ("name", "virtual", "message"),
     [
         ("gpip", 1, "unknown pipeline schedule 'gpip'; did you mean 'gpipe'?"),
-        ("1f1b", 2, "'1f1b' takes 1 stages a worker, got 2"),
-        ("interleaved", 1, "'interleaved' takes 2 or more stages a worker, got 1"),
-        ("zbv", 3, "'zbv' takes 2 stages a worker, got 3"),
+        ("1f1b", 2, "'1f1b' needs 1 stages per worker, got virtual=2"),
+        ("interleaved", 1, "'interleaved' needs 2 or more stages per worker, got virtual=1"),
+        ("zbv", 3, "'zbv' needs 2 stages per worker, got virtual=3"),
     ],
 )
 def test_wrong_schedules_are_refused(name: str, virtual: int, message: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ringspark.estimators.parallel.model.pipeline.split_backward import input_pass
+from ringspark.estimators.parallel.model.pipeline.split_backward import run_input_pass
 
 Weights = Sequence[torch.Tensor]
 Stage = Callable[[torch.Tensor, torch.Tensor, Weights], tuple[torch.Tensor, ...]]
@@ -43,7 +43,7 @@ def test_both_halves_give_the_gradients_of_a_whole_backward_pass(stage: Stage) -
     results = stage(*leaves[:2], leaves[2:])
     gradients = [torch.randn_like(result) for result in results]
     want = torch.autograd.grad(results, leaves, gradients, allow_unused=True, retain_graph=True)
-    passes = input_pass(results, gradients, leaves[:2])
+    passes = run_input_pass(results, gradients, leaves[:2])
     assert all(leaf.grad is None for leaf in leaves[2:])
     for weights in passes:
         weights.run()
@@ -72,7 +72,7 @@ def test_the_second_half_computes_no_gradient_of_values_again() -> None:
     y = x
     for weight in weights:
         y = Watched.apply(F.linear(y, weight))
-    for one in input_pass([y], [torch.ones_like(y)], [x]):
+    for one in run_input_pass([y], [torch.ones_like(y)], [x]):
         assert len(calls) == 3
         one.run()
     assert len(calls) == 3

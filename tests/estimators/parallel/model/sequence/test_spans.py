@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspark.estimators.parallel.model.sequence.span_attention import seen
+from ringspark.estimators.parallel.model.sequence.span_attention import find_visible
 from ringspark.estimators.parallel.model.sequence.spans import Spans
 
 SPANS = st.builds(Spans, st.integers(1, 6), st.booleans())
@@ -18,10 +18,10 @@ LENGTHS = st.integers(0, 40)
 @given(SPANS, LENGTHS)
 def test_every_token_is_on_one_rank_and_parts_go_back_to_their_places(spans: Spans, seq: int) -> None:
     row = torch.arange(2 * seq).view(2, seq)
-    parts = [spans.taken(row, 1, rank) for rank in range(spans.num_ranks)]
+    parts = [spans.take(row, 1, rank) for rank in range(spans.num_ranks)]
     assert sorted(torch.cat(parts, 1)[0].tolist()) == list(range(seq))
     assert [part.shape[1] for part in parts] == spans.lengths(seq)
-    assert torch.equal(spans.in_order(parts, 1), row)
+    assert torch.equal(spans.join(parts, 1), row)
 
 
 @given(SPANS, LENGTHS, st.booleans())
@@ -33,7 +33,7 @@ def test_every_query_sees_each_of_its_keys_once(spans: Spans, seq: int, causal: 
         seen_pairs.zero_()
         for query in pieces[0]:
             for key in keys:
-                for (begin, end), up_to_itself in seen(query, key, causal):
+                for (begin, end), up_to_itself in find_visible(query, key, causal):
                     block = torch.ones(query[1] - query[0], end - begin, dtype=torch.long)
                     seen_pairs[slice(*query), begin:end] += block.tril() if up_to_itself else block
         want = torch.ones(seq, seq, dtype=torch.long)

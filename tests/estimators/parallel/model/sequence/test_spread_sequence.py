@@ -16,12 +16,12 @@ from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
+from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.sequence import CONTEXTS
+from ringspark.estimators.parallel.model.sequence.shard_sequence import shard_sequence
+from ringspark.estimators.parallel.model.sequence.sharded_rows import ShardedRows
 from ringspark.estimators.parallel.model.sequence.spans import Spans
-from ringspark.estimators.parallel.model.sequence.spread import spread_sequence
-from ringspark.estimators.parallel.model.sequence.spread_rows import SpreadRows
 from ringspark.models import MLP, TransformerClassifier, TransformerLM, apply_activation_checkpoint
 from ringspark.models.experts.layer import MixtureOfExperts
 from ringspark.models.reports import collect_reports
@@ -120,7 +120,7 @@ def _exact(collective: Collective) -> Any:
                 for seq in (13, *((MAX_SEQ, 1) if dtype == torch.float64 else ())):
                     ids, one = _ids(5, seq), _network(kind).to(dtype)
                     spread = copy.deepcopy(one)
-                    spread_sequence(spread, collective, way)
+                    shard_sequence(spread, collective, way)
                     outputs = _backward(one, ids), _backward(copy.deepcopy(spread), ids)
                     assert torch.allclose(*outputs, rtol=0, atol=1e-6), (way, kind, seq)
                     _backward(spread, ids)
@@ -157,7 +157,7 @@ def _routed(collective: Collective) -> Any:
     """Returns what a mixture counted that draws whether tokens ask for a second expert, on this rank."""
     experts = {"num_experts": 4, "router": "gshard", "random_second": True, "min_capacity": 1}
     module = _network("padded classifier", experts=experts)
-    spread_sequence(module, collective)
+    shard_sequence(module, collective)
     torch.manual_seed(collective.rank)
     with collect_reports() as reports:
         module(_ids(5, 13))
@@ -174,7 +174,7 @@ def test_ranks_of_a_row_route_it_alike_though_each_draws_for_its_tokens() -> Non
 
 def test_a_mixture_that_is_not_told_how_long_rows_are_refuses_to_route_parts() -> None:
     mixture = MixtureOfExperts(4, 8, 2)
-    mixture.rows = SpreadRows(LocalCollective(), Spans(1))
+    mixture.rows = ShardedRows(LocalCollective(), Spans(1))
     with pytest.raises(ValueError, match="was not told how long they are; call it with"):
         mixture(torch.zeros(2, 3, 4))
     assert mixture(torch.zeros(2, 3, 4), mixture.rows.told(None, 3)).shape == (2, 3, 4)
@@ -184,7 +184,7 @@ def _train(
     module: nn.Module, optimizer: torch.optim.Optimizer, mesh: RankMesh, kind: str, global_rows: int
 ) -> None:
     """Takes 50 steps, each with other rows; every data rank has its share of them, perhaps none."""
-    sync = SummedGradients(module, optimizer, mesh.gradients)
+    sync = GradientAllReduce(module, optimizer, mesh.gradients)
     for step in range(50):
         ids = _ids(global_rows, 13 - step % 3, seed=step)[mesh.data_rank :: mesh.data_size]
         optimizer.zero_grad()
@@ -209,7 +209,7 @@ def _trained(collective: Collective, *, cases: list[tuple[str, str]], data: int)
         for optimizer, rate in ((torch.optim.AdamW, 1e-3), (torch.optim.SGD, 1e-2)):
             one = _network(kind)
             spread = copy.deepcopy(one)
-            spread_sequence(spread, mesh.axes["sequence"], way)
+            shard_sequence(spread, mesh.axes["sequence"], way)
             for module, own in ((one, RankMesh.of(LocalCollective())), (spread, mesh)):
                 _train(module, optimizer(module.parameters(), lr=rate), own, kind, rows)
             if optimizer is torch.optim.AdamW:
@@ -294,7 +294,7 @@ def _costs(collective: Collective) -> Any:
             for depth in (1, 2):
                 module, counted = _network(kind, dim=16, num_heads=4, depth=depth), _Counted(collective)
                 if way is not None:
-                    spread_sequence(module, counted, way)  # type: ignore[arg-type]
+                    shard_sequence(module, counted, way)  # type: ignore[arg-type]
                 before = collective.bytes_sent
                 with _held(module) as held:
                     outputs = module(ids)
@@ -342,7 +342,7 @@ def _variants(collective: Collective) -> Any:
             for module, policy in zip(others, ("all", "sqrt"), strict=True):
                 apply_activation_checkpoint(module, policy)
             for module in (plain, *others):
-                spread_sequence(module, collective, way)
+                shard_sequence(module, collective, way)
             outputs = [_backward(module, ids) for module in (plain, *others)]
             gradients = [[p.grad for p in module.parameters()] for module in (plain, *others)]
             found[f"{way} {kind} recomputed"] = (
@@ -367,7 +367,7 @@ def _variants(collective: Collective) -> Any:
     # Ranks draw other dropout, and see the same outputs.
     for kind in KINDS:
         module = _network(kind, dropout=0.5, attention_dropout=0.5)
-        spread_sequence(module, collective, "ulysses")
+        shard_sequence(module, collective, "ulysses")
         torch.manual_seed(collective.rank)
         outputs = [module(_ids(5, 13)) for _ in range(2)]
         found[f"{kind} dropout"] = not torch.equal(*outputs) and all(
@@ -389,7 +389,7 @@ def test_ranks_with_other_rows_or_tokens_draw_other_numbers() -> None:
     same = {"world": alone, "data": alone, "gradients": alone, "expert_gradients": alone}
     sizes = {"sequence": 3, "tensor": 2}
     drawing = [
-        RankMesh(**same, sizes=sizes, places={"sequence": s, "tensor": t}).drawing_rank  # type: ignore[arg-type]
+        RankMesh(**same, sizes=sizes, coordinates={"sequence": s, "tensor": t}).random_stream  # type: ignore[arg-type]
         for s in range(3)
         for t in range(2)
     ]
@@ -399,24 +399,28 @@ def test_ranks_with_other_rows_or_tokens_draw_other_numbers() -> None:
 def test_one_rank_changes_nothing() -> None:
     module = _network("classifier")
     before = dict(vars(module))
-    spread_sequence(module, LocalCollective(), "ring")
+    shard_sequence(module, LocalCollective(), "ring")
     assert vars(module) == before
 
 
 def test_what_cannot_be_spread_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model MLP cannot have rows spread over ranks: it needs an attrib"):
-        spread_sequence(MLP(3, [4], 2), LocalCollective())
+    with pytest.raises(
+        ValueError, match="model MLP does not support parallelism's 'sequence': it needs an attrib"
+    ):
+        shard_sequence(MLP(3, [4], 2), LocalCollective())
     # What is around a network that could be spread would count once for each rank.
-    with pytest.raises(ValueError, match="model Sequential cannot have rows spread"):
-        spread_sequence(nn.Sequential(_network("classifier"), nn.Linear(3, 3)), LocalCollective())
+    with pytest.raises(ValueError, match="model Sequential does not support parallelism's"):
+        shard_sequence(nn.Sequential(_network("classifier"), nn.Linear(3, 3)), LocalCollective())
     with pytest.raises(ValueError, match=r"must be one of \['gather', 'ring', 'ulysses'\], got 'rign'; did"):
-        spread_sequence(_network("classifier"), LocalCollective(), "rign")
+        shard_sequence(_network("classifier"), LocalCollective(), "rign")
     dropping = _network("classifier", attention_dropout=0.1)
     for way in ("gather", "ring"):
-        with pytest.raises(ValueError, match=r"take no dropout .*got attention_dropout=0.1; set it to 0, or"):
-            spread_sequence(dropping, LocalCollective(), way)
-    spread_sequence(dropping, LocalCollective(), "ulysses")
+        with pytest.raises(
+            ValueError, match=r"does not support dropout .*got attention_dropout=0.1; set it to 0, or"
+        ):
+            shard_sequence(dropping, LocalCollective(), way)
+    shard_sequence(dropping, LocalCollective(), "ulysses")
     twice = _network("classifier")
-    twice.rows = SpreadRows(LocalCollective(), Spans(1))  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="are spread already; spread them once"):
-        spread_sequence(twice, LocalCollective())
+    twice.rows = ShardedRows(LocalCollective(), Spans(1))  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="are sharded already"):
+        shard_sequence(twice, LocalCollective())

@@ -16,10 +16,10 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.expert import spread_experts
-from ringspark.estimators.parallel.model.spread import partial_gradients, spread
-from ringspark.estimators.parallel.model.tensor import region_of, spread_tensor
-from ringspark.estimators.parallel.model.tensor.between import PartsBetween
+from ringspark.estimators.parallel.model.expert import shard_experts
+from ringspark.estimators.parallel.model.shard_network import find_partial_gradients, shard_network
+from ringspark.estimators.parallel.model.tensor import make_region, shard_layers
+from ringspark.estimators.parallel.model.tensor.sequence_parallel import SequenceBoundary
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.models import TransformerClassifier, TransformerLM
@@ -90,7 +90,7 @@ def _gradients(network: nn.Module, kind: str, seq: int) -> tuple[float, dict[str
     loss = criterion.rows([network(ids)], [label]).sum()
     network.zero_grad()
     loss.backward()
-    parts = partial_gradients(network)
+    parts = find_partial_gradients(network)
     if parts is not None:
         parts.add()
     return float(loss.detach()), {n: p.grad for n, p in network.named_parameters() if p.grad is not None}
@@ -102,7 +102,7 @@ def _all(collective: Collective) -> Any:
     for kind in ("lm", "classifier"):
         for between in ("whole", "parts"):
             network = _network(kind)
-            spread(network, mesh, Mesh.of({"between": between}))
+            shard_network(network, mesh, Mesh.of({"between": between}))
             layout = layout_of(network)
             assert layout is not None
             for seq in (7, 1):
@@ -110,7 +110,7 @@ def _all(collective: Collective) -> Any:
                 got, own = _gradients(network, kind, seq)
                 assert own.keys() == whole.keys()
                 found = [abs(want - got)]
-                found += [float((own[n] - layout.own(n, g)).abs().max()) for n, g in whole.items()]
+                found += [float((own[n] - layout.shard(n, g)).abs().max()) for n, g in whole.items()]
                 worst[f"{kind} {between} {seq}"] = max(found)
     return worst
 
@@ -127,11 +127,11 @@ def _counts(collective: Collective) -> Any:
     for between in ("whole", "parts"):
         counting: Any = Counting(collective)
         block = TransformerBlock(16, 4, 64, 0.0, 0.0, causal=True)
-        region = region_of(counting, between)
-        spread_tensor(block, region, PAIRS)
+        region = make_region(counting, between)
+        shard_layers(block, region, PAIRS)
         tokens = 8
         if between == "parts":
-            assert isinstance(region.between, PartsBetween)
+            assert isinstance(region.between, SequenceBoundary)
             region.between.length = tokens
             tokens //= collective.size
         x = torch.randn(3, tokens, 16, requires_grad=True)
@@ -141,7 +141,7 @@ def _counts(collective: Collective) -> Any:
         found[f"{between} backward"] = counting.found
     counting = Counting(collective)
     mixture = MixtureOfExperts(16, num_experts=4, mlp_dim=32)
-    spread_experts(mixture, counting)
+    shard_experts(mixture, counting)
     x = torch.randn(3, 8, 16, requires_grad=True)
     with collect_reports():
         out = counting.noted(lambda: mixture(x))
@@ -174,7 +174,7 @@ def _cut_loss(collective: Collective) -> Any:
     counting: Any = Counting(collective)
     found = {}
     network = TransformerLM(**SIZES)
-    spread_tensor(network, region_of(counting), {"tokens": "vocabulary"})
+    shard_layers(network, make_region(counting), {"tokens": "vocabulary"})
     criterion = Criterion([Head(label="y", loss="cross_entropy", ignored=-100)], None, network)
     ids, label = _batch("lm", 7)
     logits = network(ids)
@@ -202,7 +202,7 @@ def _cut_loss(collective: Collective) -> Any:
 
 def _cut(collective: Any) -> nn.Module:
     network = TransformerLM(**SIZES)
-    spread_tensor(network, region_of(collective), {"tokens": "vocabulary"})
+    shard_layers(network, make_region(collective), {"tokens": "vocabulary"})
     return network
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.parallel.model.tensor import region_of, scores_of, spread_tensor
+from ringspark.estimators.parallel.model.tensor import make_region, scores_of, shard_layers
 from ringspark.estimators.parallel.model.tensor.loss import _CrossEntropy
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
@@ -29,7 +29,7 @@ class Tempered(TransformerLM):
 
 
 def _cut(network: nn.Module) -> nn.Module:
-    spread_tensor(network, region_of(LocalCollective(), "whole"), {"tokens": "vocabulary"})
+    shard_layers(network, make_region(LocalCollective(), "whole"), {"tokens": "vocabulary"})
     return network
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ringspark.estimators.parallel.model.tensor import region_of, spread_tensor
-from ringspark.estimators.parallel.model.tensor.draws import OwnDraws
+from ringspark.estimators.parallel.model.tensor import make_region, shard_layers
+from ringspark.estimators.parallel.model.tensor.random_state import RankRandomState
 from ringspark.models import apply_activation_checkpoint
 
 
@@ -55,7 +55,7 @@ def _run(rank: int, seed: int = 0, recompute: object = None) -> tuple[list[torch
     torch.manual_seed(1)
     network = Net()
     seat: object = Seat(rank)
-    spread_tensor(network, region_of(seat), {"*.up": "column", "*.down": "row"})  # type: ignore[arg-type]
+    shard_layers(network, make_region(seat), {"*.up": "column", "*.down": "row"})  # type: ignore[arg-type]
     if recompute is not None:
         apply_activation_checkpoint(network, recompute)  # type: ignore[arg-type]
     torch.manual_seed(seed)
@@ -94,7 +94,7 @@ def test_a_layer_that_is_left_open_and_restored_begins_anew() -> None:
     """As where only the layer that is cut by its outputs is recomputed."""
     cpu = torch.device("cpu")
     seat: object = Seat(1)
-    draws = OwnDraws(seat)  # type: ignore[arg-type]
+    draws = RankRandomState(seat)  # type: ignore[arg-type]
     with torch.random.fork_rng():
         torch.manual_seed(3)
         before = torch.get_rng_state()

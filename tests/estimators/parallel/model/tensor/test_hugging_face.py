@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringspark.estimators.parallel.model.tensor import plan_of, region_of, spread_tensor
+from ringspark.estimators.parallel.model.tensor import make_region, plan_of, shard_layers
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -38,7 +38,7 @@ def _network(name: str, sizes: dict[str, Any]) -> Any:
 
 def _cuts(network: Any) -> set[str]:
     seat: Any = Seat()
-    return set(spread_tensor(network, region_of(seat), plan_of(network, 2)))
+    return set(shard_layers(network, make_region(seat), plan_of(network, 2)))
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("Llama", GROUPED), ("Qwen2", GROUPED), ("Bert", SIZES)])
@@ -65,5 +65,5 @@ def test_all_matrices_of_every_block_are_cut(name: str, sizes: dict[str, Any]) -
 )
 def test_a_block_that_would_be_cut_by_half_is_refused(name: str, sizes: dict[str, Any], left: str) -> None:
     network = _network(name, sizes)
-    with pytest.raises(ValueError, match=f"{name}Model and does not know '{left}' beside it; set 'plan'"):
+    with pytest.raises(ValueError, match=f"{name}Model but does not know '{left}' next to it; set 'plan'"):
         plan_of(network, 2)

@@ -13,9 +13,9 @@ from torch.nn.utils import spectral_norm
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.parallel.mesh import AXES
-from ringspark.estimators.parallel.model.spread import check_spread
-from ringspark.estimators.parallel.model.stand_in import StandIn
-from ringspark.estimators.parallel.model.tensor import VocabularyEmbedding, region_of, spread_tensor
+from ringspark.estimators.parallel.model.fake_collective import FakeCollective
+from ringspark.estimators.parallel.model.shard_network import check_shardable
+from ringspark.estimators.parallel.model.tensor import VocabularyEmbedding, make_region, shard_layers
 from ringspark.models import TransformerLM
 
 
@@ -36,24 +36,24 @@ class Shared(nn.Module):
     ("plan", "message"),
     [
         # The other name would go on with the whole layer, which is then trained by itself.
-        ({"up": "column", "down": "row"}, "cuts 'up', which the network has as 'again' too"),
-        ({"again": "column"}, "cuts 'again', which the network has as 'up' too"),
+        ({"up": "column", "down": "row"}, "shards 'up', which the network also has as 'again'"),
+        ({"again": "column"}, "shards 'again', which the network also has as 'up'"),
         # Parts of blocks of 4, 4 and 2 would be put together to other numbers.
         ({"down": "row", "*.nothing": "row"}, "names '\\*.nothing', which fits no layer"),
         ({"down": ["column", 3]}, "'down': its 4 outputs are not 3 equal blocks"),
         ({"down": ["row", 2]}, "'down': style 'row' takes no blocks"),
-        ({"down": ["grid", [2, 2]]}, r"'down': style 'grid' \[2, 2\] is of 4 workers, and 'tensor' has 2"),
+        ({"down": ["grid", [2, 2]]}, r"'down': style 'grid' \[2, 2\] needs 4 workers, but 'tensor' has 2"),
         (
             {"down": ["grid", 2]},
             r"'down' must give workers along outputs and inputs, as \['grid', ",
         ),
-        ({"down": "grid"}, "'down': style 'grid' takes workers along outputs and inputs"),
+        ({"down": "grid"}, "'down': style 'grid' needs workers along outputs and inputs"),
         ({"down": ["column"]}, r"'down' must be a style or \[style, blocks\], got \['column'\]"),
     ],
 )
 def test_what_a_plan_cannot_cut_is_refused_on_the_driver(plan: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_spread(Shared(), dict.fromkeys(AXES, 1) | {"tensor": 2}, Mesh(plan=plan))
+        check_shardable(Shared(), dict.fromkeys(AXES, 1) | {"tensor": 2}, Mesh(plan=plan))
 
 
 class Scaled(nn.Embedding):
@@ -87,26 +87,26 @@ def test_a_layer_that_computes_more_than_its_class_is_not_cut(
 ) -> None:
     """A shard would drop the extra computation, and silently train another network."""
     with pytest.raises(ValueError, match=f"cannot cut '0': .*{message}"):
-        check_spread(network, dict.fromkeys(AXES, 1) | {"tensor": 2}, Mesh(plan={"0": style}))
+        check_shardable(network, dict.fromkeys(AXES, 1) | {"tensor": 2}, Mesh(plan={"0": style}))
 
 
 def test_a_gradient_hook_is_refused_and_attributes_of_weights_stay() -> None:
-    region: Any = region_of(StandIn(0, 2))  # type: ignore[arg-type]
+    region: Any = make_region(FakeCollective(0, 2))  # type: ignore[arg-type]
     network = _with(lambda layer: setattr(layer.weight, "decays", False))
-    spread_tensor(network, region, {"0": "row"})
+    shard_layers(network, region, {"0": "row"})
     assert network.get_parameter("0.weight").decays is False  # type: ignore[attr-defined]
     hooked = _with(lambda layer: layer.weight.register_hook(torch.abs))
     with pytest.raises(ValueError, match="has a gradient hook"):
-        spread_tensor(hooked, region, {"0": "row"})
+        shard_layers(hooked, region, {"0": "row"})
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_transformer_layers_of_torch_call_their_cut_layers_in_evaluation_too(norm_first: bool) -> None:
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, norm_first=norm_first)
     network = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).eval()
-    ranks = StandIn(0, 2)
+    ranks = FakeCollective(0, 2)
     plan = {"layers.*.linear1": "column", "layers.*.linear2": "row"}
-    spread_tensor(network, region_of(ranks), plan)  # type: ignore[arg-type]
+    shard_layers(network, make_region(ranks), plan)  # type: ignore[arg-type]
     padding = torch.tensor([[False, False, True]])
     with torch.no_grad():
         network(torch.randn(1, 3, 4), src_key_padding_mask=padding)
@@ -124,20 +124,20 @@ PAIR = {"blocks.*.up": "column", "blocks.*.down": "row"}
             Shared,
             {},
             {"down": "column"},
-            "Shared cannot have parts of the tokens .* set parallelism's 'between'",
+            "Shared does not support parallelism's 'between' .* set 'between'",
         ),
         (
             lambda: TransformerLM(**SIZES, experts={"num_experts": 2}),
             {},
             None,
-            "adds to the loss of whole rows",
+            "needs whole rows for what it adds to the loss",
         ),
-        (lambda: TransformerLM(**SIZES), {"pipeline": 2}, None, "a stage does not know how long the rows"),
+        (lambda: TransformerLM(**SIZES), {"pipeline": 2}, None, "a stage does not know the length"),
         # Attention that no rank gathers the tokens for would see its own alone.
-        (lambda: TransformerLM(**SIZES), {}, PAIR, "'blocks.0.attention' a part of the tokens"),
-        (lambda: TransformerLM(**SIZES), {"sequence": 2}, PAIR, "'blocks.0.attention' a part of the tokens"),
+        (lambda: TransformerLM(**SIZES), {}, PAIR, "'blocks.0.attention' some of the tokens"),
+        (lambda: TransformerLM(**SIZES), {"sequence": 2}, PAIR, "'blocks.0.attention' some of the tokens"),
         # Ranks look up other positions, so none could take the others' part of the sum.
-        (lambda: TransformerLM(**SIZES), {}, {"positions": "vocabulary"}, "cuts 'positions' by ids"),
+        (lambda: TransformerLM(**SIZES), {}, {"positions": "vocabulary"}, "shards 'positions' by ids"),
         (lambda: TransformerLM(**SIZES), {}, {"blocks.0.up": "column_joined"}, "leaves all tokens on every"),
     ],
 )
@@ -146,7 +146,7 @@ def test_parts_of_the_tokens_between_are_refused_where_they_would_be_wrong(
 ) -> None:
     sizes = dict.fromkeys(AXES, 1) | {"tensor": 2} | changes
     with pytest.raises(ValueError, match=message):
-        check_spread(network(), sizes, Mesh(plan=plan, sequence_parallel=True))
+        check_shardable(network(), sizes, Mesh(plan=plan, sequence_parallel=True))
 
 
 class Tempered(TransformerLM):
@@ -159,14 +159,14 @@ class Tempered(TransformerLM):
 def test_a_way_to_compare_of_ones_own_is_not_replaced() -> None:
     sizes = dict.fromkeys(AXES, 1) | {"tensor": 2}
     with pytest.raises(ValueError, match=r"Tempered has its own `scores`, .* set 'plan'"):
-        check_spread(Tempered(**SIZES), sizes, Mesh())
-    check_spread(Tempered(**SIZES), sizes, Mesh(plan=PAIR))
+        check_shardable(Tempered(**SIZES), sizes, Mesh())
+    check_shardable(Tempered(**SIZES), sizes, Mesh(plan=PAIR))
 
 
 @pytest.mark.parametrize("wrong", [5, -1])
 def test_an_id_beyond_the_table_is_refused_where_the_table_is_cut(wrong: int) -> None:
     collective: Any = LocalCollective()
-    table = VocabularyEmbedding(nn.Embedding(5, 3), region_of(collective))
+    table = VocabularyEmbedding(nn.Embedding(5, 3), make_region(collective))
     assert table(torch.tensor([[0, 4]])).shape == (1, 2, 3)
     with pytest.raises(IndexError):
         table(torch.tensor([[0, wrong]]))

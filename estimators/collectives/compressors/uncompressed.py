@@ -1,0 +1,15 @@
+"""No compression, for sums that are reduced per host first."""
+
+from __future__ import annotations
+
+import torch
+
+from ringspark.estimators.collectives.base import Collective
+from ringspark.estimators.collectives.compressors.base import Compressor, Sent
+
+
+class UncompressedSum(Compressor):
+    """All numbers, in their own dtype: nothing is left behind."""
+
+    def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
+        return Sent(collective.all_reduce(vector), torch.zeros_like(vector))

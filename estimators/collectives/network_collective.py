@@ -1,0 +1,166 @@
+"""Base of collectives over a network: tensors on CPUs go through shared memory if all ranks share one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from ringspark.estimators.collectives.base import ConnectedMember, ReduceOp, contiguous, num_bytes
+from ringspark.estimators.collectives.operation_times import AsyncOperation, record
+from ringspark.estimators.collectives.shared_memory import REMEDY, SharedMemory
+from ringspark.estimators.collectives.traffic import Member
+
+
+class NetworkCollective(ConnectedMember, ABC):
+    """Base of the collectives over a network; methods with an underscore use the library.
+
+    Both ways give the same results, except for the order of floating-point additions.
+    """
+
+    def __init__(self, member: Member) -> None:
+        super().__init__(member)
+        self._memory: SharedMemory | None = None
+
+    def share(self, memory: SharedMemory | None) -> None:
+        """Sets the shared memory for operations on CPUs; None uses the library. Runs on every rank."""
+        if self._memory is not None:
+            self._memory.close()
+        self._memory = memory
+        if memory is not None:
+            self.on_leave(partial(self.share, None))
+
+    def _memory_for(self, *tensors: torch.Tensor) -> SharedMemory | None:
+        return self._memory if all(tensor.device.type == "cpu" for tensor in tensors) else None
+
+    def sends_at_once(self, device: torch.device) -> bool:
+        return self._memory is None or device.type != "cpu"
+
+    @record
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        # The libraries add tensors element by element in memory order, which may differ between ranks.
+        tensor = tensor.detach().contiguous()
+        if memory := self._memory_for(tensor):
+            result = tensor.clone()
+            memory.all_reduce_(result.view(-1), op)
+        else:
+            result = self._all_reduce(tensor, op)
+        self.traffic.all_reduce(num_bytes([result]))
+        return result
+
+    def start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+        self.traffic.all_reduce(num_bytes([tensor]))
+        if memory := self._memory_for(tensor):
+            # It runs when it is waited for; during a backward pass that keeps the cores busy it would gain
+            # nothing.
+            return self.operations.record_when_waited(
+                name, partial(memory.all_reduce_, tensor.view(-1), "sum")
+            )
+        return self.operations.record_async(name, partial(self._start_sum, tensor, name))
+
+    def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
+        tensor, memory = tensor.detach().contiguous(), self._memory_for(tensor)
+        if memory is None:
+            start = partial(self._start_reduce_scatter, tensor, counts)
+            return self.operations.record_async("reduce_scatter", start)
+        self.traffic.reduce_scatter([n * tensor.element_size() for n in counts])
+
+        begin = sum(counts[: self.rank])
+        run = partial(memory.reduce_scatter, tensor, begin, begin + counts[self.rank])
+        return self.operations.record_when_waited("reduce_scatter", run)
+
+    @record
+    def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+        tensor, memory = tensor.detach().contiguous(), self._memory_for(tensor)
+        if memory is None:
+            return self._all_gather(tensor, counts)
+        pieces = memory.all_gather(tensor)
+        if counts is None:
+            self.traffic.all_gather([8] * self.size)
+        self.traffic.all_gather([num_bytes([piece]) for piece in pieces])
+        return pieces
+
+    @record
+    def gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+        tensor = tensor.detach().contiguous()
+        self.traffic.gather(num_bytes([tensor]))
+        if memory := self._memory_for(tensor):
+            return memory.all_gather(tensor, is_read=self.rank == 0)
+        return self._gather(tensor, counts)
+
+    @record
+    def all_to_all(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+        self.traffic.all_to_all([num_bytes([piece]) for piece in pieces])
+        pieces = [piece.detach().contiguous() for piece in pieces]
+        memory = self._memory_for(*pieces)
+        if memory is not None:
+            return memory.all_to_all(pieces)
+        # As bytes, because not every library supports every dtype.
+        width = pieces[0].element_size()
+        joined = torch.cat([piece.view(torch.uint8) for piece in pieces])
+        sent, arriving = [len(piece) * width for piece in pieces], [count * width for count in counts]
+        received = self._all_to_all(joined, sent, arriving)
+        return [part.clone().view(pieces[0].dtype) for part in torch.split(received, arriving)]
+
+    @record
+    def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
+        with contiguous(tensors) as dense, torch.no_grad():
+            if memory := self._memory_for(*dense):
+                for tensor in dense:
+                    flat = tensor.view(-1)
+                    sent = memory.all_gather(flat if self.rank == root else flat[:0])[root]
+                    if len(sent) != len(flat):
+                        raise ValueError(
+                            f"rank {root} sends a tensor of {len(sent)} elements, rank {self.rank} has one "
+                            f"of {len(flat)}; {REMEDY}"
+                        )
+                    flat.copy_(sent)
+            else:
+                # Broadcast bytes, because not every library supports every dtype.
+                self._broadcast([tensor.view(-1).view(torch.uint8) for tensor in dense], root)
+        self.traffic.broadcast(num_bytes(tensors), root)
+
+    @record
+    def barrier(self) -> None:
+        if self._memory is None:
+            self._barrier()
+        else:
+            self._memory.all_gather(torch.zeros(0))
+
+    @abstractmethod
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _start_sum(self, tensor: torch.Tensor, name: str) -> AsyncOperation[None]: ...
+
+    @abstractmethod
+    def _start_reduce_scatter(
+        self, tensor: torch.Tensor, counts: Sequence[int]
+    ) -> AsyncOperation[torch.Tensor]:
+        """Reduce-scatters, and counts the bytes, which depend on the library."""
+
+    @abstractmethod
+    def _all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
+        """All-gathers, and counts the bytes, which depend on the library's padding."""
+
+    @abstractmethod
+    def _gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]: ...
+
+    @abstractmethod
+    def _all_to_all(self, joined: torch.Tensor, sent: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:
+        """Returns the bytes that arrive, in rank order.
+
+        Args:
+            joined: The bytes for all ranks, in rank order, as uint8.
+            sent: Number of bytes for each rank.
+            arriving: Number of bytes from each rank.
+        """
+
+    @abstractmethod
+    def _broadcast(self, tensors: list[torch.Tensor], root: int) -> None:
+        """Broadcasts contiguous tensors."""
+
+    @abstractmethod
+    def _barrier(self) -> None: ...

@@ -1,0 +1,281 @@
+"""Gradient compression with error feedback.
+
+Large matrices are compressed; biases and other small tensors are all-reduced whole, in one message per dtype.
+The part that a compressor does not send is the rank's residual, and is added to the next step's gradient.
+Residuals have no loss scale, because fp16's loss scale changes from step to step.
+
+Invariants: the sum of the ranks' residuals changes only by the values not sent. Residuals are updated after
+all ranks know that all sums of the step are finite, so they never hold inf or NaN, and a skipped step does
+not change them. A parameter without a gradient on any rank keeps its residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.compressors import COMPRESSORS, Compressor, Sent
+from ringspark.estimators.collectives.compressors.two_levels import all_reduce_by_host, find_levels
+from ringspark.estimators.options.compression import Compression, Uncompressed
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, refuse_sparse, share_weights
+from ringspark.estimators.parallel.data.gradient_buckets import (
+    GradientBucket,
+    memory_shape,
+    split_into_buckets,
+    view_like,
+)
+from ringspark.estimators.parallel.data.sparse_rows import SparseRows, sparse_parameters
+from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.parallel.sync_settings import SyncSettings
+
+_DTYPES = (torch.float32, torch.float64)
+
+
+def compressed_parameters(
+    trained: Mapping[str, nn.Parameter], compression: Compression
+) -> dict[str, nn.Parameter]:
+    """Returns the parameters whose gradients are compressed.
+
+    Args:
+        compression: Options of a compressor.
+    """
+    kind = COMPRESSORS[compression.NAME]
+    return {
+        name: p
+        for name, p in trained.items()
+        if p.dtype in _DTYPES
+        and p.dim() > 1
+        and p.numel() >= compression.least
+        and kind.helps(memory_shape(p), compression)
+    }
+
+
+class CompressedGradients:
+    """Data parallelism with compressed gradients."""
+
+    takes_sparse = True
+
+    def prepare(
+        self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
+    ) -> GradientSync:
+        share_weights(module, mesh)
+        return CompressedAllReduce(module, make_optimizer(module), mesh.gradients, settings)
+
+
+class CompressedAllReduce(GradientSync):
+    """Sums gradients by a compressor. A single rank sends nothing, but its first step adds the residuals of
+    the larger gang whose training it resumes."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        collective: Collective,
+        settings: SyncSettings,
+    ) -> None:
+        super().__init__(module, optimizer)
+        self._collective = collective
+        options = settings.sync.compressed or Uncompressed()
+        kind = COMPRESSORS[options.NAME]
+        self._levels = find_levels(collective) if options.between == "hosts" else None
+        self._after = options.after
+        self._freezes = not isinstance(options, Uncompressed) and hasattr(optimizer, "freeze_variance")
+        self._step = 0
+        held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        trained = {name: p for name, p in module.named_parameters() if p in held}
+        # Also on one rank, which may resume the residuals of several ranks, in the same order.
+        tables = sparse_parameters(module)
+        self._rows = SparseRows({n: p for n, p in tables.items() if n in trained}, optimizer, collective)
+        large = compressed_parameters({name: p for name, p in trained.items() if name not in tables}, options)
+        rest = {name: p for name, p in trained.items() if name not in large and name not in tables}
+        self._small = [GradientBucket(own) for own in split_into_buckets(rest, None)]
+        self._groups = [
+            _Group(own, kind([memory_shape(p) for p in own.values()], settings.seed, options))
+            for own in split_into_buckets(large, None)
+        ]
+        self._waits: list[Callable[[], None]] = []
+        collective.on_leave(self._waits.clear)
+
+    @torch.no_grad()
+    def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
+        factor = scale() if self._groups else 1.0
+        for group in self._groups:
+            group.take(factor)
+        counts = self._first_messages()
+        self._rows.sum()
+        is_compressed = self._step >= self._after
+        if self._step == self._after and self._freezes:
+            self.optimizer.freeze_variance()  # type: ignore[attr-defined]
+        self._step += 1
+        hads = []
+        is_finite = self._are_others_finite()
+        for group in self._groups:
+            *had, not_finite = counts[: len(group.parameters) + 1]
+            counts = counts[len(had) + 1 :]
+            hads.append(had)
+            is_finite = is_finite and not not_finite
+        if not is_finite:
+            for group, had in zip(self._groups, hads, strict=True):
+                group.spoil(had)
+            return
+        send = self._send if is_compressed else self._send_whole
+        sums = [group.exchange(had, send) for group, had in zip(self._groups, hads, strict=True)]
+        # The sums are equal on all ranks, so all ranks see an overflow.
+        is_kept = all(bool(torch.isfinite(sent.total).all()) for sent in sums)
+        for group, had, sent in zip(self._groups, hads, sums, strict=True):
+            if is_kept:
+                group.keep(had, factor, sent)
+            group.give(had, sent.total)
+
+    def _are_others_finite(self) -> bool:
+        """Whether the uncompressed sums are finite; they are equal on all ranks."""
+        if not self._groups:
+            return True
+        sums = [bucket.buffer for bucket in self._small]
+        return all(bool(torch.isfinite(t).all()) for t in sums) and self._rows.are_finite()
+
+    def _first_messages(self) -> list[int]:
+        """All-reduces the small tensors.
+
+        Returns:
+            For each group: the number of ranks that had each gradient, and the number of ranks with one that
+            is not finite.
+        """
+        mine = torch.tensor([float(n) for group in self._groups for n in (*group.had, group.is_bad)])
+        if self._groups:
+            self._waits.append(self._collective.start_sum(mine, "compression.had"))
+        for number, bucket in enumerate(self._small):
+            bucket.take()
+            self._waits.append(self._collective.start_sum(bucket.buffer, f"gradients.{number}"))
+        for wait in self._waits:
+            wait()
+        self._waits.clear()
+        for bucket in self._small:
+            bucket.give()
+        return [int(number) for number in mine.tolist()]
+
+    def _send(self, vector: torch.Tensor, compressor: Compressor) -> Sent:
+        if self._collective.size == 1:
+            return Sent(vector.clone(), torch.zeros_like(vector))
+        if self._levels is not None:
+            return all_reduce_by_host(vector, compressor, self._levels, self._step)
+        return compressor.sum(vector, self._collective, self._step)
+
+    def _send_whole(self, vector: torch.Tensor, compressor: Compressor) -> Sent:
+        return Sent(self._collective.all_reduce(vector), torch.zeros_like(vector))
+
+    def rank_state(self) -> dict[str, torch.Tensor]:
+        state = {"step": torch.tensor([self._step])}
+        for number, group in enumerate(self._groups):
+            state |= {f"{number}/{key}": t.detach().to("cpu", copy=True) for key, t in group.state().items()}
+        return state
+
+    def load_rank_states(self, states: Sequence[Mapping[str, torch.Tensor]], *, is_same: bool) -> None:
+        rank = self._collective.rank
+        own = states[rank if is_same else 0]
+        if not own:
+            return
+        self._step = int(own["step"])
+        for number, group in enumerate(self._groups):
+            # All ranks take rank 0's state, because rank 0 always compresses. With several hosts only the
+            # first rank of each host compresses, and a rank that becomes the first may have an older state.
+            start = f"{number}/"
+            keys = [key for key in states[0] if key.startswith(start) and key != f"{start}residual"]
+            group.load({key.removeprefix(start): states[0][key] for key in keys})
+            if is_same:
+                group.residual.copy_(own[f"{number}/residual"])
+            elif rank == 0:
+                # The earlier ranks no longer exist, so rank 0 sends their residuals.
+                total = torch.zeros(len(group.residual), dtype=torch.float64)
+                for state in states:
+                    total += state[f"{number}/residual"]
+                group.residual.copy_(total)
+            else:
+                group.residual.zero_()
+
+
+Send = Callable[[torch.Tensor, Compressor], Sent]
+
+
+class _Group:
+    """The compressed gradients of one dtype, end to end.
+
+    Attributes:
+        parameters: The parameters in the same order.
+        residual: Values that this rank has not sent yet, (elements,); zeros without feedback.
+        had: 1 for each parameter with a gradient on this rank, else 0.
+        is_bad: Whether a gradient, or its sum with the residual, is not finite.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter], compressor: Compressor) -> None:
+        self._names = list(named)
+        self.parameters = list(named.values())
+        self._compressor = compressor
+        first = self.parameters[0]
+        self._sizes = [p.numel() for p in self.parameters]
+        self._vector = torch.zeros(sum(self._sizes), dtype=first.dtype, device=first.device)
+        self._views = self._views_of(self._vector)
+        self.residual = torch.zeros_like(self._vector)
+        self.had = [0] * len(self.parameters)
+        self.is_bad = False
+
+    def _views_of(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        pieces = torch.split(vector, self._sizes)
+        return [view_like(p, piece) for p, piece in zip(self.parameters, pieces, strict=True)]
+
+    def take(self, scale: float) -> None:
+        """Moves this rank's gradients into the vector and adds the residual.
+
+        Args:
+            scale: Loss scale of the gradients; the residual has none.
+        """
+        self._vector.zero_()
+        for number, (name, parameter) in enumerate(zip(self._names, self.parameters, strict=True)):
+            gradient, parameter.grad = parameter.grad, None
+            self.had[number] = int(gradient is not None)
+            if gradient is not None:
+                refuse_sparse(name, gradient)
+                self._views[number].copy_(gradient)
+        self._vector.add_(self.residual, alpha=scale)
+        self.is_bad = not bool(torch.isfinite(self._vector).all())
+
+    def spoil(self, had: Sequence[int]) -> None:
+        """Sets the gradients to NaN, so that the optimizer skips the step."""
+        self.give(had, torch.full_like(self._vector, torch.nan))
+
+    def exchange(self, had: Sequence[int], send: Send) -> Sent:
+        """Sums the vectors over the ranks.
+
+        Args:
+            had: Number of ranks that had a gradient, for each parameter.
+            send: Sums a vector over the ranks.
+        """
+        for number, count in enumerate(had):
+            if not count:
+                self._views[number].zero_()
+        return send(self._vector, self._compressor)
+
+    def keep(self, had: Sequence[int], scale: float, sent: Sent) -> None:
+        """Sets the residual to the values not sent, except for parameters without a gradient on any rank."""
+        if not self._compressor.has_feedback:
+            return
+        assert sent.error is not None
+        kept = self._views_of(self.residual)
+        waiting = [(view, view.clone()) for view, count in zip(kept, had, strict=True) if not count]
+        self.residual.copy_(sent.error).div_(scale)
+        for view, values in waiting:
+            view.copy_(values)
+
+    def give(self, had: Sequence[int], total: torch.Tensor) -> None:
+        """Sets the parameters' gradients to the sums, or None if no rank had one."""
+        for parameter, view, count in zip(self.parameters, self._views_of(total), had, strict=True):
+            parameter.grad = view if count else None
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"residual": self.residual, **self._compressor.state()}
+
+    def load(self, compressor: Mapping[str, torch.Tensor]) -> None:
+        self._compressor.load({k: t.to(self._vector.device) for k, t in compressor.items()})

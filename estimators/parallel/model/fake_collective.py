@@ -1,0 +1,73 @@
+"""A fake collective for one rank without peers, which works on tensors without values.
+
+The planner runs a rank's shard of a network on such tensors. Each operation returns a tensor with the shape
+and dtype of the real result, and is recorded. So the planner counts messages and bytes of the code that
+trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ringspark.estimators.collectives.base import ReduceOp, num_bytes
+
+
+class Message(NamedTuple):
+    """One collective operation.
+
+    Attributes:
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or "shift" to one other rank.
+        num_bytes: Bytes of the whole tensor, or of all ranks together; for a shift, bytes that one rank
+            sends.
+    """
+
+    kind: str
+    num_bytes: int
+
+
+class FakeCollective:
+    """The fake collective of one rank.
+
+    Attributes:
+        messages: Recorded operations.
+    """
+
+    name = "fake"
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.messages: list[Message] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FakeCollective:
+        # A copied network belongs to the same rank.
+        return self
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        self._record("all_reduce", num_bytes([tensor]))
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+        self._record("all_reduce", num_bytes([tensor]))
+        return lambda: None
+
+    def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+        counts = [len(tensor)] * self.size if counts is None else counts
+        self._record("all_gather", sum(counts) * tensor.element_size())
+        return [tensor.new_empty(count) for count in counts]
+
+    def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
+        self._record("reduce_scatter", num_bytes([tensor]))
+        return lambda: tensor.new_empty(counts[self.rank])
+
+    def all_to_all(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+        if sum(bool(piece.numel()) for piece in pieces) == 1:
+            self._record("shift", num_bytes(pieces))
+        else:
+            self._record("all_to_all", self.size * num_bytes(pieces))
+        return [pieces[0].new_empty(count) for count in counts]
+
+    def _record(self, kind: str, count: int) -> None:
+        self.messages.append(Message(kind, count))

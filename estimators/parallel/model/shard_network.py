@@ -1,0 +1,180 @@
+"""Turns a whole network into this rank's shard of it, by the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ringspark.estimators.options.mesh import Mesh
+from ringspark.estimators.parallel.layout import ModelLayout, layout_of
+from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.parallel.model.expert import shard_experts
+from ringspark.estimators.parallel.model.pipeline.partition import partition_by_cost, partition_by_names
+from ringspark.estimators.parallel.model.pipeline.passes import (
+    PipelineOptions,
+    PipelinePasses,
+    build_pipeline,
+)
+from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of
+from ringspark.estimators.parallel.model.pipeline.sections import goes_along_time
+from ringspark.estimators.parallel.model.sequence.shard_sequence import check_sequence, shard_sequence
+from ringspark.estimators.parallel.model.tensor import (
+    MeshGrids,
+    PartialGradients,
+    SequenceShardedRows,
+    check_sequence_parallel,
+    make_region,
+    plan_of,
+    shard_activations,
+    shard_layers,
+)
+from ringspark.estimators.parallel.shard_spec import ShardSpec
+from ringspark.models.chain import links_of
+from ringspark.models.module_hooks import find_hook, has_gradient_hook
+
+
+class _LastRank(NamedTuple):
+    """The last rank of an axis, which has the smallest shards, as a collective without operations."""
+
+    rank: int
+    size: int
+
+
+def _last_rank(size: int) -> Any:
+    return _LastRank(size - 1, size)
+
+
+def check_shardable(module: nn.Module, sizes: Mapping[str, int], options: Mesh) -> None:
+    """Refuses, on the driver, a network that cannot be cut so.
+
+    Args:
+        module: The whole network, or a meta-device module; it is changed.
+        sizes: Number of ranks along each axis.
+        options: The setting `parallelism`.
+
+    Raises:
+        ValueError: The mesh cannot shard the network.
+    """
+    _check_hooks(module, sizes, options)
+    if sizes["tensor"] > 1:
+        plan = options.plan or plan_of(module, sizes["tensor"])
+        between = "parts" if options.sequence_parallel else "whole"
+        if options.sequence_parallel:
+            check_sequence_parallel(module, sizes)
+        seat = _last_rank(sizes["tensor"])
+        shard_layers(module, make_region(seat, between), plan)
+    if sizes["pipeline"] > 1:
+        way = options.pipeline
+        owners = schedule_of(way.schedule, way.virtual).owners(sizes["pipeline"], way.virtual)
+        links = links_of(module)
+        if way.cuts:
+            partition_by_names(links, len(owners), way.cuts)
+        else:
+            partition_by_cost(links, len(owners), [1.0] * len(links))
+        if way.sequence_chunks > 1 and not goes_along_time(links):
+            raise ValueError(
+                "Pipeline's sequence_chunks needs a network with links that go along time one after the "
+                f"other, such as 'recurrent', and {type(module).__name__} has none; give its links "
+                "over_time, as ringspark.models.chain describes, or leave sequence_chunks out"
+            )
+    if sizes["expert"] > 1:
+        shard_experts(module, _last_rank(sizes["expert"]))
+    if sizes["sequence"] > 1:
+        check_sequence(module, options.context)
+
+
+def shard_network(
+    module: nn.Module,
+    mesh: RankMesh,
+    options: Mesh,
+    num_micro: int = 1,
+    sample: Sequence[torch.Tensor] | None = None,
+    device: torch.device | None = None,
+) -> PipelinePasses | None:
+    """Leaves this rank's shard of the network, in place. Runs on every rank.
+
+    Args:
+        module: The whole network, with equal weights on all ranks.
+        options: The setting `parallelism`.
+        num_micro: Micro-batches per step.
+        sample: Arguments of one micro-batch, to measure the cost of layers.
+
+    Returns:
+        The passes of the pipeline; None without a pipeline.
+
+    Raises:
+        ValueError: The mesh cannot shard the network.
+    """
+    _check_hooks(module, mesh.sizes, options)
+    shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    tied = _tied_names(module)
+    cuts: dict[str, ShardSpec] = {}
+    if mesh.sizes["tensor"] > 1:
+        plan = options.plan or plan_of(module, mesh.sizes["tensor"])
+        region = make_region(
+            mesh.axes["tensor"], "parts" if options.sequence_parallel else "whole", MeshGrids(mesh)
+        )
+        cuts |= shard_layers(module, region, plan)
+    if mesh.sizes["expert"] > 1:
+        cuts |= shard_experts(module, mesh.axes["expert"])
+    if mesh.sizes["sequence"] > 1:
+        shard_sequence(module, mesh.axes["sequence"], options.context)
+    if mesh.sizes["tensor"] > 1:
+        shard_activations(module, region)
+    pipeline = None
+    if mesh.sizes["pipeline"] > 1:
+        chosen = PipelineOptions(
+            schedule=options.pipeline.schedule,
+            virtual=options.pipeline.virtual,
+            cuts=options.pipeline.cuts,
+            num_micro=num_micro,
+            time_chunks=options.pipeline.sequence_chunks,
+        )
+        # Only rank 0 measures, so layers that are sharded already must not communicate.
+        is_cut = bool(cuts) or mesh.sizes["sequence"] > 1
+        pipeline = build_pipeline(module, mesh, chosen, None if is_cut else sample, device)
+    copies = frozenset() if pipeline is None else frozenset(pipeline.copies)
+    ModelLayout(module, mesh, cuts, shapes, copies, trained, tied)
+    return pipeline
+
+
+def _check_hooks(module: nn.Module, sizes: Mapping[str, int], options: Mesh) -> None:
+    """Refuses hooks that a pipeline would not run, or would run once per stage.
+
+    Raises:
+        ValueError: The network has such a hook.
+    """
+    if sizes["pipeline"] == 1:
+        return
+    name = type(module).__name__
+    if hook := find_hook(module):
+        raise ValueError(
+            f"model {name} has {hook}, which a pipeline would run once per stage, on the stage's own "
+            "inputs; put it on a layer, or in a method that links() returns"
+        )
+    schedule = options.pipeline.schedule
+    is_delayed = schedule_of(schedule, options.pipeline.virtual).is_delayed
+    if is_delayed and has_gradient_hook(module):
+        raise ValueError(
+            f"model {name} has gradient hooks on its weights, which schedule {schedule!r} does not run, "
+            "because it differentiates copies of the weights; set schedule='1f1b', or remove the hooks"
+        )
+
+
+def find_partial_gradients(module: nn.Module) -> PartialGradients | None:
+    """Returns the all-reduce of partial gradients along 'tensor'; None without sequence parallelism."""
+    layout = layout_of(module)
+    if layout is None or not isinstance(getattr(module, "rows", None), SequenceShardedRows):
+        return None
+    return PartialGradients(module, tuple(layout.cuts), layout.mesh.axes["tensor"])
+
+
+def _tied_names(module: nn.Module) -> dict[str, str]:
+    """Returns further name -> first name of tied parameters."""
+    firsts = {parameter: name for name, parameter in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: firsts[parameter] for name, parameter in every if firsts[parameter] != name}

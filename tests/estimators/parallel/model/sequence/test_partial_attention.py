@@ -1,0 +1,116 @@
+"""Attention to some of the keys at a time is attention to all of them."""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringspark.estimators.parallel.model.sequence import partial_attention
+from ringspark.estimators.parallel.model.sequence.partial_attention import (
+    attend_by_products,
+    attend_chunk,
+    differentiate_by_products,
+    differentiate_chunk,
+    merge,
+)
+
+# torch's kernel of CPUs, and the products that stand in for it on other devices.
+BY = {
+    "kernel": (attend_chunk, differentiate_chunk),
+    "products": (attend_by_products, differentiate_by_products),
+}
+
+
+def _whole(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sees: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and logarithm by the definition; `sees` is (batch, 1, queries or 1, keys)."""
+    scores = query @ key.mT / math.sqrt(query.shape[-1])
+    exponentials = scores.exp() * sees
+    total = exponentials.sum(-1, keepdim=True)
+    # Without keys the mean is zero.
+    return exponentials @ value / torch.where(total > 0, total, 1), total.log().squeeze(-1)
+
+
+@pytest.mark.parametrize("by", BY)
+@settings(deadline=None)
+@given(st.data())
+def test_parts_of_any_cut_in_any_order_merge_to_the_whole(by: str, data: st.DataObject) -> None:
+    attend, gradients_of = BY[by]
+    num_keys, num_queries = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
+    cuts = sorted(data.draw(st.sets(st.integers(1, num_keys - 1), max_size=4)) if num_keys > 1 else [])
+    bounds = list(zip([0, *cuts], [*cuts, num_keys], strict=True))
+    order = data.draw(st.permutations(range(len(bounds))))
+    is_kept = data.draw(st.lists(st.booleans(), min_size=num_keys, max_size=num_keys))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+
+    def drawn(tokens: int) -> torch.Tensor:
+        return torch.randn(2, 2, tokens, 4, dtype=torch.float64, generator=generator).requires_grad_()
+
+    query, key, value = drawn(num_queries), drawn(num_keys), drawn(num_keys)
+    mask = torch.ones(2, 1, 1, num_keys, dtype=torch.bool)
+    mask[1, 0, 0] = torch.tensor(is_kept)  # perhaps no key at all for this row
+    want, log_sum = _whole(query, key, value, mask)
+    weights = torch.randn(want.shape, dtype=torch.float64, generator=generator)
+    (want * weights).sum().backward()
+
+    with torch.no_grad():
+        parts = [bounds[i] for i in order]
+        whole = reduce(
+            merge,
+            [attend(query, key[:, :, a:b], value[:, :, a:b], mask[..., a:b], False) for a, b in parts],
+        )
+        torch.testing.assert_close(whole[0], want)
+        torch.testing.assert_close(whole[1], log_sum)
+        found: Any = [torch.zeros_like(x) for x in (query, key, value)]
+        for a, b in parts:
+            pieces = (key[:, :, a:b], value[:, :, a:b], mask[..., a:b], False)
+            some = gradients_of(weights, query, *pieces, whole)
+            found[0] += some[0]
+            found[1][:, :, a:b] += some[1]
+            found[2][:, :, a:b] += some[2]
+    for x, gradient in zip((query, key, value), found, strict=True):
+        torch.testing.assert_close(x.grad, gradient)
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("by", BY)
+def test_causal_parts_have_the_values_and_gradients_of_the_definition(
+    by: str, is_masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The products go in several rounds here; a mask leaves the first queries without a key."""
+    monkeypatch.setattr(partial_attention, "QUERIES", 3)
+    attend, gradients_of = BY[by]
+    torch.manual_seed(0)
+    query, key, value, weights = (torch.randn(2, 2, 7, 4, dtype=torch.float64) for _ in range(4))
+    for x in (query, key, value):
+        x.requires_grad_()
+    mask = torch.tensor([[False, False, True, True, False, True, True], [True] * 7])[:, None, None]
+    sees = torch.ones(7, 7, dtype=torch.bool).tril() & (mask if is_masked else True)
+    want, log_sum = _whole(query, key, value, sees)
+    (want * weights).sum().backward()
+    with torch.no_grad():
+        part = attend(query, key, value, mask if is_masked else None, True)
+        torch.testing.assert_close(part[0], want)
+        torch.testing.assert_close(part[1], log_sum)
+        found = gradients_of(weights, query, key, value, mask if is_masked else None, True, part)
+    for x, gradient in zip((query, key, value), found, strict=True):
+        torch.testing.assert_close(x.grad, gradient)
+
+
+def test_scores_beyond_the_range_of_exponentials_merge() -> None:
+    one = torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), 1000.0)
+    other = torch.ones(1, 1, 1, 2), torch.full((1, 1, 1), 1000.0)
+    nothing = torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), -math.inf)
+    mean, log_sum = merge(merge(nothing, one), merge(other, nothing))
+    assert mean.tolist() == [[[[0.5, 0.5]]]]
+    assert log_sum.item() == pytest.approx(1000 + math.log(2))
+    mean, log_sum = merge(nothing, nothing)
+    assert mean.tolist() == [[[[0.0, 0.0]]]]
+    assert log_sum.item() == -math.inf

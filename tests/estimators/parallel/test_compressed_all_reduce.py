@@ -1,0 +1,354 @@
+"""Residuals of compressed gradients: what changes them and what leaves them alone, over real gangs."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from registries import names_of
+from safetensors.torch import load, save
+from torch import nn
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.base import gather_bytes
+from ringspark.estimators.collectives.compressors import COMPRESSORS
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.options.compression import Compression
+from ringspark.estimators.options.sync import AllReduce
+from ringspark.estimators.parallel import SyncSettings
+from ringspark.estimators.parallel.data.compressed_all_reduce import (
+    CompressedAllReduce,
+    CompressedGradients,
+    _Group,
+)
+from ringspark.estimators.training.precision import LossScaler
+
+pytestmark = pytest.mark.distributed
+
+
+class Net(nn.Module):
+    """Two matrices, of which rows may leave the second unused, and biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 40), nn.Linear(6, 40)
+        self.double()
+
+    def forward(self, x: torch.Tensor, uses_second: bool = True) -> torch.Tensor:
+        hidden = self.first(x)
+        return (hidden * self.second(x) if uses_second else hidden).square().mean(1)  # type: ignore[no-any-return]
+
+
+def _sync(collective: Collective, **compression: Any) -> CompressedAllReduce:
+    given = {"name": "topk", "ratio": 0.05, "least": 1, **compression}
+    chosen = Compression.of({key: value for key, value in given.items() if value is not None})
+    sync = CompressedGradients().prepare(
+        Net(),
+        lambda m: torch.optim.SGD(m.parameters(), 0.1),
+        collective,
+        SyncSettings(sync=AllReduce(compression=chosen), seed=3),
+    )
+    assert isinstance(sync, CompressedAllReduce)
+    return sync
+
+
+def _backward(
+    sync: CompressedAllReduce, rank: int, step: int, factor: float = 1.0, uses_second: bool = True
+) -> None:
+    sync.optimizer.zero_grad()
+    rows = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+    (sync.module(rows, uses_second).sum() * factor).backward()
+
+
+def _residual(sync: CompressedAllReduce) -> torch.Tensor:
+    return sync._groups[0].residual
+
+
+def _gradient(sync: CompressedAllReduce) -> torch.Tensor:
+    """The gradients of the matrices, end to end in the order of the residual; zeros for None."""
+    group = sync._groups[0]
+    return torch.cat(
+        [
+            torch.zeros(p.numel(), dtype=p.dtype) if p.grad is None else p.grad.reshape(-1)
+            for p in group.parameters
+        ]
+    )
+
+
+def _life(collective: Collective) -> Any:
+    """Every way in which a step may end; after each, whether everything sent and everything kept adds up."""
+    sync = _sync(collective)
+    due = torch.zeros_like(_residual(sync))
+    sent = torch.zeros_like(due)
+    found: dict[str, Any] = {}
+
+    def adds_up(case: str, also: bool = True) -> None:
+        kept = collective.all_reduce(_residual(sync))
+        found[case] = bool(torch.allclose(sent + kept, due, atol=1e-12)) and also
+
+    def step(number: int, **how: Any) -> torch.Tensor:
+        _backward(sync, collective.rank, number, **how)
+        return collective.all_reduce(_gradient(sync))
+
+    for number in range(3):
+        due += step(number)
+        sync.reduce()
+        sent += _gradient(sync)
+    adds_up("plain steps", bool(_residual(sync).any()))
+
+    # One rank's gradient is not finite: nothing is sent, and no residual changes.
+    before = _residual(sync).clone()
+    step(3, factor=float("inf") if collective.rank else 1.0)
+    sync.reduce()
+    is_bad = not bool(torch.isfinite(_gradient(sync)).any())
+    adds_up("not finite", is_bad and _residual(sync).equal(before))
+
+    # What travels whole is not finite: the step is skipped, whatever the matrices are.
+    before = _residual(sync).clone()
+    step(3)
+    if collective.rank:
+        sync.network.first.bias.grad[0] = float("inf")
+    sync.reduce()
+    adds_up("bias not finite", _residual(sync).equal(before))
+
+    # fp16 scales the gradients by another power of 2 in each step.
+    due += step(4)
+    _backward(sync, collective.rank, 4, factor=1024.0)
+    sync.reduce(lambda: 1024.0)
+    sent += _gradient(sync) / 1024
+    adds_up("scaled")
+
+    # Nobody uses the second matrix: its gradient is None, and its residual waits.
+    unused = sync.network.second.weight
+    due += step(5, uses_second=False)
+    sync.reduce()
+    is_none = unused.grad is None
+    sent += _gradient(sync)
+    adds_up("unused everywhere", is_none)
+
+    # One rank uses it.
+    due += step(6, uses_second=collective.rank == 0)
+    sync.reduce()
+    is_there = unused.grad is not None
+    sent += _gradient(sync)
+    adds_up("used by one", is_there)
+
+    # A rank without rows sends what it had kept.
+    sync.optimizer.zero_grad()
+    if collective.rank:
+        _backward(sync, collective.rank, 7)
+    due += collective.all_reduce(_gradient(sync))
+    before = _residual(sync).clone()
+    sync.reduce()
+    sent += _gradient(sync)
+    adds_up("without rows", not _residual(sync).equal(before))
+    biases = [p.grad for n, p in sync.network.named_parameters() if n.endswith("bias")]
+    found["biases travel whole"] = all(b is not None and bool((b != 0).all()) for b in biases)
+    return found
+
+
+@pytest.mark.extras
+def test_a_gradient_that_is_not_finite_beside_what_was_kept_is_told_before_anything_is_sent() -> None:
+    """A compressor may leave that number out, and would keep an infinite one."""
+    sync = _sync(LocalCollective(), name="randomk")
+    largest = torch.finfo(torch.float64).max
+    _residual(sync)[3] = largest
+    before = _residual(sync).clone()
+    _backward(sync, 0, 0)
+    for matrix in (sync.network.first.weight, sync.network.second.weight):
+        assert matrix.grad is not None
+        matrix.grad.fill_(largest / 4)
+    sync.reduce()
+    assert _residual(sync).equal(before)
+    assert bool(_gradient(sync).isnan().all())
+
+
+@cache
+def _lives(name: str) -> list[dict[str, bool]]:
+    return run_ranks(2, name, _life)
+
+
+@pytest.mark.parametrize("name", ["horovod", "torch"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "plain steps",
+        "not finite",
+        "bias not finite",
+        "scaled",
+        "unused everywhere",
+        "used by one",
+        "without rows",
+        "biases travel whole",
+    ],
+)
+def test_what_is_sent_and_what_is_kept_adds_up(name: str, case: str) -> None:
+    assert [rank[case] for rank in _lives(name)] == [True, True]
+
+
+def _resumes(compression: str, collective: Collective) -> Any:
+    """Five steps in one go, and three steps, a copy, and two more; then all states, to resume elsewhere."""
+    straight, first, second = (_sync(collective, name=compression, **_OPTIONS[compression]) for _ in range(3))
+    scaler = LossScaler("fp32", torch.device("cpu"))
+
+    def steps(sync: CompressedAllReduce, begin: int, end: int) -> None:
+        for number in range(begin, end):
+            _backward(sync, collective.rank, number)
+            sync.reduce()
+            sync.step(scaler)
+
+    steps(straight, 0, 5)
+    steps(first, 0, 3)
+    own = first.rank_state()
+    # A state that shares memory with the training would change here.
+    steps(first, 3, 4)
+    states = [load(text) for text in gather_bytes(collective, save(own))]
+    second.network.load_state_dict(_weights_after(collective, compression, 3, steps))
+    second.load_rank_states(states, is_same=True)
+    steps(second, 3, 5)
+    is_equal = all(
+        a.equal(b) for a, b in zip(straight.network.parameters(), second.network.parameters(), strict=True)
+    )
+    return {"equal": is_equal, "residual": own["0/residual"].tolist(), "step": own["step"].tolist()}
+
+
+def _weights_after(collective: Collective, compression: str, count: int, steps: Any) -> dict[str, Any]:
+    sync = _sync(collective, name=compression, **_OPTIONS[compression])
+    steps(sync, 0, count)
+    return sync.network.state_dict()
+
+
+_FOUND: dict[str, dict[str, Any]] = {
+    "powersgd": {},
+    "gradiveq": {"slice": 16, "components": 2, "samples": 1},
+}
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "topk": {},
+    "randomk": {"ratio": 0.1},
+    "sparsify": {"feedback": True, "ratio": 0.1},
+    "qsgd": {"ratio": None, "feedback": True, "bits": 2},
+    "sign": {"ratio": None},
+    "powersgd": {"ratio": None, "rank": 1},
+    "gradiveq": {"ratio": None, "slice": 8, "components": 2, "samples": 2},
+}
+
+
+@pytest.mark.parametrize("compression", names_of(COMPRESSORS, _OPTIONS))
+def test_a_resumed_training_sends_the_same_bits_and_the_sum_of_residuals_outlives_a_gang(
+    compression: str,
+) -> None:
+    ranks = run_ranks(2, "torch", partial(_resumes, compression))
+    assert all(rank["equal"] for rank in ranks)
+    residuals = [torch.tensor(rank["residual"], dtype=torch.float64) for rank in ranks]
+    assert all(residual.any() for residual in residuals)
+    states = [
+        {"0/residual": r, "step": torch.tensor(rank["step"])}
+        for r, rank in zip(residuals, ranks, strict=True)
+    ]
+    loaded = run_ranks(3, "torch", partial(_loads, compression, states))
+    found = sum(torch.tensor(residual, dtype=torch.float64) for residual in loaded)
+    assert torch.equal(found, residuals[0] + residuals[1])
+
+
+def _loads(compression: str, states: Any, collective: Collective) -> Any:
+    sync = _sync(collective, name=compression, **_OPTIONS[compression])
+    sync.load_rank_states(states, is_same=False)
+    return _residual(sync).tolist()
+
+
+def test_a_gang_of_one_takes_over_what_larger_ones_had_not_sent() -> None:
+    sync, other = _sync(LocalCollective()), _sync(LocalCollective())
+    size = len(_residual(sync))
+    states = [{"0/residual": torch.full((size,), value), "step": torch.tensor([5])} for value in (1.0, 2.0)]
+    sync.load_rank_states(states, is_same=False)
+    for one in (sync, other):
+        _backward(one, 0, 0)
+        one.reduce()
+    assert torch.allclose(_gradient(sync), _gradient(other) + 3)
+    assert not _residual(sync).any()
+
+
+@pytest.mark.parametrize("name", names_of(COMPRESSORS, ["powersgd", "gradiveq"]))
+def test_a_rollback_to_the_first_step_forgets_the_directions_found_since(name: str) -> None:
+    """Otherwise a training that was started again would take other steps than one that was not."""
+    values = Compression.of({"name": name, **_FOUND[name]})
+    used, fresh = (COMPRESSORS[name]([torch.Size((16, 16))], 0, values) for _ in range(2))
+    group = _Group({"weight": nn.Parameter(torch.zeros(16, 16))}, used)
+    begin = {key: t.clone() for key, t in used.state().items()}
+    for step in range(4):
+        used.sum(torch.randn(256), LocalCollective(), step)
+    group.load(begin)
+    vector = torch.randn(256)
+    for step in range(2):
+        one, other = (c.sum(vector, LocalCollective(), step).total for c in (used, fresh))
+        assert one.equal(other)
+
+
+def test_a_gang_of_one_takes_over_from_a_larger_one_with_looked_up_rows() -> None:
+    """Rows of a table travel by themselves, so no residual holds any, whatever the number of ranks."""
+    module = nn.Sequential(nn.Embedding(40, 40, sparse=True), nn.Linear(40, 40))
+    compression = Compression.of({"name": "topk", "least": 1})
+    sync = CompressedGradients().prepare(
+        module,
+        lambda m: torch.optim.Adam(m.parameters(), 0.1),
+        LocalCollective(),
+        SyncSettings(sync=AllReduce(compression=compression)),
+    )
+    kept = torch.ones(40 * 40)
+    sync.load_rank_states([{"0/residual": kept, "step": torch.tensor([5])}] * 2, is_same=False)
+    module(torch.tensor([3])).sum().backward()
+    expected = module[1].weight.grad.clone() + 2
+    sync.reduce()
+    assert torch.allclose(module[1].weight.grad, expected)
+    sync.step(LossScaler("fp32", torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        torch.zeros(30, 20),
+        torch.zeros(20, 30).t(),
+        torch.zeros(16, 6, 3, 3),
+        torch.zeros(16, 6, 3, 3).to(memory_format=torch.channels_last),
+    ],
+    ids=["rows", "columns", "channels first", "channels last"],
+)
+def test_a_matrix_of_low_rank_is_one_however_it_lies_in_memory(weights: torch.Tensor) -> None:
+    layer = nn.Module()
+    layer.weight = nn.Parameter(weights.clone())
+    assert layer.weight.stride() == weights.stride()
+    sync = CompressedAllReduce(
+        layer,
+        torch.optim.SGD(layer.parameters(), 0.1),
+        LocalCollective(),
+        SyncSettings(sync=AllReduce(compression=Compression.of({"name": "powersgd", "rank": 1, "least": 1}))),
+    )
+    torch.manual_seed(1)
+    gradient = torch.outer(torch.randn(len(weights)), torch.randn(weights[0].numel())).view(weights.shape)
+    layer.weight.grad = gradient.clone()
+    (group,) = sync._groups
+    group.take(1.0)
+    sent = group.exchange([1], lambda vector, compressor: compressor.sum(vector, LocalCollective(), 0))
+    group.give([1], sent.total)
+    torch.testing.assert_close(layer.weight.grad, gradient, atol=1e-4, rtol=1e-4)
+
+
+def test_the_first_steps_travel_whole_where_that_is_asked_for() -> None:
+    found = run_ranks(2, "torch", _begins_later)
+    assert found == [[True, True, False, False]] * 2
+
+
+def _begins_later(collective: Collective) -> Any:
+    """Whether the sum of each step is that of all gradients."""
+    sync, is_whole = _sync(collective, after=2), []
+    for number in range(4):
+        _backward(sync, collective.rank, number)
+        exact = collective.all_reduce(_gradient(sync))
+        sync.reduce()
+        is_whole.append(bool(torch.allclose(_gradient(sync), exact)))
+    return is_whole

@@ -1,0 +1,170 @@
+"""Which gradients a rank exchanges and which it refuses, without a second rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch._dynamo  # that would hold a group which exists while an optimizer imports it
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ringspark.estimators.collectives import Collective, Member
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.collectives.torch_collective import TorchCollective
+from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.parallel.data.gradient_all_reduce import (
+    FLAT_BYTES,
+    NETWORK_FLAT_BYTES,
+    GradientAllReduce,
+    choose_bucket_bytes,
+)
+from ringspark.estimators.parallel.data.gradient_buckets import BUCKET_BYTES
+from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.parallel.sharded.zero import SyncGroup, ZeroSync
+
+
+class Twice(nn.Module):
+    """Its one layer is recomputed twice, each time in a backward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, None])
+def test_a_gradient_that_comes_again_after_its_bucket_left_is_refused(bucket_bytes: int | None) -> None:
+    """One exchange for all of them leaves after the backward pass, so there it may come in parts."""
+    module = Twice()
+    rows = torch.ones(3, 2, requires_grad=True)
+    expected = torch.autograd.grad(module.layer(module.layer(rows)).sum(), module.layer.weight)[0]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    sync = GradientAllReduce(module, optimizer, LocalCollective(), bucket_bytes=bucket_bytes)
+    with sync.micro_batch(last=True):
+        loss = sync.module(rows).sum()
+        if bucket_bytes is not None:
+            with pytest.raises(
+                ValueError, match=r"a gradient came again .*; checkpoint .* use_reentrant=False"
+            ):
+                loss.backward()
+            return
+        loss.backward()
+    sync.reduce()
+    assert torch.allclose(module.layer.weight.grad, expected)  # type: ignore[arg-type]
+
+
+class InPlace(torch.optim.SGD):
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, None])
+def test_gradients_that_an_optimizer_zeroes_in_place_stay_beside_a_missing_one(
+    bucket_bytes: int | None,
+) -> None:
+    """They still stand in the buffer when a step begins, unlike the one that no row has given."""
+    module = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1)])
+    optimizer = InPlace(module.parameters(), lr=0.1)
+    sync = GradientAllReduce(module, optimizer, LocalCollective(), bucket_bytes=bucket_bytes)
+    gradients = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with sync.micro_batch(last=True):
+            module[0](torch.ones(3, 2)).sum().backward()
+        sync.reduce()
+        gradients.append(module[0].weight.grad.tolist())  # type: ignore[union-attr, operator]
+    assert gradients == [[[3.0, 3.0]]] * 3
+    assert module[1].weight.grad is None
+
+
+@given(st.integers(1, 1 << 34))
+def test_buckets_over_a_network_leave_the_backward_pass_something_to_hide(num_bytes: int) -> None:
+    """Between ranks that share memory nothing is hidden, and a smaller network pays for more messages."""
+    size = choose_bucket_bytes(num_bytes, by_network=True)
+    assert (size is None) == (num_bytes <= NETWORK_FLAT_BYTES)
+    if size is not None:
+        assert 1 << 20 <= size <= BUCKET_BYTES
+        assert num_bytes >= 2 * size
+    if num_bytes <= FLAT_BYTES:
+        assert choose_bucket_bytes(num_bytes, by_network=False) is None
+
+
+def _summed(module: nn.Module, optimizer: torch.optim.Optimizer, collective: Collective) -> GradientSync:
+    return GradientAllReduce(module, optimizer, collective, bucket_bytes=1)
+
+
+def _zero(module: nn.Module, optimizer: torch.optim.Optimizer, collective: Collective) -> GradientSync:
+    return ZeroSync(module, optimizer, [SyncGroup(RankMesh.of(collective).shard_group)], 1, bucket_bytes=8)
+
+
+Tie = Callable[[nn.Module, torch.optim.Optimizer, Collective], GradientSync]
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(checkpoint(self.first, x, use_reentrant=False))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("tie", [_summed, _zero])
+def test_a_callback_may_differentiate_between_steps(tie: Tie) -> None:
+    """A pass outside of a step sends nothing, and leaves nothing behind for the next step."""
+    module, alone = Recomputed(), Recomputed()
+    sync = tie(module, torch.optim.SGD(module.parameters(), lr=0.1), LocalCollective())
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    x = torch.ones(3, 2)
+    for _ in range(3):
+        sync.optimizer.zero_grad()
+        with sync.micro_batch(last=True):
+            sync.module(x).sum().backward()
+        sync.reduce()
+        sync.step(torch.amp.GradScaler("cpu", enabled=False))
+        module(x).sum().backward()
+        plain.zero_grad()
+        alone(x).sum().backward()
+        plain.step()
+    assert torch.equal(*(nn.utils.parameters_to_vector(m.parameters()) for m in (module, alone)))
+
+
+class Client:
+    def close(self) -> None:
+        return
+
+
+def _sockets() -> int:
+    # The listing's own descriptor is gone when its link is read.
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return sum("socket:" in os.readlink(link) for link in links if os.path.islink(link))
+
+
+@pytest.mark.parametrize("tie", [_summed, _zero])
+def test_a_rank_that_fails_in_its_backward_pass_closes_its_connections(tie: Tie) -> None:
+    """Its error keeps the frames, and an exchange under way would keep the group and its peers waiting."""
+    before = _sockets()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    collective = TorchCollective(Member(), False, Client())  # type: ignore[arg-type]
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def fails(gradient: torch.Tensor) -> None:
+        raise KeyError("lost")
+
+    module[0].weight.register_hook(fails)
+    sync = tie(module, torch.optim.SGD(module.parameters(), lr=0.1), collective)
+    with pytest.raises(KeyError), sync.micro_batch(last=True):
+        sync.module(torch.ones(3, 2)).sum().backward()
+    collective.abort()
+    assert _sockets() == before
