@@ -24,6 +24,7 @@ from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.options.sync import SHARDINGS
 from ringspark.estimators.parallel import STRATEGIES, SyncSettings
 from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
@@ -42,7 +43,7 @@ class Training:
         torch.manual_seed(0)
         make = partial(build_optimizer, "adamw", groups=None, learning_rate=1e-3, weight_decay=0.01)
         self.sync: GradientSync = STRATEGIES[sync_of(sharding=sharding).strategy]().prepare(
-            SPEC.build(), make, collective, SyncSettings()
+            SPEC.build(), make, RankMesh.of(collective), SyncSettings()
         )
         self.collective = collective
         self.rows = rows

@@ -24,6 +24,7 @@ from ringspark.estimators.parallel.data.compressed_all_reduce import (
     CompressedGradients,
     _Group,
 )
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.precision import LossScaler
 
 pytestmark = pytest.mark.distributed
@@ -49,7 +50,7 @@ def _sync(collective: Collective, **compression: Any) -> CompressedAllReduce:
     sync = CompressedGradients().prepare(
         Net(),
         lambda m: torch.optim.SGD(m.parameters(), 0.1),
-        collective,
+        RankMesh.of(collective),
         SyncSettings(sync=AllReduce(compression=chosen), seed=3),
     )
     assert isinstance(sync, CompressedAllReduce)
@@ -296,7 +297,7 @@ def test_a_gang_of_one_takes_over_from_a_larger_one_with_looked_up_rows() -> Non
     sync = CompressedGradients().prepare(
         module,
         lambda m: torch.optim.Adam(m.parameters(), 0.1),
-        LocalCollective(),
+        RankMesh.of(LocalCollective()),
         SyncSettings(sync=AllReduce(compression=compression)),
     )
     kept = torch.ones(40 * 40)

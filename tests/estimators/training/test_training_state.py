@@ -47,7 +47,9 @@ def _net() -> nn.Module:
 
 def _prepare(collective: Collective, sharding: str, optimizer: str) -> GradientSync:
     make = partial(build_optimizer, optimizer, groups=None, learning_rate=0.01, weight_decay=0.1)
-    return STRATEGIES[sync_of(sharding=sharding).strategy]().prepare(_net(), make, collective, SyncSettings())
+    return STRATEGIES[sync_of(sharding=sharding).strategy]().prepare(
+        _net(), make, RankMesh.of(collective), SyncSettings()
+    )
 
 
 def _steps(sync: GradientSync, collective: Collective, first: int, last: int) -> None:
@@ -134,7 +136,9 @@ def _gather(sharding: str, collective: Collective) -> Any:
     """The most memory that a copy of the whole training takes on this rank, and the bytes it sends for it."""
     module = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False))
     make = partial(build_optimizer, "adamw", groups=None, learning_rate=0.01, weight_decay=0.1)
-    sync = STRATEGIES[sync_of(sharding=sharding).strategy]().prepare(module, make, collective, SyncSettings())
+    sync = STRATEGIES[sync_of(sharding=sharding).strategy]().prepare(
+        module, make, RankMesh.of(collective), SyncSettings()
+    )
     with sync.micro_batch(last=True):
         sync.module(torch.ones(1, 256)).sum().backward()
     sync.reduce()
@@ -168,7 +172,7 @@ def _load(folder: str, collective: Collective) -> int:
     """The most memory that weights in two parts take while this rank loads its own part of them."""
     module = nn.Sequential(*(nn.Linear(256, 512, bias=False) for _ in range(LAYERS)))
     make = partial(build_optimizer, "sgd", groups=None, learning_rate=0.01, weight_decay=0.0)
-    sync = STRATEGIES["zero3"]().prepare(module, make, collective, SyncSettings())
+    sync = STRATEGIES["zero3"]().prepare(module, make, RankMesh.of(collective), SyncSettings())
     spread = CheckpointShards(ShardSpec("tensor", 0), (512, 256), (0, 1))
     joined = map_shards([f"{folder}/{part}" for part in (0, 1)], dict.fromkeys(module.state_dict(), spread))
     return memory_use(lambda: load_state(folder, sync.network, joined)).peak

@@ -81,7 +81,7 @@ def _prepare(
 ) -> GradientSync:
     settings = SyncSettings(sync=sync_of(consistency=consistency), timeout_seconds=30)
     make = lambda module: build_optimizer(optimizer, module, None, rate, decay)  # noqa: E731
-    return STRATEGIES[settings.sync.strategy]().prepare(Net(), make, collective, settings)
+    return STRATEGIES[settings.sync.strategy]().prepare(Net(), make, RankMesh.of(collective), settings)
 
 
 def _train(collective: Collective, sync: GradientSync, steps: int = STEPS) -> None:
