@@ -29,7 +29,7 @@ from ringspark.estimators import (
 from ringspark.estimators.options.base import Options
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import EARLIER, Sync, read_earlier, write_earlier
-from ringspark.estimators.run.identity import differences
+from ringspark.estimators.run.identity import list_differences
 from ringspark.estimators.stages.to_config import config_of
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.settings.table import SETTINGS
@@ -119,9 +119,9 @@ def test_the_identity_of_an_earlier_run_is_that_of_the_same_settings_today() -> 
         | {"send": "fp32", "fragments": 1, "delay": 0, "alpha": 0.0},
         "scaleLearningRate": {"name": "sqrt", "baseBatchSize": 4, "warmupEpochs": 0.0},
     }
-    assert differences({"settings": then}, {"settings": now}) == []
+    assert list_differences({"settings": then}, {"settings": now}) == []
     then["localSteps"] = 1
-    (changed,) = differences({"settings": then}, {"settings": now})
+    (changed,) = list_differences({"settings": then}, {"settings": now})
     assert changed.startswith("sync: ")
 
 
