@@ -1,11 +1,11 @@
 """Builds the wheel, and a `.zip` with the same content for Spark's executors.
 
-`spark-submit --py-files` and `SparkSession.addArtifacts(pyfile=True)` accept a `.zip`, but no `.whl`.
-`ringspark` is a namespace package, which `zipimport` finds up to Python 3.12 only if the archive has an entry
-for the folder; wheels have no such entries.
+`spark-submit --py-files` and `SparkSession.addArtifacts(pyfile=True)` accept a `.zip` but not a `.whl`.
+`ringspark` is a namespace package. Up to Python 3.12, `zipimport` finds it only if the archive has an entry
+for the folder, and wheels have no such entries.
 
-setuptools builds in a copy of the sources: a `build/` folder in the checkout would put deleted files into the
-next wheel.
+setuptools builds in a copy of the sources, because a `build/` folder in the checkout would put deleted files
+into the next wheel.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def build_wheel(root: Path, folder: Path) -> Path:
 
 
 def zip_for_spark(wheel: Path) -> Path:
-    """Writes the wheel's content next to it as `<name>-<version>.zip`, with an entry for every folder."""
+    """Writes the wheel's content next to it as `<name>-<version>.zip`, with an entry for each folder."""
     archive = wheel.with_name("-".join(wheel.name.split("-")[:2]) + ".zip")
     with zipfile.ZipFile(wheel) as packed, zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as target:
         folders = {folder for name in packed.namelist() for folder in PurePosixPath(name).parents}

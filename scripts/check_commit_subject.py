@@ -1,4 +1,4 @@
-"""Checks that the subject of a commit message is imperative and has at most 72 characters.
+"""Checks that a commit subject is imperative and has at most 72 characters.
 
 The hook `commit-msg` runs it.
 """
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 MOST_CHARACTERS = 72
-# First words with these endings describe a change, unless they are among the imperatives.
+# A first word with one of these endings describes a change, unless it is in the list of imperatives.
 ENDINGS = ("ed", "ing", "s")
 IMPERATIVES = frozenset(
     [
@@ -63,7 +63,7 @@ NO_VERBS = frozenset(
 
 
 def problem_of(subject: str) -> str | None:
-    """Returns what is wrong with a subject, with the remedy; None if nothing is."""
+    """Returns the problem with a subject and the remedy, or None."""
     if len(subject) > MOST_CHARACTERS:
         return f"the subject has {len(subject)} characters; shorten it to {MOST_CHARACTERS}"
     first, *others = subject.split() or [""]
@@ -80,7 +80,7 @@ def problem_of(subject: str) -> str | None:
 
 
 def main() -> None:
-    """Reads the file named by the first argument; exits with 1 and one sentence if it refuses the subject."""
+    """Reads the file named by the first argument, and exits with 1 if it rejects the subject."""
     subject = Path(sys.argv[1]).read_text(encoding="utf-8").split("\n", 1)[0]
     if subject.startswith(("Merge ", "Revert ", "fixup! ", "squash! ")):
         return

@@ -1,4 +1,4 @@
-"""Prints for every setting which files of the packages mention it.
+"""Prints which files of the packages mention each setting.
 
     python scripts/count_setting_files.py
 
@@ -20,7 +20,7 @@ from ringspark.estimators.training.settings.table import SETTINGS
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("pipelines", "models", "estimators", "extras", "jobs")
 DECLARED_IN = "estimators/training/settings"
-# Names of variables that hold a config.
+# Variable names that hold a config.
 CONFIGS = frozenset({"config", "_config"})
 
 
@@ -39,7 +39,7 @@ def places() -> dict[str, list[str]]:
 
 
 def find_words(tree: ast.Module) -> Iterator[str]:
-    """Yields identifiers and words of strings; an attribute of a config as "config.name"."""
+    """Yields identifiers, words of strings, and config attributes as "config.name"."""
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):

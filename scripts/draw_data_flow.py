@@ -1,4 +1,4 @@
-"""Prints docs/data_flow.svg: the way of rows through a training and back, as the page "Concepts" shows it.
+"""Prints docs/data_flow.svg, the diagram of the data flow on the page "Concepts".
 
 python scripts/draw_data_flow.py > docs/data_flow.svg
 """
@@ -10,7 +10,7 @@ FONT = "font-family='sans-serif' text-anchor='middle'"
 
 
 def box(x: int, y: int, width: int, title: str, text: str, color: str) -> str:
-    """Returns a box with its upper left corner at (x, y), a title and one line of text."""
+    """Returns an SVG box with its upper left corner at (x, y), a title and one line of text."""
     middle = x + width // 2
     return "\n".join(
         (
@@ -22,7 +22,7 @@ def box(x: int, y: int, width: int, title: str, text: str, color: str) -> str:
 
 
 def arrow(start: tuple[int, int], end: tuple[int, int], text: str = "") -> str:
-    """Returns an arrow from `start` to `end`, with a text to the right of its middle."""
+    """Returns an SVG arrow from `start` to `end`, with a label to the right of its middle."""
     x, y = (start[0] + end[0]) // 2 + 8, (start[1] + end[1]) // 2 + 4
     label = f"<text x='{x}' y='{y}' font-family='sans-serif' font-size='11' fill='#555'>{text}</text>"
     ends = f"x1='{start[0]}' y1='{start[1]}' x2='{end[0]}' y2='{end[1]}'"
@@ -31,7 +31,7 @@ def arrow(start: tuple[int, int], end: tuple[int, int], text: str = "") -> str:
 
 
 def draw() -> str:
-    """Returns the picture."""
+    """Returns the SVG."""
     data, driver, rank = "#dbeafe", "#fef3c7", "#dcfce7"
     parts = [
         box(30, 20, 200, "DataFrame", "columns, types, nulls", data),

@@ -1,14 +1,14 @@
-"""Puts small bugs into a copy of the tree, one at a time, and prints those that no chosen test notices.
+"""Runs mutation tests: inserts one small bug at a time, and prints the bugs that no test detects.
 
     make mutants
     make mutants ARGS="--only estimators/parallel --jobs 1"
 
-The bugs are in `tests/mutants/*.toml`, each with the tests that have to notice it. mutmut and cosmic-ray do
-not fit: they generate mutations from operators, and take no table of given bugs with tests for each. Also,
-mutmut expects packages in folders of their own name, but the package `ringspark` is the root here.
+The bugs are in `tests/mutants/*.toml`, each with the tests that must detect it. mutmut and cosmic-ray do not
+fit, because they generate mutations from operators and accept no list of bugs with tests. Also, mutmut
+expects each package in a folder of its name, but the package `ringspark` is the root here.
 
-A mutant is killed if its tests fail or do not end in time. It survives if they pass. Before any mutant runs,
-an old text that does not occur exactly once is refused, and so are tests that fail on the unchanged copy.
+A mutant is killed if its tests fail or time out. It survives if they pass. The program first checks that each
+old text occurs exactly once, and that the tests pass on the unchanged copy.
 
 The exit code is 1 if a mutant survived or could not be judged.
 """
@@ -87,7 +87,7 @@ def read_tables(folder: Path = TABLES) -> list[Mutant]:
 
 
 def check(mutants: Sequence[Mutant], root: Path = ROOT) -> None:
-    """Refuses mutants that do not fit the tree.
+    """Raises if a mutant does not fit the tree.
 
     Raises:
         ValueError: An old text does not occur exactly once, or a test does not exist.
@@ -123,7 +123,7 @@ class Copy:
             raise RuntimeError(f"ringspark is not imported from the copy in {folder}; unset PYTHONPATH")
 
     def judge(self, mutant: Mutant, timeout_seconds: float) -> tuple[Verdict, str]:
-        """Runs the tests of a mutant; returns the verdict and their output."""
+        """Runs a mutant's tests. Returns the verdict and the output."""
         file = self._folder / mutant.file
         text = file.read_text()
         try:
@@ -137,7 +137,7 @@ class Copy:
     def run_tests(
         self, tests: Sequence[str], timeout_seconds: float | None = None, *options: str
     ) -> tuple[int | None, str]:
-        """Runs pytest; returns its exit code, or None after a timeout, and its output."""
+        """Runs pytest. Returns its exit code (None after a timeout) and its output."""
         quiet = ("-q", "--no-header", "-p", "no:cacheprovider")
         return self._python("-m", "pytest", *quiet, *options, *tests, timeout_seconds=timeout_seconds)
 
@@ -158,7 +158,7 @@ class Copy:
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                # Kill the group, with ranks and servers that a broken test has left behind.
+                # Kill the process group, because a broken test may leave ranks and servers.
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -167,7 +167,7 @@ class Copy:
 
     def _write(self, file: Path, text: str) -> None:
         file.write_text(text)
-        # Python compares a file's size and whole seconds with its .pyc, and both may be equal here.
+        # Python compares a file's size and its time in whole seconds with the .pyc. Both may be equal here.
         for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
             compiled.unlink()
 

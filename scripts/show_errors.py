@@ -1,8 +1,8 @@
-"""Provokes common errors and prints their messages: the text of docs/errors.md.
+"""Triggers common errors and prints their messages as docs/errors.md.
 
     .venv/bin/python scripts/show_errors.py > docs/errors.md
 
-The page is the same on every machine: text that differs between runs is replaced by fixed text.
+Text that differs between runs is replaced by fixed text, so the page is the same on every machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # one of the errors is that there is no GPU
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # one of the errors needs a machine without a GPU
 
 import torch
 from pyspark.sql import SparkSession
@@ -32,7 +32,7 @@ from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, write_shards
 
 SPEC = ModelSpec("linear", {"in_features": 2, "out_features": 1})
-# Host names, random file names, and sizes that depend on the version of Parquet's writer.
+# Host names, random file names, and sizes that depend on the version of the Parquet writer.
 DIFFERS = {
     rf"host {re.escape(socket.gethostname())}\b": "host worker-1",
     r"\b[0-9a-f]{12}\b": "0f1e2d3c4b5a",
@@ -57,12 +57,12 @@ class Broken(nn.Module):
 
 
 def rollback(fit: Callable[..., Any]) -> Any:
-    """Requires a rollback without a checkpoint."""
+    """Restores a checkpoint when there is none."""
     return fit(onNonFinite="rollback", checkpointEverySeconds=0)
 
 
 def cannot_fit(root: Path) -> None:
-    """Checks a training on workers with 1 GiB for Python, which a running session cannot set."""
+    """Checks a training on workers with 1 GiB for Python. A running session cannot set this limit."""
     config = TrainConfig(
         shards_uri="",
         run_uri="",
@@ -77,7 +77,7 @@ def cannot_fit(root: Path) -> None:
 
 
 def show(title: str, provoke: Callable[[], Any], folder: str = "") -> None:
-    """Prints the first line of the error that `provoke` must raise, with `folder` replaced by /data."""
+    """Prints the first line of the error that `provoke` must raise, with /data instead of `folder`."""
     try:
         provoke()
     except (ValueError, TypeError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Prints docs/settings.md from the package's own tables.
+"""Prints docs/settings.md from the tables of the package.
 
 python scripts/show_settings.py > docs/settings.md
 """
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _show_options(kind: type[Options], common: Mapping[str, Any] | None = None) -> None:
-    """Prints the table of a class, from the docstrings of its bases, without options of `common`."""
+    """Prints the option table of a class and its bases, without the options of `common`."""
     words: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         _, _, attributes = (base.__doc__ or "").partition("Attributes:\n")
@@ -61,7 +61,7 @@ def _show_options(kind: type[Options], common: Mapping[str, Any] | None = None) 
 
 
 def _settings() -> list[list[str]]:
-    """Returns a row per setting of the three estimators, in alphabetical order."""
+    """Returns a row per setting of the three estimators, sorted by name."""
     return [
         [
             f"`{name}`",
@@ -75,7 +75,7 @@ def _settings() -> list[list[str]]:
 
 
 def _sentence(message: str) -> str:
-    """Returns the message with names for its placeholders."""
+    """Returns the message with names as its placeholders."""
     named = message.replace("{readers}", "numWorkers (those of them that read different rows)")
     return re.sub(r"\{(?:[\w.]+[.\[])?(\w+)\]?(?:![rs])?\}", r"*\1*", named)
 

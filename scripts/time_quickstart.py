@@ -2,8 +2,8 @@
 
     python scripts/time_quickstart.py
 
-It creates a new environment with the pinned torch and this checkout, and runs the page's code. pip's cache
-makes the second run faster.
+Creates a new environment with the pinned torch and this checkout, and runs the code of the page. The second
+run is faster, because pip caches the packages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def read_program(folder: Path) -> str:
 
 
 def main() -> int:
-    """Runs the steps in order; returns 1 if one fails."""
+    """Runs the steps. Returns 1 if one fails."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "first.py").write_text(read_program(folder))
@@ -46,7 +46,7 @@ def main() -> int:
         environment = {
             key: value for key, value in os.environ.items() if not key.startswith(("PYSPARK", "PYTHON"))
         }
-        # As in an activated environment, so that Spark's workers use this Python.
+        # Spark's workers must use this Python, as in an activated environment.
         environment["PATH"] = f"{folder / 'venv' / 'bin'}{os.pathsep}{environment['PATH']}"
         total = 0.0
         for what, command in steps.items():

@@ -1,21 +1,21 @@
-"""Counts the functions that one `fit` runs on the driver, to show how long the way of its data is.
+"""Counts the functions that one `fit` runs on the driver.
 
     python scripts/trace_fit.py
 
 Fits a `TorchClassifier` twice on 40 rows in local Spark, and counts during the second `fit`, when all modules
-are imported. A profiler sees every call on the driver's main thread; the workers are other processes.
+are imported. A profiler sees every call on the driver's main thread, but not the worker processes.
 
 It prints:
 
-- functions: the module-level functions of ringspark that ran (no methods, nested functions or lambdas),
-  and the files that they are in;
+- functions: the module-level functions of ringspark that ran (no methods, nested functions or lambdas), and
+  their files;
 - calls: all calls of named functions and methods of ringspark;
-- how often each of the checks ran that a fit needs once.
+- the number of runs of each check that a fit needs once.
 
 On 2026-11-26, before `CheckedTraining`: 244 functions in 88 files, 4,705 calls, 13 validated configs;
 `make_heads` ran five times, and `check_columns`, `check_schema` and `expand_arguments` twice. After it: 243
 functions in 88 files, 3,971 calls, 9 validated configs, and each check once. Most of the functions are shared
-tools such as storage, JSON and column types.
+utilities such as storage, JSON and column types.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ONCE = (
 
 
 def count_calls(run: Any) -> Counter[CodeType]:
-    """Returns the calls of ringspark's functions on this thread while `run` runs."""
+    """Returns the calls of ringspark's functions on this thread during `run`."""
     import ringspark.estimators
 
     package = Path(ringspark.estimators.__file__).parent.parent

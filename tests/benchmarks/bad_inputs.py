@@ -1,7 +1,7 @@
-"""What a user reads for each bad input of tests/support/bad_input_table.py, and after how many seconds.
+"""Error messages for each bad input of tests/support/bad_input_table.py, and the seconds until they appear.
 
-In a session that has fitted before. A row misses where the sentence lacks its subject or its remedy, takes
-longer than `--seconds`, or something is left behind; with any, the exit code is 1.
+Runs in a session that has fitted before. A row fails if the message lacks its subject or its remedy, if it
+takes longer than `--seconds`, or if something is left behind. The exit code is then 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHOWN = 110
 
 def main() -> int:
     """Runs every row once."""
-    # A tiny run only shows that it runs, and may do so on a busy machine.
+    # A tiny run has no time limit, because the machine may be busy.
     options = harness.parse(__doc__, inputs=(len(BAD_INPUTS), 10), seconds=(5, 600))
     lines, misses = [], []
     with cli.spark("bad inputs") as spark, tempfile.TemporaryDirectory() as folder:

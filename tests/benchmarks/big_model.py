@@ -1,9 +1,9 @@
-"""Save, load and transform of a model of some GiB, with the JVM's memory at 1 GiB.
+"""Saves, loads and transforms with a model of some GiB, while the JVM has 1 GiB of memory.
 
-Each step runs in a process of its own, so that its peak is its own: the highest anonymous memory (what
-a process must have; pages of mapped weights count for all processes together and can be given back) and
-the highest resident memory of the Python driver, and of the largest Python worker. Nothing is trained:
-the checkpoint is written from a network whose weights are drawn layer by layer.
+Each step runs in a separate process, so that its peak can be measured. The table has the highest anonymous
+memory and the highest resident memory of the Python driver and of the largest Python worker. Anonymous memory
+is what a process needs; pages of mapped weights are shared and can be reclaimed. Nothing is trained: the
+checkpoint contains random weights, generated layer by layer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def spec(layers: int, width: int) -> object:
 
 
 def step_checkpoint(folder: str, layers: int, width: int) -> None:
-    """Writes the checkpoint that a training would have left."""
+    """Writes a checkpoint like the one of a training."""
     from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 
     save_checkpoint(os.path.join(folder, "checkpoint"), spec(layers, width).build())  # type: ignore[attr-defined]
@@ -49,7 +49,7 @@ def _session() -> object:
 
 
 def step_save(folder: str, layers: int, width: int) -> None:
-    """Saves the model of that checkpoint."""
+    """Saves the model of the checkpoint."""
     from ringspark.estimators import TorchRegressionModel
 
     _session()
@@ -105,7 +105,6 @@ class Watcher(threading.Thread):
 
 
 def main() -> None:
-    """Runs the steps one after the other."""
     options = harness.parse(__doc__, layers=LAYERS, width=WIDTH)
     with tempfile.TemporaryDirectory() as folder:
         lines = []

@@ -1,11 +1,11 @@
-"""Memory of a rank and rows/s with each `cache`, over data of 4 times the memory that the rank was given.
+"""Memory per rank and rows/s for each `cache`, with 4 times as much data as memory.
 
-Every case trains in a process of its own, whose memory check is told that `--given-mib`
-are left. That refuses "memory", so it is measured once more without being told, for what it takes.
+Every case trains in a separate process, whose memory check gets `--given-mib` as the available memory. The
+check rejects "memory", so this cache is measured again without the limit.
 
-- own: the most that the process's own memory has grown by, sampled every 5 ms.
-- mapped: the same for pages of files; the kernel takes these back when memory is short.
-- said: the bytes that the memory check counts at the least.
+- own: largest growth of the process's anonymous memory, sampled every 5 ms.
+- mapped: largest growth of mapped file pages; the kernel reclaims these when memory is short.
+- said: the minimum that the memory check computes, in bytes.
 
     python tests/benchmarks/cache_memory.py --given-mib 256
 """
@@ -36,14 +36,14 @@ from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
 MIB = 1 << 20
-TIMES = 4  # the memory that is given
-ROW_GROUP_ROWS = 1024  # A rank holds up to 96 row groups beside what it keeps.
+TIMES = 4  # available memory
+ROW_GROUP_ROWS = 1024  # A rank holds up to 96 row groups besides its cache.
 MODEL = ModelSpec("linear", {"in_features": harness.DIM, "out_features": 1})
 CASES = [("none", True), ("auto", True), ("disk", True), ("memory", True), ("memory", False)]
 
 
 class Peaks:
-    """The most that the process's own memory and its pages of files grow by, in bytes, while it is open."""
+    """Largest growth of anonymous memory and of mapped file pages while open, in bytes."""
 
     def __init__(self) -> None:
         self._before, self.own, self.mapped = self._now(), 0, 0
@@ -76,9 +76,9 @@ class Peaks:
 
 
 def train(shards: str, cache: Any, given: int | None, epochs: int) -> dict[str, Any]:
-    """Trains in this process, which is told that `given` bytes are left; returns what was measured."""
+    """Trains in this process with `given` bytes of available memory. Returns the measured values."""
     with tempfile.TemporaryDirectory() as folder:
-        # What the libraries take at their first use is none of the cache's.
+        # The libraries allocate memory at their first use, which is not part of the cache.
         train_here(replace(_config(f"{shards}-few", "none", 1), run_uri=f"{folder}/first"))
         config = replace(_config(shards, cache, epochs), run_uri=f"{folder}/run")
         if given is not None:

@@ -1,18 +1,18 @@
-"""Memory of N blocks under activation checkpointing: bytes saved for backward, the peak, recomputed FLOPs.
+"""Memory of N blocks under activation checkpointing: saved bytes, peak, and recomputed FLOPs.
 
-Counted by `peak_memory`, not timed. Gradients exist before, so that they are no part of it.
+Memory is counted by `peak_memory`. Gradients are allocated before, so they do not count.
 
-- saved: allocated in the forward pass and alive at its end, where only the graph holds it.
-- peak: the most that was allocated at one time in forward and backward together.
-- recomputed: FLOPs of the backward pass above those without checkpointing, by FLOPs of one forward pass.
+- saved: bytes allocated in the forward pass and alive at its end, held by the graph alone.
+- peak: the most bytes allocated at one time in the forward and backward pass.
+- recomputed: extra FLOPs of the backward pass with checkpointing, divided by the FLOPs of one forward pass.
 
-The exponent is the slope of the least-squares line through (log N, log(bytes(N) - bytes(0))), where bytes(0)
-is measured on the same network without blocks: embeddings, head and loss, which no checkpointing touches.
-Nothing else is taken off, and no N is left out.
+The exponent is the slope of the least-squares line through (log N, log(bytes(N) - bytes(0))). bytes(0) is
+measured on the same network without blocks: embeddings, head and loss, which checkpointing does not change.
+All N are used.
 
     python tests/benchmarks/checkpoint_memory.py --chart docs/checkpoint_memory.png
 
-`--rows` is the size of the batch.
+`--rows` is the batch size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ringspark.models import MLP, TransformerLM, apply_activation_checkpoint
 DEPTHS = (4, 16, 64, 256)
 POLICIES = ("none", "all", "sqrt")
 VOCAB, SEQ, DIM = 64, 32, 32
-MLP_DIM, MLP_ROWS = 64, 32  # So many times the rows of the transformer, which has SEQ tokens in each.
+MLP_DIM, MLP_ROWS = 64, 32  # multiple of the transformer's rows, which have SEQ tokens each
 MIB = 1 << 20
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -41,7 +41,7 @@ Make = Callable[[int, int], tuple[nn.Module, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Count:
-    """What one forward and backward pass took.
+    """Counts of one forward and backward pass.
 
     Attributes:
         saved, peak: Bytes.
@@ -71,13 +71,13 @@ FAMILIES: dict[str, Make] = {"transformer": transformer, "deep MLP": mlp}
 
 
 def count(make: Make, depth: int, policy: str, rows: int) -> Count:
-    """One forward and backward pass; the network without blocks is never checkpointed."""
+    """Measures one forward and backward pass. The network without blocks is never checkpointed."""
     torch.manual_seed(0)
     net, inputs = make(depth, rows)
     net, inputs = net.to(DEVICE), inputs.to(DEVICE)
     if depth:
         apply_activation_checkpoint(net, policy)
-    # Makes the gradients, and what the first use of a kernel allocates for good.
+    # Allocates the gradients, and the permanent memory of each kernel's first use.
     with FlopCounterMode(display=False) as forward_flops:
         loss = net(inputs).square().mean()
     with FlopCounterMode(display=False) as backward_flops:
@@ -102,7 +102,7 @@ Results = dict[str, dict[int, Count]]  # Policy -> N -> counts; "none" also has 
 
 
 def measure(make: Make, rows: int, depths: Sequence[int]) -> Results:
-    """All depths and policies of one family."""
+    """Measures all depths and policies of one model family."""
     empty = count(make, 0, "none", rows)
     return {
         policy: {0: empty} | {depth: count(make, depth, policy, rows) for depth in depths}
@@ -111,17 +111,17 @@ def measure(make: Make, rows: int, depths: Sequence[int]) -> Results:
 
 
 def growth(counts: Mapping[int, Count], kind: str) -> dict[int, int]:
-    """N -> bytes saved, or at the peak, above those of the network without blocks."""
+    """Returns N -> bytes saved or at the peak, less the bytes without blocks."""
     return {depth: getattr(c, kind) - getattr(counts[0], kind) for depth, c in counts.items() if depth}
 
 
 def exponent(above: Mapping[int, int]) -> float:
-    """Slope of the least-squares line through (log N, log(bytes(N) - bytes(0)))."""
+    """Returns the slope of the least-squares line through (log N, log(bytes(N) - bytes(0)))."""
     return float(np.polyfit(np.log(list(above)), np.log(list(above.values())), 1)[0])
 
 
 def print_results(family: str, results: Results, rows: int) -> None:
-    """One line a policy and depth, and the exponents."""
+    """Prints a line per policy and depth, and the exponents."""
     lines = []
     for policy, counts in results.items():
         for depth, c in counts.items():
@@ -144,7 +144,7 @@ def print_results(family: str, results: Results, rows: int) -> None:
 
 
 def draw_chart(path: str, all_results: Mapping[str, Results]) -> None:
-    """Peaks over N, both axes logarithmic; one panel a family."""
+    """Draws peaks over N on logarithmic axes, with one panel per family."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -174,7 +174,7 @@ def draw_chart(path: str, all_results: Mapping[str, Results]) -> None:
 
 
 def main() -> None:
-    """Measures once: counts do not change from run to run."""
+    """Measures once, because counts are deterministic."""
     args = harness.parse(__doc__, rows=(16, 2), depths=(len(DEPTHS), 2))
     depths = DEPTHS[: args.depths]
     all_results = {family: measure(make, args.rows, depths) for family, make in FAMILIES.items()}

@@ -1,10 +1,11 @@
-"""What checkpoints cost: the flights job's steps around a checkpoint against the steps between two.
+"""Checkpoint overhead: steps of the flights job around a checkpoint, compared with other steps.
 
-One training on one rank in this process, with the job's network. A machine's speed drifts by more within
-minutes than a checkpoint costs; so stretches of `--stretch` steps with a checkpoint in their middle, which
-training copies and a thread writes beside it, and stretches without one take turns, and each of the first
-is compared with its two neighbours. The first step of an epoch, which starts the reader, counts in none.
-`--root` holds the shards of jobs/etl.py, which runs once where they are missing; they are only read.
+One training with the job's network runs on one rank in this process. The machine's speed drifts by more
+within minutes than a checkpoint costs. So stretches of `--stretch` steps with and without a checkpoint
+alternate, and each one with a checkpoint is compared with its two neighbours. The training copies the state
+in the middle of a stretch, and a thread writes it in the background. The first step of an epoch starts the
+reader and does not count. `--root` is the folder of the shards of jobs/etl.py, which runs once if they are
+missing.
 
     python tests/benchmarks/checkpoint_overhead.py
 """
@@ -28,7 +29,7 @@ from ringspark.jobs import cli, recipes
 
 
 class Clock(Callback):
-    """Seconds of each step but the first of an epoch; `stretch` is the steps that are compared."""
+    """Seconds of each step except the first of an epoch; `stretch` is the number of compared steps."""
 
     def __init__(self, stretch: int) -> None:
         self._stretch = stretch
@@ -42,14 +43,14 @@ class Clock(Callback):
         self._last = state.epoch, now
 
     def of_stretch(self, middle: int) -> float:
-        """Mean seconds of the steps around one."""
+        """Returns the mean seconds of the steps around a step."""
         steps = range(middle - self._stretch // 2 + 1, middle + self._stretch // 2 + 1)
         values = [self.seconds[step] for step in steps if step in self.seconds]
         return sum(values) / len(values)
 
 
 def main() -> None:
-    """Trains once, and prints the ratio of the stretches with a checkpoint to those without."""
+    """Trains once, and prints the time ratio of stretches with a checkpoint to stretches without."""
     args = harness.parse(__doc__, epochs=(30, 4), members=(3, 1), stretch=(100, 2))
     root, stretch = harness.flights_root(args), args.stretch
     with cli.spark("ringspark checkpoint overhead", harness.MASTER):
@@ -64,7 +65,7 @@ def main() -> None:
     checkpoints = range(2 * stretch, result.steps - 2 * stretch + 1, 2 * stretch)
     ratios, alike = [], []
     for step in checkpoints:
-        if step == 2 * stretch:  # the machine, the caches and the reader have yet to settle
+        if step == 2 * stretch:  # warm up the machine, the caches and the reader
             continue
         before, after = clock.of_stretch(step - stretch), clock.of_stretch(step + stretch)
         ratios.append(2 * clock.of_stretch(step) / (before + after))
@@ -94,7 +95,7 @@ def main() -> None:
 
 
 def interval(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
-    """Where the median of as many values lies in 95 of 100 cases: the bootstrap's percentiles."""
+    """Returns the 95% bootstrap confidence interval of the median."""
     draw = random.Random(0)
     medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(draws))
     return medians[int(0.025 * draws)], medians[int(0.975 * draws)]

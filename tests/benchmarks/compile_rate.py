@@ -1,10 +1,11 @@
-"""What the setting `compile` gives on the CPU: rows/s of one rank without and with it, and what it costs.
+"""The setting `compile` on the CPU: rows/s of one rank with and without it, and the compile time.
 
-One rank trains from real shards without Spark, on one thread. The rate is that of the median step after the
-first epoch, when all is compiled. "Compiles, s" is what the first epoch took longer than the last one where
-torch's cache on disk is empty, "cached, s" the same where such a training has filled it. Before its first
-network a process imports torch's compiler, and a host compiles its headers once; the title says how long both
-took. "Steps to win it back" are the seconds of an empty cache by those won per step.
+One rank trains from real shards without Spark, on one thread. The rate is the rate of the median step after
+the first epoch, when everything is compiled. "Compiles, s" is the time by which the first epoch was longer
+than the last one with an empty disk cache of torch. "cached, s" is the same after another training has filled
+the cache. A process imports torch's compiler before its first network, and a host compiles its headers once;
+the title has both times. "Steps to win it back" is the compile time with an empty cache, divided by the
+seconds saved per step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ringspark.pipelines import ShardManifest
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A network, its precision, and the steps of an epoch."""
+    """A network, its precision, and its steps per epoch."""
 
     name: str
     spec: ModelSpec
@@ -43,7 +44,7 @@ class Case:
 
 
 def cases_of(options: Any) -> list[Case]:
-    """The networks; the one that takes the least time first."""
+    """Returns the networks, sorted by their time."""
     few = max(3, options.steps // 10)
     transformer: dict[str, Any] = {"spec": SPEC, "batch_size": 32, "steps": max(3, few // 2)}
     mlp: dict[str, Any] = {"spec": harness.MLP, "precision": "fp32"}
@@ -56,7 +57,7 @@ def cases_of(options: Any) -> list[Case]:
 
 
 def data_of(case: Case) -> dict[str, np.ndarray[Any, Any]]:
-    """The rows of one epoch."""
+    """Returns the rows of one epoch."""
     draw, rows = np.random.default_rng(0), case.batch_size * case.steps
     if case.spec is SPEC:
         ids = draw.integers(0, VOCAB, size=(rows, SEQ_LEN), dtype=np.int64)
@@ -66,7 +67,7 @@ def data_of(case: Case) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def rate(case: Case, manifest: ShardManifest, folder: Path, extra: list[float], *, compiles: bool) -> float:
-    """Rows/s; notes the seconds that the first epoch took longer than the last."""
+    """Returns rows/s, and records by how many seconds the first epoch was longer than the last."""
     is_classifier = case.spec is SPEC
     config = TrainConfig(
         shards_uri=manifest.uri,
@@ -89,14 +90,14 @@ def rate(case: Case, manifest: ShardManifest, folder: Path, extra: list[float], 
 
 
 def measure(case: Case, folder: Path, repeats: int) -> list[str]:
-    """One line of the table."""
+    """Measures one line of the table."""
     manifest = write(data_of(case), folder / f"shards-{uuid.uuid4().hex}")
     extra: dict[bool, list[float]] = {False: [], True: []}
     turns: dict[str, Callable[[], float]] = {
         name: partial(rate, case, manifest, folder, extra[compiles], compiles=compiles)
         for name, compiles in (("plain", False), ("compiled", True))
     }
-    # The round that warms up also fills the cache.
+    # The warm-up round also fills the cache.
     rates = harness.measure_in_turns(turns, repeats)
     plain, compiled = median(rates["plain"]), median(rates["compiled"])
     usual = median(extra[False])
@@ -114,7 +115,7 @@ def measure(case: Case, folder: Path, repeats: int) -> list[str]:
 
 
 def main() -> None:
-    """Measures each network plain and compiled, in turns."""
+    """Measures each network with and without compilation, in interleaved rounds."""
     parser = harness.parser(__doc__, steps=(100, 2))
     parser.add_argument("--only", default="", metavar="TEXT", help="networks whose name holds this")
     options = parser.parse_args()
@@ -122,7 +123,7 @@ def main() -> None:
     cases = [case for case in cases_of(options) if options.only in case.name]
     with tempfile.TemporaryDirectory() as name:
         if not options.tiny:
-            # As on a host that has compiled nothing yet.
+            # As on a host that has not compiled anything.
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(name) / "cache")
         ready = harness.seconds_of(lambda: torch.compile(torch.sin)(torch.ones(8)))
         rows = [measure(case, Path(name), options.repeats) for case in (cases[:1] if options.tiny else cases)]

@@ -1,12 +1,13 @@
-"""Compressed gradients: what the loss pays, what the wire saves, and what a slow link wins.
+"""Gradient compression: loss, traffic, and step time over a slow link.
 
-First flights and digits by 2 workers under every compressor, `--repeats` seeds: metrics of the validation
-rows against those of uncompressed gradients, and how many times fewer bytes the ranks sent in a step: all of
-an epoch's, message by message, with what travels whole. SGD with momentum, because error feedback beside
-Adam's variance is not sound.
+First, 2 workers train flights and digits with every compressor and `--repeats` seeds. The table compares the
+validation metrics with those of uncompressed gradients, and gives the ratio of the bytes that the ranks sent
+in an epoch. All messages count, also uncompressed ones. The optimizer is SGD with momentum, because error
+feedback is not sound with Adam's variance.
 
-Then a network of 5 million parameters on two hosts with a link of 100 Mbit/s and of 1 Gbit/s between them:
-the time of a step, in turns within one gang. The link is shaped inside namespaces of this machine.
+Then two hosts train a network of 5 million parameters over a link of 100 Mbit/s and of 1 Gbit/s. The table
+has the step times, measured in interleaved rounds in one gang. The link is shaped inside network namespaces
+of this machine.
 
     OMP_NUM_THREADS=1 make bench ARGS="compression --chart docs/compression.png"
 """
@@ -54,12 +55,12 @@ NUM_WORKERS = 2
 GANGS = ("torch", "horovod")
 WIDTH = 1024
 SPEC = ModelSpec("mlp", {"in_features": WIDTH, "hidden": [WIDTH] * 5, "out_features": 1})
-# Directions and residuals of the first steps are not those of later ones.
+# The first steps have other directions and residuals than later steps.
 WARM_UPS = 7
 
 
 def momentum(rate: float, decay: float) -> Any:
-    """The factory of an optimizer for which error feedback is sound."""
+    """Returns the factory of an optimizer for which error feedback is sound."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=rate, momentum=0.9, nesterov=True, weight_decay=decay)
@@ -70,7 +71,7 @@ def momentum(rate: float, decay: float) -> Any:
 def convergence(
     job: precision.Job, make: Any, names: list[str], num_seeds: int, folder: str
 ) -> list[list[str]]:
-    """A line a compressor: its metrics as means over the seeds, and the ratio of the bytes."""
+    """Returns a line per compressor: metrics as means over the seeds, and the ratio of the bytes."""
     found: dict[str, list[Mapping[str, float]]] = {name: [] for name in names}
     sent: dict[str, list[float]] = {name: [] for name in names}
     for seed in range(num_seeds):
@@ -104,7 +105,7 @@ def convergence(
 
 
 class Training:
-    """One compressor's network on one rank of two hosts."""
+    """Training of one compressor on one rank of two hosts."""
 
     def __init__(self, compression: Any, collective: Collective, rows: int) -> None:
         torch.manual_seed(0)
@@ -128,7 +129,7 @@ class Training:
 def steps_of(
     collective: Collective, compressions: Mapping[str, Any], repeats: int, rows: int
 ) -> dict[str, Any]:
-    """The seconds of each step and the bytes over the cable, by compression, in turns."""
+    """Returns the seconds of each step and the bytes over the cable, by compression."""
     trainings = {name: Training(value, collective, rows) for name, value in compressions.items()}
     seconds: dict[str, list[float]] = {name: [] for name in compressions}
     sent: dict[str, list[int]] = {name: [] for name in compressions}
@@ -147,7 +148,7 @@ def steps_of(
 def step_times(
     compressions: Mapping[str, Any], options: Namespace, rates: Sequence[int] = (100, 1000), ranks: int = 1
 ) -> list[list[str]]:
-    """A line for each collective, rate and compression, of `ranks` workers on each of two hosts."""
+    """Returns a line per collective, rate and compression, with `ranks` workers on each of two hosts."""
     lines = []
     for megabits in rates:
         with shaped_hosts(2, mbit=megabits) as hosts:
@@ -177,7 +178,7 @@ def step_times(
 
 
 def print_losses(options: Namespace, names: list[str]) -> None:
-    """The first table: two data sets under every compressor."""
+    """Prints the metrics of two data sets with every compressor."""
     root = harness.flights_root(options)
     with tempfile.TemporaryDirectory() as folder:
         with cli.spark("ringspark compression", harness.MASTER) as spark:
@@ -203,7 +204,7 @@ def print_losses(options: Namespace, names: list[str]) -> None:
 
 
 def print_links(options: Namespace, names: list[str]) -> None:
-    """The second table: a step over slow links."""
+    """Prints the step times over slow links."""
     if reason := link_refusal():
         print(f"compression: skipped, no shaped links: {reason}")
         return

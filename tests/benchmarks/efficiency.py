@@ -1,11 +1,10 @@
-"""Weak scaling: rows/s of 1, 2 and 3 ranks, each pinned to a core, on a network that computes much per byte.
+"""Weak scaling: rows/s of 1, 2 and 3 ranks, each pinned to a core, on a compute-bound network.
 
-Every rank reads and trains the same number of rows per step, from real shards, over both collectives; the
-rate is that of the median step after the first epoch, so that starts are left out, and so is what else the
-machine does now and then. Efficiency is rows/s of n ranks / (n x rows/s of 1).
-Beside it stands what the machine itself allows: plain loops in memory, as many as ranks, pinned alike,
-which share nothing but caches, memory and clock rate. Where there are fewer cores than ranks, ranks share
-a core, and the bound shows how much that costs.
+Every rank reads and trains the same number of rows per step from real shards, over both collectives. The rate
+is the rate of the median step after the first epoch, which excludes startup and rare disturbances of the
+machine. Efficiency is rows/s of n ranks / (n x rows/s of 1). The table also has the limit of the machine: as
+many plain in-memory loops as ranks, pinned the same way, which share only caches, memory and clock rate. If
+there are fewer cores than ranks, ranks share a core, and the limit shows the cost.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ CORES = sorted(os.sched_getaffinity(0))
 
 
 def pin(rank: int) -> None:
-    """Binds every thread of this process to one core; later threads inherit it."""
+    """Pins every thread of this process to one core. New threads inherit it."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), {CORES[rank % len(CORES)]})
 
@@ -70,7 +69,7 @@ class PinnedTask:
     task: TrainTask
 
     def __call__(self, collective: Collective, device: str, status: Status) -> str:
-        # Here, not at the start: the collective has threads of its own by now.
+        # Pin here and not at the start, because the collective has created its threads by now.
         pin(collective.rank)
         return self.task(collective, device, status)
 
@@ -92,12 +91,12 @@ class StepClock(Callback):
 
 
 def median_step(ends: list[float]) -> float:
-    """The median time between two ends."""
+    """Returns the median time between two step ends."""
     return median(end - start for start, end in pairwise(ends))
 
 
 def gang_rate(folder: Path, manifests: dict[int, ShardManifest], collective: str, num_ranks: int) -> float:
-    """Rows/s over all ranks."""
+    """Returns rows/s over all ranks."""
     manifest, clock = manifests[num_ranks], folder / f"clock-{uuid.uuid4().hex}"
     objects = UserObjects(callbacks=(StepClock(clock),))
     config = TrainConfig(
@@ -121,7 +120,7 @@ def gang_rate(folder: Path, manifests: dict[int, ShardManifest], collective: str
 
 
 def plain_loop(rank: int, rows: int, start: Any, results: Any) -> None:
-    """Trains over the same rows in memory, once to warm up and once by the clock. Runs in a process."""
+    """Trains over the same rows in memory, once to warm up and once timed. Runs in a process."""
     pin(rank)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -145,7 +144,7 @@ def plain_loop(rank: int, rows: int, start: Any, results: Any) -> None:
 
 
 def bare_rate(rows: int, num_loops: int) -> float:
-    """Rows/s of as many plain loops, summed, which start together."""
+    """Returns the total rows/s of plain loops that start together."""
     context = multiprocessing.get_context("spawn")
     start, results = context.Barrier(num_loops), context.Queue()
     loops = [
@@ -160,13 +159,13 @@ def bare_rate(rows: int, num_loops: int) -> float:
 
 
 def tokens(rows: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Random sequences, and the parity of their first token."""
+    """Returns random sequences, and the parity of their first token."""
     ids = np.random.default_rng(0).integers(0, VOCAB, size=(rows, SEQ_LEN), dtype=np.int64)
     return {"ids": ids, "label": ids[:, 0] % 2}
 
 
 def main() -> None:
-    """Measures every gang and the loops beside it in turns."""
+    """Measures every gang and its plain loops in interleaved rounds."""
     options = harness.parse(__doc__, rows=(BATCH * 8, 2 * BATCH), ranks=(3, 2))
     counts = range(1, options.ranks + 1)
     with tempfile.TemporaryDirectory() as name:

@@ -1,12 +1,11 @@
-"""Loss of mixtures of experts against a dense network of equal operations, drops and balance by epoch.
+"""Mixtures of experts: loss against a dense network of equal FLOPs, dropped tokens and load balance.
 
-Causal language models over the bytes of Python's docstrings, cut into rows; every tenth text is held out.
-In every second block 8 experts take the place of the perceptron. With one expert per token each is as wide as
-the perceptron; with two, half as wide: so a byte costs the experts what it costs the perceptron, and the
-router comes on top. Operations are those of a forward pass without drops: the history counts them in the
-first batch alone, in which most is dropped. The loss is that of the held rows after the last epoch, in bits
-per byte, as a mean over `--repeats` seeds; all train by the same settings. `--networks 4` adds one that drops
-nothing.
+Causal language models over the bytes of Python's docstrings, cut into rows; every tenth text is held out. In
+every second block, 8 experts replace the MLP. With top-1 routing an expert is as wide as the MLP, with top-2
+half as wide. So each byte costs the same operations as in the MLP, plus the router. The operations are those
+of a forward pass without dropped tokens, because the history counts them only in the first batch, which drops
+the most. The loss is that of the held-out rows after the last epoch, in bits per byte, as a mean over
+`--repeats` seeds. All networks train with the same settings. `--networks 4` adds one that drops no tokens.
 
     OMP_NUM_THREADS=1 make bench ARGS="experts --chart docs/experts.png"
 """
@@ -31,7 +30,7 @@ from ringspark.models import ModelSpec
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-LENGTH = 128  # bytes of a row
+LENGTH = 128  # bytes per row
 DIM, DEPTH = 64, 2
 MIXTURE: dict[str, Any] = {"num_experts": 8}
 # Name -> options of the experts.
@@ -44,7 +43,7 @@ NETWORKS: dict[str, dict[str, Any] | None] = {
 
 
 def rows(options: Namespace) -> list[tuple[list[int], list[int], bool]]:
-    """Bytes, the bytes after them, and whether they are held out."""
+    """Returns bytes, the bytes after them, and the held-out mask."""
     texts = [text.encode() for _, text in docstrings.rows(options.packages)]
     found = []
     for held in (False, True):
@@ -59,7 +58,7 @@ def rows(options: Namespace) -> list[tuple[list[int], list[int], bool]]:
 def trained(
     frame: DataFrame, experts: dict[str, Any] | None, seed: int, folder: str, options: Namespace
 ) -> pd.DataFrame:
-    """The history of one training."""
+    """Returns the history of one training."""
     model = TorchEstimator(
         model=spec_of(experts),
         loss="cross_entropy",
@@ -88,13 +87,13 @@ def spec_of(experts: dict[str, Any] | None) -> ModelSpec:
 
 
 def work_of(experts: dict[str, Any] | None) -> int:
-    """Operations of a forward pass over 16 rows, with an even load and without drops."""
+    """Returns the operations of a forward pass over 16 rows, with an even load and no dropped tokens."""
     ids = torch.zeros(16, LENGTH, dtype=torch.int64)
     return sum(layer.work for layer in count_layers(spec_of(experts).build(), (ids,)).layers)
 
 
 def main() -> None:
-    """Trains all by every seed, prints two tables and draws loss, drops and balance over epochs."""
+    """Trains all networks with every seed, prints two tables and draws the chart."""
     options = harness.parse(__doc__, repeats=(3, 1), packages=(10, 1), epochs=(8, 1), networks=(3, 2))
     networks = dict(list(NETWORKS.items())[: options.networks])
     histories: dict[str, list[pd.DataFrame]] = {name: [] for name in networks}
@@ -138,14 +137,14 @@ def main() -> None:
 
 
 def frame_of(spark: SparkSession, options: Namespace) -> tuple[DataFrame, int]:
-    """The rows as a DataFrame, and their number."""
+    """Returns the rows as a DataFrame, and their number."""
     found = rows(options)
     schema = "bytes array<int>, next array<int>, held boolean"
     return spark.createDataFrame(found, schema).coalesce(harness.NUM_WORKERS).cache(), len(found)
 
 
 def at_end(own: list[pd.DataFrame], column: str, as_bits: bool = False) -> list[float]:
-    """A column of the last epoch, by seed."""
+    """Returns a column of the last epoch, by seed."""
     values = [float(history.iloc[-1][column]) for history in own]
     return [bits(value) for value in values] if as_bits else values
 
@@ -159,14 +158,14 @@ def deviation(values: list[float]) -> float:
 
 
 def by_epoch(own: list[pd.DataFrame], column: str) -> str:
-    """Means of a training column over seeds, epoch by epoch."""
+    """Returns means of a training column over seeds, by epoch."""
     return "  ".join(
         f"{mean(values):.3f}" for values in zip(*(h[f"train_{column}"] for h in own), strict=True)
     )
 
 
 def draw(path: str, histories: dict[str, list[pd.DataFrame]]) -> None:
-    """Held-out bits, the dropped share and the busiest expert by epoch."""
+    """Draws held-out bits, the dropped share and the busiest expert by epoch."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,13 +1,13 @@
-"""Reading rows/s of external tables, without a copy, against shards of the same rows, by layout.
+"""Read rate of external tables, without a copy, against shards of the same rows, by layout.
 
-Every case reads one shuffled epoch in batches of `BATCH_SIZE` rows by engine "arrow", opening included, in
-turns with the others. Before that, each table is looked at once (its manifest), as `fitOnParquet` does it,
-and the shards are written; both are timed once, after a small one of each.
+Every case reads one shuffled epoch in batches of `BATCH_SIZE` rows with the engine "arrow", opening included,
+in interleaved rounds. Before that, each table is scanned once for its manifest, as `fitOnParquet` does, and
+the shards are written. Both are timed once, after a small warm-up.
 
-- Spark: `df.write.parquet` with Spark's defaults, a file for each of two partitions.
-- 1,000 rows: row groups of that size, in one file of pyarrow, of a tenth of the rows.
-- one row group: all rows in one, of pyarrow with a page index; it is read by its pages.
-- memory: the most that this process's own memory grows by in an epoch, in MiB.
+- Spark: `df.write.parquet` with Spark's defaults, one file per partition, two partitions.
+- 1,000 rows: row groups of this size, in one pyarrow file with a tenth of the rows.
+- one row group: all rows in one, written by pyarrow with a page index, which the reader uses.
+- memory: largest growth of the process's anonymous memory in an epoch, in MiB.
 
     python tests/benchmarks/external_parquet.py --repeats 3
 """
@@ -41,12 +41,12 @@ ARRAY_SHARE = 25
 
 
 def narrow(spark: SparkSession, rows: int) -> Any:
-    """Two random doubles."""
+    """Returns two random doubles."""
     return spark.range(0, rows, 1, 2).select(F.rand(0).alias("x"), F.rand(1).alias("y"))
 
 
 def arrays(spark: SparkSession, rows: int) -> Any:
-    """`harness.DIM` random floats in one array."""
+    """Returns `harness.DIM` random floats in one array."""
     return harness.random_frame(spark, max(1, rows // ARRAY_SHARE)).select("features").coalesce(2)
 
 
@@ -57,7 +57,7 @@ HEADER = [
 
 
 def write_layouts(frame: Any, root: Path) -> dict[str, Path]:
-    """Writes the rows in every layout; returns the folder of each."""
+    """Writes the rows in every layout. Returns the folders."""
     folders = {name: root / name for name in ("Spark", "1,000 rows", "one row group")}
     frame.write.parquet(str(folders["Spark"]))
     rows = pq.read_table(folders["Spark"])
@@ -71,14 +71,14 @@ def write_layouts(frame: Any, root: Path) -> dict[str, Path]:
 
 
 def timed(make: Callable[[], ShardManifest]) -> tuple[float, ShardManifest]:
-    """Seconds of one call, and what it returns."""
+    """Returns the seconds and the result of one call."""
     start = time.perf_counter()
     manifest = make()
     return time.perf_counter() - start, manifest
 
 
 def read(manifest: ShardManifest) -> float:
-    """One epoch; returns rows/s."""
+    """Reads one epoch. Returns rows/s."""
     start = time.perf_counter()
     reader = open_reader(manifest, batch_size=BATCH_SIZE, engine="arrow")
     rows = sum(len(next(iter(batch.values()))) for batch in reader.batches(0))
@@ -87,7 +87,7 @@ def read(manifest: ShardManifest) -> float:
 
 
 def peak(manifest: ShardManifest) -> float:
-    """The most own memory of one epoch, in MiB."""
+    """Returns the peak growth of anonymous memory in one epoch, in MiB."""
     pa.default_memory_pool().release_unused()
     with Peaks() as peaks:
         read(manifest)
@@ -95,7 +95,7 @@ def peak(manifest: ShardManifest) -> float:
 
 
 def measure(spark: SparkSession, frame: Any, repeats: int) -> tuple[int, list[list[str]]]:
-    """Returns the number of rows and the table's lines."""
+    """Returns the number of rows and the lines of the table."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         layouts = write_layouts(frame, root)
@@ -109,7 +109,7 @@ def measure(spark: SparkSession, frame: Any, repeats: int) -> tuple[int, list[li
             **{name: partial(_look, spark, path) for name, path in layouts.items()},
         }
         made = {name: timed(make) for name, make in makers.items()}
-        memory = {name: peak(manifest) for name, (_, manifest) in made.items()}  # warms up, too
+        memory = {name: peak(manifest) for name, (_, manifest) in made.items()}  # also warms up
         cases = {name: partial(read, manifest) for name, (_, manifest) in made.items()}
         rates = harness.measure_in_turns(cases, repeats, warm_ups=0)
         lines = harness.rate_rows(rates, SHARDS)

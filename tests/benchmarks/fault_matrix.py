@@ -1,26 +1,25 @@
-"""What a training survives, and how soon it trains again: every fault at moments drawn from a seed.
+"""Fault matrix: whether training survives each fault, and how soon it continues.
 
-Real drivers, executors, ranks, disks and servers: see tests/faults. One training is hit `--hits` times, at a
-random step of each of as many equal parts, by torch and Horovod in turn; what breaks reads, which come at
-the beginning of an epoch, hits it once in every epoch but the last. What is wrong at the end of a training
-counts for all of its hits. A cell of the matrix says
+Runs real drivers, executors, ranks, disks and servers, see tests/faults. A training has `--hits` equal parts,
+and a fault hits a random step of each part. torch and Horovod alternate. Reads happen at the start of an
+epoch, so read faults hit once in every epoch except the last. A problem at the end of a training counts for
+all of its hits. A cell of the matrix contains
 
-- how many of the hits the fit survived by itself, e.g. `18/20`, and with `+2` how many ended it with one
-  error, after which `resume=True` went on; `WRONG` counts those where something was lost, was
-  wrong or was left behind, and the list below the table says what;
-- how many steps were trained twice, median and worst;
-- the seconds until it trained again, median and worst: the longest time without a step of rank 0 since
-  the fault, less what Spark needed to start an executor or the driver's session; then the median with it.
-  A rank that hangs is noticed after `--timeout-seconds`, which are part of it; a busy machine needs more.
+- the hits that the fit survived without help, e.g. `18/20`. `+2` counts the hits that ended the fit with one
+  error, after which `resume=True` continued. `WRONG` counts hits with lost or wrong results or leftovers,
+  which the list below the table explains;
+- the number of steps trained twice, median and worst;
+- the seconds until it trained again, median and worst: the longest time without a step of rank 0 since the
+  fault, without the time in which Spark starts an executor or the session; then the median with that time. A
+  hang is detected after `--timeout-seconds`, which is included. A busy machine needs a larger value.
 
     python tests/benchmarks/fault_matrix.py --repeats 20
     python tests/benchmarks/fault_matrix.py --repeats 3 --hits 1 --only "rank 0" "executor JVM"
 
-All takes hours; `--cells` takes the first ones only. With `--output`, moments that the folder's faults.json
-holds already are not run again, good or bad, so a run may be stopped and gone on with; each tells the commit
-it ran on.
+The whole matrix takes hours; `--cells` limits it to the first cells. With `--output`, moments in the folder's
+faults.json are not run again, so a run can be stopped and resumed. Each moment contains its commit.
 
-Ends with 1 if anything was wrong.
+The exit code is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from moments import Moment
 from scenarios import FAULTS, KINDS, TARGETS, Fault
 from trainings import TIMEOUT_SECONDS
 
-# So that ten hits, and the harness's time between them, have room.
+# Long enough for ten hits and for the time of the harness between them.
 EPOCHS = 5
 Cells = dict[tuple[str, str], list[Moment]]
 
 
 def main() -> int:
-    """Runs the moments, prints the matrix; 1 if anything was wrong."""
+    """Runs the moments and prints the matrix. Returns 1 if anything was wrong."""
     parser = harness.parser(
         __doc__,
         repeats=(20, 1),
@@ -63,13 +62,13 @@ def main() -> int:
         "--output", type=Path, metavar="DIR", help="for faults.json, which is gone on with, and faults.png"
     )
     args = parser.parse_args()
-    # What was started ends with this process, however that ends.
+    # All child processes end with this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     faults = [f for f in FAULTS if not args.only or names_of(f) & set(args.only)]
     faults = faults[: args.cells]
     if not faults:
         parser.error(f"--only names no row; rows are {', '.join(TARGETS)}")
-    # Those of one place follow each other: every change of it costs a start of Spark.
+    # Group faults by location, because each change of location restarts Spark.
     faults.sort(key=lambda f: ("standalone" in f.place, "s3" in f.place, bool(f.mesh), f.mesh))
     cells = load(args.output)
     skipped: dict[tuple[str, str], str] = {}
@@ -93,18 +92,18 @@ def main() -> int:
 
 
 def names_of(fault: Fault) -> set[str]:
-    """By which `--only` knows it."""
+    """Returns the names that `--only` accepts."""
     names = {fault.target, f"{fault.target}/{fault.kind}", fault.kind}
     return names | ({fault.mesh, f"{fault.mesh}/{fault.kind}"} if fault.mesh else set())
 
 
 def chunks(seeds: list[int], size: int) -> list[list[int]]:
-    """Those of one training each."""
+    """Returns chunks of one training each."""
     return [seeds[first : first + size] for first in range(0, len(seeds), size)]
 
 
 def run(lab: Lab, fault: Fault, seeds: list[int], collective: str) -> list[Moment]:
-    """One training; what the harness itself did not expect is a problem of that training only."""
+    """Runs one training. An unexpected error of the harness is a problem of this training only."""
     try:
         return trials.run(lab, fault, seeds, collective)
     except Exception as error:
@@ -128,7 +127,7 @@ def run(lab: Lab, fault: Fault, seeds: list[int], collective: str) -> list[Momen
 
 
 def line_of(moment: Moment, fault: Fault) -> str:
-    """Progress of a long run."""
+    """Returns a progress line."""
     became = "WRONG" if moment.problems else "resumed" if moment.ended else "survived"
     return (
         f"{moment.target}/{moment.kind} ({fault.what}), seed {moment.seed}, step {moment.step}: {became}, "
@@ -139,7 +138,7 @@ def line_of(moment: Moment, fault: Fault) -> str:
 
 
 def report(cells: Cells, skipped: dict[tuple[str, str], str], left: list[str]) -> None:
-    """Three tables of the same rows and columns, and what was wrong."""
+    """Prints three tables with the same rows and columns, and the problems."""
     rows = [target for target in TARGETS if any(key[0] == target for key in [*cells, *skipped])]
     for title, text_of in (
         ("survived by itself + after resume", outcome),
@@ -168,7 +167,7 @@ def report(cells: Cells, skipped: dict[tuple[str, str], str], left: list[str]) -
 
 
 def outcome(moments: list[Moment]) -> str:
-    """`18/20 +2`, and how many are wrong."""
+    """Returns the survived hits such as `18/20 +2`, and the number of wrong ones."""
     if not moments:
         return "-"
     good = [m for m in moments if not m.problems]
@@ -179,13 +178,13 @@ def outcome(moments: list[Moment]) -> str:
 
 
 def steps(moments: list[Moment]) -> str:
-    """Median and worst number of steps trained twice."""
+    """Returns the median and the worst number of steps trained twice."""
     values = [m.repeated for m in moments if not m.problems]
     return f"{median(values):.0f}, {max(values)}" if values else "-"
 
 
 def seconds(moments: list[Moment]) -> str:
-    """Median and worst pause without Spark's part, and the median with it."""
+    """Returns the median and worst pause without Spark's time, and the median with it."""
     good = [m for m in moments if not m.problems]
     values = [m.pause_seconds - m.spark_seconds for m in good]
     if not values:
@@ -196,7 +195,7 @@ def seconds(moments: list[Moment]) -> str:
 
 
 def load(folder: Path | None) -> Cells:
-    """The moments of earlier runs."""
+    """Loads the moments of earlier runs."""
     cells: Cells = defaultdict(list)
     if folder is not None and (folder / "faults.json").exists():
         for values in json.loads((folder / "faults.json").read_text()):
@@ -206,7 +205,7 @@ def load(folder: Path | None) -> Cells:
 
 
 def save(folder: Path | None, cells: Cells) -> None:
-    """Every moment as JSON, one a line."""
+    """Writes the moments as JSON, one per line."""
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -217,7 +216,7 @@ def save(folder: Path | None, cells: Cells) -> None:
 
 
 def draw(cells: Cells, path: Path) -> None:
-    """The matrix as a picture: the colour is the share of good moments, the text the median pause."""
+    """Draws the matrix: the color is the share of good moments, the text the median pause."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,8 @@
-"""Training rows/s, layer by layer, against the bare PyTorch loop over the same batches in memory.
+"""Training rows/s, layer by layer, against a plain PyTorch loop over the same batches in memory.
 
-The bare loop has one thread and one process, no reader, no collective, no Spark: what it loses to
-one rank is the price of reading and bookkeeping; a gang of 2 has two cores to win it back.
-"inside" counts from the connected gang to the written checkpoint; "whole call" is all of `fitOnShards`.
+The plain loop has one thread and one process, and no reader, collective or Spark. The difference to one rank
+is the cost of reading and bookkeeping. A gang of 2 uses two cores. "inside" measures from the connected gang
+to the written checkpoint; "whole call" is all of `fitOnShards`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def load_batches(manifest: ShardManifest) -> list[Pair]:
-    """The batches of the first epoch as tensors: features (rows, DIM), label (rows,)."""
+    """Returns the batches of the first epoch as tensors: features (rows, DIM), label (rows,)."""
     reader = open_reader(manifest.select("train"), batch_size=BATCH_SIZE, engine="arrow")
     return [(torch.tensor(batch["features"]), torch.tensor(batch["label"])) for batch in reader.batches(0)]
 
 
 def bare_rate(batches: list[Pair]) -> float:
-    """One epoch of the loop as anybody would write it."""
+    """Returns rows/s of a plain PyTorch loop over one epoch."""
     torch.manual_seed(0)
     module = harness.MLP.build()
     optimizer = make_optimizer("adamw", module.parameters(), LEARNING_RATE, 0.0)
@@ -56,7 +56,7 @@ def bare_rate(batches: list[Pair]) -> float:
 
 
 def worker_rate(shards_uri: str, folder: Path, reader: str) -> float:
-    """One rank in this process: the reader and the training loop of the package."""
+    """Returns rows/s of one rank in this process, with the package's reader and training loop."""
     config = TrainConfig(
         shards_uri=shards_uri,
         run_uri=str(folder / f"worker-{uuid.uuid4().hex}"),
@@ -75,7 +75,7 @@ def worker_rate(shards_uri: str, folder: Path, reader: str) -> float:
 
 
 class GangFit:
-    """`fitOnShards` on 2 workers; one call gives two rates."""
+    """`fitOnShards` on 2 workers. One call measures two rates."""
 
     def __init__(self, shards_uri: str, folder: Path, collective: str, reader: str) -> None:
         self._shards_uri = shards_uri
@@ -92,7 +92,7 @@ class GangFit:
         self._inside = 0.0
 
     def whole_call(self) -> float:
-        """Trains; rows/s of the call."""
+        """Trains and returns rows/s of the call."""
         models: list[Any] = []
         seconds = harness.seconds_of(lambda: models.append(self._estimator.fitOnShards(self._shards_uri)))
         summary = models[0].summary
@@ -100,12 +100,12 @@ class GangFit:
         return float(summary.rows / seconds)
 
     def inside(self) -> float:
-        """Rows/s inside the gang, of the call before."""
+        """Returns rows/s inside the gang during the last call."""
         return self._inside
 
 
 def main() -> None:
-    """Writes the shards once, then measures all layers in turns."""
+    """Writes the shards once, then measures all layers in interleaved rounds."""
     options = harness.parse(__doc__, rows=(500_000, 4_096))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name, cli.spark("ringspark bench fit", harness.MASTER) as spark:

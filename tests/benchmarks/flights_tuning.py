@@ -1,10 +1,10 @@
-"""Recipes for the flights by the validation month alone: the network's and, in as much time, the boosting's.
+"""Hyperparameter search for the flights on the validation month: the network against boosting, in equal time.
 
-Each search draws from its own grid, in a seeded order, until it has spent `--seconds`; the recipe of
-jobs/recipes.py comes first, and of the two searches the one that has spent less goes next. A recipe trains
-on months 1 to 8 and is judged by the ROC AUC of month 9. Of the network's ensemble one member trains, so that
-more recipes get their turn; boosting is judged after every 50 iterations of one training. The test months
-are not read: the benchmark `seeds` measures the recipes that were chosen.
+Each search samples its grid in a seeded order until it has used `--seconds`. It starts with the recipe of
+jobs/recipes.py. The search that has used less time runs next. A recipe trains on months 1 to 8, and its score
+is the ROC AUC of month 9. Only one member of the network's ensemble trains, so that more recipes can run.
+Boosting is scored after every 50 iterations of one training. The test months are not read; the benchmark
+`seeds` evaluates the chosen recipes.
 
     OMP_NUM_THREADS=1 make bench ARGS="flights_tuning"
 """
@@ -44,15 +44,15 @@ BOOSTINGS: dict[str, Sequence[Any]] = {
     "l2_regularization": [0.0, 10.0],
     "max_features": [0.3, 0.6, 1.0],
 }
-ITERATIONS = 50  # of boosting, between two looks at the validation month
-SHOWN = 5  # recipes of each search, the best first
+ITERATIONS = 50  # boosting iterations between two evaluations on the validation month
+SHOWN = 5  # printed recipes per search
 
 # ROC AUC and average precision of month 9, and the recipe.
 Judged = tuple[float, float, recipes.NetworkRecipe | recipes.BoostingRecipe]
 
 
 def draw(first: Any, grid: Mapping[str, Sequence[Any]]) -> Iterator[Any]:
-    """`first`, then the recipes of the grid in a seeded order."""
+    """Yields `first`, then the recipes of the grid in a seeded order."""
     yield first
     combinations = list(itertools.product(*grid.values()))
     random.Random(0).shuffle(combinations)
@@ -63,7 +63,7 @@ def draw(first: Any, grid: Mapping[str, Sequence[Any]]) -> Iterator[Any]:
 def judge_network(
     recipe: recipes.NetworkRecipe, root: Path, sizes: tuple[list[int], int], members: int
 ) -> Judged:
-    """Trains on one rank in this process, and measures on the validation month."""
+    """Trains on one rank in this process, and returns the validation metrics."""
     job = precision.flights_job(root, sizes, recipe, members)
     with tempfile.TemporaryDirectory() as folder:
         result = train_here(replace(job.config, run_uri=folder))
@@ -72,7 +72,7 @@ def judge_network(
 
 
 def judge_boosting(recipe: recipes.BoostingRecipe, train: Any, validation: Any) -> Judged:
-    """Trains once; the best number of iterations on the validation month."""
+    """Trains once, and returns the best number of iterations on the validation month."""
     boosting = score.train_boosting(recipe, train, seed=0)
     stages = boosting.staged_predict_proba(score.boosting_matrix(validation))
     labels = validation["label"]
@@ -90,7 +90,7 @@ def judge_boosting(recipe: recipes.BoostingRecipe, train: Any, validation: Any) 
 def search(
     judges: Mapping[str, Callable[[Any], Judged]], recipes_of: Mapping[str, Iterator[Any]], seconds: int
 ) -> tuple[dict[str, list[Judged]], dict[str, float]]:
-    """What each search found, the best first, and the seconds that it spent."""
+    """Returns the results of each search, the best first, and the used seconds."""
     found: dict[str, list[Judged]] = {name: [] for name in judges}
     spent = dict.fromkeys(judges, 0.0)
     while min(spent.values()) < seconds:
@@ -104,7 +104,7 @@ def search(
 
 
 def main() -> None:
-    """Searches by turns, then prints the best recipes of each and the one that stands in jobs/recipes.py."""
+    """Runs both searches, then prints their best recipes and the recipe of jobs/recipes.py."""
     options = harness.parse(__doc__, seconds=(720, 1), members=(1, 1))
     root = harness.flights_root(options)
     manifest = ShardManifest.load(str(root / "shards"))

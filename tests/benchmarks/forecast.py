@@ -1,11 +1,11 @@
-"""Forecasts of departures by airport and hour: a GRU over windows of rows against lags with scikit-learn.
+"""Forecasts of departures by airport and hour: a GRU over windows, against scikit-learn on lags.
 
-The flights and the weather of 2013 make three series of 8,754 hours: how many flights left in the hour, how
-late they were, temperature, wind, rain and visibility. A window holds the last 168 hours, the target is the
-number of departures in each of the next 3; a flight counts in the hour in which it left, so no row knows of a
-later one. All models see the same windows: those that end with their targets before September train, those
-whose targets lie in October to December are scored. The recipes were chosen by hand out of a handful each,
-with the figures of September and of the scored months side by side.
+The flights and the weather of 2013 make three series of 8,754 hours: departures, delay, temperature, wind,
+rain and visibility. A window contains the last 168 hours, and the target is the number of departures in each
+of the next 3. A flight counts in the hour of its departure, so no row contains later data. All models get the
+same windows. Windows that end with their targets before September are for training, and windows with targets
+in October to December are the test set. The recipes were chosen by hand from a few each, with the scores of
+September and of the test months in view.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 HORIZON = 3
 HOURS_OF_WEEK = 168
-RECENT = 24  # hours of all values; of the departures a model sees the whole window
+RECENT = 24  # hours of all values; a model gets the departures of the whole window
 TRAINED_UNTIL = "2013-09-01"
-SCORED = "hour >= timestamp'2013-10-01' - interval 1 hour"  # of the last row of a window
+SCORED = "hour >= timestamp'2013-10-01' - interval 1 hour"  # hours of the last row of a window
 WEATHER = {"temp": 20.0, "wind_speed": 10.0, "precip": 0.1, "visib": 10.0}
-# What a window holds; each is divided by about its spread, the departures so in the label as well.
+# Values of a window. Each is divided by about its deviation, and the label by that of the departures.
 VALUES = ["departures", "delay", *WEATHER, "hour_of_week", "airport"]
 FLIGHTS = 20.0
 
 
 class Forecaster(nn.Module):
-    """(batch, steps, values) -> (batch, HORIZON): last week's hours plus what a GRU learns."""
+    """(batch, steps, values) -> (batch, HORIZON): the same hours last week plus the GRU's output."""
 
     def __init__(self, steps: int, hidden: int = 64, dim: int = 16) -> None:
         super().__init__()
@@ -58,13 +58,13 @@ class Forecaster(nn.Module):
         states, _ = self.gru(recent)
         departures = numbers[..., 0]
         seen = [states[:, -1], departures, recent[:, -1], self.airport(airport)]
-        # Of a window of a week the first values are those of the same hours, a week before the targets.
+        # The window is one week long, so its first values are the target hours of the week before.
         forecast: torch.Tensor = self.head(torch.cat(seen, 1)) + departures[:, :HORIZON]
         return FLIGHTS * forecast
 
 
 def hourly(spark: SparkSession, folder: str) -> DataFrame:
-    """One row for each airport and hour of the year, also where no flight left; all values as floats."""
+    """Returns a row per airport and hour of the year, also without departures; all values as floats."""
     from pyspark.sql import Window
     from pyspark.sql import functions as F
 
@@ -76,17 +76,17 @@ def hourly(spark: SparkSession, folder: str) -> DataFrame:
         .groupBy("origin", "hour")
         .agg(F.count("*").alias("departures"), F.avg("dep_delay").alias("delay"))
     )
-    # One reading says 1048 miles an hour; nothing real is above 80.
+    # One reading is 1048 miles per hour; real values are below 80.
     weather = tables["weather"].withColumn("wind_speed", F.expr("if(wind_speed < 80, wind_speed, null)"))
     weather = weather.select("origin", F.col("time_hour").alias("hour"), *WEATHER)
     origins = spark.createDataFrame([("EWR", 0), ("JFK", 1), ("LGA", 2)], "origin string, airport int")
     hours = "sequence(timestamp'2013-01-01 10:00', timestamp'2014-01-01 03:00', interval 1 hour)"
     grid = origins.select("*", F.expr(f"explode({hours})").alias("hour"))
-    # Where the weather of an hour is missing, the last reading stands.
+    # Missing weather is filled with the last reading.
     known = Window.partitionBy("origin").orderBy("hour").rowsBetween(Window.unboundedPreceding, 0)
     joined = grid.join(counts, ["origin", "hour"], "left").join(weather, ["origin", "hour"], "left")
-    # The hour of the week on the clock of New York.
-    clock = F.from_utc_timestamp("hour", "America/New_York")  # of a session in UTC
+    # The hour of the week in New York.
+    clock = F.from_utc_timestamp("hour", "America/New_York")  # the session uses UTC
     scaled = {
         "departures": F.coalesce("departures", F.lit(0)) / FLIGHTS,
         "delay": F.coalesce("delay", F.lit(0.0)) / 40,
@@ -100,7 +100,7 @@ def hourly(spark: SparkSession, folder: str) -> DataFrame:
 
 
 def arrays(windows: DataFrame, folder: str) -> tuple[np.ndarray, np.ndarray]:
-    """The windows, (rows, steps, values), and the labels, (rows, HORIZON), by way of a file."""
+    """Returns the windows, (rows, steps, values), and the labels, (rows, HORIZON), from a file."""
     import pyarrow.parquet as pq
 
     windows.select("features", "label").write.parquet(folder)
@@ -111,9 +111,9 @@ def arrays(windows: DataFrame, folder: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lags(x: np.ndarray, *, all_values: bool) -> np.ndarray:
-    """What scikit-learn's models see of the windows: one line of numbers each."""
+    """Returns the features of scikit-learn's models: a vector per window."""
     last = x[:, -1]
-    if all_values:  # for a linear model, with the hour and the airport as classes
+    if all_values:  # for a linear model, with the hour and the airport one-hot
         hour, airport = np.eye(HOURS_OF_WEEK)[last[:, -2].astype(int)], np.eye(3)[last[:, -1].astype(int)]
         return np.concatenate([x[..., :-2].reshape(len(x), -1), hour, airport], 1)
     return np.concatenate([x[..., 0], x[:, -RECENT:, 1:-2].reshape(len(x), -1), last[:, -2:]], 1)
@@ -142,7 +142,7 @@ def boosting(train: Any, test: Any, *, iterations: int) -> np.ndarray:
 def network(
     rows: DataFrame, stage: SequenceWindows, folder: str, options: Namespace
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Forecasts and labels of the scored windows, by one Pipeline over the rows of the table."""
+    """Returns forecasts and labels of the test windows from one Pipeline."""
     from pyspark.ml import Pipeline
     from pyspark.sql import functions as F
 
@@ -157,7 +157,7 @@ def network(
         storageUri=folder,
         showProgress=False,
     )
-    # Rows before September alone: no window and no target of the training reaches further.
+    # Only rows before September, so no training window or target is later.
     model = Pipeline(stages=[stage, regressor]).fit(rows.where(F.col("hour") < TRAINED_UNTIL))
     found = model.transform(rows).where(SCORED).select("prediction", "label").collect()
     return np.array([row.prediction for row in found]), np.array([row.label for row in found])

@@ -1,8 +1,8 @@
-"""Seconds that a gang of 2 costs before and after its work: Spark's part, and each collective's.
+"""Startup and shutdown time of a gang of 2, by collective, and Spark's share.
 
-The work is one all-reduce of one number. "cold" is the first gang of a session, whose Python workers
-have yet to start and import torch; warm ones reuse them. Spark's own barrier stage, with the one
-exchange that a gang over several hosts makes, stands beside them.
+The work is one all-reduce of one number. "cold" is the first gang of a session: its Python workers must start
+and import torch. Warm gangs reuse the workers. The table also has a plain barrier stage of Spark with one
+allGather, as in a gang on several hosts.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ SPARK_STAGE = "spark's barrier stage alone"
 
 
 def touch(collective: Collective, device: str, status: Status) -> str:
-    """The work: proof that the ranks are connected. Runs on every rank."""
+    """Proves that the ranks are connected. Runs on every rank."""
     return str(collective.all_reduce(torch.ones(1)).item())
 
 
 def exchange(batches: Iterable[Any]) -> Iterator[Any]:
-    """One `allGather` and no collective. Runs in a barrier task."""
+    """Calls `allGather` once, without a collective. Runs in a barrier task."""
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()
@@ -48,15 +48,15 @@ def gang(spark: SparkSession, collective: str) -> None:
 
 
 def barrier_stage(spark: SparkSession) -> None:
-    """Runs the stage that a gang lives in, without one."""
+    """Runs a barrier stage without a gang."""
     frame = spark.range(0, harness.NUM_WORKERS, 1, harness.NUM_WORKERS)
     frame.mapInArrow(exchange, "id long", barrier=True).collect()
 
 
 def main() -> None:
-    """A fresh session for each cold start, then the warm ones in turns."""
+    """Starts a session for each cold start, then measures warm starts in interleaved rounds."""
     options = harness.parse(__doc__)
-    # Spark's own stage comes first: its cold start is also the JVM's, which the gangs do not pay again.
+    # Spark's own stage is first, because its cold start includes the JVM's.
     runs: dict[str, Callable[[SparkSession], None]] = {
         SPARK_STAGE: barrier_stage,
         **{name: partial(gang, collective=name) for name in COLLECTIVES},
