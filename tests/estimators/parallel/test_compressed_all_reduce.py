@@ -1,4 +1,4 @@
-"""Residuals of compressed gradients: what changes them and what leaves them alone, over real gangs."""
+"""Residuals of gradient compression: when they change and when they must not, on real gangs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.distributed
 
 
 class Net(nn.Module):
-    """Two matrices, of which rows may leave the second unused, and biases."""
+    """Two weight matrices and biases; some rows do not use the second matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def _residual(sync: CompressedAllReduce) -> torch.Tensor:
 
 
 def _gradient(sync: CompressedAllReduce) -> torch.Tensor:
-    """The gradients of the matrices, end to end in the order of the residual; zeros for None."""
+    """Returns the matrix gradients in residual order, with zeros for None."""
     group = sync._groups[0]
     return torch.cat(
         [
@@ -81,7 +81,7 @@ def _gradient(sync: CompressedAllReduce) -> torch.Tensor:
 
 
 def _life(collective: Collective) -> Any:
-    """Every way in which a step may end; after each, whether everything sent and everything kept adds up."""
+    """Runs every outcome of a step; returns whether sent plus residual equals the gradients so far."""
     sync = _sync(collective)
     due = torch.zeros_like(_residual(sync))
     sent = torch.zeros_like(due)
@@ -108,7 +108,7 @@ def _life(collective: Collective) -> Any:
     is_bad = not bool(torch.isfinite(_gradient(sync)).any())
     adds_up("not finite", is_bad and _residual(sync).equal(before))
 
-    # What travels whole is not finite: the step is skipped, whatever the matrices are.
+    # An uncompressed gradient is not finite: the step is skipped, even if the matrices are finite.
     before = _residual(sync).clone()
     step(3)
     if collective.rank:
@@ -116,14 +116,14 @@ def _life(collective: Collective) -> Any:
     sync.reduce()
     adds_up("bias not finite", _residual(sync).equal(before))
 
-    # fp16 scales the gradients by another power of 2 in each step.
+    # The fp16 loss scale differs from step to step.
     due += step(4)
     _backward(sync, collective.rank, 4, factor=1024.0)
     sync.reduce(lambda: 1024.0)
     sent += _gradient(sync) / 1024
     adds_up("scaled")
 
-    # Nobody uses the second matrix: its gradient is None, and its residual waits.
+    # No rank uses the second matrix: its gradient is None, and its residual stays.
     unused = sync.network.second.weight
     due += step(5, uses_second=False)
     sync.reduce()
@@ -138,7 +138,7 @@ def _life(collective: Collective) -> Any:
     sent += _gradient(sync)
     adds_up("used by one", is_there)
 
-    # A rank without rows sends what it had kept.
+    # A rank without rows sends its residual.
     sync.optimizer.zero_grad()
     if collective.rank:
         _backward(sync, collective.rank, 7)
@@ -154,7 +154,7 @@ def _life(collective: Collective) -> Any:
 
 @pytest.mark.extras
 def test_a_gradient_that_is_not_finite_beside_what_was_kept_is_told_before_anything_is_sent() -> None:
-    """A compressor may leave that number out, and would keep an infinite one."""
+    """A compressor might skip the bad element, and would keep an infinite one."""
     sync = _sync(LocalCollective(), name="randomk")
     largest = torch.finfo(torch.float64).max
     _residual(sync)[3] = largest
@@ -192,7 +192,7 @@ def test_what_is_sent_and_what_is_kept_adds_up(name: str, case: str) -> None:
 
 
 def _resumes(compression: str, collective: Collective) -> Any:
-    """Five steps in one go, and three steps, a copy, and two more; then all states, to resume elsewhere."""
+    """Runs 5 steps at once, and 3 steps, a restore and 2 steps; returns the states."""
     straight, first, second = (_sync(collective, name=compression, **_OPTIONS[compression]) for _ in range(3))
     scaler = LossScaler("fp32", torch.device("cpu"))
 
@@ -276,7 +276,7 @@ def test_a_gang_of_one_takes_over_what_larger_ones_had_not_sent() -> None:
 
 @pytest.mark.parametrize("name", names_of(COMPRESSORS, ["powersgd", "gradiveq"]))
 def test_a_rollback_to_the_first_step_forgets_the_directions_found_since(name: str) -> None:
-    """Otherwise a training that was started again would take other steps than one that was not."""
+    """Otherwise a restarted training would take different steps than an uninterrupted one."""
     values = Compression.of({"name": name, **_FOUND[name]})
     used, fresh = (COMPRESSORS[name]([torch.Size((16, 16))], 0, values) for _ in range(2))
     group = _Group({"weight": nn.Parameter(torch.zeros(16, 16))}, used)
@@ -291,7 +291,7 @@ def test_a_rollback_to_the_first_step_forgets_the_directions_found_since(name: s
 
 
 def test_a_gang_of_one_takes_over_from_a_larger_one_with_looked_up_rows() -> None:
-    """Rows of a table travel by themselves, so no residual holds any, whatever the number of ranks."""
+    """Embedding rows travel separately, so no residual holds any, for any number of ranks."""
     module = nn.Sequential(nn.Embedding(40, 40, sparse=True), nn.Linear(40, 40))
     compression = Compression.of({"name": "topk", "least": 1})
     sync = CompressedGradients().prepare(
@@ -345,7 +345,7 @@ def test_the_first_steps_travel_whole_where_that_is_asked_for() -> None:
 
 
 def _begins_later(collective: Collective) -> Any:
-    """Whether the sum of each step is that of all gradients."""
+    """Returns for each step whether the all-reduce is exact."""
     sync, is_whole = _sync(collective, after=2), []
     for number in range(4):
         _backward(sync, collective.rank, number)

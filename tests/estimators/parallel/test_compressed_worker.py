@@ -1,4 +1,4 @@
-"""`train_worker` with compressed gradients: whole trainings, ended and resumed."""
+"""`train_worker` with gradient compression: complete, failed and resumed runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _config(make_shards: MakeShards, folder: Path, compression: Any, **changes: 
 
 
 class Fails(Callback):
-    """Ends the training in step 7, the first time."""
+    """Fails in step 7, the first time."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -81,7 +81,7 @@ def test_a_failed_training_goes_on_as_if_nothing_had_happened(
 def test_a_resumed_training_may_have_other_workers(
     make_shards: MakeShards, tmp_path: Path, workers: int, next_workers: int
 ) -> None:
-    """What had not been sent is sent: the resumed training ends near the one without an interruption."""
+    """The resumed run sends the saved residuals and ends near an uninterrupted one."""
     config = _config(make_shards, tmp_path / "run", {"name": "topk", "ratio": 0.3}, num_workers=workers)
     objects = UserObjects(callbacks=(Fails(tmp_path / "failed"),))
     with pytest.raises(WorkerError, match="step 7"):
@@ -94,7 +94,7 @@ def test_a_resumed_training_may_have_other_workers(
 def test_fp16_trains_with_residuals_that_its_loss_scale_does_not_touch(
     make_shards: MakeShards, tmp_path: Path
 ) -> None:
-    """Its first steps overflow and are skipped; the loss scale changes; the residuals stay finite."""
+    """The first steps overflow and are skipped; the loss scale changes; the residuals stay finite."""
     config = _config(
         make_shards, tmp_path / "run", {"name": "topk", "ratio": 0.1}, precision="fp16", epochs=6
     )
@@ -110,18 +110,18 @@ def test_every_compressor_trains_nearly_as_whole_gradients_do(
 ) -> None:
     options = {
         "gradiveq": {"slice": 32, "components": 8, "samples": 3},
-        "randomk": {"ratio": 0.2},  # in few steps, a hundredth is not enough to send everything once
+        "randomk": {"ratio": 0.2},  # a share of 0.01 needs too many steps to send everything
     }.get(name, {})
     config = _config(make_shards, tmp_path / "whole", "none", epochs=8)
     compression = Compression.of({"name": name, **options})
     compressed = replace(config, run_uri=str(tmp_path / "other"), sync=AllReduce(compression=compression))
     whole, other = (train_gang(one).history for one in (config, compressed))
-    # Of what whole gradients win, most is won; nothing is won by a gradient that is wrong.
+    # Compression keeps most of the loss decrease; a wrong gradient would keep none.
     assert whole[0].train_loss - other[-1].train_loss > 0.7 * (whole[0].train_loss - whole[-1].train_loss)
 
 
 class Dies(Callback):
-    """Kills this process at a random moment, so often."""
+    """Kills this process at a random moment, `kills` times."""
 
     def __init__(self, folder: Path, kills: int) -> None:
         self._folder = folder

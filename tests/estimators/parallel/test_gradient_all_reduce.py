@@ -1,4 +1,4 @@
-"""Which gradients a rank exchanges and which it refuses, without a second rank."""
+"""Which gradients a rank sends and which it refuses, without a second rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch._dynamo  # that would hold a group which exists while an optimizer imports it
+import torch._dynamo  # a late import by an optimizer would keep the process group alive
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +30,7 @@ from ringspark.estimators.parallel.sharded.zero import SyncGroup, ZeroSync
 
 
 class Twice(nn.Module):
-    """Its one layer is recomputed twice, each time in a backward pass of its own."""
+    """Recomputes its layer twice, each time in a separate backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("bucket_bytes", [1, None])
 def test_a_gradient_that_comes_again_after_its_bucket_left_is_refused(bucket_bytes: int | None) -> None:
-    """One exchange for all of them leaves after the backward pass, so there it may come in parts."""
+    """A single all-reduce starts after the backward pass, so its gradients may come in several parts."""
     module = Twice()
     rows = torch.ones(3, 2, requires_grad=True)
     expected = torch.autograd.grad(module.layer(module.layer(rows)).sum(), module.layer.weight)[0]
@@ -72,7 +72,7 @@ class InPlace(torch.optim.SGD):
 def test_gradients_that_an_optimizer_zeroes_in_place_stay_beside_a_missing_one(
     bucket_bytes: int | None,
 ) -> None:
-    """They still stand in the buffer when a step begins, unlike the one that no row has given."""
+    """The zeroed gradients stay in the buffer; the unused gradient stays None."""
     module = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1)])
     optimizer = InPlace(module.parameters(), lr=0.1)
     sync = GradientAllReduce(module, optimizer, LocalCollective(), bucket_bytes=bucket_bytes)
@@ -89,7 +89,7 @@ def test_gradients_that_an_optimizer_zeroes_in_place_stay_beside_a_missing_one(
 
 @given(st.integers(1, 1 << 34))
 def test_buckets_over_a_network_leave_the_backward_pass_something_to_hide(num_bytes: int) -> None:
-    """Between ranks that share memory nothing is hidden, and a smaller network pays for more messages."""
+    """Overlap does not help over shared memory, and small networks lose more on extra messages."""
     size = choose_bucket_bytes(num_bytes, by_network=True)
     assert (size is None) == (num_bytes <= NETWORK_FLAT_BYTES)
     if size is not None:
@@ -122,7 +122,7 @@ class Recomputed(nn.Module):
 
 @pytest.mark.parametrize("tie", [_summed, _zero])
 def test_a_callback_may_differentiate_between_steps(tie: Tie) -> None:
-    """A pass outside of a step sends nothing, and leaves nothing behind for the next step."""
+    """A backward pass outside a step sends nothing and does not affect the next step."""
     module, alone = Recomputed(), Recomputed()
     sync = tie(module, torch.optim.SGD(module.parameters(), lr=0.1), LocalCollective())
     plain = torch.optim.SGD(alone.parameters(), lr=0.1)
@@ -146,14 +146,14 @@ class Client:
 
 
 def _sockets() -> int:
-    # The listing's own descriptor is gone when its link is read.
+    # The descriptor of listdir is closed before its link is read.
     links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     return sum("socket:" in os.readlink(link) for link in links if os.path.islink(link))
 
 
 @pytest.mark.parametrize("tie", [_summed, _zero])
 def test_a_rank_that_fails_in_its_backward_pass_closes_its_connections(tie: Tie) -> None:
-    """Its error keeps the frames, and an exchange under way would keep the group and its peers waiting."""
+    """The error keeps the frames alive; a running all-reduce would keep the group and block its peers."""
     before = _sockets()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     collective = TorchCollective(Member(), False, Client())  # type: ignore[arg-type]

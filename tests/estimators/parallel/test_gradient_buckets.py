@@ -15,7 +15,7 @@ def test_a_gradient_that_only_other_ranks_have_is_zeros_here_and_one_that_none_h
     bucket.give()
     parameters["there"].grad = parameters["nowhere"].grad = None
     bucket.take()
-    # All-reduce with a rank that has only the gradient of "there": adds its values, and 1 to its count.
+    # Simulates an all-reduce with a rank that has only the gradient of "there".
     bucket.buffer += torch.tensor([0.0, 0.0, 5.0, 5.0, 0.0, 0.0, 0.0, 1.0, 0.0])
     bucket.give()
     assert [p.grad is None or p.grad.tolist() for p in parameters.values()] == [[1.0, 1.0], [5.0, 5.0], True]

@@ -1,4 +1,4 @@
-"""Every element of every parameter is one rank's, in a place that all ranks agree on."""
+"""Every element of every parameter belongs to one rank, at an offset that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -80,6 +80,6 @@ def test_pieces_share_the_memory_of_parameters_of_any_layout() -> None:
 
 
 def test_whole_parameters_are_dealt_largest_first() -> None:
-    """In their given order, the last and largest one would go to a rank that is full already."""
+    """In the given order, the last and largest parameter would go to a rank that is already full."""
     (bucket,) = whole_layout([[0, 1, 2, 3]], [1, 1, 1, 3], 2)
     assert bucket.counts == [3, 3]

@@ -1,4 +1,4 @@
-"""`train_worker` under each sharding: the model that comes out is that of one worker."""
+"""`train_worker` gives the model of one worker under every sharding."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _columns(rows: int) -> dict[str, np.ndarray]:
 def test_the_best_checkpoint_of_two_workers_is_that_of_one(
     make_shards: MakeShards, tmp_path: Path, sharding: str, collective: str
 ) -> None:
-    """The last batch of training and the only one of validation leave a rank without rows."""
+    """The last training batch and the only validation batch leave a rank without rows."""
     held_out = np.arange(104) >= 97
     manifest = make_shards(_columns(104), validation=held_out, row_group_rows=97)
     changes: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Gradients of looked-up rows: a norm, a noise and an index of them are those of the dense table."""
+"""Sparse embedding gradients have the norm, noise and indices of a dense table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def _backward(module: nn.Module, *ids: int) -> None:
-    """Adds gradients; an id that comes twice, or again, is in a sparse one as often."""
+    """Adds gradients; a repeated id repeats in the sparse gradient."""
     module(torch.tensor(ids)).square().sum().backward()
 
 
@@ -46,7 +46,7 @@ def test_rows_are_clipped_with_all_other_gradients(max_norm: float) -> None:
 
 
 def test_rows_count_in_the_noise_as_a_dense_table_does() -> None:
-    """By one rank from its micro-batches, and by a rank of several from what it has before the sum."""
+    """One rank measures it from micro-batches, several ranks from their local gradients."""
     states, squares = [], []
     for is_sparse in (False, True):
         module = _network(is_sparse=is_sparse)
@@ -67,7 +67,7 @@ def test_rows_count_in_the_noise_as_a_dense_table_does() -> None:
 
 def test_rows_of_a_table_too_long_for_indices_of_32_bits_keep_their_places() -> None:
     last = 2**31 + 5
-    # One number stands for all, so the table takes no memory.
+    # All rows share one number, so the table needs no memory.
     table = nn.Parameter(torch.zeros(1, 1).expand(last + 1, 1), requires_grad=True)
     places, ones = torch.tensor([[4, last]]), torch.ones(2, 1)
     table.grad = torch.sparse_coo_tensor(places, ones, table.shape, check_invariants=True)

@@ -1,6 +1,6 @@
-"""One contract over every strategy and every collective that it runs on, on real processes.
+"""Tests one contract for every strategy and collective, on real processes.
 
-The ranks of one strategy and collective run all cases in turn; each test looks at its own.
+One gang per strategy and collective runs all cases; each test checks its own case.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.precision import LossScaler
 
-# Those whose ranks step on their own do not give the weights of one worker: see test_parameter_server.py and
-# the folder local.
+# Ranks of these strategies step independently, so their weights differ from one worker's: see
+# test_parameter_server.py and the folder local.
 APART = {"local_average", "diloco", "elastic", "parameter_server", "hogwild"}
 CASES = [
     (strategy, collective)
@@ -36,12 +36,12 @@ CASES = [
 ]
 SHARDED = [case for case in CASES if case[0] != "data_parallel"]
 STEPS = 20
-# Rows of each step: uneven ones, and single ones, which leave all ranks but one without any.
+# Rows per step: uneven counts, and single rows that leave all other ranks without any.
 ROWS = [5, 4, 1, 7, 3] * (STEPS // 5)
 
 
 class Block(nn.Module):
-    """A residual block of several layers."""
+    """A residual block with several layers."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A chain of blocks, and parameters of all sorts around it."""
+    """Blocks in sequence, with many types of parameters around them."""
 
     def __init__(self, dim: int = 8) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Net(nn.Module):
         hidden = self.blocks(self.stem(x)) + self.frozen(self.stem(x))
         output = self.head(hidden) + (hidden @ self.turned.t()).sum(1, keepdim=True)
         chosen = x[:, :1] > 0.8
-        if chosen.any():  # by the data, so one rank may use it while the other does not
+        if chosen.any():  # depends on the data, so only one rank may use it
             output = output + torch.where(chosen, self.sometimes(hidden), 0.0)
         return output  # type: ignore[no-any-return]
 
@@ -81,7 +81,7 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def _settings(strategy: str, micro_batches: int) -> SyncSettings:
-    """Settings under which every strategy computes what one rank would."""
+    """Returns settings under which every strategy computes the result of one rank."""
     settings: dict[str, Any] = {"micro_batches": micro_batches}
     if strategy == "compressed":
         settings["sync"] = AllReduce(compression=Compression.of({"name": "topk", "ratio": 1.0, "least": 1}))
@@ -108,7 +108,7 @@ def _train(
     inspect: Callable[[GradientSync, int], None] | None = None,
     poison: Callable[[int], float] = lambda step: 1.0,
 ) -> GradientSync:
-    """The trainer's steps on rows that each rank has its share of."""
+    """Runs the trainer's steps on this rank's share of the rows."""
     sync = STRATEGIES[strategy]().prepare(
         Net(), make, RankMesh.of(collective), _settings(strategy, micro_batches)
     )
@@ -137,7 +137,7 @@ def _train(
 
 
 def _weights(sync: GradientSync) -> list[float]:
-    """All weights of the network, whole; runs on every rank."""
+    """Returns all weights of the network, gathered; runs on every rank."""
     if hasattr(sync.network, "reshard"):
         sync.network.reshard()  # type: ignore[operator]
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in sync.network.parameters()]
@@ -145,7 +145,7 @@ def _weights(sync: GradientSync) -> list[float]:
 
 
 def _overflowing(collective: Collective, strategy: str) -> dict[str, Any]:
-    """fp16's loss scaling; in step 3, one rank's rows give infinite gradients."""
+    """Runs fp16 loss scaling; in step 3, the rows of one rank give infinite gradients."""
     combine = partial(collective.all_reduce, op="max") if strategy != "data_parallel" else None
     scaler = LossScaler("fp16", torch.device("cpu"), combine, init_scale=8.0)
     last = collective.rank == collective.size - 1
@@ -161,7 +161,7 @@ def _overflowing(collective: Collective, strategy: str) -> dict[str, Any]:
 
 
 def _one_element(collective: Collective, strategy: str) -> dict[str, Any]:
-    """As above, but a single element of the sum overflows: it lies in one rank's part."""
+    """Runs fp16 loss scaling; one element of the reduced gradient overflows, in one rank's shard."""
     combine = partial(collective.all_reduce, op="max") if strategy != "data_parallel" else None
     scaler = LossScaler("fp16", torch.device("cpu"), combine, init_scale=8.0)
 
@@ -205,7 +205,7 @@ def _bytes(collective: Collective, strategy: str) -> dict[str, Any]:
 
 
 def _refusals(collective: Collective) -> list[str]:
-    """What sharded parameters are not for."""
+    """Returns the messages of cases that sharded parameters do not support."""
     scalar = nn.Linear(2, 1)
     scalar.temperature = nn.Parameter(torch.ones(()))
     cases: list[tuple[nn.Module, Make]] = [(Net(), _adafactor), (scalar, _by_name("sgd"))]
@@ -306,10 +306,10 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused() -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(("strategy", "collective"), [c for c in CASES if c[0] in ("zero1", "zero2")])
 def test_zero_sends_what_data_parallelism_sends(strategy: str, collective: str) -> None:
-    """A reduce-scatter and an all-gather are an all-reduce; the flags of who had a gradient come on top."""
+    """Reduce-scatter plus all-gather send an all-reduce's bytes, plus flags for missing gradients."""
     num_bytes = _alone()["bytes"]["state"]["gradients"]
     num_parameters = len([p for p in Net().parameters() if p.requires_grad])
     for result in _results(strategy, collective):
         flags = 4 * (num_parameters + 1)
-        # The gradients of the parameter that no rank uses travel too.
+        # The gradient of the parameter that no rank uses is sent too.
         assert num_bytes <= result["bytes"]["sent"] - flags <= num_bytes + 4 * 9 + 16

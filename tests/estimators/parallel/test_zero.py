@@ -1,4 +1,4 @@
-"""Buckets: many small ones, on three ranks, and gradients that come after their bucket has left."""
+"""ZeRO buckets: many small ones, three ranks, and gradients that arrive after their bucket was sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringspark.estimators.training.precision import LossScaler
 
 
 class Twice(nn.Module):
-    """Its layer is used by two reentrant checkpoints: two backward passes, so its gradient comes twice."""
+    """Two reentrant checkpoints use one layer, so its gradient arrives twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def _train(is_even: bool, rounds: int | None, collective: Collective) -> Any:
     optimizer = kind(net.parameters(), lr=0.01)
     sync: GradientSync = GradientSync(net, optimizer)
     if collective.size > 1:
-        # 64 bytes: a bucket for each parameter but the smallest ones.
+        # 64 bytes: one bucket per parameter, except for the smallest ones.
         sync = ZeroSync(
             net, optimizer, [SyncGroup(RankMesh.of(collective).shard_group)], rounds, bucket_bytes=64
         )
@@ -48,7 +48,7 @@ def _train(is_even: bool, rounds: int | None, collective: Collective) -> Any:
         rows = torch.rand(5, 3, generator=torch.Generator().manual_seed(step))
         mine = rows[collective.rank :: collective.size]
         sync.optimizer.zero_grad()
-        # On GPUs a recurrent layer's flatten_parameters() moves weights to other memory; a callback may too.
+        # On GPUs, flatten_parameters() of a recurrent layer moves weights in memory; a callback may too.
         net.first.weight.data = net.first.weight.data.clone()
         if step == 2:
             net.shared.weight.data = net.shared.weight.data.t().contiguous().t()

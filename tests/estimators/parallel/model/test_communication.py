@@ -1,4 +1,4 @@
-"""Exchanges inside a network: values and gradients are those of one process that holds the whole."""
+"""Collectives inside a network give the values and gradients of one process with whole tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _whole() -> torch.Tensor:
 
 
 def _own(rank: int) -> torch.Tensor:
-    """A function's weights that differ by rank."""
+    """Returns weights that differ by rank."""
     return torch.linspace(1, 2 + rank, 15, dtype=torch.float64).view(SHAPE)
 
 
@@ -45,7 +45,7 @@ def _gradient(loss: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> 
 
 
 def _penalty(loss: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function that computes the squared gradient of a loss."""
+    """Returns a function that computes the squared gradient norm of a loss."""
 
     def penalty(x: torch.Tensor) -> torch.Tensor:
         (gradient,) = torch.autograd.grad(loss(x), x, create_graph=True)
@@ -61,7 +61,7 @@ def _all(collective: Collective) -> Any:
     def same(name: str, got: tuple[float, torch.Tensor], want: tuple[float, torch.Tensor]) -> None:
         found[name] = abs(got[0] - want[0]) < 1e-9 and torch.allclose(got[1], want[1])
 
-    # Each rank uses a whole value in its own way, and the parts are summed.
+    # Each rank uses a replicated value differently; the results are all-reduced.
     same(
         "copied and summed",
         _gradient(
@@ -82,7 +82,7 @@ def _all(collective: Collective) -> Any:
             _whole(),
         )
         same(f"part {dim}", got, _gradient(lambda x: (2 * x).square().sum(), _whole()))
-        # A partial value that is scattered, and joined for parts that use it differently.
+        # A partial value is reduce-scattered, then gathered for shards that use it differently.
         got = _gradient(
             lambda x, dim=dim: (
                 all_reduce(
@@ -103,7 +103,7 @@ def _all(collective: Collective) -> Any:
             lambda x: sum(sum(x * _own(r) for r in ranks) * _own(q) for q in ranks).square().sum(), _whole()
         )
         same(f"scattered {dim}", got, want)
-    # Second derivatives: a penalty on gradients, as in networks that return forces and in adversarial losses.
+    # Second derivatives: gradient penalties, as in force fields and adversarial losses.
     for name, got, want in (
         (
             "copied and summed twice",
@@ -128,9 +128,9 @@ def _all(collective: Collective) -> Any:
             found[f"{name} refuses second derivatives"] = "differentiate twice" in str(error)
         else:
             found[f"{name} refuses second derivatives"] = False
-    # Rows that are none have tokens all the same.
+    # A batch of zero rows still has a token dimension.
     found["nothing joined"] = all_gather(torch.empty(0, 2, 3), 2, collective).shape == (0, 2, 3 * size)
-    # Row i of rank r goes to rank (i + r) % size; it comes back weighted.
+    # Row i of rank r goes to rank (i + r) % size and comes back weighted.
     rows = torch.arange(4.0, dtype=torch.float64).view(4, 1) + 10 * rank
     order = sorted(range(4), key=lambda i: ((i + rank) % size, i))
     counts = [sum((i + r) % size == q for i in range(4)) for r in ranks for q in ranks]

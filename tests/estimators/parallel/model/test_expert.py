@@ -1,4 +1,4 @@
-"""Experts spread over ranks: outputs, gradients and trained weights are those of one process."""
+"""Expert parallelism gives the outputs, gradients and weights of one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.experts.layer import Experts
 
 CPU = torch.device("cpu")
-PARTS, EXPERTS = 2, 5  # the ranks do not divide the experts
+PARTS, EXPERTS = 2, 5  # 5 experts do not divide by 2 ranks
 
 
 def _network(case: Mapping[str, Any]) -> nn.Module:
@@ -49,12 +49,12 @@ def _network(case: Mapping[str, Any]) -> nn.Module:
     net = ModelSpec("transformer_classifier", {**sizes, "padding_id": 0, "experts": experts}).build()
     for name, parameter in net.named_parameters():
         if name.endswith("router.weight"):
-            nn.init.normal_(parameter, std=0.5)  # tokens spread over the experts from the start
+            nn.init.normal_(parameter, std=0.5)  # routes tokens to all experts from the start
     return apply_activation_checkpoint(net, case.get("checkpoint", "none"))
 
 
 def _batch(step: int, mesh: RankMesh) -> tuple[Batch, int]:
-    """This rank's rows of a global batch of 1 to 7 rows, so that in some steps some ranks have none."""
+    """Returns this rank's rows of a global batch of 1 to 7 rows; some ranks have none in some steps."""
     rng = np.random.default_rng(step)
     count = int(rng.integers(1, 8))
     ids = rng.integers(1, 13, size=(count, 6))
@@ -67,14 +67,14 @@ def _batch(step: int, mesh: RankMesh) -> tuple[Batch, int]:
 
 
 def _trained(mesh: RankMesh, case: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The whole weights and the numbers of the history after some steps; runs on every rank."""
+    """Returns the full weights and the history values after some steps; runs on every rank."""
     torch.set_num_threads(1)
     net, precision = _network(case), case.get("precision", "fp32")
     cuts = {} if mesh.world.size == 1 else shard_experts(net, mesh.axes["expert"])
     if case["optimizer"] == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     else:
-        # Its usual epsilon would blow up the rounding of a key's bias, which has no gradient else.
+        # A key bias has only rounding errors as gradients, which AdamW's default epsilon would scale up.
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, eps=1e-4)
     sync: GradientSync = GradientSync(net, optimizer)
     if mesh.world.size > 1:
@@ -146,7 +146,7 @@ BOTH = {"data": 2, "expert": 2}
 
 @pytest.mark.distributed
 def test_two_ranks_with_other_experts_train_what_one_process_trains() -> None:
-    """Some steps leave a rank without rows, or with fewer parts of a batch than the other."""
+    """In some steps a rank has no rows, or fewer micro-batches than the other rank."""
     _check({"mesh": TWO, "router": "switch", "optimizer": "sgd", "checkpoint": "sqrt"}, 2)
 
 
@@ -188,7 +188,7 @@ def test_any_number_of_expert_ranks_trains_what_one_process_trains(size: int, ca
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_in_sixteen_bits_ranks_differ_by_their_rounding_alone() -> None:
-    """After more steps, a token between two experts goes to another one."""
+    """Few steps: after more, rounding would send borderline tokens to different experts."""
     case = {"mesh": TWO, "router": "switch", "optimizer": "sgd", "precision": "bf16", "steps": 5}
     _check(case, 2, tolerance=3e-3)
 

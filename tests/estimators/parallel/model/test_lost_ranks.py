@@ -1,4 +1,4 @@
-"""Ranks of a mesh that are lost, and others that go on without them over other meshes.
+"""Training resumes over another mesh after ranks are lost.
 
 Under Spark's supervisor, with every role of five meshes: `make faults ARGS="--only kill hang"`.
 """
@@ -29,7 +29,7 @@ from ringspark.pipelines import ShardManifest
 pytestmark = pytest.mark.distributed
 MakeShards = Callable[..., ShardManifest]
 ROWS, BATCH, EPOCHS, EVERY = 150, 20, 4, 5
-EPOCH_STEPS = -(-ROWS // BATCH)  # the last has ten rows
+EPOCH_STEPS = -(-ROWS // BATCH)  # the last step has ten rows
 TEXT = {
     "vocab_size": 1 + BASE,
     "max_seq_len": NUM_TOKENS,
@@ -62,7 +62,7 @@ def _config(make_shards: MakeShards, folder: Path, model: ModelSpec, **changes: 
 
 
 class Lost(Callback):
-    """Ends one rank's process after a step, once: nothing of it is told, closed or written."""
+    """Kills the process of one rank after a step, once, without any cleanup."""
 
     def __init__(self, mark: Path, rank: int, step: int) -> None:
         self._mark, self._rank, self._step = mark, rank, step
@@ -74,7 +74,7 @@ class Lost(Callback):
 
 
 def _objects(folder: Path, mesh: dict[str, int], *more: Callback) -> UserObjects:
-    """Notes in the folder which rows each rank reads."""
+    """Records in `folder` the rows that each rank reads."""
     folder.mkdir(exist_ok=True)
     (folder / STRUCK).touch()
     diary = MeshDiary(str(folder), 0.0, mesh)
@@ -103,7 +103,7 @@ def _check_rows(folder: Path) -> None:
 def test_the_bits_are_those_of_a_training_that_lost_no_rank(
     make_shards: MakeShards, tmp_path: Path, mesh: dict[str, int], lost: int
 ) -> None:
-    """Each rank drops other numbers of its own part, so all random states must come back with the weights."""
+    """Each rank draws its own dropout for its shard, so a resume must restore every random state."""
     model = ModelSpec(
         "transformer_classifier", {**TEXT, "dropout": 0.2, **(EXPERTS if "expert" in mesh else {})}
     )
@@ -116,17 +116,17 @@ def test_the_bits_are_those_of_a_training_that_lost_no_rank(
     with pytest.raises(WorkerError, match=f"rank {lost} .*exit code -9"):
         train_gang(config, objects)
     resumed = train_gang(config, objects)
-    # The last checkpoint may have been in the middle of its writing.
+    # The kill may have interrupted the last checkpoint.
     assert resumed.resumed_steps in ((EVERY,), (2 * EVERY,))
     assert weights_of(resumed, model.build()).equal(weights_of(straight, model.build()))
     _check_rows(diary)
 
 
 class _Killer(threading.Thread):
-    """Ends the process of a rank when it has written some files of its part, and the checkpoint is not whole.
+    """Kills a rank after it wrote some files of its shard, before the checkpoint is complete.
 
     Attributes:
-        hit: The folder of the checkpoint; None while there was no such moment.
+        hit: The folder of the incomplete checkpoint, or None.
     """
 
     def __init__(self, run: Path, diary: Path, rank: int) -> None:
@@ -137,12 +137,12 @@ class _Killer(threading.Thread):
         self.hit: Path | None = None
 
     def run(self) -> None:
-        # After one whole checkpoint.
+        # Wait for one complete checkpoint.
         while not self._over.is_set() and not list(self._root.glob("step-*/checkpoint.json")):
             time.sleep(0.01)
         pid = rows.steps_of(self._diaries.read(), self._rank)[-1]["pid"]
         while self.hit is None and not self._over.is_set():
-            # An old one loses that file before the others when it is removed.
+            # Removal of an old checkpoint deletes that file first, so look only at the newest folder.
             for folder in sorted(self._root.glob("step-*"))[-1:]:
                 if (
                     list(folder.glob(f"model-{self._rank:05d}-of-00002.*"))
@@ -153,7 +153,7 @@ class _Killer(threading.Thread):
                     break
 
     def end(self) -> None:
-        """Gives up."""
+        """Stops waiting."""
         self._over.set()
         self.join()
 
@@ -164,7 +164,7 @@ def test_a_writer_that_is_lost_in_a_checkpoint_leaves_the_one_before(
     make_shards: MakeShards, tmp_path: Path, rank: int
 ) -> None:
     mesh = {"pipeline": 2}
-    # Of some megabytes, so that its files take their time.
+    # A few megabytes, so that writing the files takes time.
     model = ModelSpec("transformer_classifier", {**TEXT, "dim": 128, "dropout": 0.2})
     config = _leg(_config(make_shards, tmp_path / "run", model, checkpoint_every_steps=2), mesh)
     straight = train_gang(
@@ -182,7 +182,7 @@ def test_a_writer_that_is_lost_in_a_checkpoint_leaves_the_one_before(
     assert killer.hit is not None
     left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     resumed = train_gang(config, objects)
-    # The process may have written the last file before the signal reached it.
+    # The process may have written the last file before it received the signal.
     (step,) = resumed.resumed_steps
     assert f"step-{step:010d}" in left[-2:]
     assert weights_of(resumed, model.build()).equal(weights_of(straight, model.build()))
@@ -202,7 +202,7 @@ def test_a_writer_that_is_lost_in_a_checkpoint_leaves_the_one_before(
 def test_four_ranks_two_one_and_four_train_what_one_does(
     make_shards: MakeShards, tmp_path: Path, more: dict[str, Any], meshes: list[dict[str, int]]
 ) -> None:
-    """Each mesh trains an epoch and some steps, until a rank is lost; the next goes on from there."""
+    """Each mesh trains one epoch and some steps until a rank is lost; then the next mesh resumes."""
     model = ModelSpec("transformer_classifier", {**TEXT, **more})
     config = _config(make_shards, tmp_path / "run", model, ema_decay=0.9)
     straight = train_gang(replace(config, run_uri=str(tmp_path / "one")), _objects(tmp_path / "other", {}))
@@ -210,7 +210,7 @@ def test_four_ranks_two_one_and_four_train_what_one_does(
     resumed: list[int] = []
     result = None
     for number, mesh in enumerate(meshes):
-        last = (number + 1) * EPOCH_STEPS + 3  # of the last leg, a step that never comes
+        last = (number + 1) * EPOCH_STEPS + 3  # the last run never reaches its step
         lost = Lost(tmp_path / f"lost {number}", rank=_ranks(mesh) - 1, step=last)
         leg = replace(_leg(config, mesh), gradient_accumulation=2 if "pipeline" in mesh else 1)
         if number == len(meshes) - 1:
@@ -220,7 +220,7 @@ def test_four_ranks_two_one_and_four_train_what_one_does(
             train_gang(leg, _objects(diary, mesh, lost))
         resumed.append(last - last % EVERY)
     assert result is not None
-    # Or the one before, where the last was in the middle of its writing.
+    # Or the checkpoint before, if the kill interrupted the last one.
     found = result.resumed_steps
     assert len(found) == 3
     assert all(step in (last, last - EVERY) for step, last in zip(found, resumed, strict=True))

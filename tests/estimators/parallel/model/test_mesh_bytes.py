@@ -1,4 +1,4 @@
-"""A mesh's memory: each rank holds what theory gives it, and ranks train what one cannot hold."""
+"""Memory over a mesh matches theory, and a mesh trains networks that one rank cannot hold."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ringspark.pipelines import ShardManifest
 
 pytestmark = pytest.mark.distributed
 MakeShards = Callable[..., ShardManifest]
-# So many rows that the few by which ranks' shares of a step differ are next to nothing.
+# Enough rows that uneven shares of a step hardly matter.
 LAYERS, WIDTH, ROWS = 7, 128, 512
 PIPELINE = {"gradient_accumulation": 8}
 
@@ -67,7 +67,7 @@ def test_the_fullest_rank_holds_what_theory_gives_it(
     assert most == {kind: pytest.approx(count, rel=0.1) for kind, count in expected.items()}
 
 
-# 24 layers of 16 MiB: weights, gradients and AdamW's moments are 1,536 MiB.
+# 24 layers of 16 MiB: weights, gradients and AdamW's moments need 1,536 MiB.
 DEEP, WIDE, STATE = 24, 2048, 16 * 24 * 2048 * 2049
 MICRO = {"gradient_accumulation": 4}
 
@@ -85,7 +85,7 @@ MICRO = {"gradient_accumulation": 4}
 def test_four_ranks_train_what_one_and_two_cannot_hold(
     make_shards: MakeShards, tmp_path: Path, mesh: str, changes: dict[str, Any], times: float
 ) -> None:
-    """A rank may have 1/`times` of the state of AdamW for everything: threads and buffers, too."""
+    """Limits a rank to 1/`times` of the AdamW state, including threads and buffers."""
     manifest, most = make_shards(columns(16, WIDE)), int(STATE / times)
 
     def trained_by(workers: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Pipelines compute what one process computes, by every schedule, whatever rows there are."""
+"""Every pipeline schedule computes the result of one process, for any row counts."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ Batch = tuple[tuple[torch.Tensor, ...], torch.Tensor]
 
 
 def _batch(family: str, rows: int, seed: int, seq: int = 6) -> Batch:
-    """Returns a network's arguments and labels."""
+    """Returns the arguments and labels of a network."""
     draw = torch.Generator().manual_seed(seed)
     if family == "mlp":
         return (torch.randn(rows, 5, generator=draw),), torch.randint(0, 3, (rows,), generator=draw)
     ids = torch.randint(1, 11, (rows, seq), generator=draw)
     if family == "transformer_lm":
         return (ids,), torch.randint(0, 11, (rows, seq), generator=draw)
-    ids[rows // 2 :, seq - 2 :] = 0  # filled up
+    ids[rows // 2 :, seq - 2 :] = 0  # padding
     return (ids,), torch.randint(0, 3, (rows,), generator=draw)
 
 
@@ -127,7 +127,7 @@ def _piped(
 
 
 def _made(family: str, mesh: RankMesh, schedule: str, **options: Any) -> tuple[nn.Module, PipelinePasses]:
-    """Returns the whole network, and its pipeline."""
+    """Returns the unsplit network and its pipeline."""
     torch.manual_seed(3)
     whole = FAMILIES[family].build()
     cut = FAMILIES[family].build()
@@ -137,7 +137,7 @@ def _made(family: str, mesh: RankMesh, schedule: str, **options: Any) -> tuple[n
 
 
 def _difference(one: Iterable[tuple[str, Any]], other: dict[str, Any]) -> float:
-    """Returns the largest difference between tensors of the same names."""
+    """Returns the largest difference between tensors with the same name."""
     found = [0.0]
     for name, tensor in one:
         if tensor is None or other[name] is None:
@@ -152,7 +152,7 @@ def _gradients(network: nn.Module) -> list[tuple[str, torch.Tensor | None]]:
     return [(name, parameter.grad) for name, parameter in network.named_parameters()]
 
 
-# Rows of the micro-batches of a step: a short last one; fewer than ranks; one row each.
+# Rows per micro-batch: a short last one; fewer micro-batches than ranks; one row each.
 _STEPS = [(3, 3, 3, 3, 1), (2,), (3, 3, 3, 3, 1), (1, 1, 1)]
 
 
@@ -167,14 +167,14 @@ def _all_gradients(
     for schedule, family in pairs:
         whole, passes = _made(family, mesh, schedule)
         for number, rows in enumerate(steps):
-            # Rows of other lengths every other time.
+            # Every other step has shorter rows.
             micros = _split(_batch(family, sum(rows), number, seq=6 - number % 2), rows)
             whole.zero_grad()
             passes.network.zero_grad()
             want = _whole(whole, micros)
             has_gradients, loss = _piped(passes, micros)
             assert has_gradients
-            # Of what layers add, each stage knows its own alone.
+            # A stage knows only the losses that its own layers add.
             assert family == "mixture" or not passes.has_outputs or abs(loss - want) < 1e-6
             name = f"{schedule} {family} {number} {rows}"
             found[name] = _difference(_gradients(passes.network), dict(_gradients(whole)))
@@ -192,7 +192,7 @@ def _all_gradients(
         if output is not None:
             assert not output.requires_grad
             found[f"{schedule} {family} evaluation"] = _difference([("", output)], {"": whole(*inputs)})
-        # An evaluation without rows, and a step in which this copy of the network has none.
+        # An evaluation without rows, and a step without rows for this replica.
         output = passes.evaluate(_batch(family, 0, 9)[0])
         assert output is None or len(output) == 0
         passes.finish()
@@ -201,7 +201,7 @@ def _all_gradients(
 
 
 def test_one_rank_is_a_pipeline_too() -> None:
-    """Stages of one rank hand their values to each other, and tied parameters are one there."""
+    """Stages on one rank pass values directly, and tied parameters stay one parameter."""
     mesh = RankMesh.of(LocalCollective())
     for schedule in FLUSHED:
         whole, passes = _made("transformer_lm", mesh, schedule)
@@ -216,7 +216,7 @@ def test_one_rank_is_a_pipeline_too() -> None:
 
 
 class _PassesOn(nn.Module):
-    """A stage may pass an argument on, beside what it computes of it, and give views."""
+    """Stages pass on an argument in addition to their result, and return views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class _PassesOn(nn.Module):
 
 
 class _AddsLosses(nn.Module):
-    """A loss of a stage's own reaches weights by the stage's inputs, past them, and behind its outputs."""
+    """A stage's own loss depends on weights through its inputs, around them, and after its outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class _AddsLosses(nn.Module):
 
 
 class _BringsWeights(nn.Module):
-    """Adds a token, and passes on a query and a bias, none of which depend on a stage's inputs."""
+    """Adds a token, and passes on a query and a bias that do not depend on the stage's inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ def test_every_schedule_gives_the_gradients_of_one_process(
 def _optimizer(network: nn.Module, kind: str) -> torch.optim.Optimizer:
     if kind == "sgd":
         return torch.optim.SGD(network.parameters(), 0.05)
-    # The true gradient of a key's bias is 0: with a smaller epsilon AdamW makes whole steps of its rounding.
+    # The true gradient of a key bias is 0; a smaller epsilon would turn its rounding into full steps.
     return torch.optim.AdamW(network.parameters(), 1e-3, eps=1e-6)
 
 
@@ -394,7 +394,7 @@ def _trainings(collective: Collective, *, pairs: list[tuple[str, str]]) -> Any:
             passes.network.named_parameters(), dict(whole.named_parameters())
         )
         if family == "transformer_lm" and {0, passes.num_stages - 1} & set(passes.stages):
-            # Both copies of the embedding are the same to the bit, and one of them counts.
+            # Both copies of the embedding are bit-identical, and only one of them counts.
             table = dict(passes.network.named_parameters())["tokens.weight"]
             found[f"{schedule} tied"] = table.detach().numpy().tobytes().hex()
             found[f"{schedule} owner"] = "tokens.weight" not in passes.copies
@@ -424,7 +424,7 @@ def test_fifty_steps_of_every_schedule_end_at_the_weights_of_one_process() -> No
 
 
 def _stage_of(family: str, network: nn.Module, num_stages: int) -> dict[str, int]:
-    """Returns the stage of every parameter; of a tied one the first."""
+    """Returns the stage of every parameter; a tied parameter belongs to its first stage."""
     links = links_of(network)
     bounds = partition_by_cost(links, num_stages, count_parameters(network, links))
     stages = {}
@@ -435,7 +435,7 @@ def _stage_of(family: str, network: nn.Module, num_stages: int) -> dict[str, int
 
 
 def _late_trainings(collective: Collective, *, cases: list[tuple[str, str, int]]) -> Any:
-    """Compares with one process that applies the gradients of each stage as many steps late."""
+    """Compares with one process that delays each stage's gradients by the same number of steps."""
     mesh = RankMesh.of(collective, {"pipeline": collective.size})
     found: dict[str, Any] = {}
     for schedule, family, num_micro in cases:
@@ -456,7 +456,7 @@ def _late_trainings(collective: Collective, *, cases: list[tuple[str, str, int]]
                 optimizer.zero_grad()
 
         for step in range(14):
-            # Whole steps, short ones, one without rows; the pipeline is drained twice.
+            # Full steps, short steps and one without rows; the pipeline drains twice.
             rows = (2,) * num_micro if step % 5 else ((1,) if step else (2,) * num_micro)
             micros = [] if step == 8 else _split(_batch(family, sum(rows), step), rows)
             _whole(whole, micros)
@@ -509,7 +509,7 @@ def _special(collective: Collective) -> Any:
             if case == "autocast":
                 around = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
             if case == "frozen":
-                # Nothing before the last block is trained, so no gradient travels to the first stage.
+                # Only the layers from the last block on are trained, so no gradient reaches the first stage.
                 for network in (whole, passes.network):
                     for name, parameter in network.named_parameters():
                         parameter.requires_grad_(name.startswith(("blocks.5", "norm", "head")))
@@ -520,7 +520,7 @@ def _special(collective: Collective) -> Any:
                 _whole(whole, micros, around)
                 passes.network.zero_grad()
                 if not _piped(passes, micros, around)[0]:
-                    # In between, the optimizer changes the weights of the step under way.
+                    # Meanwhile the optimizer changes the weights of the step in progress.
                     with torch.no_grad():
                         kept = [p.clone() for p in passes.network.parameters()]
                         for parameter in passes.network.parameters():
@@ -551,7 +551,7 @@ def _with_data(collective: Collective) -> Any:
             whole.zero_grad()
             _whole(whole, micros)
             passes.network.zero_grad()
-            # The last step has no rows for the second copy of the network.
+            # The last step has no rows for the second replica.
             own = micros[mesh.data_rank :: 2] if step == 0 else micros[: 2 * (1 - mesh.data_rank)]
             divisor = sum(label.numel() for _, label in micros)
 

@@ -1,4 +1,4 @@
-"""Cutting a network into stages, and what a stage keeps of it."""
+"""Splitting a network into stages, and the layers that a stage keeps."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_cut_is_the_best_of_all(costs: list[int], num_stages: int) -> None:
     assert [found[0], found[-1]] == [0, len(costs)]
     assert len(found) == num_stages + 1
     assert found == sorted(set(found))
-    # Of all cuts with the same largest cost, none has a smaller sum of squares, for these first links.
+    # Among splits with the same largest cost, this one has the smallest sum of squares.
     inner = itertools.combinations(range(1, len(costs)), num_stages - 1)
     assert judged(found)[0] == min(judged([0, *cut, len(costs)]) for cut in inner)[0]
 
@@ -86,7 +86,7 @@ def test_costs_are_operations_and_parameters_and_leave_no_trace() -> None:
     links = links_of(network)
     x = torch.randn(6, 4)
     before, state = torch.get_rng_state(), copy.deepcopy(network.state_dict())
-    # A multiplication and an addition for each weight and row, and one for each parameter.
+    # 2 operations per weight and row, and one per parameter.
     assert measure_costs(network, links, (x,)) == [2 * 6 * 32 + 32, 16, 0, 2 * 6 * 16 + 18]
     assert count_parameters(network, links) == [32, 16, 0, 18]
     assert torch.equal(before, torch.get_rng_state())
@@ -110,11 +110,11 @@ def test_a_stage_keeps_its_own_tensors_under_their_names() -> None:
     keep_stages(alone, {0: links[:2]})
     with pytest.raises(RuntimeError, match=r"a callback cannot call .* holds only stages \[0\] of "):
         alone(ids)
-    # A copy runs by its own weights.
+    # A copy runs with its own weights.
     for made in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
         for parameter in network.parameters():
             parameter.data.zero_()
-        # Beside the hidden states goes what is told of the rows: here nothing.
+        # The hidden states travel with the row lengths; here there are none.
         hidden, told = made(ids, stage=0)
         assert torch.equal(hidden, want)
         assert told is None
@@ -128,14 +128,14 @@ def test_a_parameter_of_several_ranks_is_owned_by_the_first_stage_that_uses_it()
     stages = [links[:2], links[2:3], links[3:4], links[4:]]
     (tie,) = find_ties(network, stages, [3, 2, 1, 0])
     assert (tie.stages, tie.ranks, tie.names) == ((0, 3), (3, 0), ("tokens.weight", "tokens.weight"))
-    # One rank that has both stages has one parameter, not two copies.
+    # A rank with both stages has one parameter, not two copies.
     assert find_ties(network, stages, [0, 1, 1, 0]) == []
     shared = nn.Linear(3, 3)
     thrice = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), shared)
     links = links_of(thrice)
     (first, second) = find_ties(thrice, [links[:2], links[2:4], links[4:]], [0, 1, 0])
     assert first.stages == second.stages == (0, 1)
-    # Two names of one parameter: each rank knows it by the name that its stage uses.
+    # Two names of one parameter: each rank uses the name from its own stage.
     tied = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     tied[2].weight = tied[0].weight
     (tie,) = find_ties(tied, [links_of(tied)[:2], links_of(tied)[2:]], [1, 0])
@@ -156,10 +156,10 @@ def test_the_forms_of_values_survive_their_description() -> None:
 
 
 def test_hooks_that_a_pipeline_would_repeat_or_lose_are_refused() -> None:
-    """One process runs a hook of the network once; a pipeline would run it in every stage."""
+    """One process runs a network hook once; a pipeline would run it in every stage."""
     sizes = dict.fromkeys(AXES, 1) | {"pipeline": 2}
     network = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    # A Sequential that has a hook stays one link.
+    # A Sequential with a hook stays one link.
     network[1].register_full_backward_hook(lambda *_: None)
     assert [link.name for link in links_of(network)] == ["0", "1"]
     check_shardable(network, sizes, Mesh())
@@ -175,7 +175,7 @@ def test_hooks_that_a_pipeline_would_repeat_or_lose_are_refused() -> None:
 
 
 class Cable:
-    """Carries tensors from one rank to another."""
+    """In-memory send and receive between two ranks."""
 
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []
@@ -190,7 +190,7 @@ class Cable:
 
 
 def test_neighbours_forget_the_same_shapes_and_describe_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts of many lengths would fill the memory. A side that forgets other keys would misread messages."""
+    """A full key cache must not grow, and both sides must forget the same keys."""
     monkeypatch.setattr(wire, "MOST_KEYS", 2)
     cable = Cable()
     sender, receiver = (wire.Wire(cable, torch.device("cpu")) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The orders of pipeline schedules: complete, without deadlock, as idle and as hungry as the papers say."""
+"""Pipeline schedules are complete, free of deadlocks, and as idle and memory-hungry as published."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLUSHED = [name for name, schedule in SCHEDULES.items() if schedule.order is not
 
 
 def _sizes(name: str) -> Iterator[tuple[int, int, int]]:
-    """Yields ranks, stages a rank and micro-batches."""
+    """Yields ranks, stages per rank, and micro-batches."""
     least, most = SCHEDULES[name].virtual
     for ranks in (1, 2, 3, 4):
         for virtual in range(least, min(most, 3) + 1):
@@ -36,7 +36,7 @@ def test_every_stage_takes_every_micro_batch_forward_and_back_once(name: str) ->
     for ranks, virtual, micros in _sizes(name):
         owners = SCHEDULES[name].owners(ranks, virtual)
         orders = SCHEDULES[name].orders_by_rank(ranks, virtual, micros)
-        assert owners[-1] == 0  # where the mesh says that the losses are
+        assert owners[-1] == 0  # the mesh expects the losses here
         assert Counter(owners) == dict.fromkeys(range(ranks), virtual)
         for rank, order in enumerate(orders):
             assert all(owners[action.stage] == rank for action in order)
@@ -62,7 +62,7 @@ def _check_arrivals(orders: Any, owners: list[int]) -> None:
         assert [step for step in own if isinstance(step, Action)] == list(orders[rank])
     for one in range(len(steps)):
         for other in range(len(steps)):
-            # What two ranks send and receive between each other, seen from both sides.
+            # Both ranks list the same messages between them.
             assert _messages(steps[one], one, other, owners) == _messages(steps[other], one, other, owners)
     for rank, own in enumerate(steps):
         expected = set()
@@ -80,7 +80,7 @@ def _check_arrivals(orders: Any, owners: list[int]) -> None:
 
 
 def _messages(steps: Any, one: int, other: int, owners: list[int]) -> list[tuple[int, bool, int, int]]:
-    """Returns sender, direction, stage and micro-batch of what goes between two ranks, in one's order."""
+    """Returns (sender, direction, stage, micro-batch) of the messages between two ranks, in order."""
     found = []
     for step in steps:
         if isinstance(step, Arrival):
@@ -123,7 +123,7 @@ def test_the_ranks_wait_for_the_known_share_of_a_step(name: str, virtual: int, s
 
 def test_the_micro_batches_whose_activations_live() -> None:
     def live(name: str, virtual: int) -> list[int]:
-        """By place along the pipeline."""
+        """Returns live micro-batches, in pipeline order."""
         return count_live(SCHEDULES[name].orders_by_rank(4, virtual, 8))[::-1]
 
     assert live("naive", 1) == [1, 1, 1, 1]
@@ -143,7 +143,7 @@ def test_gpipe_and_1f1b_are_the_orders_of_torch() -> None:
             ours = SCHEDULES[name].orders_by_rank(ranks, 1, micros)[::-1]
             for rank in range(ranks):
                 kinds = [action.computation_type.value for action in theirs[rank] if action is not None]
-                # Kinds alone: torch numbers the forward passes of 1F1B's last stage from 1.
+                # Compare only the action types: torch numbers the forward passes of 1F1B's last stage from 1.
                 assert [a.kind.value for a in ours[rank]] == [word for word in kinds if word in "FB"]
 
 

@@ -19,7 +19,7 @@ def _used_twice(x: torch.Tensor, y: torch.Tensor, w: Weights) -> tuple[torch.Ten
 
 
 def _shared_by_layers(x: torch.Tensor, y: torch.Tensor, w: Weights) -> tuple[torch.Tensor, ...]:
-    # Two joins: w[0] enters at the first, w[2] at the second, and w[1] at both.
+    # Two additions: w[0] enters the first, w[2] the second, and w[1] both.
     return ((x + (w[0] + w[1])).tanh() @ y + (w[2] + w[1]),)
 
 
@@ -54,7 +54,7 @@ def test_both_halves_give_the_gradients_of_a_whole_backward_pass(stage: Stage) -
 
 
 def test_the_second_half_computes_no_gradient_of_values_again() -> None:
-    """Each gradient is computed once, which is the purpose of the split."""
+    """The split must compute each gradient only once."""
     calls = []
 
     class Watched(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""What a training over a mesh has to do right beside the weights of plain networks: names, ties, stages."""
+"""Meshes with unusual networks: names, tied weights, frozen stages, random numbers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _difference(first: Any, second: Any) -> float:
 
 
 class Fails(Callback):
-    """Ends the training in step 7, the first time."""
+    """Fails in step 7, the first time."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -89,7 +89,7 @@ STAGES = {"pipeline": 2, "cuts": ["middle"]}
 def test_layers_tied_over_stages_by_other_names_and_groups_of_one_stage_go_on(
     make_shards: MakeShards, tmp_path: Path, first: dict[str, Any], then: dict[str, Any]
 ) -> None:
-    """A stage knows a tied weight by a name that the whole network has no optimizer state for."""
+    """A stage knows a tied weight by a name that is missing in the optimizer state of the network."""
     config = _config(
         make_shards,
         tmp_path / "run",
@@ -109,7 +109,7 @@ def test_layers_tied_over_stages_by_other_names_and_groups_of_one_stage_go_on(
 
 @pytest.mark.slow
 def test_a_stage_may_be_frozen_whole(make_shards: MakeShards, tmp_path: Path) -> None:
-    """It has no optimizer state, average or gradients, and still takes part in every exchange."""
+    """A frozen stage has no optimizer state, average or gradients, and still joins every collective."""
     config = _config(
         make_shards,
         tmp_path / "one",
@@ -135,7 +135,7 @@ def test_a_cut_parameter_may_have_a_slash_in_its_name(make_shards: MakeShards, t
 
 
 class Seeds(Callback):
-    """Notes each rank's seed."""
+    """Records the random seed of each rank."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -153,10 +153,10 @@ TEXT = ModelSpec(
 @pytest.mark.parametrize(
     ("axis", "streams"),
     [
-        # Ranks with other tokens, or other blocks, would drop the same units in all of them.
+        # Ranks with different tokens or blocks need different dropout masks.
         ("sequence", 2),
         pytest.param("pipeline", 2, marks=pytest.mark.slow),
-        # These compute the same, and must drop the same.
+        # Tensor ranks compute the same values and need the same dropout masks.
         pytest.param("tensor", 1, marks=pytest.mark.slow),
     ],
 )
@@ -176,7 +176,7 @@ def test_ranks_with_other_tokens_or_blocks_have_random_numbers_of_their_own(
 def test_rows_of_embeddings_are_clipped_in_a_stage_as_in_one_worker(
     make_shards: MakeShards, tmp_path: Path
 ) -> None:
-    """The same id many times in a batch: its gradient is a sparse tensor that names its row as often."""
+    """An id that repeats in a batch repeats in the indices of the sparse gradient."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Embedding(5, 8, sparse=True), nn.Flatten(), nn.Linear(32, 1))
     ids = np.random.default_rng(0).integers(0, 5, (120, 4))
@@ -205,6 +205,6 @@ def test_ranks_of_one_copy_keep_the_same_rows(make_shards: MakeShards, tmp_path:
     def settled(collective: Collective) -> Any:
         return check_on_rank(config, UserObjects(module=_network()), manifest, collective).cache
 
-    # With a share each, one would have the only row group and the other nothing to keep.
+    # If ranks decided alone, only the one with the row group would cache.
     first, second = run_ranks(2, "torch", settled)
     assert first == second != "none"

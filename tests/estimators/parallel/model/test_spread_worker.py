@@ -1,4 +1,4 @@
-"""`train_worker` over meshes that cut the network: the training of one worker, read by any other mesh."""
+"""`train_worker` over model-parallel meshes trains like one worker, and any other mesh can resume."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ringspark.pipelines import ShardManifest
 pytestmark = pytest.mark.distributed
 MakeShards = Callable[..., ShardManifest]
 MLP = ModelSpec("mlp", {"in_features": 8, "hidden": [21, 16, 10], "out_features": 1, "activation": "tanh"})
-ROWS, BATCH = 330, 20  # the last batch is short: 10 rows
+ROWS, BATCH = 330, 20  # the last batch has 10 rows
 
 
 def _config(make_shards: MakeShards, folder: Path, **changes: Any) -> TrainConfig:
@@ -50,7 +50,7 @@ def _difference(first: Any, second: Any, spec: ModelSpec = MLP) -> float:
     return float((weights_of(first, spec.build()) - weights_of(second, spec.build())).abs().max())
 
 
-# Every layer, as one that is left out is computed, and counted, by all ranks.
+# Every layer, because all ranks compute and count a layer outside the plan.
 GRIDS: dict[str, Any] = {
     "trunk.0.linear": ["grid", [2, 2]],
     "trunk.1.linear": ["grid", [2, 2]],
@@ -108,7 +108,7 @@ MESHES = [
 def test_a_mesh_trains_what_one_worker_does(
     make_shards: MakeShards, tmp_path: Path, mesh: dict[str, Any], workers: int, changes: dict[str, Any]
 ) -> None:
-    """51 steps of AdamW with row weights and clipping, three epochs with a short last batch each."""
+    """51 AdamW steps with row weights and clipping; each of 3 epochs has a short last batch."""
     config = _config(make_shards, tmp_path / "one")
     one = train_gang(config)
     spread = replace(config, run_uri=str(tmp_path / "mesh"), num_workers=workers, parallelism=mesh, **changes)
@@ -118,14 +118,14 @@ def test_a_mesh_trains_what_one_worker_does(
     for first, second in zip(one.history, many.history, strict=True):
         assert first.train_loss == pytest.approx(second.train_loss, rel=1e-5)
         assert first.rows == second.rows == ROWS
-        # Ranks of one copy each count a part of the operations for the same rows; stages count none.
+        # The ranks of a replica each count a share of the operations; pipeline stages count none.
         assert first.cost is not None
         assert second.cost is not None
         assert second.cost.flops == (None if "pipeline" in mesh else first.cost.flops)
 
 
 class Fails(Callback):
-    """Ends the training in step 25, the first time."""
+    """Fails in step 25, the first time."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -174,14 +174,14 @@ WIDE = ModelSpec("mlp", {"in_features": 8, "hidden": [64, 96, 64], "out_features
 def test_stages_train_by_optimizers_that_look_at_whole_parameters(
     make_shards: MakeShards, tmp_path: Path, optimizer: str
 ) -> None:
-    """One worker's numbers; stages that fail go on to the same bits, and one worker with their state."""
+    """Stages train like one worker, resume bit for bit, and let one worker resume from their state."""
     config = _config(
         make_shards, tmp_path / "one", model=WIDE.to_json(), optimizer=optimizer, checkpoint_every_steps=5
     )
     staged = {"num_workers": 2, "parallelism": {"pipeline": 2}, "gradient_accumulation": 2}
     one = train_gang(config)
     straight = train_gang(replace(config, run_uri=str(tmp_path / "straight"), **staged))
-    # Codes of 8 bits turn a difference of the last bit into one of a code, a step of up to the rate 0.01.
+    # Rounding can change an 8-bit code by one: a step of up to the rate, 0.01.
     bound = 1e-2 if optimizer == "adamw8bit" else 1e-5
     assert _difference(one, straight, WIDE) < bound
     for name, then in (("stages", staged), ("alone", {})):
@@ -223,7 +223,7 @@ def _texts(
         "losses": ("cross_entropy",),
         "batch_size": BATCH,
         "epochs": 3,
-        # Keys' biases have gradients of mere rounding, which Adam would make steps of full size.
+        # Key biases have only rounding errors as gradients, which Adam would turn into full steps.
         "optimizer": "momentum",
         "learning_rate": 0.05,
         "max_grad_norm": 1.0,
@@ -248,7 +248,7 @@ def _id(mesh: dict[str, Any], changes: dict[str, Any]) -> str:
     return "-".join(f"{key}{value}" for key, value in (mesh | changes).items())
 
 
-# One axis of 2 and of 4 ranks, and every pair of axes that a network can be spread over.
+# One axis of 2 and of 4 ranks, and every pair of axes that shards a network.
 OVER_TEXT = [
     _quick({"tensor": 2}),
     _slow({"tensor": 2, "between": "parts"}, gradient_accumulation=2),
@@ -313,7 +313,7 @@ IN_TIME = [
 def test_a_pipeline_in_time_trains_a_recurrent_network_as_one_worker_does(
     make_shards: MakeShards, tmp_path: Path, mesh: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    """Rows of 0 to 11 tokens, of which the network's head sees the state after the last one."""
+    """Rows have 0 to 11 tokens; the head uses the state after the last one."""
     config = _texts(make_shards, tmp_path / "one", RECURRENT, held_out=9)
     _check_mesh(config, RECURRENT, mesh, changes)
 
@@ -333,7 +333,7 @@ def test_a_pipeline_in_time_trains_a_recurrent_network_as_one_worker_does(
 def test_a_training_of_spread_rows_goes_on_over_another_mesh(
     make_shards: MakeShards, tmp_path: Path, first: dict[str, Any], then: dict[str, Any]
 ) -> None:
-    """To the bit over the same mesh, though each rank drops parts of its own tokens, or of its own heads."""
+    """Bit-identical over the same mesh, even with dropout on each rank's own tokens or heads."""
     dropout = 0.2 if then == first else 0.0
     attention = {"attention_dropout": dropout} if "tensor" in first else {}
     spec = ModelSpec("transformer_lm", {**TEXT, "dropout": dropout, **attention})
@@ -350,7 +350,7 @@ def test_a_training_of_spread_rows_goes_on_over_another_mesh(
     assert [r.rows for r in resumed.history] == [ROWS] * 3
 
 
-# In every block, so that every stage adds to the loss, by losses that weigh much, and drops tokens.
+# Every block is a mixture, so every stage adds a large loss and drops tokens.
 EXPERTS = {
     "num_experts": 4,
     "router": "gshard",
@@ -369,9 +369,9 @@ MIXTURES = {
         {**TEXT, "out_features": 3, "padding_id": 0, "experts": {**EXPERTS, "router": "expert_choice"}},
     ),
 }
-# By these, no token's experts were chosen by less than 3e-6 in one worker's training: rounding turns none.
+# With these seeds, every expert choice has a margin of at least 3e-6, so rounding changes none.
 SEEDS = {"classifier": 1, "language model": 6, "expert choice": 4}
-# With 3 micro-batches, the last step's one row leaves ranks along the rows' axes without any.
+# With 3 micro-batches, the single row of the last step leaves some ranks without rows.
 OVER_EXPERTS = [
     _quick({"expert": 2}),
     _quick({"pipeline": 2}, gradient_accumulation=3),
@@ -406,7 +406,7 @@ OVER_EXPERTS = [
 def test_a_mesh_trains_a_mixture_of_experts_as_one_worker_does(
     make_shards: MakeShards, tmp_path: Path, mesh: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    """Losses that layers add, and their counts, over rows with weights, of training and validation."""
+    """Covers added losses and expert counts, with row weights, in training and validation."""
     _check_mixture("classifier", make_shards, tmp_path, mesh, changes)
 
 
@@ -440,7 +440,7 @@ def _check_mixture(
 def test_counts_of_an_epoch_go_on_over_another_mesh(
     make_shards: MakeShards, tmp_path: Path, first: dict[str, int], then: dict[str, int]
 ) -> None:
-    """Each stage has counted in its own layers when the training fails in the middle of an epoch."""
+    """Training fails in the middle of an epoch, when each stage has counts of its own layers."""
     spec, seed = MIXTURES["classifier"], SEEDS["classifier"]
     config = _texts(make_shards, tmp_path / "run", spec, checkpoint_every_steps=5, seed=seed)
     straight = train_gang(replace(config, run_uri=str(tmp_path / "straight")))

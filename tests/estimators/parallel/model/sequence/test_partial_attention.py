@@ -1,4 +1,4 @@
-"""Attention to some of the keys at a time is attention to all of them."""
+"""Attention computed over key chunks equals attention over all keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringspark.estimators.parallel.model.sequence.partial_attention import (
     merge,
 )
 
-# torch's kernel of CPUs, and the products that stand in for it on other devices.
+# The CPU kernel of torch, and the matrix products that replace it on other devices.
 BY = {
     "kernel": (attend_chunk, differentiate_chunk),
     "products": (attend_by_products, differentiate_by_products),
@@ -30,7 +30,7 @@ BY = {
 def _whole(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sees: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and logarithm by the definition; `sees` is (batch, 1, queries or 1, keys)."""
+    """Returns the mean and the log-sum-exp; `sees` is (batch, 1, queries or 1, keys)."""
     scores = query @ key.mT / math.sqrt(query.shape[-1])
     exponentials = scores.exp() * sees
     total = exponentials.sum(-1, keepdim=True)
@@ -55,7 +55,7 @@ def test_parts_of_any_cut_in_any_order_merge_to_the_whole(by: str, data: st.Data
 
     query, key, value = drawn(num_queries), drawn(num_keys), drawn(num_keys)
     mask = torch.ones(2, 1, 1, num_keys, dtype=torch.bool)
-    mask[1, 0, 0] = torch.tensor(is_kept)  # perhaps no key at all for this row
+    mask[1, 0, 0] = torch.tensor(is_kept)  # may mask every key of this row
     want, log_sum = _whole(query, key, value, mask)
     weights = torch.randn(want.shape, dtype=torch.float64, generator=generator)
     (want * weights).sum().backward()
@@ -84,7 +84,7 @@ def test_parts_of_any_cut_in_any_order_merge_to_the_whole(by: str, data: st.Data
 def test_causal_parts_have_the_values_and_gradients_of_the_definition(
     by: str, is_masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The products go in several rounds here; a mask leaves the first queries without a key."""
+    """Splits the queries into several rounds; a mask leaves the first queries without a key."""
     monkeypatch.setattr(partial_attention, "QUERIES", 3)
     attend, gradients_of = BY[by]
     torch.manual_seed(0)

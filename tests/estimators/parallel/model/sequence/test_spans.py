@@ -1,4 +1,4 @@
-"""Which tokens of a row each rank has."""
+"""Token spans of a row on each rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_token_is_on_one_rank_and_parts_go_back_to_their_places(spans: Spa
 def test_every_query_sees_each_of_its_keys_once(spans: Spans, seq: int, causal: bool) -> None:
     seen_pairs = torch.zeros(seq, seq, dtype=torch.long)
     pieces = [[span for rank in range(spans.num_ranks) for span in spans.of(rank, seq)], [(0, seq)]]
-    # Keys come piece by piece, or all at once.
+    # Keys arrive in chunks, or all at once.
     for keys in pieces:
         seen_pairs.zero_()
         for query in pieces[0]:

@@ -1,4 +1,4 @@
-"""Rows spread over ranks: outputs, gradients and trained weights are those of one worker with whole rows."""
+"""Sequence-sharded rows give the outputs, gradients and weights of one worker with whole rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VOCAB, MAX_SEQ = 11, 16
 
 
 class _Mixer(nn.Module):
-    """One head, which only knows the seam: it tells neither dropout nor whether it is causal."""
+    """One attention head that calls `attend` without dropout or causal settings."""
 
     attend = staticmethod(attend)
 
@@ -47,7 +47,7 @@ class _Mixer(nn.Module):
 
 
 class _Own(nn.Module):
-    """A network of a user's own; more than one layer works on whole rows."""
+    """A user-defined network with several layers that need whole rows."""
 
     rows = WholeRows()
 
@@ -80,7 +80,7 @@ def _network(kind: str, seed: int = 1, **more: Any) -> nn.Module:
 
 
 def _ids(rows: int, seq: int, seed: int = 2) -> torch.Tensor:
-    """Rows of different lengths, padded by 0 at either end; the first is all padding."""
+    """Returns rows of different lengths, padded with 0 at either end; the first row is all padding."""
     ids = torch.randint(1, VOCAB, (rows, seq), generator=torch.Generator().manual_seed(seed))
     for row in range(rows):
         ids[row, seq * row // rows :] = 0
@@ -88,7 +88,7 @@ def _ids(rows: int, seq: int, seed: int = 2) -> torch.Tensor:
 
 
 def _loss(outputs: torch.Tensor) -> torch.Tensor:
-    """A loss in which every output counts differently."""
+    """Weighs every output differently."""
     weights = torch.linspace(-1, 1, outputs.numel(), dtype=outputs.dtype).view_as(outputs)
     return (outputs * weights).square().mean() + (outputs * weights).mean()
 
@@ -106,7 +106,7 @@ def _whole_gradients(module: nn.Module, collective: Collective) -> list[torch.Te
 
 
 def _far(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    """Returns the largest difference, as a share of the largest number of its tensor."""
+    """Returns the largest difference, relative to the largest value of its tensor."""
     pairs = zip(some, others, strict=True)
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs)
 
@@ -116,7 +116,7 @@ def _exact(collective: Collective) -> Any:
     for dtype in (torch.float32, torch.float64):
         for way in CONTEXTS:
             for kind in (*KINDS, "own"):
-                # Not as many tokens for all; as many for all, and none for some.
+                # Lengths: ranks have different token counts; equal counts; and some ranks have no token.
                 for seq in (13, *((MAX_SEQ, 1) if dtype == torch.float64 else ())):
                     ids, one = _ids(5, seq), _network(kind).to(dtype)
                     spread = copy.deepcopy(one)
@@ -130,7 +130,7 @@ def _exact(collective: Collective) -> Any:
                     )
                     name = str(dtype).removeprefix("torch.")
                     far[name] = max(far[name], found)
-                    # Rows may run out, as at the end of a validation.
+                    # A batch may have no rows, as at the end of a validation.
                     assert spread.eval()(ids[:0]).shape[0] == 0
     return far
 
@@ -154,7 +154,7 @@ def test_outputs_and_gradients_are_those_of_whole_rows(
 
 
 def _routed(collective: Collective) -> Any:
-    """Returns what a mixture counted that draws whether tokens ask for a second expert, on this rank."""
+    """Returns this rank's expert counts of a network with random second experts."""
     experts = {"num_experts": 4, "router": "gshard", "random_second": True, "min_capacity": 1}
     module = _network("padded classifier", experts=experts)
     shard_sequence(module, collective)
@@ -183,7 +183,7 @@ def test_a_mixture_that_is_not_told_how_long_rows_are_refuses_to_route_parts() -
 def _train(
     module: nn.Module, optimizer: torch.optim.Optimizer, mesh: RankMesh, kind: str, global_rows: int
 ) -> None:
-    """Takes 50 steps, each with other rows; every data rank has its share of them, perhaps none."""
+    """Takes 50 steps on different rows, split over the data ranks; a data rank may have no rows."""
     sync = GradientAllReduce(module, optimizer, mesh.gradients)
     for step in range(50):
         ids = _ids(global_rows, 13 - step % 3, seed=step)[mesh.data_rank :: mesh.data_size]
@@ -202,10 +202,10 @@ def _trained(collective: Collective, *, cases: list[tuple[str, str]], data: int)
     mesh = RankMesh.of(collective, {"data": data, "sequence": collective.size // data})
     far = {}
     for way, kind in cases:
-        # With one row the second data rank has none in any step.
+        # With one row, the second data rank never has rows.
         rows = 1 if data > 1 and kind == "classifier" else 5
         far[f"{way} {kind}"] = 0.0
-        # SGD too, as AdamW's steps would be the same if a parameter's gradient counted twice.
+        # SGD detects gradients that are counted twice; AdamW's steps would be the same.
         for optimizer, rate in ((torch.optim.AdamW, 1e-3), (torch.optim.SGD, 1e-2)):
             one = _network(kind)
             spread = copy.deepcopy(one)
@@ -222,9 +222,10 @@ def _trained(collective: Collective, *, cases: list[tuple[str, str]], data: int)
 
 @torch.no_grad()
 def _zero_key_biases(module: nn.Module) -> None:
-    """Leaves the biases of keys out: they shift all scores of a query alike, which changes no weight of it.
+    """Zeroes the key biases, which have no effect.
 
-    So their gradients are rounding errors, which AdamW makes as large as any other's.
+    A key bias shifts all scores of a query equally. Its gradient is only a rounding error, which AdamW scales
+    up to full steps.
     """
     for name, p in module.named_parameters():
         if name.endswith("qkv.bias"):
@@ -254,7 +255,7 @@ def test_fifty_steps_lead_to_the_weights_of_one_worker(
 
 
 class _Counted:
-    """A collective that notes the names of its operations."""
+    """Collective that records the names of its operations."""
 
     def __init__(self, collective: Collective) -> None:
         self._collective = collective
@@ -268,7 +269,7 @@ class _Counted:
 
 @contextmanager
 def _held(module: nn.Module) -> Iterator[list[int]]:
-    """Yields a list with, at the end, the bytes that the pass keeps for its backward pass, weights aside."""
+    """Yields a list; its last item is the bytes kept for the backward pass, without weights."""
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     storages: dict[int, Any] = {}
 
@@ -284,10 +285,10 @@ def _held(module: nn.Module) -> Iterator[list[int]]:
 
 
 def _costs(collective: Collective) -> Any:
-    """Tells what one block more costs: operations, bytes sent and bytes held, by way and kind."""
+    """Returns the cost of one more block: operations, bytes sent and bytes held, by method and network."""
     found: dict[str, Any] = {"plain": {}}
     for kind in ("classifier", "language model"):
-        # An exact multiple of the pieces, so that all ranks do the same.
+        # A multiple of the shard count, so that all ranks do the same work.
         ids = _ids(4, MAX_SEQ)
         for way in (None, *CONTEXTS):
             costs = []
@@ -311,11 +312,11 @@ def test_a_block_exchanges_what_its_way_says_and_holds_a_part_of_the_activations
     values = 4 * MAX_SEQ * 16 * 4 // size  # bytes of one (batch, own tokens, dim)
     operations = {"gather": (1, 1), "ring": (size - 1, size), "ulysses": (2, 2)}
     sent = {
-        # Keys and values pass n - 1 ranks, and so do their gradients.
+        # Keys and values pass n - 1 ranks; so do their gradients.
         "gather": 4 * values * (size - 1),
-        # Once more in the backward pass; the gradients come home by one exchange more.
+        # They travel again in the backward pass, and the gradients need one more send to get home.
         "ring": 2 * values * (3 * size - 2),
-        # Queries, keys, values and the result; all but a rank's own part.
+        # Queries, keys, values and the result, without the rank's own shard.
         "ulysses": 8 * values * (size - 1) // size,
     }
     for costs in run_ranks(size, "torch", _costs):
@@ -325,8 +326,8 @@ def test_a_block_exchanges_what_its_way_says_and_holds_a_part_of_the_activations
                 *counts, bytes_sent, held = costs[way][kind]
                 assert tuple(counts) == operations[way], (way, kind, costs)
                 assert bytes_sent == sent[way], (way, kind, costs)
-                # Gathered keys and values are whole, beside a rank's own. What heads gave is held as it was
-                # computed, and as it came back.
+                # The rank holds the gathered keys and values in addition to its own shard. It holds the
+                # output of the heads twice: as computed and as returned.
                 more = {"gather": 2 * values * size, "ring": 0, "ulysses": values}[way]
                 assert held - more <= whole / size * 1.01, (way, kind, costs)
     assert set(operations) == set(CONTEXTS)
@@ -364,7 +365,7 @@ def _variants(collective: Collective) -> Any:
                 outputs[0].dtype == outputs[1].dtype
                 and _far(_whole_gradients(plain, collective), exact) < 2 * error
             )
-    # Ranks draw other dropout, and see the same outputs.
+    # Ranks draw different dropout masks and see the same outputs.
     for kind in KINDS:
         module = _network(kind, dropout=0.5, attention_dropout=0.5)
         shard_sequence(module, collective, "ulysses")
@@ -384,7 +385,7 @@ def test_recomputed_16_bit_and_dropping_networks_are_spread_alike(size: int) -> 
 
 
 def test_ranks_with_other_rows_or_tokens_draw_other_numbers() -> None:
-    """Those of a tensor axis, which have the same tokens, draw the same."""
+    """Tensor ranks have the same tokens, so they draw the same numbers."""
     alone = LocalCollective()
     same = {"world": alone, "data": alone, "gradients": alone, "expert_gradients": alone}
     sizes = {"sequence": 3, "tensor": 2}
@@ -408,7 +409,7 @@ def test_what_cannot_be_spread_is_refused() -> None:
         ValueError, match="model MLP does not support parallelism's 'sequence': it needs an attrib"
     ):
         shard_sequence(MLP(3, [4], 2), LocalCollective())
-    # What is around a network that could be spread would count once for each rank.
+    # A layer around the sharded network would count once per rank.
     with pytest.raises(ValueError, match="model Sequential does not support parallelism's"):
         shard_sequence(nn.Sequential(_network("classifier"), nn.Linear(3, 3)), LocalCollective())
     with pytest.raises(ValueError, match=r"must be one of \['gather', 'ring', 'ulysses'\], got 'rign'; did"):

@@ -1,4 +1,4 @@
-"""A network cut over 'tensor' is one worker's, to rounding: gradients and losses; and what is sent for it."""
+"""Tensor parallelism: losses and gradients of one worker, and the communication they need."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PAIRS = {"attention.qkv": ["column", 3], "attention.out": "row", "up": "column",
 
 
 class Counting:
-    """Passes on to a collective, and counts what it is asked for inside networks."""
+    """Forwards to a collective and counts the calls made inside networks."""
 
     def __init__(self, inner: Collective) -> None:
         self._inner = inner
@@ -52,7 +52,7 @@ class Counting:
         return counted
 
     def noted(self, work: Callable[[], Any]) -> Any:
-        """Runs something; `found` is then its calls by kind, and the bytes that this rank sent."""
+        """Runs `work`; then `found` holds its calls by operation and the bytes sent by this rank."""
         self.calls.clear()
         sent = self._inner.bytes_sent
         result = work()
@@ -117,7 +117,7 @@ def _all(collective: Collective) -> Any:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_one_worker_whether_values_between_are_whole_or_parts(size: int) -> None:
-    """Rows of 7 tokens divide by no number of ranks, and rows of one leave ranks without a token."""
+    """Rows of 7 tokens do not divide by the rank count; rows of 1 token leave ranks without tokens."""
     for differences in run_ranks(size, "torch", _all):
         assert max(differences.values()) < 1e-12, differences
 
@@ -153,9 +153,9 @@ def _counts(collective: Collective) -> Any:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_block_is_two_sums_a_pass_or_two_gathers_and_two_scattered_sums(size: int) -> None:
-    """One for attention and one for the perceptron: Megatron-LM's f and g, and g with its conjugate."""
+    """One for attention and one for the MLP: Megatron-LM's f and g, or g and its conjugate."""
     whole = 3 * 8 * 16 * 4  # bytes of (batch, seq, dim)
-    sent = 4 * (size - 1) * whole // size  # either way
+    sent = 4 * (size - 1) * whole // size  # with sequence_parallel False and True
     sums = [{"all_reduce": 2}, sent]
     parts = [{"all_gather": 2, "start_reduce_scatter": 2}, sent]
     for counts in run_ranks(size, "torch", _counts):
@@ -164,7 +164,7 @@ def test_a_block_is_two_sums_a_pass_or_two_gathers_and_two_scattered_sums(size: 
             "whole backward": sums,
             "parts forward": parts,
             "parts backward": parts,
-            # Tokens to their experts and back; before, how many there are.
+            # Token counts first, then tokens to the experts and back.
             "experts forward": {"all_gather": 1, "all_to_all": 2},
             "experts backward": {"all_to_all": 2},
         }
@@ -193,7 +193,7 @@ def _cut_loss(collective: Collective) -> Any:
         criterion.rows([network(ids)], [label])
     except IndexError as error:
         found["error"] = str(error)
-    # A loss that looks at all classes gets them.
+    # A loss that needs all classes gets gathered logits.
     smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
     Criterion([Head(label="y", loss=smooth)], None, other := _cut(counting))
     found["other"] = list(other(ids).shape)
@@ -209,9 +209,9 @@ def _cut(collective: Any) -> nn.Module:
 def test_the_loss_of_cut_logits_sends_three_numbers_a_position_and_its_metrics_see_all() -> None:
     for rank, found in enumerate(run_ranks(2, "torch", _cut_loss)):
         assert found["shape"] == [5, 12 if rank == 0 else 11, 7]
-        # The largest, and then sum and target together.
+        # First the maximum, then the sum and the target logit together.
         assert found["forward"] == [{"all_reduce": 2}, 4 * 5 * 7 * 3]
-        # The gradient of what was compared, (batch, seq, dim), as with gathered logits.
+        # Gradient of the last hidden states (batch, seq, dim), as with gathered logits.
         assert found["backward"] == [{"all_reduce": 1}, 4 * 5 * 7 * 16]
         assert found["loss"] < 1e-6
         assert found["same"]

@@ -1,4 +1,4 @@
-"""Which losses are computed of cut logits: only those whose numbers are known to be the same."""
+"""Only losses that are known to be equal are computed on sharded logits."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SIZES = {"vocab_size": 8, "max_seq_len": 4, "dim": 4, "depth": 1, "num_heads": 2
 
 
 class Focal(nn.CrossEntropyLoss):
-    """A loss of one's own by the name of a known one."""
+    """User-defined loss that derives from a known loss."""
 
     def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return super().forward(outputs, labels).square()
 
 
 class Tempered(TransformerLM):
-    """Does something with the logits before it returns them."""
+    """Language model that changes the logits before it returns them."""
 
 
 def _cut(network: nn.Module) -> nn.Module:

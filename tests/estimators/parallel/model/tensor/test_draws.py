@@ -1,4 +1,4 @@
-"""What a rank drops inside of cut layers is its own, and what it drops outside of them is everybody's."""
+"""Dropout inside sharded layers differs per rank; dropout outside them is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ringspark.models import apply_activation_checkpoint
 
 
 class Seat:
-    """A rank whose peers are not there: sums are its own part."""
+    """Fake collective of one rank; an all-reduce returns the rank's own values."""
 
     name = "alone"
 
@@ -23,7 +23,7 @@ class Seat:
 
 
 class Block(nn.Module):
-    """Notes which units are dropped inside, between the cut layers, and outside."""
+    """Records the units dropped between the sharded layers and outside them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_a_block_that_is_recomputed_drops_the_same_again() -> None:
     with torch.random.fork_rng():
         inside, outside = _run(1, recompute="all")
         plain, plain_outside = _run(1)
-    # Forward and again in the backward pass, for two steps of each block.
+    # Two steps of each block; the backward pass repeats the forward pass.
     assert len(inside) == 2 * len(plain) == 8
     assert all(torch.equal(a, b) for a, b in zip(inside[::2], inside[1::2], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(inside[::2], plain, strict=True))
@@ -91,7 +91,7 @@ def test_a_block_that_is_recomputed_drops_the_same_again() -> None:
 
 
 def test_a_layer_that_is_left_open_and_restored_begins_anew() -> None:
-    """As where only the layer that is cut by its outputs is recomputed."""
+    """This happens if only the column-sharded layer is recomputed."""
     cpu = torch.device("cpu")
     seat: object = Seat(1)
     draws = RankRandomState(seat)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The plan by names fits a network of transformers wholly, or says which layer it does not know."""
+"""The plan by names shards all of a transformers network, or names the layer it cannot shard."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BART |= {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")}
 
 
 class Seat:
-    """The place of a rank; nothing is exchanged here."""
+    """Fake collective with a rank and a size; it sends nothing."""
 
     name, rank, size = "nobody", 1, 2
 
@@ -53,13 +53,13 @@ def test_all_matrices_of_every_block_are_cut(name: str, sizes: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("name", "sizes", "left"),
     [
-        # Columns without the row that would sum them.
+        # Column-sharded layers without the row-sharded layer that reduces them.
         ("OPT", {**SIZES, "ffn_dim": 32, "word_embed_proj_dim": 16}, "decoder.layers.0.self_attn.out_proj"),
         ("Bart", {**BART, "d_model": 16, "vocab_size": 20}, "encoder.layers.0.self_attn.out_proj"),
         ("Phi", SIZES, "layers.0.self_attn.dense"),
-        # A row without its columns.
+        # A row-sharded layer without its column-sharded layers.
         ("Phi3", SIZES, "layers.0.self_attn.qkv_proj"),
-        # Weights that each rank would train by its own heads.
+        # Each rank would train these weights with its own heads only.
         ("Qwen3", {**GROUPED, "head_dim": 4}, "layers.0.self_attn.q_norm"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Plans of tensor parallelism: what cannot be cut right is refused before a rank computes with it."""
+"""The driver refuses tensor parallel plans that would compute wrong results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringspark.models import TransformerLM
 
 
 class Shared(nn.Module):
-    """Calls one layer by two names."""
+    """Has one layer under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,10 +35,10 @@ class Shared(nn.Module):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        # The other name would go on with the whole layer, which is then trained by itself.
+        # The second name would keep the unsharded layer, which would train separately.
         ({"up": "column", "down": "row"}, "shards 'up', which the network also has as 'again'"),
         ({"again": "column"}, "shards 'again', which the network also has as 'up'"),
-        # Parts of blocks of 4, 4 and 2 would be put together to other numbers.
+        # Shards of blocks of 4, 4 and 2 would be joined in the wrong order.
         ({"down": "row", "*.nothing": "row"}, "names '\\*.nothing', which fits no layer"),
         ({"down": ["column", 3]}, "'down': its 4 outputs are not 3 equal blocks"),
         ({"down": ["row", 2]}, "'down': style 'row' takes no blocks"),
@@ -85,7 +85,7 @@ def _with(change: Callable[[nn.Linear], object]) -> nn.Module:
 def test_a_layer_that_computes_more_than_its_class_is_not_cut(
     network: nn.Module, style: str, message: str
 ) -> None:
-    """A shard would drop the extra computation, and silently train another network."""
+    """A shard would drop the extra computation and silently train a different network."""
     with pytest.raises(ValueError, match=f"cannot cut '0': .*{message}"):
         check_shardable(network, dict.fromkeys(AXES, 1) | {"tensor": 2}, Mesh(plan={"0": style}))
 
@@ -133,10 +133,10 @@ PAIR = {"blocks.*.up": "column", "blocks.*.down": "row"}
             "needs whole rows for what it adds to the loss",
         ),
         (lambda: TransformerLM(**SIZES), {"pipeline": 2}, None, "a stage does not know the length"),
-        # Attention that no rank gathers the tokens for would see its own alone.
+        # Without a gather, attention would see only the rank's own tokens.
         (lambda: TransformerLM(**SIZES), {}, PAIR, "'blocks.0.attention' some of the tokens"),
         (lambda: TransformerLM(**SIZES), {"sequence": 2}, PAIR, "'blocks.0.attention' some of the tokens"),
-        # Ranks look up other positions, so none could take the others' part of the sum.
+        # Ranks look up different positions, so they cannot all-reduce the result.
         (lambda: TransformerLM(**SIZES), {}, {"positions": "vocabulary"}, "shards 'positions' by ids"),
         (lambda: TransformerLM(**SIZES), {}, {"blocks.0.up": "column_joined"}, "leaves all tokens on every"),
     ],
@@ -150,7 +150,7 @@ def test_parts_of_the_tokens_between_are_refused_where_they_would_be_wrong(
 
 
 class Tempered(TransformerLM):
-    """Divides by a temperature, which no rank's own way to compare would."""
+    """Divides logits by a temperature, which the sharded loss would ignore."""
 
     def scores(self, x: torch.Tensor, tokens: nn.Embedding) -> torch.Tensor:  # type: ignore[override]
         return x @ tokens.weight.T / 2
