@@ -1,4 +1,4 @@
-"""Counts that no saved-tensor hook and no clock takes part in."""
+"""Memory measurements without saved-tensor hooks or clocks."""
 
 import gc
 from collections.abc import Callable
@@ -12,13 +12,13 @@ CountBytes = Callable[[Callable[[], object]], tuple[int, int]]
 
 @pytest.fixture
 def count_bytes() -> CountBytes:
-    """Runs a function; returns the bytes it left allocated with what it returned, and its peak."""
+    """Returns a function that runs its argument and returns the bytes left allocated and the peak."""
 
     def count(function: Callable[[], object]) -> tuple[int, int]:
-        # Garbage of earlier tests must not be freed inside.
+        # Free the garbage of earlier tests before the measurement.
         gc.collect()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            # Assigned, so that what is returned is freed after the profile only.
+            # Keep a reference, so that the result is freed only after the profile.
             result = function()
         assert profiler.profiler is not None
         assert result is not None

@@ -1,4 +1,4 @@
-"""Checkpointing changes what is stored, never the numbers, the keys or the type."""
+"""Activation checkpointing changes stored activations, never results, state dict keys or types."""
 
 import copy
 import inspect
@@ -24,7 +24,7 @@ def deep_net(norm: str = "batch") -> MLP:
 
 
 def train_step(net: nn.Module, *inputs: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], int]:
-    """One forward and backward pass; also the bytes kept for the backward pass, parameters left out."""
+    """Runs a forward and backward pass; returns output, gradients and bytes kept, without parameters."""
     saved: dict[int, int] = {}
     own = {p.untyped_storage().data_ptr() for p in net.parameters()}
 
@@ -37,7 +37,7 @@ def train_step(net: nn.Module, *inputs: torch.Tensor) -> tuple[torch.Tensor, lis
     torch.manual_seed(11)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = net(*inputs)
-    # What the backward pass recomputes is not counted: the hooks are gone by then.
+    # The hooks end here, so tensors that the backward pass recomputes are not counted.
     out.square().sum().backward()
     grads = [p.grad.clone() for p in net.parameters() if p.grad is not None]
     net.zero_grad()
@@ -74,7 +74,7 @@ def test_sqrt_keeps_the_segment_inputs_and_the_last_segment() -> None:
     _, _, plain = train_step(net, x)
     _, _, kept = train_step(apply_activation_checkpoint(net, "sqrt"), x)
     assert plain == 10 * rows_bytes  # The input and nine tanh outputs.
-    assert kept == 6 * rows_bytes  # Three segments' inputs, and the last one's three outputs.
+    assert kept == 6 * rows_bytes  # The inputs of three segments, and the three outputs of the last one.
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
@@ -119,7 +119,7 @@ def test_nothing_is_recomputed_in_evaluation_or_without_gradients(policy: Policy
     net.eval()(x).sum().backward()
     assert calls == 2
     net.train()(x).sum().backward()
-    assert calls in (3, 4)  # Four where the first block is among the recomputed ones.
+    assert calls in (3, 4)  # Four if the first block is recomputed.
 
 
 def test_a_network_of_two_inputs_and_a_bf16_autocast() -> None:
@@ -135,7 +135,7 @@ def test_a_network_of_two_inputs_and_a_bf16_autocast() -> None:
 
 
 def test_gradient_hooks_fire_once_per_parameter() -> None:
-    # What DDP and Horovod hang their allreduce on: twice would be a wrong sum, never a hang.
+    # DDP and Horovod start all-reduces in these hooks; a second call would give a wrong result.
     net = apply_activation_checkpoint(deep_net("none"), "all")
     fired: list[str] = []
     for name, p in net.named_parameters():
@@ -184,7 +184,7 @@ def test_segments_cover_the_chain_evenly(blocks: int, segments: int) -> None:
 
 
 class _Drawing(nn.Linear):
-    """Draws one normal number from NumPy, which generates them in pairs and keeps the second."""
+    """Draws one normal number from NumPy, which makes pairs and caches the second."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x * np.random.normal())

@@ -1,4 +1,4 @@
-"""Random changes of images: every row its own, the same ones for the same seed, none in evaluation."""
+"""Image augmentation differs per row, repeats with the seed, and is off in evaluation."""
 
 from __future__ import annotations
 

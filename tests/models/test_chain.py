@@ -1,4 +1,4 @@
-"""Networks as chains of links, from which pipelines are cut."""
+"""Networks as sequences of links, from which pipelines are built."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_links_compute_what_forward_computes(name: str) -> None:
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_every_link_computes_with_its_parts_alone(name: str) -> None:
-    """Else a stage would lack what it needs: all other parameters are nobody's numbers here."""
+    """A stage holds only the parameters of its links; here all other parameters are NaN."""
     net = ModelSpec(name, EXAMPLES[name]).build().eval()
     values = example_inputs(name, 6)
     for index in range(len(links_of(net))):
@@ -53,7 +53,7 @@ def test_the_items_of_a_sequential_are_links_and_so_are_those_of_sequentials_in_
     assert [link.name for link in links_of(net)] == ["0", "1.0", "1.1", "2"]
     x = torch.randn(5, 2)
     assert torch.equal(run_links(links_of(net), (x,)), net(x))
-    # What a hook changes, the items alone would not compute.
+    # A hook changes the output, so the inner Sequential cannot be split.
     inner.register_forward_hook(lambda module, inputs, output: output + 1)
     assert [link.name for link in links_of(net)] == ["0", "1", "2"]
     assert torch.equal(run_links(links_of(net), (x,)), net(x))

@@ -1,4 +1,4 @@
-"""What every network in `MODELS` must do; a new entry needs its example arguments here, no more.
+"""Tests one contract for every network in `MODELS`; a new entry needs only example arguments here.
 
 A name may have several examples: what comes behind a blank tells them apart.
 """
@@ -34,7 +34,7 @@ EXAMPLES: dict[str, dict[str, object]] = {
         "out_features": 2,
     },
     "transformer_classifier": {**_TRANSFORMER, "out_features": 2, "padding_id": 0},
-    # As many tokens as outputs elsewhere, so that an output is (batch, 2, ...).
+    # 2 tokens, as the other networks have 2 outputs, so that an output is (batch, 2, ...).
     "transformer_lm": {**_TRANSFORMER, "vocab_size": 2},
     "transformer_lm gshard": {
         **_TRANSFORMER,
@@ -51,7 +51,7 @@ EXAMPLES: dict[str, dict[str, object]] = {
         for router in ROUTERS
     },
 }
-# Behind (batch, 2).
+# Dimensions after (batch, 2).
 MORE_DIMS = {"transformer_lm": (4,), "transformer_lm gshard": (4,)}
 
 

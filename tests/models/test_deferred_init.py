@@ -1,4 +1,4 @@
-"""Networks that are built without numbers: those drawn later are the same, to the bit."""
+"""Deferred initialization gives bit-identical weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPECS = {
 
 
 class Own(nn.Module):
-    """Parameters that are tied, turned, computed from others, changed twice, and given."""
+    """Parameters that are tied, transposed, computed from others, changed twice, and constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def test_numbers_drawn_later_are_those_of_the_whole_network(build: Callable[[], 
     found = defer_initialization(build)
     assert found is not None
     module, first = found
-    torch.rand(5)  # what is drawn in between changes nothing
+    torch.rand(5)  # other random numbers must not change the result
     names = list(dict(whole.named_parameters(remove_duplicate=False)))
     assert list(first.tensors) == names
     for name in reversed(names):
@@ -66,7 +66,7 @@ def test_numbers_drawn_later_are_those_of_the_whole_network(build: Callable[[], 
 
 def _looks() -> nn.Module:
     layer = nn.Linear(3, 3)
-    nn.init.trunc_normal_(layer.weight)  # draws again what is too far out
+    nn.init.trunc_normal_(layer.weight)  # redraws values out of range
     return layer
 
 

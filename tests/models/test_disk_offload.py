@@ -1,4 +1,4 @@
-"""Networks that fetch their weights where they use them, against the same networks with all of them."""
+"""Networks with disk offload compute the result of the same networks in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Memory:
-    """The weights in a dict; counts those that are held by whom it gave them to."""
+    """In-memory weight store that counts the tensors in use."""
 
     def __init__(self, state: Tensors, small: int = 0) -> None:
         self.state, self.small = {name: tensor.clone() for name, tensor in state.items()}, small
@@ -46,7 +46,7 @@ class Memory:
 
 
 class Tied(nn.Module):
-    """One matrix as a table and as a layer, used by its owner, by another and by the network itself."""
+    """Ties an embedding to a linear layer and uses the matrix in three places."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Tied(nn.Module):
 
 
 class Counting(nn.Module):
-    """Sets a buffer of its own while it predicts."""
+    """Changes a buffer in its forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def words(*shape: int) -> torch.Tensor:
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[torch.Tensor]]]] = {
     "convolutions": (lambda: own("Residual"), lambda: [torch.randn(4, 3, 8, 8)]),
     "fused encoder": (lambda: own("Encoder"), lambda: [words(4, 5), torch.ones(4, 5)]),
-    # Its second attention multiplies rows that are no whole matrix: by another kernel for other weights.
+    # The second attention multiplies non-contiguous rows, which lets torch choose another kernel per weight.
     "encoder and decoder": (
         lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True),
         lambda: [torch.randn(4, 5, 8), torch.randn(4, 3, 8)],
@@ -130,14 +130,14 @@ def test_a_weight_is_held_for_the_operation_that_uses_it() -> None:
     streamed = source.fill(copy_to_meta(whole))
     with torch.inference_mode():
         streamed(torch.randn(2, 8))
-    # Weight and bias of one layer, of 20 tensors.
+    # Weight and bias of one layer, out of 20 tensors.
     assert source.most_held == 2
     assert len(source.held) == 0
 
 
 def test_a_program_holds_its_weights_one_by_one_too() -> None:
     layers = [
-        # Any name may be a network's.
+        # A network may have any tensor names.
         {"name": f"tensor.{i}.weight", "dtype": "float32", "shape": [8, 8], "kind": "parameter"}
         for i in range(10)
     ]
@@ -162,12 +162,12 @@ def test_the_next_weights_are_announced_but_for_tables_of_which_rows_are_looked_
         assert source.announced == ["1.weight", "2.weight"]
         source.announced.clear()
         streamed(words(3))
-    # In the second pass it is known what comes next; after the last weight, the first of the next pass.
+    # From the second pass on, the order is known; after the last weight comes the first one again.
     assert source.announced == ["1.weight", "1.weight", "2.weight", "2.weight"]
 
 
 def test_gradients_reach_the_inputs() -> None:
-    """As a report asks for them."""
+    """Explanations need the gradients of the inputs."""
     whole = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     streamed = Memory(whole.state_dict()).fill(copy_to_meta(whole))
     rows = torch.randn(3, 4, requires_grad=True)
@@ -177,7 +177,7 @@ def test_gradients_reach_the_inputs() -> None:
 
 
 class Listed(nn.Module):
-    """Computes with its weights by a list of its own."""
+    """Computes with a Python list of its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Listed(nn.Module):
 
 
 def test_a_weight_that_is_used_from_a_list_is_refused_unless_it_is_kept() -> None:
-    """torch multiplies with a tensor without numbers, and gives numbers."""
+    """torch would multiply with a meta tensor and return arbitrary numbers."""
     whole, rows = Listed(), torch.randn(3, 4)
     kept = Memory(whole.state_dict(), small=64).fill(copy_to_meta(whole))
     assert torch.equal(kept(rows), whole(rows))

@@ -1,4 +1,4 @@
-"""Which networks have a description, and that what is built from it computes the same."""
+"""Networks with a layer description; a network built from it computes the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _frozen() -> nn.Module:
     return module
 
 
-# Name -> (network, shape of its input).
+# Name -> (network, input shape).
 NETWORKS: dict[str, tuple[Make, tuple[int, ...]]] = {
     "mlp": (
         lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU("tanh"), nn.Dropout(0.2), nn.Linear(8, 2)),
@@ -81,7 +81,7 @@ def test_a_network_of_torchs_layers_is_built_from_text(name: str) -> None:
     assert again(rows).equal(module(rows))
     assert str(again) == str(module)
     names = [[n for n, p in m.named_parameters() if p.requires_grad] for m in (module, again)]
-    assert names[0] == names[1]  # and ties, which are named once
+    assert names[0] == names[1]  # tied parameters appear once
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

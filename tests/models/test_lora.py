@@ -1,4 +1,4 @@
-"""Adapters on linear layers: what they compute, and that merging them gives the plain network back."""
+"""LoRA adapters: their result, and merging them into a plain network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDS = torch.arange(24).reshape(4, 6) % 11
 
 
 def _adapted(targets: list[str], dropout: float = 0.0) -> tuple[nn.Module, nn.Module]:
-    """A network, and a copy with adapters that change its outputs."""
+    """Returns a network and a copy with adapters that change its outputs."""
     torch.manual_seed(0)
     base = SPEC.build().eval()
     module = copy.deepcopy(base)
@@ -49,7 +49,7 @@ def test_the_merged_network_is_a_plain_one_that_computes_the_same() -> None:
     merged.load_state_dict(state)
     assert (merged(IDS) - module(IDS)).abs().max() < 1e-6
     assert (merged(IDS) - base(IDS)).abs().max() > 0.01
-    # Of a copy, which has matrices of its own.
+    # Merging a copy must use the copy's own matrices.
     other = copy.deepcopy(module)
     with torch.no_grad():
         other.get_parameter("head.lora_B").zero_()
@@ -57,7 +57,7 @@ def test_the_merged_network_is_a_plain_one_that_computes_the_same() -> None:
 
 
 def test_an_adapter_of_full_rank_takes_any_weight_to_any_other() -> None:
-    """B A of rank min(in, out) is any difference of two weights: here the one that its SVD gives."""
+    """With rank min(in, out), B A can be any weight difference; here from its SVD."""
     base, other = nn.Linear(5, 3), nn.Linear(5, 3)
     wanted = (other.weight - base.weight).detach()
     module = nn.Sequential(base)
@@ -101,7 +101,7 @@ def test_dropout_is_of_the_adapter_and_of_training_alone() -> None:
 
 
 class _OwnLora(nn.Linear):
-    """A layer of a user's that calls its matrices as ours are called."""
+    """User-defined layer with parameters that have the names of our matrices."""
 
     def __init__(self) -> None:
         super().__init__(4, 1)

@@ -1,4 +1,4 @@
-"""Threads that build, trace and save networks at once keep the process's state and each other's output."""
+"""Concurrent threads that build, trace and save networks do not disturb process state or output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringspark.models.recording import record_program
 
 
 class Net(nn.Module):
-    """Warns, logs and prints when it is traced; changes a buffer, so that torch decomposes the trace."""
+    """Warns, logs and prints during a trace; changes a buffer, so that torch decomposes the trace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def test_only_the_thread_that_asks_for_quiet_is_silent(
         warnings.warn(name, UserWarning, stacklevel=1)
 
     with warnings.catch_warnings(record=True) as warned, silence_thread(), ThreadPoolExecutor(1) as pool:
-        warnings.simplefilter("always")  # inserted before the quiet thread's filter
+        warnings.simplefilter("always")  # inserted before the filter of the silenced thread
         with ignore_warnings():
             speak("quiet")
             pool.submit(speak, "heard").result()
@@ -77,10 +77,10 @@ def test_only_the_thread_that_asks_for_quiet_is_silent(
 
 
 def overlap(work: Callable[[int, Callable[[], None]], Any]) -> list[Any]:
-    """Runs two threads. The second begins in the middle of the first.
+    """Runs two threads; the second starts while the first one runs.
 
-    In its own middle, the second waits until the first has ended. If a lock serializes the threads, each
-    waits half a second in vain.
+    The second waits in its middle until the first has ended. If a lock serializes the threads, each waits
+    half a second in vain.
     """
     in_first, in_second, after_first = (threading.Event() for _ in range(3))
 

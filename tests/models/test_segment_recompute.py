@@ -1,4 +1,4 @@
-"""Segments of blocks that any loop runs: the same numbers, fewer bytes, at most one more forward pass."""
+"""Recomputed segments of blocks: the same results, less memory, at most one more forward pass."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TRANSFORMER = {
 
 
 class Layer(nn.Module):
-    """A block of arguments by name, several outputs, every kind of randomness, and a buffer that moves."""
+    """A block with keyword arguments, several outputs, all random generators, and a changing buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Layer(nn.Module):
 
 
 class Normed(nn.Module):
-    """A block whose weights are divided by what its buffers estimate, in every forward pass anew."""
+    """A block with spectral norm, whose buffers change in every forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Normed(nn.Module):
 
 
 class Looped(nn.Module):
-    """Blocks in a list, with all that a loop may do between them."""
+    """Runs a list of blocks, with everything that a loop may do between them."""
 
     def __init__(self, num_layers: int = 9) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def bert() -> nn.Module:
         num_labels=2,
     )
     net: nn.Module = transformers.BertForSequenceClassification(config)
-    # HF networks come in evaluation mode.
+    # Transformers networks start in evaluation mode.
     return net.train()
 
 
@@ -148,7 +148,7 @@ def seed() -> None:
 
 
 def train(net: nn.Module, name: str, steps: int, autocast: bool = False) -> list[torch.Tensor]:
-    """Runs optimizer steps; everything that they made, and what the generators give next."""
+    """Runs optimizer steps; returns all results and the next random numbers."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     made = []
     seed()
@@ -167,7 +167,7 @@ def train(net: nn.Module, name: str, steps: int, autocast: bool = False) -> list
 def assert_same(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
     assert len(first) == len(second)
     for a, b in zip(first, second, strict=True):
-        # A NaN would differ from itself, and an infinity hide what differs.
+        # NaN never equals itself, and an infinity would hide differences.
         assert a.isfinite().all()
         assert torch.equal(a, b)
 
@@ -237,8 +237,8 @@ def test_sqrt_keeps_the_inputs_of_the_segments_and_the_last_one(count_bytes: Any
     net = apply_activation_checkpoint(Chain(), "sqrt")
     kept, _ = count_bytes(lambda: net(x))
     assert plain // row_bytes == 9
-    # The inputs of the second and third segment (the first one's is x), and three activations of the third;
-    # beside them only what does not grow with the rows: the random state.
+    # The inputs of the second and third segment (x is the input of the first), and three activations of the
+    # third. The rest, the random state, does not grow with the rows.
     assert kept // row_bytes == 5
     assert kept % row_bytes < 20_000
 
@@ -278,7 +278,7 @@ def test_derivatives_of_derivatives() -> None:
 
 
 class Around(nn.Module):
-    """A network of blocks that a test gives."""
+    """Runs the given blocks in a loop."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -413,7 +413,7 @@ def test_a_kept_input_that_is_changed_in_place_is_an_error() -> None:
 
 
 class Caches(nn.Module):
-    """Makes more of the same input the second time."""
+    """Keeps its inputs, and computes with all of them the second time."""
 
     def __init__(self) -> None:
         super().__init__()

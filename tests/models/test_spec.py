@@ -1,4 +1,4 @@
-"""`ModelSpec`: what it takes, what it refuses and in which words."""
+"""`ModelSpec`: arguments that it accepts, and its error messages."""
 
 import pickle
 import re

@@ -1,4 +1,4 @@
-"""`TabularNet`: shapes, its embeddings, and what it refuses."""
+"""`TabularNet`: shapes, embeddings, and rejected arguments."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Message authentication on a proved connection."""
+"""Message authentication after the ranks have proved their identity."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""One contract over every collective, on real processes."""
+"""Tests one contract for every collective, on real processes."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllRe
 from ringspark.estimators.training.phase import Status
 from ringspark.pipelines.entry_points import list_entry_points
 
-# Those of other packages too, if there are any.
+# Includes collectives of other installed packages.
 NAMES = [*COLLECTIVES, *list_entry_points(ENTRY_POINTS)]
 SIZES = [(name, 1 if name == "local" else size) for name in NAMES for size in (2, 3)]
 GANGS = [name for name in NAMES if name != "local"]
 
 
 def _both_roads(work: RankWork, collective: Collective) -> list[Any]:
-    """The results of the work through the ranks' shared memory, if they have any, and by the library."""
+    """Returns the results over shared memory, if the ranks share any, and over the library."""
     results = [work(collective)]
     if isinstance(collective, NetworkCollective):
         assert (collective._memory is None) == (collective.size == 1)
@@ -52,13 +52,13 @@ def _both_roads(work: RankWork, collective: Collective) -> list[Any]:
 
 
 def _results(size: int, name: str, work: RankWork) -> list[list[Any]]:
-    """What each rank returns, by each road in turn."""
+    """Returns the results of every rank, by transport."""
     return [list(road) for road in zip(*run_ranks(size, name, partial(_both_roads, work)), strict=True)]
 
 
 @cache
 def _contract(size: int, name: str) -> list[list[dict[str, Any]]]:
-    """The same for all work of the contract, which one gang does."""
+    """Returns the results of all contract tests, which one gang runs."""
     return _results(size, name, _all)
 
 
@@ -87,7 +87,7 @@ def _operations(collective: Collective) -> Any:
         "max": collective.all_reduce(mine, op="max").tolist(),
         "min": collective.all_reduce(mine, op="min").tolist(),
         "untouched": mine.tolist(),
-        # The libraries add tensors in memory order, and a transposed tensor has another order.
+        # The libraries reduce tensors in memory order, which differs for a transposed tensor.
         "transposed": collective.all_reduce(columns if rank else rows).tolist(),
         "every other": [piece.tolist() for piece in collective.all_gather(torch.arange(4.0)[::2])],
         "shared": shared.tolist(),
@@ -114,7 +114,7 @@ DTYPES = [torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, t
 
 
 def _gathers(collective: Collective) -> Any:
-    """Rank r gives r values, so the first gives none; then all give none, then one gives many."""
+    """Gathers r values from rank r, then none from all, then many from the last rank."""
     rank, size = collective.rank, collective.size
     result: dict[str, Any] = {}
     for dtype in DTYPES:
@@ -122,7 +122,7 @@ def _gathers(collective: Collective) -> Any:
         result[str(dtype)] = [piece.double().tolist() for piece in pieces]
         assert all(piece.dtype == dtype for piece in pieces)
     result["none"] = [len(piece) for piece in collective.all_gather(torch.zeros(0))]
-    # More than ranks show each other at a time.
+    # More than the shared memory holds at a time.
     long = 2**40 + torch.arange(20_000 if rank == size - 1 else 0)
     *none, many = collective.all_gather(long)
     result["many"] = [len(piece) for piece in none] + [many.equal(2**40 + torch.arange(20_000))]
@@ -156,7 +156,7 @@ def test_tensors_of_any_length_are_gathered_by_rank(name: str, size: int) -> Non
         }
         for key, wanted_on_root in on_root.items():
             assert result[key] == ([] if rank else wanted_on_root), key
-        # What all send together is what rank 0 gets, so nobody else gets any of it.
+        # Ranks send their values to rank 0 only.
         assert result["sent"] == 3 * 8 * rank
         for dtype in DTYPES:
             wanted = [(torch.arange(r) + 10 * r).to(dtype).double().tolist() for r in range(size)]
@@ -167,7 +167,7 @@ def test_tensors_of_any_length_are_gathered_by_rank(name: str, size: int) -> Non
 
 
 def _length(sender: int, receiver: int) -> int:
-    """No two pieces are alike, some are empty, and one is longer than what travels at a time."""
+    """Returns lengths that all differ: some are empty, and one exceeds a single message."""
     return 300_000 if (sender, receiver) == (0, 1) else (3 * sender + 5 * receiver) % 4
 
 
@@ -196,7 +196,7 @@ PARTS = {2: [[3, 3], [1, 5], [0, 6]], 3: [[2, 2, 2], [1, 5, 0], [0, 0, 6]], 1: [
 
 
 def _scatters(collective: Collective) -> Any:
-    """Two sums under way at a time, and what they leave gathered again."""
+    """Runs two reduce-scatters at a time, and gathers their results again."""
     mine = torch.arange(6.0) + collective.rank
     result: list[Any] = []
     for counts in PARTS[collective.size]:
@@ -226,13 +226,13 @@ def test_sums_are_scattered_in_any_parts_and_gathered_again(name: str, size: int
             assert length == counts[rank]
             assert [value for piece in whole for value in piece] == wanted
             assert [len(piece) for piece in whole] == counts
-            # Horovod's uneven parts take an all-reduce.
+            # Horovod uses an all-reduce for shards of uneven length.
             is_all_reduce = name == "horovod" and number and len(set(counts)) > 1
             assert sent == (2 * (size - 1) * 24 // size if is_all_reduce else 24 - 4 * counts[rank])
 
 
 def _traffic(collective: Collective) -> Any:
-    """Bytes sent by each kind of call in turn."""
+    """Returns the bytes sent by each type of call."""
     rank, counts = collective.rank, {"connecting": collective.bytes_sent}
     collective.traffic.bytes_sent = 0
 
@@ -269,13 +269,13 @@ def test_bytes_are_counted_as_the_ring_sends_them(name: str, size: int) -> None:
     for rank, counts in (one for road in roads for one in enumerate(road)):
         assert counts["connecting"] == counts["barrier"] == counts["synchronize"] == 0
         assert counts["all_reduce"] == 2 * (size - 1) * 240 // size
-        # 10 weights, 5 weights and a bias: the frozen bias sends nothing, two micro-batches send once. For
-        # each of the three tensors, a number says how many ranks had a gradient.
+        # 10 weights, 5 weights and a bias: the frozen bias is not sent, and two micro-batches send once. Each
+        # of the three tensors adds a count of the ranks that had a gradient.
         assert counts["step"] == 2 * (size - 1) * (16 + 3) * 4 // size
-        # The ring starts at its root, rank 1, so it ends at rank 0.
+        # The ring starts at root rank 1 and ends at rank 0.
         assert counts["broadcast"] == (36 if rank else 0)
     exact = [8 * 2 + 300 - 100 * ((rank + 1) % 3) for rank in range(3)] if size > 1 else [0]
-    padded = [8 * 2 + 200 * 2] * 3  # Gloo's pieces are as long as the longest
+    padded = [8 * 2 + 200 * 2] * 3  # Gloo pads every tensor to the longest one
     for road, lengths in zip(roads, (exact, padded if name == "torch" else exact), strict=False):
         assert [counts["all_gather"] for counts in road] == lengths
 
@@ -312,7 +312,7 @@ def test_a_failing_rank_ends_its_peers_and_is_named(name: str, by: str) -> None:
     ("message", "is_peers"),
     [
         ("[/gloo/transport/tcp/pair.cc:538] Read error [10.0.0.2]:4711: Connection reset by peer", True),
-        # No file's name in it: another of the step's operations had waited too long.
+        # Without a file name: another operation of the step timed out.
         ("Application timeout caused pair closure", True),
         ("mat1 and mat2 shapes cannot be multiplied", False),
     ],
@@ -334,7 +334,7 @@ def test_connecting_leaves_no_environment_variable(name: str) -> None:
 
 
 def _interface_told(collective: Collective) -> Any:
-    """NCCL's interface while the gang works, and after its release."""
+    """Returns NCCL's interface while the gang runs and after its release."""
     told = os.environ.get("NCCL_SOCKET_IFNAME")
     collective._release()  # type: ignore[attr-defined]
     return [told, os.environ.get("NCCL_SOCKET_IFNAME")]
@@ -344,7 +344,7 @@ def _interface_told(collective: Collective) -> Any:
 @pytest.mark.parametrize("name", GANGS)
 @pytest.mark.parametrize("own", [None, "ib0"])
 def test_nccl_is_told_the_interface_until_the_gang_ends(monkeypatch: Any, name: str, own: str | None) -> None:
-    """NCCL connects at its first operation, long after the gang; what the user has chosen stays."""
+    """NCCL connects at its first operation, long after the gang started; a user's setting stays."""
     if own is not None:
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", own)
     assert run_ranks(2, name, _interface_told) == [[own or f"={interface_of('127.0.0.1')}", own]] * 2
@@ -353,14 +353,14 @@ def test_nccl_is_told_the_interface_until_the_gang_ends(monkeypatch: Any, name: 
 def _tie(
     by: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer, collective: Collective
 ) -> GradientSync:
-    """One exchange for all gradients, or one for each parameter during the backward pass."""
+    """Returns one all-reduce for all gradients, or one per parameter during the backward pass."""
     if by == "flat":
         return synchronize(module, optimizer, collective)
     return GradientAllReduce(module, optimizer, collective, bucket_bytes=1)
 
 
 def _gradients(by: str, collective: Collective) -> Any:
-    """Rank r differentiates its share of the mean over 1 + 2 + ... rows; the last rank has none."""
+    """Differentiates this rank's share of the mean over 1 + 2 + ... rows; the last rank has none."""
     torch.manual_seed(0)
     module = torch.nn.Linear(2, 1)
     sync = _tie(by, module, torch.optim.SGD(module.parameters(), lr=1.0), collective)
@@ -392,7 +392,7 @@ def test_gradients_are_the_mean_over_the_global_batch(name: str, size: int, by: 
 
 
 class Branching(torch.nn.Module):
-    """Its parameters differ in when they get a gradient."""
+    """Some parameters get a gradient only for some rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -407,13 +407,13 @@ class Branching(torch.nn.Module):
         return {"logits": y, "hidden": self.hidden(x)}
 
 
-# Rows per step, each of two features: the branch is taken by no row, by the first, by the last, by all;
-# the step of one row leaves the second rank without any.
+# Rows per step, with two features each. No row takes the branch, then the first row, the last row, or all
+# rows. The second rank has no row in the step with one row.
 STEPS = [[-1.0, -2.0, -3.0], [1.0, -2.0, -3.0], [-4.0], [-1.0, -2.0, 3.0], [1.0, 2.0], [-1.0, -1.0]]
 
 
 def _branches(by: str, collective: Collective) -> Any:
-    """The weights, and who had a gradient, after steps with decay; in two micro-batches where rows allow."""
+    """Returns the weights, and the parameters with a gradient, after steps with weight decay."""
     module = Branching()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5)
     sync = _tie(by, module, optimizer, collective)
@@ -442,7 +442,7 @@ def _branches(by: str, collective: Collective) -> Any:
 @pytest.mark.parametrize("name", GANGS)
 @pytest.mark.parametrize(("size", "by"), [(1, "flat"), (2, "flat"), (2, "buckets")])
 def test_parameters_without_a_gradient_on_any_rank_stay_as_on_one(name: str, size: int, by: str) -> None:
-    """Zeros in their place would let weight decay and momentum move them, by the number of workers."""
+    """Zeros instead would let weight decay and momentum change the parameters."""
     expected_had, expected = run_one(partial(_branches, "flat"))
     used, unused = ["always", "positive", "zero"], ["always", "zero"]
     assert expected_had == [unused, used, unused, used, used, unused]
@@ -469,7 +469,7 @@ def test_a_missing_library_is_named_with_the_remedy(monkeypatch: Any) -> None:
 def test_a_horovod_that_would_bind_to_a_wrong_name_is_refused_before_it_starts(
     monkeypatch: Any, name: str, problem: str
 ) -> None:
-    """Over several hosts only; the set-up's own build binds to the interface and is not refused."""
+    """Applies to several hosts only; the build of the setup script binds to the interface."""
     monkeypatch.setattr(socket, "gethostname", lambda: name)
     two = Member(rank=0, size=2, local_rank=0, local_size=1, host="10.77.0.9")
     _check_name(two)

@@ -1,6 +1,6 @@
-"""One contract over every compressor and every collective, on real processes, and each one's own arithmetic.
+"""Tests one contract for every compressor and collective on real processes, and each compressor's results.
 
-The ranks of one collective and size run all compressors in turn; each test looks at its own.
+One gang per collective and size runs all compressors; each test checks its own compressor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ringspark.estimators.options.compression import Compression, PowerSGD
 
 SHAPES = [torch.Size((60, 50)), torch.Size((8, 4, 16)), torch.Size((33, 40))]
 ELEMENTS = sum(shape.numel() for shape in SHAPES)
-# Three ranks by Horovod take as long as all others together.
+# Horovod with three ranks takes as long as all other gangs together.
 GANGS = [
     pytest.param(
         (name, size), id=f"{name}{size}", marks=[pytest.mark.slow] if name == "horovod" and size == 3 else []
@@ -36,10 +36,10 @@ GANGS = [
 ]
 STEPS = 6
 DRAWS, DIRECTIONS = 100, 50
-# Shares at which a hundred draws show the mean.
+# Ratios for which 100 samples show the mean.
 DRAWN = {"randomk": {"ratio": 0.3}, "sparsify": {"ratio": 0.3}}
 
-# What makes a compressor send everything; codes of few bits always round.
+# Settings that send every element; codes of few bits still round.
 WHOLE = {
     "topk": {"ratio": 1.0},
     "randomk": {"ratio": 1.0},
@@ -47,7 +47,7 @@ WHOLE = {
     "powersgd": {"rank": 50},
     "gradiveq": {"slice": 64, "components": 64, "samples": 1},
 }
-# The largest error of a number, relative to the largest of all.
+# Largest error of an element, relative to the largest element.
 ROUNDING = {"fp16": 2**-11, "bf16": 2**-8}
 SMALL = {"gradiveq": {"slice": 64, "components": 4, "samples": 2, "refresh": 3}, "powersgd": {"rank": 2}}
 
@@ -58,7 +58,7 @@ def _made(name: str, **options: Any) -> Compressor:
 
 
 def _gradient(rank: int, step: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Numbers of very different sizes, alike in every step and on every rank, as gradients are."""
+    """Returns values of very different sizes, correlated over steps and ranks like gradients."""
     shared = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     own = torch.randn(
         ELEMENTS, generator=torch.Generator().manual_seed(100 * rank + step), dtype=torch.float64
@@ -82,7 +82,7 @@ def _contract(collective: Collective) -> Any:
 def _of_one(name: str, collective: Collective) -> dict[str, Any]:
     rank, size = collective.rank, collective.size
     ranks = range(size)
-    # Error feedback, in fp64.
+    # Error feedback in fp64.
     compressor, residual = _made(name, feedback=True), torch.zeros(ELEMENTS, dtype=torch.float64)
     sent_all, digest = torch.zeros(ELEMENTS, dtype=torch.float64), hashlib.sha256()
     for step in range(STEPS):
@@ -94,11 +94,11 @@ def _of_one(name: str, collective: Collective) -> dict[str, Any]:
         digest.update(total.numpy().tobytes())
     wanted = sum(_gradient(r, step) for r in ranks for step in range(STEPS))
     lost = collective.all_reduce(residual)
-    # A state that is copied in mid-way gives the same sum to the bit.
+    # A copied state gives a bit-identical result.
     copied = _made(name, feedback=True)
     copied.load({key: tensor.clone() for key, tensor in compressor.state().items()})
     sums = [c.sum(_gradient(rank, STEPS), collective, STEPS).total for c in (compressor, copied)]
-    # Bytes and dtype, in the steady state.
+    # Bytes and dtype after the first steps.
     single = _made(name)
     for step in range(3):
         collective.traffic.bytes_sent = 0
@@ -127,12 +127,12 @@ def _of_one(name: str, collective: Collective) -> dict[str, Any]:
 
 
 def _drawn(name: str, collective: Collective) -> dict[str, Any]:
-    """How far the mean of many draws is from the sum, in standard errors."""
+    """Returns the distance of the sample mean from the exact sum, in standard errors."""
     if not COMPRESSORS[name].unbiased:
         return {}
     drawing = _made(name, feedback=False, **DRAWN.get(name, {}))
     gradients = [_noise(r) for r in range(collective.size)]
-    # Along some directions, because a number that is rarely sent says little by itself.
+    # Projects on random directions, because a rarely sent element tells little alone.
     along = torch.randn(ELEMENTS, DIRECTIONS, generator=torch.Generator().manual_seed(9)).double()
     mine = gradients[collective.rank]
     found = torch.stack([drawing.sum(mine, collective, step).total @ along for step in range(DRAWS)])
@@ -142,7 +142,7 @@ def _drawn(name: str, collective: Collective) -> dict[str, Any]:
 
 @cache
 def _results(name: str, size: int) -> list[list[dict[str, Any]]]:
-    """By road (shared memory, the library), then by rank."""
+    """Returns the results by transport (shared memory, library), then by rank."""
     ranks = [run_one(_contract)] if size == 1 else run_ranks(size, name, _contract)
     return [list(road) for road in zip(*ranks, strict=True)]
 
@@ -202,12 +202,12 @@ def test_random_compressors_are_right_on_average(gang: tuple[str, int]) -> None:
     assert unbiased
     for compressor in unbiased:
         for rank in _each(gang, compressor)[0]:
-            # Their squares are near 1 if the mean is right, and about DRAWS times that if it is not.
+            # The mean square is near 1 for an unbiased compressor, and about DRAWS otherwise.
             assert sum(score**2 for score in rank["scores"]) / DIRECTIONS < 2, compressor
 
 
 def _closed_form(name: str, size: int, picked: list[int], rank: int) -> int:
-    """The bytes that a rank sends in one step of fp32 gradients."""
+    """Returns the bytes that a rank sends in one step of fp32 gradients."""
     part = -(-ELEMENTS // size)
 
     def two_rounds(code: int) -> int:
@@ -246,7 +246,7 @@ def test_the_ratios_of_powersgd_are_those_of_the_paper() -> None:
     options = PowerSGD()
     kind = COMPRESSORS["powersgd"]
     assert 512 * 512 / (options.rank * (512 + 512)) == 128
-    # Where nothing is won, a tensor travels whole: that is also the identity at full rank.
+    # A tensor that compression does not shrink is sent uncompressed; so full rank is exact.
     assert kind.helps(torch.Size((64, 64)), options)
     assert not kind.helps(torch.Size((4, 4)), options)
     assert not kind.helps(torch.Size((64, 64)), replace(options, rank=32))
@@ -262,7 +262,7 @@ def test_powersgd_of_zeros_is_zero_and_the_next_gradient_is_found_again() -> Non
     gradient[: 60 * 50] = torch.outer(torch.randn(60), torch.randn(50)).view(-1)
     for step in range(3, 5):
         total, _ = compressor.sum(gradient, local, step)
-    # A matrix of rank 1 is sent whole by rank 2.
+    # A matrix of rank 1 is exact at rank 2.
     torch.testing.assert_close(total, gradient, atol=1e-5, rtol=1e-5)
 
 
@@ -286,7 +286,7 @@ def test_fp16_takes_very_large_and_very_small_numbers_of_fp32(dtype: torch.dtype
 
 @pytest.mark.extras
 def test_signs_without_feedback_go_the_wrong_way_and_with_it_the_right_one() -> None:
-    """A gradient of 4 in one step of four and of -1 in the others, beside a large one that sets the size."""
+    """The gradient is 4 in one of four steps and -1 otherwise; a large second gradient sets the scale."""
     shape, local = [torch.Size((1, 2))], LocalCollective()
     sums = {}
     for feedback in (False, True):
@@ -305,7 +305,7 @@ def test_signs_without_feedback_go_the_wrong_way_and_with_it_the_right_one() -> 
 
 @pytest.mark.parametrize("name", names_of(COMPRESSORS))
 def test_residuals_stay_of_the_size_of_some_gradients(name: str) -> None:
-    """What sends more than there is leaves more than there was, and doubles it in the next step."""
+    """A compressor that sends too much leaves a larger residual, which doubles in every step."""
     compressor, residual = _made(name, feedback=True), torch.zeros(ELEMENTS)
     for step in range(200):
         gradient = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(step))
@@ -321,7 +321,7 @@ def test_the_variance_of_levels_is_within_the_bound_of_the_paper(bits: int) -> N
     vector = torch.randn(512, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     levels = 2 ** (bits - 1) - 1
     drawn = [compressor.sum(vector, LocalCollective(), step).error for step in range(200)]
-    # On a gang of one the sum is coded again, which leaves levels alone: one rounding.
+    # A gang of one encodes the result again, which does not change the levels: one rounding error.
     variance = float(torch.stack(drawn).square().sum(1).mean() / vector.square().sum())
     assert 0 < variance <= min(512 / levels**2, math.sqrt(512) / levels)
 
@@ -358,7 +358,7 @@ def test_an_unknown_name_or_option_is_refused_with_what_there_is(value: Any, wor
 
 
 def test_options_may_be_numbers_of_numpy_and_are_plain_ones_after_it() -> None:
-    """`np.linspace` makes a grid of them; a config is JSON."""
+    """`np.linspace` makes NumPy numbers, and a config is JSON."""
     for given in ({"ratio": np.float64(0.5)}, {"ratio": np.int64(1)}, {"after": np.int32(3)}):
         (name, value), found = next(iter(given.items())), Compression.of({"name": "topk", **given})
         assert getattr(found, name) == value

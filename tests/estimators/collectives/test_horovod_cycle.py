@@ -1,4 +1,4 @@
-"""Horovod's cycle time, which only a build mended by the set-up can set at each start."""
+"""Horovod's cycle time; only a build that the setup script patched can set it at each start."""
 
 from __future__ import annotations
 

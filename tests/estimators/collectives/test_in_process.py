@@ -1,4 +1,4 @@
-"""Ranks that take turns in one process get the results of a gang's collectives, and never wait forever."""
+"""In-process ranks get the results of a real gang and never deadlock."""
 
 from __future__ import annotations
 

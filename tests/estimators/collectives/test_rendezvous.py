@@ -1,4 +1,4 @@
-"""The rendezvous: what members can do with it, and what strangers cannot. Threads and real sockets."""
+"""Members can use the rendezvous and strangers cannot; with threads and real sockets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _opened: list[RendezvousClient | socket.socket] = []
 
 @pytest.fixture
 def server() -> Iterator[RendezvousServer]:
-    """For a gang of two; what `member` and `raw` have opened is closed behind it."""
+    """Rendezvous server of a gang of two; closes the connections of `member` and `raw` at the end."""
     opened = RendezvousServer(HOST, 2, SECRET)
     yield opened
     opened.close()
@@ -66,7 +66,7 @@ def raw(server: RendezvousServer) -> socket.socket:
 
 
 def is_closed(server: RendezvousServer, seconds: float = 10.0) -> bool:
-    """Whether the port gets closed."""
+    """Returns True when the port is closed."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -74,13 +74,13 @@ def is_closed(server: RendezvousServer, seconds: float = 10.0) -> bool:
         except ConnectionRefusedError:
             return True
         except ConnectionResetError:
-            pass  # closed while this one was on its way
+            pass  # the port closed during the connection attempt
         time.sleep(0.01)
     return False
 
 
 def said_until_closed(connection: socket.socket) -> bytes:
-    """All that the server says before it closes."""
+    """Returns everything that the server sends before it closes the connection."""
     heard = b""
     try:
         while chunk := connection.recv(1 << 16):
@@ -118,7 +118,7 @@ def test_a_thread_that_waits_delays_no_other(server: RendezvousServer) -> None:
         second.set("b", b"2")
         assert waiting[1].result() == b"2"
         assert not waiting[0].done()
-        # Closing the connection of a rank ends the requests of its threads.
+        # Closing a rank's connection ends the requests of its threads.
         first.close()
         with pytest.raises(CollectiveError, match="rendezvous of rank 0 is gone"):
             waiting[0].result()
@@ -159,7 +159,7 @@ def test_garbage_ends_the_connection_and_nothing_else(server: RendezvousServer, 
 
 
 def test_a_proof_heard_before_is_worth_nothing(server: RendezvousServer) -> None:
-    """A member's bytes, recorded by a relay and sent again."""
+    """A relay records the bytes of a member and sends them again."""
     relay = socket.create_server((HOST, 0))
     recorded = []
 
@@ -294,7 +294,7 @@ def test_a_stranger_on_a_data_connection_is_found_out() -> None:
         check_proofs(members[0], nonce, SECRET, received[0][:32] + os.urandom(32))
     with pytest.raises(CollectiveError, match="stranger instead of rank 0"):
         check_proofs(members[1], nonce, SECRET, received[0])
-    # A stranger that echoes a rank's own proof.
+    # A stranger echoes the rank's own proof.
     echoed = received[0][:32] + sent[0][32:]
     with pytest.raises(CollectiveError, match="stranger instead of rank 1"):
         check_proofs(members[0], nonce, SECRET, echoed)
@@ -305,7 +305,7 @@ def test_a_channel_error_is_an_os_error() -> None:
 
 
 def test_ranks_that_were_told_no_port_meet_where_the_secret_says() -> None:
-    """Past a stranger at the first port and the gang of an earlier start at the second."""
+    """A stranger has the first port, and an earlier start of the gang has the second."""
     ports = meeting_ports(SECRET)
     assert meeting_ports(SECRET[::-1]) != ports
     address, heard = f"{HOST}:{','.join(map(str, ports))}", threading.Event()
@@ -324,7 +324,7 @@ def test_ranks_that_were_told_no_port_meet_where_the_secret_says() -> None:
     ):
         pool.submit(greet, stranger)
         early = pool.submit(RendezvousClient, Member(rank=1, size=2), address, SECRET, 10.0)
-        # So it came before rank 0 was there.
+        # The client tried the ports before rank 0 was ready.
         assert heard.wait(10.0)
         with closing(RendezvousServer(HOST, 2, SECRET, ports)) as now:
             first = RendezvousClient(Member(rank=0, size=2), now.address, SECRET, 10.0)

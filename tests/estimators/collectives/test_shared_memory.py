@@ -1,4 +1,4 @@
-"""Who shares memory, and what becomes of the ranks' operations where they cannot."""
+"""Which ranks share memory, and how they fall back if they cannot."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from ringspark.estimators.collectives.shared_memory import (
     open_shared_memory,
 )
 
-ENOUGH = 12  # descriptors that a gang of three needs to share memory, and to spare
-SHORT = (0, 2)  # the rank that deals, and one that is dealt to
+ENOUGH = 12  # descriptors, more than a gang of three needs to share memory
+SHORT = (0, 2)  # the rank that creates the memory, and one that receives it
 SECRET = bytes(32)
 
 
 def _open() -> set[tuple[int, int]]:
-    """The files and sockets that this process has open."""
+    """Returns the open files and sockets of this process."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the listing itself is closed by now
+        with suppress(OSError):  # the descriptor of listdir is closed
             found.add((os.fstat(int(number)).st_dev, os.fstat(int(number)).st_ino))
     return found
 
 
 @contextmanager
 def _free_descriptors(count: int) -> Iterator[None]:
-    """Leaves this process so many descriptors that it may open."""
+    """Leaves this process `count` free file descriptors."""
     old = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = max(int(number) for number in os.listdir("/proc/self/fd")) + count + 1
     taken: list[int] = []
@@ -66,7 +66,7 @@ def _free_descriptors(count: int) -> Iterator[None]:
 
 
 def _opens_with_few_descriptors(collective: Collective) -> Any:
-    """Whether memory was shared, by the rank that is short of descriptors and how many it has."""
+    """Returns whether memory was shared, by the rank short of descriptors and its count."""
     member = collective.member
     is_shared: dict[str, bool] = {}
     for short in SHORT:
@@ -84,7 +84,7 @@ def _opens_with_few_descriptors(collective: Collective) -> Any:
                 with _free_descriptors(count) if member.rank == short else nullcontext():
                     memory = open_shared_memory(client, member, 30)
                 if memory is not None:
-                    # The memory and sockets to the peers, which a program that this one starts gets not.
+                    # The memory and the sockets to the peers; child processes do not inherit them.
                     assert len(_open() - before) == 1 + len(memory._peers)
                     assert not any(peer.get_inheritable() for peer in memory._peers.values())
                     shown = memory.all_gather(torch.tensor([member.rank]))
@@ -109,7 +109,7 @@ def test_ranks_without_descriptors_share_no_memory_and_leak_none() -> None:
 
 
 def _reduces(collective: Collective) -> Any:
-    """Whether sums and extremes of several places' length are exact, and leave what they get unchanged."""
+    """Returns whether reductions longer than one slot are exact and leave their input unchanged."""
     memory = collective._memory  # type: ignore[attr-defined]
     rank, size = collective.rank, collective.size
     told = []
@@ -138,7 +138,7 @@ def test_tensors_of_any_length_are_reduced_place_by_place(size: int) -> None:
 
 
 def _differ(collective: Collective) -> Any:
-    """The errors of a rank whose peer sums tensors of other sizes, or gathers."""
+    """Returns the errors of a rank whose peer reduces other sizes, or gathers instead."""
     memory = collective._memory  # type: ignore[attr-defined]
     told = []
     for act in (
@@ -152,7 +152,7 @@ def _differ(collective: Collective) -> Any:
 
 
 def _receives_less(collective: Collective) -> str:
-    """The error of rank 1, which torch would give one number in all places."""
+    """Returns the error of rank 1; torch would silently broadcast the single number."""
     tensor = torch.zeros(1 + 2 * collective.rank)
     if collective.rank == 0:
         collective.broadcast([tensor])
@@ -172,7 +172,7 @@ def test_a_rank_that_is_sent_a_tensor_of_another_size_is_told_so() -> None:
 
 @pytest.mark.distributed
 def test_ranks_that_sum_different_tensors_are_told_so_instead_of_wrong_numbers() -> None:
-    """The places also hold what a peer left there before."""
+    """The slots still hold earlier data of a peer."""
     for sizes, kinds in run_ranks(2, "torch", _differ):
         assert sizes.startswith(
             "the ranks sum tensors of different sizes in bytes: 12 on rank 0, 20 on rank 1;"

@@ -1,4 +1,4 @@
-"""Elements of a long vector, sent with their indices."""
+"""Sparse all-reduce: elements of a long vector, sent with their indices."""
 
 import torch
 

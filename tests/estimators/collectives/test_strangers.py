@@ -1,4 +1,4 @@
-"""Strangers at every open port of a running gang."""
+"""Strangers connect to every open port of a running gang."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_a_training_with_strangers_at_its_ports_ends_as_one_without(collective: 
     quiet = attacked_gang.run(collective, tmp_path, steps=150, attacked=False)
     attacked = attacked_gang.run(collective, tmp_path, steps=150, attacked=True)
     assert quiet.reached == quiet.refused == 0
-    # The rendezvous' port, at least, until the ranks had come.
+    # At least to the rendezvous port, until the ranks have connected.
     assert attacked.reached >= 1
     assert attacked.weights == quiet.weights
     assert len(set(attacked.weights)) == 1

@@ -1,4 +1,4 @@
-"""Sums of two levels: whole inside a host, compressed between hosts, in gangs that take this host for two."""
+"""Hierarchical all-reduce: exact within a host, compressed between hosts; this host acts as two."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_what_hosts_sent_and_what_their_first_ranks_keep_is_the_sum_of_all_gradi
 def test_a_host_sends_what_a_single_rank_of_it_would(gang: Gang) -> None:
     for rank in _results(gang):
         for name, found in rank.items():
-            if found["leads"] and name != "sparsify":  # whose share is one of what was drawn
+            if found["leads"] and name != "sparsify":  # sends a random number of elements
                 assert found["between"] == found["of a rank a host"] > 0, name
 
 
@@ -177,7 +177,7 @@ def _take(sync: Any, rank: int, steps: range) -> None:
 
 
 def _other_hosts(kept: Any, compression: dict[str, Any], collective: Collective) -> Any:
-    """Goes on with what ranks of two hosts kept, on hosts of one rank each or on one."""
+    """Resumes the states of two hosts on hosts of one rank each, or on one host."""
     states = [{k: torch.tensor(v, dtype=torch.float64) for k, v in s.items()} for s in kept]
     found = []
     for is_same in (True, False):
@@ -210,7 +210,7 @@ def _first_hosts(compression: dict[str, Any], collective: Collective) -> Any:
     ids=["powersgd", "gradiveq"],
 )
 def test_a_training_goes_on_where_its_workers_have_other_hosts(compression: dict[str, Any]) -> None:
-    """Bases are only on the hosts' first ranks: of the new ones, each must have them."""
+    """Only the first rank of a host has the bases, so every new first rank must get them."""
     first = partial(_first_hosts, compression)
     states = run_ranks(3, "torch", first, hosts=(HERE, THERE, THERE))
     assert [("0/basis.0" in state) for state in states] == [True, True, False]
@@ -235,7 +235,7 @@ def test_one_rank_and_ranks_of_one_host_have_levels_too() -> None:
 
 @distributed
 def test_whole_sums_of_two_levels_train_what_plain_ones_do(make_shards: Any, tmp_path: Path) -> None:
-    """On one host the sum inside it is the whole sum."""
+    """On one host, the reduction within the host is the complete reduction."""
     import numpy as np
 
     from ringspark.models import ModelSpec

@@ -1,4 +1,4 @@
-"""The layer: numbers of a loop over tokens, what it reports, what a causal network may know."""
+"""`MixtureOfExperts` equals a loop over tokens; its reports; no access to future tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = {"vocab_size": 11, "max_seq_len": 12, "dim": 8, "depth": 2, "num_heads":
 def layer(router: str, **options: Any) -> MixtureOfExperts:
     torch.manual_seed(0)
     made = MixtureOfExperts(DIM, 5, EXPERTS, router, **{"min_capacity": 1, **options}).double()
-    # Experts that are far from equally probable, and many drops.
+    # Makes expert probabilities very uneven, with many dropped tokens.
     torch.nn.init.normal_(made.router.weight)
     return made
 
@@ -27,7 +27,7 @@ def layer(router: str, **options: Any) -> MixtureOfExperts:
 def by_tokens(
     router: str, mixture: MixtureOfExperts, x: torch.Tensor, real: torch.Tensor, capacity: int
 ) -> torch.Tensor:
-    """The same for one row, token by token: (seq, dim); `capacity` is that of this row."""
+    """Computes the layer for one row, token by token: (seq, dim), with the capacity of the row."""
     shares = (x @ mixture.router.weight.T).softmax(-1)
     known = shares.tolist()
     tokens = [t for t in range(len(x)) if real[t]]
@@ -62,7 +62,7 @@ def test_outputs_and_gradients_are_those_of_a_loop_over_tokens(router: str) -> N
     x = torch.randn(2, 9, DIM, dtype=torch.float64)
     real = torch.ones(2, 9, dtype=torch.bool)
     real[1, 5:] = False
-    # ceil(9 / 4) and ceil(5 / 4); of two choices ceil(18 / 4) and ceil(10 / 4).
+    # ceil(9 / 4) and ceil(5 / 4); with two experts per token, ceil(18 / 4) and ceil(10 / 4).
     capacities = [5, 3] if router == "gshard" else [3, 2]
     x.requires_grad_()
     inputs = [x, *mixture.parameters()]
@@ -104,7 +104,7 @@ def test_layers_report_once_however_often_they_run(policy: str) -> None:
     (out.square().mean() + torch.stack(reports.losses).sum()).backward()
     assert len(reports.losses) == 2
     assert all(torch.equal(*pair) for pair in zip(before, reports.counts.values(), strict=True))
-    # Noise included, the gradients of a recomputed network are those of a plain one.
+    # A recomputed network has the gradients of a plain one, including the noise.
     again = spec.build()
     again.load_state_dict(net.state_dict())
     torch.manual_seed(1)
@@ -125,7 +125,7 @@ def test_nothing_is_kept_outside_of_a_collected_pass() -> None:
 def test_numbers_of_the_history_add_up_over_mixtures_and_rows() -> None:
     mixture = layer("switch")
     loads = torch.tensor([[3.0, 1, 0, 0], [2, 2, 2, 2]])
-    # asked, dropped, balance, z, rows
+    # requested, dropped, balance, z, rows
     ends = torch.tensor([[4.0, 1, 2.5, 8, 2], [8, 0, 2.5, 0, 2]])
     numbers = mixture.numbers(list(torch.cat([loads, ends], 1)))
     assert numbers == {
@@ -167,7 +167,7 @@ def test_a_prediction_depends_neither_on_the_batch_nor_on_its_padding(router: st
     ids = torch.randint(1, 11, (6, 12))
     for number in range(6):
         ids[number, 2 * number + 1 :] = 0
-    ids[5] = 0  # nothing but padding
+    ids[5] = 0  # padding only
     with torch.no_grad():
         together = net(ids)
         alone = torch.cat([net(ids[n : n + 1, : max(1, min(12, 2 * n + 1))]) for n in range(6)])

@@ -1,4 +1,4 @@
-"""Which expert gets which token: cases worked out by hand, and what holds for every router."""
+"""Token routing: cases worked out by hand, and properties of every router."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringspark.models.experts.routing import (
 
 
 def logits_of(*preferences: list[float]) -> torch.Tensor:
-    """One row; the softmax of the logs of shares are the shares."""
+    """Returns the logits of one row; their softmax equals `preferences`."""
     return torch.tensor([preferences]).log()
 
 
@@ -28,12 +28,12 @@ def all_real(logits: torch.Tensor) -> torch.Tensor:
 
 
 def lists(routing: Routing, num_experts: int) -> list[list[int]]:
-    """The tokens of each expert, in the order of their places."""
+    """Returns the tokens of each expert, in slot order."""
     pairs = list(zip(routing.experts.tolist(), routing.tokens.tolist(), strict=True))
     return [[token for expert, token in pairs if expert == number] for number in range(num_experts)]
 
 
-# Six tokens, of which four want expert 0 most.
+# Six tokens; four of them prefer expert 0.
 SIX = logits_of(
     [0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.8, 0.1], [0.5, 0.1, 0.4], [0.4, 0.35, 0.25], [0.1, 0.2, 0.7]
 )
@@ -43,7 +43,7 @@ def test_capacity_counts_the_places_that_the_tokens_ask_for() -> None:
     rule = CapacityRule(capacity_factor=2, min_capacity=1)
     assert rule.capacity(torch.tensor([8]), num_experts=2, choices=2).tolist() == [16]
     assert rule.most(8, num_experts=2, choices=2) == 16
-    # 10 * 1.1 is 11, also where floating point has more.
+    # 10 * 1.1 must give 11 despite floating-point error.
     assert CapacityRule(capacity_factor=1.1, min_capacity=1).capacity(
         torch.tensor([10, 1, 0]), 1, 1
     ).tolist() == [
@@ -55,7 +55,7 @@ def test_capacity_counts_the_places_that_the_tokens_ask_for() -> None:
 
 
 def test_switch_fills_an_expert_in_the_order_of_tokens_and_drops_the_rest() -> None:
-    routing = switch(SIX, all_real(SIX), CapacityRule(capacity_factor=1, min_capacity=1))  # 2 places each
+    routing = switch(SIX, all_real(SIX), CapacityRule(capacity_factor=1, min_capacity=1))  # capacity 2
     assert lists(routing, 3) == [[0, 1], [2], [5]]
     assert routing.dropped.tolist() == [2.0]
     assert routing.asked.tolist() == [6.0]
@@ -64,7 +64,7 @@ def test_switch_fills_an_expert_in_the_order_of_tokens_and_drops_the_rest() -> N
 
 
 def test_gshard_gives_places_to_all_first_choices_before_the_second_ones() -> None:
-    # ceil(2 * 6 / 3 * 0.75) = 3 places. First choices: 0 0 1 0 0 2; second ones: 1 1 0 2 1 1.
+    # The capacity is ceil(2 * 6 / 3 * 0.75) = 3. First choices: 0 0 1 0 0 2; second: 1 1 0 2 1 1.
     routing = gshard(SIX, all_real(SIX), CapacityRule(capacity_factor=0.75, min_capacity=1))
     assert lists(routing, 3) == [[0, 1, 3], [2, 0, 1], [5, 3]]
     assert routing.dropped.tolist() == [12.0 - 8]
@@ -83,9 +83,7 @@ def test_gshard_weights_are_those_of_two_experts_before_the_drop() -> None:
 
 
 def test_experts_choose_the_tokens_that_want_them_most() -> None:
-    routing = expert_choice(
-        SIX, all_real(SIX), CapacityRule(capacity_factor=1, min_capacity=1)
-    )  # 2 places each
+    routing = expert_choice(SIX, all_real(SIX), CapacityRule(capacity_factor=1, min_capacity=1))  # capacity 2
     assert lists(routing, 3) == [[0, 1], [2, 4], [5, 3]]
     assert routing.dropped.tolist() == [0.0]
     assert routing.balance.tolist() == [0.0]
@@ -130,7 +128,7 @@ def test_a_second_choice_by_chance_is_asked_for_by_twice_its_weight() -> None:
 def rows(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     batch, seq, experts = draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(2, 5))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
-    # Few values, so that many are equal.
+    # Few distinct values, so there are many ties.
     logits = torch.randint(-2, 3, (batch, seq, experts), generator=generator).float()
     return logits, torch.rand(batch, seq, generator=generator) < draw(st.sampled_from([0.3, 0.8, 1.0]))
 
@@ -154,9 +152,9 @@ def test_places_and_weights_of_every_router(
     choices = {"switch": 1, "gshard": 2, "expert_choice": 1}[name]
     is_used = routing.experts < experts
     tokens, chosen, weights = (t[is_used] for t in (routing.tokens, routing.experts, routing.weights))
-    assert real.flatten()[tokens].all()  # padding takes no place
+    assert real.flatten()[tokens].all()  # padding takes no slot
     pairs = torch.stack([tokens, chosen], 1)
-    assert len(pairs.unique(dim=0)) == len(pairs)  # no token has the same expert twice
+    assert len(pairs.unique(dim=0)) == len(pairs)  # a token uses an expert at most once
     times = torch.bincount(tokens, minlength=batch * seq).view(batch, seq)
     places = torch.zeros(batch, experts).index_put((tokens // seq, chosen), torch.ones(len(tokens)), True)
     if factor is not None:
