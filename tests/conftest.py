@@ -1,8 +1,7 @@
-"""Fixtures of all tests: one Spark session, shards made without Spark, and guards against leaks.
+"""Fixtures for all tests: one Spark session, shards written without Spark, and checks for leaks.
 
-The session's master comes from RINGSPARK_TEST_MASTER: `local[4]` by default, `local-cluster[...]`,
-or `connect`, or a server's address `sc://...`, for Spark Connect. tests/test_modes.py runs the suite of the
-stages over all three.
+RINGSPARK_TEST_MASTER sets the master: `local[4]` (default), `local-cluster[...]`, or, for Spark Connect,
+`connect` or a server address `sc://...`. tests/test_modes.py runs the `modes` tests in all three modes.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from ringspark.pipelines import ShardManifest
 
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-# Jobs here take a second: Java's thorough compiler and parallel collector cost more than they save.
+# Jobs here take a second, so Java's optimizing compiler and parallel collector cost more than they save.
 os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 
-# A loaded machine is no failure: no test here is about time.
+# A busy machine must not fail a test: no test here measures time.
 settings.register_profile("ringspark", deadline=None)
 settings.load_profile("ringspark")
 
 MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
 
-# Workers that a test has ended need not import torch again.
+# The daemon keeps torch imported when it forks new workers.
 DAEMON = ("spark.python.daemon.module", "ringspark.estimators.launch.python_daemon")
 
 SLOW_SECONDS = 10.0
@@ -51,29 +50,29 @@ MakeShards = Callable[..., ShardManifest]
 
 @contextmanager
 def alone_on_the_connect_port() -> Iterator[None]:
-    """Sole use of the one port that a Connect server of a session's own takes: suites run side by side."""
+    """Holds a lock on the fixed port of a session's Connect server, because suites run in parallel."""
     with (Path(tempfile.gettempdir()) / "ringspark-tests-connect.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file
+        fcntl.flock(lock, fcntl.LOCK_EX)  # closing the file releases the lock
         yield
 
 
 @pytest.fixture
 def connect_port() -> Iterator[None]:
-    """For a test that starts such a server in a process of its own."""
+    """Reserves the Connect port for a test that starts its own server in another process."""
     with alone_on_the_connect_port():
         yield
 
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[Any]:
-    """The one session of this process."""
+    """The only Spark session of this process."""
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder.appName("ringspark-tests")
     if MASTER == "connect":
         with alone_on_the_connect_port():
             with warnings.catch_warnings():
-                # The server has taken it at its start; the client sets it again, in vain.
+                # The server reads this setting at startup. The client then tries to set it again and warns.
                 warnings.filterwarnings("ignore", message="(?s).*spark.python.daemon.module")
                 session = builder.remote("local[4]").config(*DAEMON).getOrCreate()
             yield session
@@ -90,7 +89,8 @@ def spark() -> Iterator[Any]:
             .config("spark.driver.bindAddress", "127.0.0.1")
             .config(DAEMON[0], "warm_daemon")
             .config("spark.executorEnv.PYTHONPATH", str(SUPPORT))
-            # Spark sets it for most Python tasks, and starts one more daemon for those without it.
+            # Spark sets this variable for most Python tasks. Without it here, Spark would start a second
+            # daemon.
             .config("spark.executorEnv.SPARK_SIMPLIFIED_TRACEBACK", "1")
             .getOrCreate()
         )
@@ -101,13 +101,13 @@ def spark() -> Iterator[Any]:
 
 @pytest.fixture
 def mounts(spark: Any, tmp_path: Path) -> Iterator[Path]:
-    """A folder that is /data, and /usr too, where the default file system is a table of mounts."""
+    """A folder mounted as /data and /usr when the default file system is a mount table."""
     if MASTER == "connect" or MASTER.startswith("sc://"):
         pytest.skip("the conf of Hadoop is the server's")
     conf = spark._jsc.hadoopConfiguration()
     before = conf.get("fs.defaultFS")
     for folder in ("data", "usr"):
-        # Hadoop keeps a table by its name.
+        # Hadoop caches each mount table by name.
         conf.set(f"fs.viewfs.mounttable.{tmp_path.name}.link./{folder}", f"file://{tmp_path}")
     conf.set("fs.defaultFS", f"viewfs://{tmp_path.name}/")
     yield tmp_path
@@ -116,7 +116,7 @@ def mounts(spark: Any, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def make_shards(tmp_path: Path) -> MakeShards:
-    """Writes shards from NumPy columns with the product's own writer, without Spark."""
+    """Returns a function that writes NumPy columns as shards with the package's writer, without Spark."""
 
     def make(
         columns: dict[str, np.ndarray],
@@ -138,7 +138,7 @@ def make_shards(tmp_path: Path) -> MakeShards:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives every test of the folder `extras` the mark of that name."""
+    """Marks every test in the folder `extras` with `extras`."""
     for item in items:
         if EXTRAS in item.path.parents:
             item.add_marker("extras")
@@ -146,9 +146,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Leaves the imports and the collected tests out of all garbage collections.
+    """Excludes imports and collected tests from garbage collection.
 
-    To visit them takes a third of a second, and some tests collect garbage in each of their passes.
+    Traversing them takes a third of a second, and some tests collect garbage in a loop.
     """
     gc.disable()
     try:
@@ -160,7 +160,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Names every test above 10 s that is not marked slow: `make test` has no room for it."""
+    """Lists tests that take over 10 s and are not marked slow, because `make test` must stay fast."""
     seconds: dict[str, float] = {}
     for report in itertools.chain(*terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport) and "slow" not in report.keywords:
@@ -172,7 +172,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def executors_find_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Functions and classes of a test file travel by value: no executor can import the file."""
+    """Pickles functions and classes of the test file by value, because executors cannot import the file."""
     import cloudpickle
     from pyspark import cloudpickle as spark_cloudpickle
 
@@ -185,7 +185,7 @@ def executors_find_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def networks_begin_alike() -> None:
-    """A network that a test makes has the same first weights in every run, alone or after other tests."""
+    """Seeds torch, so a network has the same initial weights alone and after other tests."""
     import torch
 
     torch.manual_seed(0)
@@ -193,8 +193,8 @@ def networks_begin_alike() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
-    """No test leaves a changed environment or a thread of ours behind."""
-    # Spark starts in the first test that needs it, and announces its gateway this way.
+    """Fails a test that leaves a changed environment or one of our threads behind."""
+    # The first test that needs Spark starts it, and Spark sets this variable then.
     ours = ("HOROVOD_", "MASTER_", "GLOO_", "NCCL_", "CUDA_VISIBLE", "RANK", "WORLD_SIZE")
     before = {k: v for k, v in os.environ.items() if k.startswith(ours)}
     yield

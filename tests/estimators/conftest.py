@@ -1,6 +1,6 @@
-"""Every stage of the package, one entry each, and what the conformance suite needs of it.
+"""Every stage of the package, with one entry per stage for the conformance suite.
 
-A new stage is tested by `test_conformance.py` the moment it is listed in `STAGES`.
+`test_conformance.py` tests every stage listed in `STAGES`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROWS = 96
 
 
 class Accuracy(Evaluator):
-    """The share of rows whose prediction is nearer than 1/2, for where Spark's evaluators cannot run."""
+    """Share of rows with a prediction within 1/2 of the label, for modes without Spark's evaluators."""
 
     def _evaluate(self, dataset: Any) -> float:
         hits = F.avg((F.abs(F.col("prediction") - F.col("label")) < 0.5).cast("double"))
@@ -39,7 +39,7 @@ class Accuracy(Evaluator):
 
 @dataclass(frozen=True, kw_only=True)
 class StageCase:
-    """An estimator, the model that it makes, and settings that fit it to the table of this suite."""
+    """An estimator, its model class, and settings for this suite's table."""
 
     estimator: type[Any]
     model: type[Any]
@@ -48,7 +48,7 @@ class StageCase:
     evaluator_params: dict[str, Any] = field(default_factory=dict)
 
     def make(self, storage_uri: str, **params: Any) -> Any:
-        """Returns an unfitted estimator whose fits are short and quiet."""
+        """Returns an unfitted estimator with short, quiet fits."""
         common: dict[str, Any] = {
             "model": self.network,
             "epochs": 2,
@@ -60,7 +60,7 @@ class StageCase:
         return self.estimator(**common | params)
 
     def make_evaluator(self) -> Evaluator:
-        """Returns Spark's evaluator of this task where it can run."""
+        """Returns Spark's evaluator for this task if Spark can run it here."""
         evaluator: Evaluator = self.evaluator(**self.evaluator_params) if SPARK_STAGES_RUN else Accuracy()
         return evaluator
 
@@ -82,7 +82,7 @@ STAGES = [
 ]
 
 
-# One of them tells most of what can break; the others are for `make test-all`.
+# One stage covers most failures; `make test-all` runs all stages.
 CASES = [
     pytest.param(case, id=case.estimator.__name__, marks=[pytest.mark.slow] if number else [])
     for number, case in enumerate(STAGES)
@@ -91,26 +91,25 @@ CASES = [
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest) -> StageCase:
-    """Each stage in turn."""
+    """One stage of `STAGES` per run."""
     found: StageCase = request.param
     return found
 
 
 @pytest.fixture
 def listed() -> list[StageCase]:
-    """All of `STAGES`."""
     return STAGES
 
 
 @pytest.fixture(scope="module")
 def stage_storage(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder that driver and executors share."""
+    """A folder that the driver and the executors share."""
     return str(tmp_path_factory.mktemp("stages"))
 
 
 @pytest.fixture(scope="module")
 def frame(spark: Any) -> Any:
-    """Two features and a label that they decide, among columns of all sorts that no stage may touch."""
+    """A table with two features, a label computed from them, and unrelated columns of many types."""
     plain = spark.range(0, ROWS, 1, 2).selectExpr("id", "sin(id) as a", "cos(1.7 * id) as b")
     return plain.select(
         "id",
@@ -132,18 +131,18 @@ def frame(spark: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def estimator(case: StageCase, stage_storage: str) -> Any:
-    """One estimator of each stage, which no test changes."""
+    """One estimator per stage; no test may change it."""
     return case.make(stage_storage)
 
 
 @pytest.fixture(scope="module")
 def fitted(estimator: Any, frame: Any) -> Any:
-    """Its model, for the tests that only look at it."""
+    """The fitted model, shared by tests that only read it."""
     return estimator.fit(frame)
 
 
 @pytest.fixture(scope="module")
 def scored(fitted: Any, frame: Any) -> list[Any]:
-    """What `fitted` says of every row, by id."""
+    """Predictions of `fitted` for every row, by id."""
     rows: list[Any] = fitted.transform(frame).orderBy("id").collect()
     return rows

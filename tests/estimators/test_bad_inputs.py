@@ -1,4 +1,4 @@
-"""Each row of the table of bad inputs: one sentence with subject and remedy, and nothing left behind."""
+"""Every row of the bad-input table raises one clear error and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.spark
 
 @pytest.fixture(scope="module")
 def place(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """The rows' table, shards, run and model."""
+    """The table, shards, run and model that the rows use."""
     return Place(spark, tmp_path_factory.mktemp("place"))
 
 
@@ -40,7 +40,7 @@ def test_a_bad_input_is_refused_in_one_sentence(
     assert place.holds() == place.before
     assert not list(temporary.iterdir())
     assert [thread for thread in threading.enumerate() if thread not in threads] == []
-    # Spark counts a job that has ended as active until its listeners have heard of it.
+    # Spark counts an ended job as active until its listeners receive the event.
     tracker = place.spark.sparkContext.statusTracker()
     assert wait_for("the end of Spark's jobs", lambda: not tracker.getActiveJobsIds(), seconds=10)
 

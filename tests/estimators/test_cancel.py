@@ -1,4 +1,4 @@
-"""A training that is cancelled through Spark, as a user, a notebook or an administrator does it."""
+"""Training cancelled through Spark, as from a notebook or by an administrator."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.modes]
 
 
 class Slow(Callback):
-    """Steps that last, as long as `path` is there."""
+    """Trains slowly while `path` exists."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -59,7 +59,7 @@ WAYS = [_interrupt_all] if IS_CONNECT else [_cancel_group, pytest.param(_cancel_
 
 @contextmanager
 def _job_group(spark: Any) -> Iterator[None]:
-    """Gives this thread's jobs the group by which a notebook cancels a cell; Connect has no such groups."""
+    """Sets the job group that a notebook uses to cancel a cell. Connect has no job groups."""
     if IS_CONNECT:
         yield
         return
@@ -122,7 +122,7 @@ def test_a_cancelled_training_keeps_its_checkpoint_and_leaves_no_worker(
 
 @pytest.mark.parametrize("cancel", WAYS, ids=lambda way: way.__name__.strip("_"))
 def test_a_cancel_ends_the_wait_for_executors(spark: Any, cancel: Callable[[Any], None]) -> None:
-    """No job of the training runs then that a cancel could end."""
+    """No Spark job of the training is running then, so the cancel has no job to end."""
     config = TrainConfig(
         shards_uri="",
         run_uri="",

@@ -1,8 +1,7 @@
-"""What a Spark ML user takes for granted of a stage: one suite, run over every stage of `STAGES`.
+"""The contract of a Spark ML stage: one suite for every stage in `STAGES`.
 
-It runs on local, local-cluster and Connect, and on the oldest, the usual and the newest Spark. A test
-is skipped only where Spark itself cannot run what the test is about. Fits are few: what only looks at
-a model shares `fitted`.
+It runs on local, local-cluster and Connect, and on the oldest, the default and the newest Spark. A test is
+skipped only if Spark itself lacks the feature. Tests that only read a model share `fitted`.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ import ringspark.estimators
 
 pytestmark = [pytest.mark.spark, pytest.mark.modes]
 
-# Which network a model runs was settled by its fit.
+# A fitted model's network cannot change.
 FIXED_IN_MODELS = {"model"}
 
 
 def values(stage: Any) -> dict[str, Any]:
-    """What every Param of a stage stands at, by name; the ones without a value are left out."""
+    """Returns the value of every Param that has one, by name."""
     return {param.name: value for param, value in stage.extractParamMap().items()}
 
 
 def set_by_user(stage: Any) -> set[str]:
-    """The names of the Params that are more than defaults."""
+    """Returns the names of Params that the user set."""
     return {param.name for param in stage.params if stage.isSet(param)}
 
 
@@ -46,20 +45,20 @@ def accessor(verb: str, name: str) -> str:
 
 
 def predictions(model: Any, frame: Any) -> list[float]:
-    """The predictions in the order of `id`."""
+    """Returns the predictions ordered by `id`."""
     return [
         row.prediction for row in model.transform(frame).select("id", "prediction").orderBy("id").collect()
     ]
 
 
 def raise_format_version(folder: Path) -> None:
-    """Makes a saved stage look as if a later ringspark had written it."""
+    """Rewrites a saved stage as if a later ringspark had saved it."""
     described = [file for file in folder.glob("*.json") if "format_version" in file.read_text()]
     (file,) = described
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format_version": 999}))
 
 
-@pytest.mark.extras  # the public names include stages of extras
+@pytest.mark.extras  # the public names include stages from extras
 def test_every_public_stage_is_listed(listed: Any) -> None:
     public = [getattr(ringspark.estimators, name) for name in ringspark.estimators.__all__]
     stages = {kind for kind in public if isinstance(kind, type) and issubclass(kind, Estimator | Model)}
@@ -93,7 +92,7 @@ def test_a_value_of_a_wrong_type_is_refused_by_name(case: Any) -> None:
     for stage in (case.estimator(), case.model()):
         for param in stage.params:
             before = values(stage)
-            # Spark's own `_set` names the Param before the converter's sentence.
+            # Spark's `_set` puts the Param's name before the converter's message.
             with pytest.raises((TypeError, ValueError), match=param.name):
                 stage._set(**{param.name: object()})
             assert values(stage) == before
@@ -160,13 +159,13 @@ def test_fit_takes_a_list_of_param_maps(frame: Any, estimator: Any) -> None:
 
 def test_fit_multiple_gives_pairs_of_index_and_model(case: Any, frame: Any, estimator: Any) -> None:
     pairs = estimator.fitMultiple(frame, [{estimator.epochs: 1}, {estimator.epochs: 2}])
-    # One at a time, and each only when it is asked for.
+    # `fitMultiple` fits one map at a time, on demand.
     index, model = next(pairs)
     assert index == 0
     assert type(model) is case.model
     assert len(model.summary.epochs) == 1
     del pairs
-    # Every map is checked before the first is fitted.
+    # All maps are checked before the first fit.
     with pytest.raises(ValueError, match="epochs must be at least 1, got 0"):
         estimator.fitMultiple(frame, [{estimator.epochs: 1}, {estimator.epochs: 0}])
 
@@ -296,7 +295,7 @@ def test_a_newer_format_is_refused(
         assert len(str(failure.value).splitlines()) == 1
 
 
-# ------------------------------------------------------------------------------ beside Spark's own stages
+# ------------------------------------------------------------------------------ with Spark's own stages
 
 
 def test_a_pipeline_of_the_stage_survives_save_and_load(
@@ -329,7 +328,7 @@ def evaluator(case: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def cross_validated(estimator: Any, evaluator: Any, frame: Any) -> Any:
-    """The best of two maps, which are fitted side by side on each of two folds."""
+    """Selects the better of two maps; two fits run in parallel on each of two folds."""
     return CrossValidator(
         estimator=estimator,
         estimatorParamMaps=ParamGridBuilder().addGrid(estimator.epochs, [1, 2]).build(),
@@ -342,7 +341,7 @@ def cross_validated(estimator: Any, evaluator: Any, frame: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def split(estimator: Any, evaluator: Any, frame: Any) -> Any:
-    """The one map of a validation on a quarter of the rows."""
+    """Builds a train-validation split with one map and a quarter of the rows for validation."""
     return TrainValidationSplit(
         estimator=estimator,
         estimatorParamMaps=ParamGridBuilder().addGrid(estimator.epochs, [1]).build(),

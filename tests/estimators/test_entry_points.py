@@ -1,4 +1,4 @@
-"""A reader and a collective that another package brings, found by their entry points."""
+"""A reader and a collective from another package, found through entry points."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringspark.estimators.collectives import collective_class
 from ringspark.models import ModelSpec
 from ringspark.pipelines import check_engine
 
-# Each leaves a file for every rank that it served.
+# Each one writes a file per rank.
 PARTS = """
 from pathlib import Path
 from ringspark.estimators.collectives.torch_collective import TorchCollective
@@ -50,7 +50,7 @@ function = print
 
 
 def distribution(name: str, readers: str = "", collectives: str = "", **modules: str) -> dict[str, str]:
-    """The files that an installed package of that name would have."""
+    """Writes the files of an installed package with that name."""
     info = f"{name}-1.0.dist-info"
     return {f"{module}.py": text for module, text in modules.items()} | {
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
@@ -67,7 +67,7 @@ def put(folder: Path, files: dict[str, str]) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A folder on the path of this process; what it brought is forgotten again."""
+    """Adds a folder to this process's path and removes its modules afterwards."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -93,7 +93,7 @@ def test_a_gang_reads_and_talks_by_parts_of_another_package(spark: Any, tmp_path
     with zipfile.ZipFile(archive, "w") as file:
         for name, text in files.items():
             file.writestr(name, text)
-    # As --py-files: to the driver and to every Python worker.
+    # As with --py-files, on the driver and in every Python worker.
     spark.sparkContext.addPyFile(str(archive))
     table = spark.range(0, 100, 1, 2).selectExpr(
         "array(id / 100, 1) as features", "cast(id / 50 as double) as label"

@@ -1,4 +1,4 @@
-"""What a user reads when something is wrong: one sentence, the subject, the remedy, nothing left behind."""
+"""Error messages: each names the cause and the remedy, and the failed fit leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _fit(table: Any, root: Path, **changes: Any) -> Any:
 
 
 class FailsOnRankOne(nn.Module):
-    """Raises in its third training step on rank 1."""
+    """Raises in the third training step on rank 1."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`model.evaluate`: the metrics of the training over other rows, as the training computes them."""
+"""`model.evaluate` computes the training's metrics on other rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.spark
 
 @pytest.fixture(scope="module")
 def table(spark: Any) -> Any:
-    """300 rows, a third held out, in more partitions than one."""
+    """300 rows in several partitions; a third are held out."""
     plain = spark.range(0, 300, 1, 5).selectExpr("id", "array(sin(id), cos(1.7 * id)) as features")
     return plain.selectExpr(
         "id",
@@ -72,7 +72,7 @@ def test_the_held_out_rows_are_evaluated_as_the_training_did(table: Any, tmp_pat
     path = str(tmp_path / "saved")
     model.save(path)
     loaded = type(model).load(path)
-    # Columns of the model's own output names are no obstacle.
+    # Columns that already have the model's output names cause no error.
     held = table.where("held").withColumn("prediction", F.lit(0))
     assert loaded.evaluate(held) == pytest.approx(expected, rel=1e-5)
     assert loaded.setMetrics([settings["metrics"][1]]).evaluate(table.where("held")) == pytest.approx(
@@ -99,7 +99,7 @@ def test_what_cannot_be_evaluated_is_refused_in_one_sentence(table: Any, tmp_pat
 
 
 def test_labels_of_other_lengths_are_refused_row_by_row(table: Any, tmp_path: Path) -> None:
-    """Together, rows of 1 and 3 numbers have as many as two rows of 2."""
+    """Rows with 1 and 3 numbers have the same total as two rows with 2."""
     model = TorchRegressor(**common(tmp_path), model=network(2), labelCol="both", metrics=["mae"])
     model = model.setEpochs(1).fit(table)
     pairs = table.where("id in (2, 3)").coalesce(1)

@@ -1,4 +1,4 @@
-"""Fine-tuning through `fit`: from a saved model's weights, by settings that are saved with the stage."""
+"""Fine-tuning from a saved model's weights, with settings that are saved with the stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A large network of the user's own: its weights travel by the store, and Spark's closure stays small."""
+"""A large user-defined network: its weights travel through the store, so Spark's closure stays small."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.spark
 
 
 class Wide(nn.Module):
-    """A line beside ballast, with a buffer that no checkpoint holds."""
+    """A linear layer with unused large weights and a non-persistent buffer."""
 
     def __init__(self, ballast_bytes: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def test_what_a_file_would_not_give_back_or_is_small_travels_whole(make: Any) ->
 @pytest.mark.slow
 @pytest.mark.modes
 def test_a_network_of_a_gigabyte_trains(spark: Any, tmp_path: Path) -> None:
-    """On Connect, too, whose messages hold at most 128 MiB."""
+    """This also holds on Connect, which limits messages to 128 MiB."""
     model = _fit(spark, tmp_path, Wide(1 << 30), epochs=1, numWorkers=1)
     assert model.summary.rows == 64
     frame = spark.range(4).selectExpr("array(id / 64, 1.0) as features")

@@ -1,4 +1,4 @@
-"""Devices from recorded layouts: what Spark gave each task, and what PyTorch saw there."""
+"""Device assignment from recorded layouts: the addresses from Spark and the devices that PyTorch saw."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 from ringspark.estimators.launch.devices import Claim, assign_devices
 from ringspark.pipelines.typed_json import record
 
-# Cards as PyTorch names them.
+# GPU names as PyTorch reports them.
 A, B, C, D = (f"{letter * 8}-0000-1111-2222-333333333333" for letter in "abcd")
 
 Layout = list[tuple[str, str, tuple[str, ...]]]
 
 
 def _claims(layout: Layout) -> list[Claim]:
-    """From (host, the address given, the devices seen); no address where Spark manages no GPUs."""
+    """Builds claims from (host, assigned address, visible devices). The address is empty without GPU
+    scheduling.
+    """
     return [
         Claim(host=host, addresses=(address,) if address else (), visible=visible)
         for host, address, visible in layout

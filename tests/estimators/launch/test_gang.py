@@ -1,4 +1,4 @@
-"""Ranks and slots, and the gang itself on Spark."""
+"""Rank and slot assignment, and gangs on Spark."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_ranks_are_grouped_by_host(hosts: list[str]) -> None:
         here = sorted((m for m in members if m.host == host), key=lambda m: m.rank)
         assert [m.local_rank for m in here] == list(range(len(here)))
         assert {m.local_size for m in here} == {len(here)}
-        # Neighbours: no rank of another host in between.
+        # Ranks of one host are consecutive.
         assert here[-1].rank - here[0].rank == len(here) - 1
     for local_rank in {m.local_rank for m in members}:
         cross = [m for m in members if m.local_rank == local_rank]
@@ -67,7 +67,7 @@ def _dies_on_arrival(_: object) -> None:
 
 
 class _NeverComes:
-    """A work whose second task dies when it unpickles it: the first one is alone at the meeting."""
+    """Work whose second task dies while it is unpickled, so the first task waits alone in the rendezvous."""
 
     def __call__(self, collective: Collective, device: str, status: Status) -> str:
         return "unreachable"
@@ -108,7 +108,7 @@ def test_a_failure_is_one_readable_error_and_the_next_gang_works(spark: Any) -> 
 
 
 def _fails_and_hangs(collective: Collective, device: str, status: Status) -> str:
-    """As under NCCL: rank 1's abort waits for the device, and rank 0 for an answer; both beat on."""
+    """Imitates NCCL: rank 1's abort waits for the device, rank 0 waits for data, and both send heartbeats."""
     if collective.rank == 1:
         collective.abort = lambda: time.sleep(3600)  # type: ignore[method-assign]
         raise ZeroDivisionError("on purpose")
@@ -124,7 +124,7 @@ def test_a_users_error_ends_a_gang_whose_ranks_all_hang(spark: Any) -> None:
 
 
 def _leaves_a_cycle(path: str, fails: bool, collective: Collective, device: str, status: Status) -> str:
-    """Makes a tensor that only a cycle holds; what stands for CUDA writes down whether it is still there."""
+    """Keeps a tensor alive in a reference cycle; a fake CUDA records whether the tensor still exists."""
     holder: dict[str, Any] = {"tensor": torch.zeros(10)}
     holder["self"] = holder
     seen, kept = weakref.ref(holder["tensor"]), (torch.cuda.is_initialized, torch.cuda.empty_cache)
@@ -142,7 +142,7 @@ def _leaves_a_cycle(path: str, fails: bool, collective: Collective, device: str,
 @pytest.mark.spark
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_task_gives_its_gpu_memory_back(spark: Any, tmp_path: Path, fails: bool) -> None:
-    """Spark keeps its Python worker, and torch would keep the memory with it."""
+    """Spark reuses the Python worker, so torch would keep the memory."""
     path = tmp_path / "memory"
     with pytest.raises(WorkerError, match="on purpose") if fails else nullcontext():
         run_gang(spark, 1, "local", partial(_leaves_a_cycle, str(path), fails))
@@ -153,7 +153,7 @@ def test_a_task_gives_its_gpu_memory_back(spark: Any, tmp_path: Path, fails: boo
 def test_gpus_are_refused_to_a_horovod_without_nccl_before_anything_starts(
     spark: Any, monkeypatch: Any
 ) -> None:
-    """And on a cluster, whose workers may have another Horovod than the driver, by each of them."""
+    """On a cluster, each worker checks too, because its Horovod may differ from the driver's."""
     sentence = "collective 'horovod' needs a Horovod that is built with NCCL, .* set collective='torch'"
     with pytest.raises(ValueError, match=sentence):
         check_slots(spark, 1, use_gpu=True, collective="horovod")
@@ -171,7 +171,7 @@ def test_gpus_are_refused_to_a_horovod_without_nccl_before_anything_starts(
 def test_more_workers_than_slots_is_refused_before_spark_starts_anything(
     spark: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And where slots stay idle, the log says how many threads a worker has."""
+    """If slots stay idle, the log reports the number of threads per worker."""
     slots = count_slots(spark)
     assert slots is not None
     with caplog.at_level(logging.INFO):

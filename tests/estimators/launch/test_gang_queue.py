@@ -1,4 +1,4 @@
-"""Gangs that start at the same time: the order that the queue grants, and the real thing on Spark."""
+"""Gangs that start at the same time: the order of the queue, and real gangs on Spark."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ringspark.estimators.training.phase import Status
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    # Bounded, so that a queue which never gets there fails instead of hanging.
+    # Bounded, so a broken queue fails the test and does not hang it.
     for _ in range(10_000):
         if condition():
             return
@@ -44,7 +44,7 @@ def test_gangs_run_in_order_of_arrival_also_where_a_later_one_would_fit() -> Non
         try:
             futures = [threads.submit(gang, 0, 3)]
             _until(lambda: order == [0])
-            # The wide one comes first, so the narrow one behind it has to wait though a slot is free.
+            # The wide gang arrives first, so the narrow gang waits although a slot is free.
             for number, num_workers in ((1, 4), (2, 1)):
                 futures.append(threads.submit(gang, number, num_workers))
                 _until(lambda number=number: queue.num_waiting == number)  # type: ignore[misc]
@@ -82,7 +82,7 @@ def test_a_gang_that_fails_or_is_interrupted_gives_its_slots_back(error: type[Ba
 
     def fails_after_another() -> None:
         with queue.turn(4, lambda: 4):
-            # It came while the slots were taken, and was interrupted before its turn.
+            # This gang waited for slots and was interrupted before its turn.
             with pytest.raises(error), queue.turn(4, interrupted):
                 raise AssertionError("must not run")
             assert queue.num_waiting == 0
@@ -147,7 +147,7 @@ def _expected(num_workers: int) -> list[str]:
 def test_gangs_that_do_not_fit_together_all_finish(spark: Any, num_gangs: int) -> None:
     slots = count_slots(spark)
     assert slots is not None
-    # Any two of them need more slots than there are.
+    # No two gangs fit into the slots at once.
     num_workers = max(2, slots - 1)
     names = [("horovod", "torch")[number % 2] for number in range(num_gangs)]
     with ThreadPoolExecutor(num_gangs) as threads:
@@ -156,7 +156,7 @@ def test_gangs_that_do_not_fit_together_all_finish(spark: Any, num_gangs: int) -
 
 
 def _hold(folder: str) -> Any:
-    """A job whose tasks keep their slots until the folder says that they may go."""
+    """A job whose tasks keep their slots until the file "go" exists."""
 
     def tasks(batches: Any) -> Any:
         from pyspark import TaskContext
@@ -181,7 +181,7 @@ def test_a_gang_waits_for_the_slots_of_another_job_and_then_runs(spark: Any, tmp
     folder = str(tmp_path)
 
     def work(collective: Collective, device: str, status: Status) -> str:
-        # Only possible before "go" if a gang of too few ranks were started.
+        # This could happen before "go" only if a gang started with too few ranks.
         assert os.path.exists(os.path.join(folder, "go"))
         return _sum(collective, device, status)
 
@@ -192,7 +192,7 @@ def test_a_gang_waits_for_the_slots_of_another_job_and_then_runs(spark: Any, tmp
             while len(list(tmp_path.glob("held-*"))) < num_held:
                 time.sleep(0.02)
             gang = threads.submit(run_gang, spark, num_workers, "torch", work)
-            # Not asserted upon: gives the gang the time to try in vain.
+            # Gives the gang time to try to start. Nothing is asserted about the wait.
             time.sleep(1.0)
         finally:
             (tmp_path / "go").touch()

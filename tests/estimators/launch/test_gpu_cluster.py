@@ -1,8 +1,8 @@
-"""Spark's real GPU resources without a GPU: a discovery script states two addresses.
+"""Spark's GPU scheduling without a GPU: a discovery script reports two addresses.
 
-Spark hands addresses out without looking at the cards, so everything up to PyTorch's own view runs
-as on a GPU node: the profile of the stage, the slots, what each task is given, the table of devices.
-Each kind of session needs a process of its own.
+Spark assigns addresses without looking at the hardware. So the stage's resource profile, the slots, the
+assigned addresses and the device table are real; only PyTorch's own view is not. Each kind of session needs
+its own process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pyspark
 import pytest
 
-# A cluster for ETL: four tasks at a time share two GPUs.
+# An ETL cluster: four concurrent tasks share two GPUs.
 CONF = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
@@ -131,7 +131,7 @@ def test_on_a_cluster_that_shares_its_gpus_each_worker_gets_one_of_its_own(
     report = json.loads(lines[0].removeprefix("REPORT"))
     assert report["slots"] == [4, 2]
     assert report["task_cpus"] == 2
-    # Four ETL tasks at a time: Spark gives each address more than once, which no gang may run on.
+    # With four concurrent ETL tasks Spark assigns each address twice, which a gang must refuse.
     assert "useGpu=True needs a GPU of its own for each worker, but Spark gave GPU " in report["etl"]
     told, devices = report["gang"]
     assert [cpus for cpus, _ in told] == [2, 2]

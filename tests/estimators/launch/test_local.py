@@ -1,4 +1,4 @@
-"""Ranks in processes of their own run their work, and nothing of the script that starts them."""
+"""Spawned ranks run their work, and do not run the script that starts them."""
 
 from __future__ import annotations
 

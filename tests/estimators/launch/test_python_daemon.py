@@ -1,4 +1,4 @@
-"""Workers that are forked from a daemon which has imported torch."""
+"""Workers forked from a daemon that has already imported torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_local_session_gets_the_daemon_unless_the_user_chose_another(
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The .zip that users ship."""
+    """The .zip for --py-files."""
     dist = tmp_path_factory.mktemp("dist")
     build = ROOT / "scripts" / "build_package.py"
     subprocess.run([sys.executable, str(build), "--output", str(dist)], check=True)
@@ -61,12 +61,12 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_driver_that_has_ringspark_from_py_files_keeps_the_daemon_of_spark(
     package: Path, tmp_path: Path, installed: bool
 ) -> None:
-    # Spark's JVM starts the daemon, and has no --py-files on its PYTHONPATH.
+    # Spark's JVM starts the daemon without the --py-files on PYTHONPATH.
     python = Path(sys.executable)
     if not installed:
         venv.create(tmp_path / "venv", symlinks=True)
         python = tmp_path / "venv" / "bin" / "python"
-        # All packages but those installed by an own .pth file, as ringspark is.
+        # All packages except those installed through their own .pth file, such as ringspark.
         (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
         (site / "others.pth").write_text("\n".join(p for p in sys.path if p.endswith("-packages")))
     script = tmp_path / "driver.py"
@@ -133,7 +133,7 @@ spark.stop()
 
 @pytest.mark.slow
 def test_spark_has_its_own_daemon_back_when_this_one_dies(tmp_path: Path) -> None:
-    # As by a crash of native code.
+    # Imitates a crash in native code.
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("")
     (tmp_path / "horovod" / "torch.py").write_text("import os; os._exit(3)")
@@ -183,7 +183,7 @@ def test_workers_are_forks_of_a_process_that_has_torch(tmp_path: Path) -> None:
     assert loaded
     assert other_loaded
     assert pid != other_pid
-    # Forks of one process would draw the same numbers.
+    # Forked processes must not share the state of the random number generator.
     assert number != other_number
 
 

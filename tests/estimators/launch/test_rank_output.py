@@ -1,4 +1,4 @@
-"""What ranks print: where it goes, what the run's folder keeps of it, and the error of a rank that died."""
+"""Output of ranks: where it goes, what the run folder keeps, and the error after a rank dies."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ print("after", file=sys.stderr)
 
 
 def _end_as_a_library_does() -> None:
-    """By std::terminate: a line on the C library's stderr, then abort()."""
+    """Ends like std::terminate: a line on the C library's stderr, then abort()."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     libc = ctypes.CDLL(None)
     libc.write(2, LIBRARY, len(LIBRARY))
@@ -68,7 +68,7 @@ def _raises() -> None:
 
 
 def _is_killed() -> None:
-    # The log process gets what a pipe holds, also if the rank has no time to say goodbye.
+    # The log process reads everything in the pipe, even if the rank dies suddenly.
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -86,7 +86,7 @@ def test_the_error_of_a_rank_that_ends_has_its_last_lines(
 ) -> None:
     def work(collective: Collective, device: str, status: Status) -> str:
         if collective.rank == 1:
-            print(SENTENCE)  # not flushed: a pipe has no terminal's line buffer
+            print(SENTENCE)  # not flushed: a pipe has no line buffering
             end()
         collective.barrier()
         return "unreachable"
@@ -99,7 +99,7 @@ def test_the_error_of_a_rank_that_ends_has_its_last_lines(
 
 
 class _Ends(Callback):
-    """Ends rank 1, or lets it wait for ever, after a word."""
+    """Prints a line, then ends rank 1 or makes it wait forever."""
 
     def __init__(self, end: str) -> None:
         self._end = end
@@ -161,7 +161,7 @@ def test_what_the_ranks_print_is_read_on_the_driver(spark: Any, tmp_path: Path) 
 
 @pytest.mark.parametrize("end", ["dies", "leaves"])
 def test_every_line_reaches_the_log_and_the_ends_the_run(tmp_path: Path, end: str) -> None:
-    """Also while a child of the rank, which holds its standard error too, lives longer than the rank."""
+    """This also holds if a child process keeps the rank's standard error open after the rank ends."""
     (tmp_path / "heartbeat").mkdir()
     log, died = tmp_path / "log", tmp_path / "heartbeat" / "rank-3.died"
     lines = ["before", *(f"line {number}" for number in range(400_000)), "after"]
@@ -262,7 +262,7 @@ def test_a_print_that_waits_for_a_killed_log_process_reaches_the_log(tmp_path: P
     )
     assert (done.returncode, done.stderr) == (0, "")
     lines = (f"{who} {number}\n" for who in ("rank", "child") for number in range(20_000))
-    # Lines from the pipe may be copied into the middle of later lines.
+    # Lines from the pipe may appear in the middle of later lines.
     assert Counter(done.stdout) == Counter("".join(lines))
 
 
@@ -286,7 +286,7 @@ def test_a_rank_that_starts_often_does_not_fill_the_store(tmp_path: Path) -> Non
         line = rank_log.format_start(0, "host", 1, rank_log.name_start("token", launch))
         rank_log.store(str(tmp_path), 0, line, b"%d\n" % launch * 20_000)
     assert (tmp_path / "logs" / "rank-0.txt").stat().st_size < 40_000 + rank_log.EARLIER_BYTES + 200
-    # Only of the start that is asked for, not of one before it.
+    # The result holds only lines from the requested start, not from an earlier start.
     assert rank_log.last_lines(str(tmp_path), 0, "token.3") == ("3",) * 10
     assert rank_log.last_lines(str(tmp_path), 0, "token.4") == ()
 
@@ -306,7 +306,7 @@ print("after")
 def test_a_rank_ends_although_a_child_holds_its_output_open(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         command = [sys.executable, "-c", LEAVES_A_CHILD, str(tmp_path)]
-        # Far less than the child's life, far more than the rank waits for its log process.
+        # Far shorter than the child's life, and far longer than the rank waits for its log process.
         assert subprocess.call(command, stdout=log, stderr=log, timeout=120) == 0
     child, after = (tmp_path / "log").read_text().splitlines()[:2]
     os.kill(int(child), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Recorded confs of clusters: what the gang's stage asks for, and how many workers fit."""
+"""Recorded cluster configurations: the resources that the gang's stage requests, and the number of slots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXECUTOR_GPUS, TASK_GPUS = "spark.executor.resource.gpu.amount", "spark.task.res
 def _conf(
     master: str, cores: int = 0, gpus: int = 0, task_gpus: str = "", **settings: str | int
 ) -> dict[str, str]:
-    """A conf; `task_cpus=2` stands for `spark.task.cpus`."""
+    """Builds a configuration; `task_cpus=2` sets `spark.task.cpus`."""
     conf = {"spark.master": master}
     if cores:
         conf["spark.executor.cores"] = str(cores)
@@ -34,7 +34,7 @@ def _conf(
 STANDALONE = "spark://host:7077"
 K8S = "k8s://https://host:6443"
 
-# conf, Spark, the tasks' size, slots with all cores known to be 32
+# Columns: configuration, Spark version, task cpus, slots when 32 cores are known.
 PLANS: dict[str, tuple[dict[str, str], str, int | None, int | None]] = {
     "one GPU, a quarter for a task": (
         _conf(STANDALONE, 8, 1, "0.25"),
@@ -79,7 +79,7 @@ def test_a_worker_gets_its_share_of_cores_and_one_gpu(name: str) -> None:
     if task_cpus is not None:
         cores = int(conf.get("spark.executor.cores", "4"))
         gpus = int(conf[EXECUTOR_GPUS])
-        # As many workers as GPUs fit an executor, unless it has not the cores.
+        # As many workers as GPUs fit into an executor, unless it has too few cores.
         assert min(cores // task_cpus, gpus) == min(cores // int(conf.get("spark.task.cpus", "1")), gpus)
         assert plan_stage(conf, version, use_gpu=False).task_cpus is None
 
@@ -112,7 +112,7 @@ def test_where_spark_cannot_give_whole_gpus_the_plan_says_what_to_set(name: str)
     assert f"set {TASK_GPUS}=1" in plan.problem
 
 
-# conf, all cores if somebody counted them, slots for CPU workers
+# Columns: configuration, total cores if known, slots for CPU workers.
 SLOTS: list[tuple[dict[str, str], int | None, int | None]] = [
     (_conf("local"), None, 1),
     (_conf("local[3]"), None, 3),
@@ -124,14 +124,14 @@ SLOTS: list[tuple[dict[str, str], int | None, int | None]] = [
     (_conf("local-cluster[2,3,1024]", task_cpus=2), None, 2),
     (_conf(STANDALONE), None, None),
     (_conf(STANDALONE), 12, 12),
-    # Three cores of each executor are too few for a second worker.
+    # Each executor has three cores left, too few for a second worker.
     (_conf(STANDALONE, 5, task_cpus=2), 20, 8),
     (_conf(STANDALONE, 4, cores_max=10), None, 8),
     (_conf("yarn", executor_instances=6), None, 6),
     (_conf(K8S, 4, executor_instances=6), None, 24),
     (_conf(STANDALONE, 8, 2, "0.25"), 16, 16),
     (_conf(STANDALONE, 8, 2, "0.5"), 16, 8),
-    # Five tasks share a GPU, not 2 / 0.2 by floating point.
+    # Five tasks share a GPU; floating-point division must not change this.
     (_conf(STANDALONE, 16, 1, "0.2"), 16, 5),
     (_conf(STANDALONE, 16, 3, "0.4"), 16, 6),
 ]
@@ -152,7 +152,7 @@ def test_dynamic_allocation_is_refused_on_every_cluster_before_spark_refuses_it(
                 check_fixed_size(_conf(master, dynamicAllocation_enabled=enabled))
             except ValueError as error:
                 refused[master, enabled] = str(error)
-    # A local master ignores the setting, and so do we.
+    # A local master ignores the setting, and so does ringspark.
     assert [*refused] == [(master, "true") for master in (STANDALONE, "yarn", K8S, "local-cluster[2,1,1024]")]
     wanted = "spark.dynamicAllocation.enabled=true; start the session with it set"
     assert all(wanted in sentence for sentence in refused.values())
@@ -173,7 +173,7 @@ def test_a_bound_on_the_address_space_of_gpu_workers_is_refused(monkeypatch: pyt
     [
         (0, None, False, True),
         (2, None, False, False),
-        # Of the executors of several hosts, the first is there before the others.
+        # On several hosts, executors register at different times.
         (2, None, True, True),
         (2, 4, False, True),
         (2, 3, True, False),

@@ -1,4 +1,4 @@
-"""Which rank hangs, judged from heartbeats; Spark errors of a failed job."""
+"""Hang detection from heartbeats, and Spark errors of failed jobs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage
 
-TIMEOUT = 20.0  # a beat each 5 s, so a rank may miss two: 11 s
+TIMEOUT = 20.0  # one heartbeat per 5 s, and a rank may miss two: 11 s
 
 
 def _beat(rank: int, **changes: Any) -> Beat:
@@ -56,12 +56,12 @@ def _peer_failure(rank: int) -> str:
 
 
 def _stopped(second: int) -> Beat:
-    """Rank 1, whose process is stopped at second 30."""
+    """Returns the heartbeat of rank 1, whose process stops at second 30."""
     return _beat(1, beats=min(second, 30) // 5, ticks=min(second, 30))
 
 
 def _play(detector: HangDetector, seconds: int, script: Any) -> tuple[float, Any] | None:
-    """Shows the beats of `script(second)` each second; when and whom the detector blames."""
+    """Feeds `script(second)` to the detector every second; returns the time and the rank that it blames."""
     for now in range(seconds):
         detector.update(script(now), float(now))
         hung = detector.find_hung(float(now))
@@ -99,7 +99,9 @@ def test_a_peer_that_has_given_up_makes_a_silent_rank_hang_sooner() -> None:
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_after_a_failure_a_rank_that_waits_for_ever_is_not_waited_for(ended: bool) -> None:
-    """As under NCCL: it spins for an answer and beats on; the one that failed may hang in its abort."""
+    """Imitates NCCL: the rank spins for data and still sends heartbeats; the failed rank may hang in its
+    abort.
+    """
     patience = 600.0
 
     def script(second: int) -> list[Beat]:
@@ -110,7 +112,7 @@ def test_after_a_failure_a_rank_that_waits_for_ever_is_not_waited_for(ended: boo
         return [_beat(0, beats=second // 5, ticks=30, ended=ended, failure=failure), waits]
 
     when, hung = _play(HangDetector(2, patience), 2000, script)  # type: ignore[misc]
-    # Two beats and a second after the failure was seen.
+    # Two heartbeat periods plus one second after the failure became known.
     assert when == 30 + 2 * interval_seconds(patience) + 1
     assert "no progress" in hung.reason
     assert "another has failed" in hung.reason
@@ -119,7 +121,7 @@ def test_after_a_failure_a_rank_that_waits_for_ever_is_not_waited_for(ended: boo
 def test_after_a_failure_ranks_that_end_by_themselves_are_not_blamed() -> None:
     def script(second: int) -> list[Beat]:
         failed = _beat(0, beats=9, ended=True, failure=_peer_failure(0))
-        # It computed for long before, and sees the failure at its next exchange.
+        # The rank computes for a long time and notices the failure in its next collective call.
         slow = _beat(1, beats=second // 5, ticks=1 if second < 38 else second, ended=second > 40)
         return [_beat(0, beats=second // 5, ticks=second) if second < 30 else failed, slow]
 
@@ -133,7 +135,7 @@ def test_of_ranks_that_stall_together_the_one_that_did_the_least_is_blamed() -> 
     when, hung = _play(HangDetector(3, TIMEOUT), 200, script)  # type: ignore[misc]
     assert hung.rank == 2
     assert "no progress" in hung.reason
-    # Those that wait get the time to end by their own timeout.
+    # Waiting ranks get time to end through their own timeout.
     assert when > 40 + TIMEOUT
 
 
@@ -151,7 +153,7 @@ def test_those_that_wait_for_one_that_starts_late_do_not_hang() -> None:
         return [_beat(0, beats=second // 5, ticks=max(1, min(second, 60) - 50)), *late]
 
     when, hung = _play(HangDetector(2, TIMEOUT), 200, script)  # type: ignore[misc]
-    # Not before both have stood still for that long.
+    # The detector waits until both ranks have stalled for that long.
     assert when > 60 + TIMEOUT
     assert "no progress" in hung.reason
 
@@ -164,7 +166,7 @@ def test_a_driver_that_could_not_look_blames_nobody_for_that_time() -> None:
 
 
 def test_a_silent_rank_is_found_where_every_look_takes_long() -> None:
-    """A slow store, or many ranks; a look that takes far longer than the others still blames nobody."""
+    """Reads take long on a slow store or with many ranks. One very slow read must not blame a rank."""
     detector = HangDetector(1, TIMEOUT)
     looks = [(30.0 * look, detector.update([_beat(0)], 30.0 * look)) for look in range(4)]
     assert detector.find_hung(looks[-1][0]) is not None
@@ -181,7 +183,7 @@ def test_a_cancel_that_gets_lost_is_sent_again(tmp_path: Path) -> None:
     sent: list[int] = []
 
     def cancel() -> None:
-        sent.append(1)  # and Spark never hears of it
+        sent.append(1)  # Spark never reports it
 
     job: Any = SimpleNamespace(cancel=cancel)
     with Monitor(pulse, 1, job, lambda: 1) as monitor:
@@ -190,7 +192,7 @@ def test_a_cancel_that_gets_lost_is_sent_again(tmp_path: Path) -> None:
 
 
 class _Client(LocalFileSystem):
-    """Some clients' errors are no OSErrors: aiohttp's of a closed session is a RuntimeError."""
+    """Some clients raise other types: aiohttp raises RuntimeError for a closed session."""
 
     protocol = "client"
     readers: ClassVar[list[threading.Thread]] = []
@@ -220,7 +222,7 @@ def test_a_remote_store_is_read_by_few_threads_and_its_last_error_hides_no_resul
 def test_a_restart_waits_for_new_executors_longer_than_a_start_does(
     spark: Any, monkeypatch: pytest.MonkeyPatch, min_workers: int | None, go_on: int
 ) -> None:
-    """But not where fewer workers may go on: those do after a start's patience."""
+    """If fewer workers are allowed, the run continues after the normal startup wait."""
     monkeypatch.setattr(slots, "REGISTRATION_SECONDS", 0.3)
     config = TrainConfig(
         shards_uri="s", run_uri="r", input_columns=("x",), label_columns=("y",), num_workers=2,
@@ -235,7 +237,7 @@ def test_a_restart_waits_for_new_executors_longer_than_a_start_does(
 
 @contextmanager
 def _no_file_can_be_written() -> Iterator[None]:
-    """As on a full disk, for this process; what is there can be read."""
+    """Makes all writes of this process fail as on a full disk; reads still work."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
@@ -281,7 +283,7 @@ def test_a_heartbeat_tells_where_the_rank_is_and_how_it_ended(tmp_path: Path) ->
     (beat,) = read_beats(str(tmp_path), 1, "t", 0)
     assert (beat.pid, beat.phase, beat.ended) == (os.getpid(), "phase two", True)
     assert "ValueError" in str(beat.failure)
-    # Beats of another start of the workers, or of another driver, are not theirs.
+    # Ignores heartbeats of an earlier start or of another driver.
     assert read_beats(str(tmp_path), 1, "t", 1) == read_beats(str(tmp_path), 1, "other", 0) == []
 
 

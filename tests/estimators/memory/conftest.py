@@ -1,4 +1,4 @@
-"""The measured steps of the benchmarks, for the tests that compare a plan with them."""
+"""Loads the measured steps of the benchmarks, for tests that compare a memory plan with them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +9,6 @@ from benchmark_module import imported_benchmark
 
 @pytest.fixture(scope="session")
 def benchmark_step() -> Iterator[Any]:
-    """tests/benchmarks/plan_memory.py as a module."""
+    """Imports tests/benchmarks/plan_memory.py."""
     with imported_benchmark("plan_memory") as module:
         yield module

@@ -1,4 +1,4 @@
-"""`memoryBudget` refuses before a gang starts, and lets through what it cannot judge, with a warning."""
+"""`memoryBudget` fails before a gang starts, and only warns about networks that it cannot analyse."""
 
 import warnings
 from pathlib import Path
@@ -15,7 +15,7 @@ WIDE = ModelSpec("mlp", {"in_features": 2, "hidden": [64] * 6, "out_features": 1
 
 
 class Branches(nn.Module):
-    """Looks at its data."""
+    """A network with data-dependent control flow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,8 @@ def test_a_network_that_cannot_be_judged_is_trained_with_a_warning(spark: Any, t
         storageUri=str(tmp_path),
         showProgress=False,
     )
-    # Not pytest.warns: it raises Spark's unclosed sockets again without the module that the filters go by.
+    # pytest.warns would raise Spark's unclosed-socket warnings again without the module name for the
+    # filters.
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         assert estimator.fit(frame) is not None

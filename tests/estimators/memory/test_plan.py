@@ -1,4 +1,4 @@
-"""A plan's parts are those of a real step, and nothing of their size is allocated to know them."""
+"""The memory plan matches a real step, and planning allocates nothing of that size."""
 
 import resource
 from typing import Any
@@ -26,7 +26,7 @@ DEEP_PARAMETERS = 4 * ((8 + 1) * 32 + 15 * (32 + 1) * 32 + (32 + 1) * 3)
 
 
 class Branches(nn.Module):
-    """Looks at its data."""
+    """A network with data-dependent control flow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Branches(nn.Module):
 
 
 def test_parameters_gradients_and_optimizer_state_are_exact() -> None:
-    # The update of sgd takes no temporaries, so all gradients exist when the last one is made.
+    # SGD's update needs no temporaries, so the peak comes when the last gradient is computed.
     for optimizer, state in (("sgd", 0), ("momentum", 1), ("adamw", 2)):
         plan = plan_memory(DEEP, BATCH, optimizer=optimizer)
         num_tensors = 2 * 17
@@ -93,7 +93,7 @@ def test_the_parts_at_the_peak_add_up_to_it() -> None:
     ],
 )
 def test_stronger_settings_take_fewer_activations(stronger: Any, weaker: Any) -> None:
-    # GELU saves its input and the layer after it its output: of ReLU, both would be one tensor.
+    # GELU saves its input and the next layer saves its output. With ReLU both would be one tensor.
     spec = ModelSpec(DEEP.target, DEEP.kwargs | {"activation": "gelu"})
     plans = [plan_memory(spec, BATCH, rows=4096, **settings) for settings in (stronger, weaker)]
     assert plans[0].peak < plans[1].peak
@@ -123,7 +123,7 @@ def test_gradients_travel_in_buffers_only_where_there_are_several_workers() -> N
 
 
 def test_compressed_gradients_have_their_vector_and_what_is_left_of_the_last_one() -> None:
-    """As many bytes as the exchange itself keeps; a small tensor travels in a bucket, with its number."""
+    """The plan counts as many bytes as the compressor keeps; a small tensor travels in a bucket."""
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
     compression = Compression.of("topk")
     config = TrainConfig(
@@ -221,7 +221,7 @@ def test_the_table_names_every_part_and_the_peak() -> None:
         assert words in text
 
 
-# Networks of the benchmark `plan_memory`, whose table has more of them.
+# Networks from the benchmark `plan_memory`, which has a longer table.
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("MLP", {}),
     ("MLP", {"optimizer": "adafactor"}),

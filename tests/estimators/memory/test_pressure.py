@@ -1,4 +1,4 @@
-"""The need of a worker is below what it takes, and what cannot fit is refused in one sentence."""
+"""A worker's estimated need is below its real use, and training that cannot fit fails with a clear error."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def _linear(width: int) -> ModelSpec:
 
 @pytest.fixture
 def shards(make_shards: Any) -> ShardManifest:
-    """1,000 rows of 64 numbers, in groups of 10."""
+    """1,000 rows of 64 numbers, in row groups of 10."""
     x = np.zeros((1000, 64), np.float32)
     manifest: ShardManifest = make_shards({"x": x, "y": x[:, 0]}, row_group_rows=10)
     return manifest
 
 
 def _taken(config: TrainConfig) -> Any:
-    """The work of a rank that says by how many bytes its memory has grown at most."""
+    """Returns work that reports the peak growth of the rank's memory in bytes."""
 
     def work(collective: Any, device: str, status: Any) -> str:
         import re
@@ -75,12 +75,12 @@ def _taken(config: TrainConfig) -> Any:
         def field(name: str) -> int:
             return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
 
-        # Libraries that the first step of any training loads.
+        # Libraries that any first training step loads.
         layer = nn.Linear(8, 8)
         optimizer = optim.AdamW(layer.parameters())
         layer(layer.weight).sum().backward()
         optimizer.step()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before = field("VmRSS")
         train_worker(config, collective, NOTHING, device, status)
         return json.dumps(field("VmHWM") - before)
@@ -163,11 +163,11 @@ def test_what_a_mesh_leaves_a_worker_counts_in_part(shards: ShardManifest) -> No
     whole = worker_needs(_config(shards, model), NOTHING, shards)
     cut = _config(shards, model, num_workers=4, collective="torch", parallelism={"tensor": 2, "data": 2})
     found = worker_needs(cut, NOTHING, shards)
-    # Biases of rows and the head stay whole.
+    # Biases of row-sharded layers and the head are not sharded.
     assert [found[name] / whole[name] for name in names] == pytest.approx([0.5] * 3, rel=1e-2)
     shared = replace(cut, sync=Zero(stage=1))
     assert worker_needs(shared, NOTHING, shards)[names[2]] == found[names[2]] // 2
-    # Weights in parts over all that read other rows, by either name.
+    # Fully sharded weights, with the mesh axis "shard" given or left to the default.
     parts = {"num_workers": 4, "collective": "torch", "sync": Zero(stage=3)}
     by_name = [
         worker_needs(_config(shards, model, **parts, parallelism=mesh), NOTHING, shards)
@@ -188,10 +188,10 @@ def test_the_state_of_every_optimizer_counts_as_large_as_it_is(shards: ShardMani
     state = [v for entry in made.state.values() for v in entry.values() if isinstance(v, torch.Tensor)]
     config = _config(shards, spec, optimizer=optimizer)
     needs = worker_needs(config, NOTHING, shards)
-    # The quantizers' tables lie in no state.
+    # The quantization tables are not part of the optimizer state.
     tables = 2 * (65 << 10) if optimizer.endswith("8bit") else 0
     assert needs["optimizer state"] == num_bytes(state) + tables
-    # What the check does not look at closely is never below what it would find.
+    # The rough first estimate of `check` is never below the exact need.
     available = Available(num_bytes=sum(needs.values()) - 1, source="here")
     with pytest.raises(ValueError, match="training needs at least"):
         check(config, NOTHING, shards, [available])
@@ -223,7 +223,7 @@ def test_the_copy_for_a_checkpoint_counts_where_one_is_certain(
 
 
 class Unused(nn.Module):
-    """Has ten times the parameters that it uses."""
+    """Has ten times as many parameters as it uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ def test_parameters_without_gradient_have_no_state_either(shards: ShardManifest)
     config = check_training(_config(shards, None), objects, shards).config
     needs = worker_needs(config, objects, shards)
     assert needs["gradients"] == 4 * 65
-    # Enough for the parameters and the rows.
+    # Enough memory for the parameters and the rows.
     check(config, objects, shards, [Available(num_bytes=needs["parameters"] + (1 << 20), source="here")])
     with pytest.raises(ValueError, match=r"\(parameters .* take an optimizer with less state|smaller model"):
         check(config, objects, shards, [Available(num_bytes=1 << 20, source="here")])
@@ -309,7 +309,7 @@ def test_the_limit_of_a_container_is_the_least_of_its_groups(tmp_path: Path) -> 
     }
     root = _write(tmp_path / "v1", files)
     assert find_cgroup_limit(root) == 500_000
-    # The machine is shared by the workers of the host; the group may be this one's alone.
+    # All workers of a host share its memory, but each worker may have its own cgroup.
     for workers, same, expected in ((1, False, 500_000), (2, False, 700 * 512), (2, True, 250_000)):
         found = find_host_limit(workers, same_cgroup=same, root=root)
         assert found is not None

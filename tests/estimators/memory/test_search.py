@@ -1,4 +1,4 @@
-"""Suggestions fit, the cheap ones come first, and a budget that nothing fits is said to be one."""
+"""The search suggests settings that fit, cheapest first, and reports a budget that nothing fits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -95,7 +95,7 @@ def changes(other: TrainConfig, base: TrainConfig = DEFAULTS) -> dict[str, Any]:
 
 
 def less_for(**savings: int) -> Callable[[TrainConfig], int]:
-    """Peaks of 100, less the given bytes for each setting that is changed."""
+    """Returns a peak of 100 minus the given bytes for each changed setting."""
     return lambda tried: 100 - sum(savings.get(name, 0) for name in changes(tried))
 
 
@@ -146,7 +146,7 @@ def test_settings_that_refuse_each_other_are_tried_one_without_the_other() -> No
 
 
 def tried_by(base: TrainConfig, rows: int) -> list[TrainConfig]:
-    """All that is tried where every change lowers the peak and none fits."""
+    """Returns every configuration that the search tries when each change lowers the peak but none fits."""
     asked: list[TrainConfig] = []
 
     def peak_of(tried: TrainConfig) -> int:
