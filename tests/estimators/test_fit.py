@@ -1,4 +1,4 @@
-"""`fit`: one write for many parameter maps, held-out rows, metrics, callbacks, any module, warnings."""
+"""`fit`: one write for several parameter maps, validation rows, metrics, callbacks, any module, warnings."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def common(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def writes(monkeypatch: Any) -> list[str]:
-    """The folders that shards are written to, in order."""
+    """Records the shard folders that a test writes, in order."""
     seen: list[str] = []
 
     def write(df: Any, uri: str, **options: Any) -> Any:
@@ -88,7 +88,7 @@ def test_a_fit_runs_each_check_once(table: Any, common: dict[str, Any], tmp_path
 
     once = dict.fromkeys(script["ONCE"], 1)
     assert count(lambda: TorchClassifier(**settings, validationFraction=0.2).fit(table)) == once
-    # The columns of shards are known with their rows, and then the names are checked once more.
+    # The shard column names are known only with the rows, so names are checked again then.
     on_shards = count(lambda: TorchClassifier(**settings).fitOnShards(str(tmp_path / "shards")))
     assert on_shards == once | {"training/check/driver.py:check_names": 2}
 
@@ -97,7 +97,7 @@ def test_a_fit_runs_each_check_once(table: Any, common: dict[str, Any], tmp_path
 def test_many_parameter_maps_read_one_write(table: Any, common: dict[str, Any], writes: list[str]) -> None:
     estimator = TorchClassifier(**common)
     maps = [{estimator.learningRate: rate} for rate in (1e-6, 0.01, 0.05)]
-    # Another label is other data.
+    # Another label column needs another write.
     maps.append({estimator.labelCol: "target", estimator.loss: "MSELoss", estimator.epochs: 1})
     with pytest.raises(ValueError, match="'target' must hold whole class numbers"):
         estimator.fit(table, maps)
@@ -125,7 +125,7 @@ def test_an_abandoned_search_leaves_no_data(table: Any, common: dict[str, Any], 
 def test_cross_validation_writes_each_fold_once(
     table: Any, common: dict[str, Any], writes: list[str]
 ) -> None:
-    """Two fits at a time of three workers each on four slots: the second gang waits for the first."""
+    """Two fits of three workers each share four slots, so the second gang waits for the first."""
     estimator = TorchClassifier(**common, numWorkers=3)
     grid = ParamGridBuilder().addGrid(estimator.learningRate, [1e-7, 0.01, 0.05]).build()
     fitted = CrossValidator(
@@ -179,7 +179,7 @@ def test_nulls_are_left_out_where_asked_in_fit_and_transform(table: Any, common:
 
 
 class Sum(nn.Module):
-    """Two numbers, each an argument of its own."""
+    """Takes two numbers as two arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def test_callbacks_run_on_the_workers(table: Any, common: dict[str, Any]) -> Non
 def test_a_module_of_a_file_that_no_executor_can_import(
     table: Any, common: dict[str, Any], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """A class beside the job, which uses a function of a second file beside it."""
+    """The job's folder holds the class, which calls a function from a second file."""
     (tmp_path / "my_layers.py").write_text("def twice(x):\n    return 2 * x\n")
     (tmp_path / "my_network.py").write_text(
         textwrap.dedent(
@@ -277,7 +277,7 @@ def test_a_module_of_a_file_that_no_executor_can_import(
 
 @pytest.mark.slow
 def test_a_classifier_of_the_transformers_library(spark: Any, common: dict[str, Any]) -> None:
-    """Token ids and a mask go in as integers, and what comes out is read by its logits."""
+    """The network takes token ids and a mask as integers; the model reads the logits of its output."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     bert = transformers.BertForSequenceClassification(
@@ -297,7 +297,7 @@ def test_a_classifier_of_the_transformers_library(spark: Any, common: dict[str, 
         length = int(rng.integers(3, 9))
         tokens = [int(t) for t in rng.integers(2, 50, size=length)]
         label = float(rng.integers(0, 2))
-        # The class is told by the first token.
+        # The first token determines the class.
         tokens[0] = 1 if label else 0
         rows.append((tokens + [0] * (8 - length), [1] * length + [0] * (8 - length), label))
     frame = spark.createDataFrame(rows, "input_ids array<long>, attention_mask array<long>, label double")
@@ -340,7 +340,7 @@ def test_settings_without_effect_are_said(table: Any, common: dict[str, Any], tm
 
 
 def _said(function: Any) -> list[str]:
-    """The warnings to the user that a call gave."""
+    """Returns the user warnings of a call."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", UserWarning)
@@ -366,7 +366,7 @@ def test_the_model_is_not_the_users_module(table: Any, common: dict[str, Any]) -
 
 
 class Flipped(nn.Module):
-    """Has a setting in a plain attribute."""
+    """Keeps a setting in a plain attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -379,7 +379,7 @@ class Flipped(nn.Module):
 def test_a_fitted_pipeline_is_saved_over_the_folder_above_its_storage(
     table: Any, common: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Spark removes the folder, and with it the run, before it asks the model for its weights."""
+    """Spark removes the folder, including the run, before it saves the model's weights."""
     common["storageUri"] = str(tmp_path / "shared" / "ringspark")
     fitted = Pipeline(stages=[TorchClassifier(**common)]).fit(table)
     before = [row.prediction for row in fitted.transform(table).orderBy("id").collect()]
@@ -407,9 +407,9 @@ def test_none_clears_a_param_in_setters_as_in_constructors(common: dict[str, Any
 
 
 def test_an_empty_name_of_a_column_that_may_be_missing_is_none(table: Any, common: dict[str, Any]) -> None:
-    """Spark ML's own stages say of weightCol: if this is not set or empty, all rows weigh 1."""
+    """Spark ML documents weightCol this way: if it is unset or empty, all rows weigh 1."""
     estimator = TorchClassifier(**common, validationFraction=0.5, weightCol="").setEpochs(1)
-    # A parameter map passes by the setters.
+    # A parameter map bypasses the setters.
     model = estimator.fit(table, {estimator.validationIndicatorCol: ""})
     assert model.summary.history["validation_loss"].notna().all()
 
@@ -423,7 +423,7 @@ def test_columns_that_differ_in_case_only_are_ambiguous(table: Any, common: dict
 
 
 def test_names_are_found_as_the_session_compares_them(table: Any, common: dict[str, Any]) -> None:
-    """Spark ML's own stages find featuresCol="Features", too."""
+    """Spark ML's own stages also accept featuresCol="Features"."""
     frame = table.selectExpr("features", "label", "1D as weight", "id < 40 as held")
     model = TorchClassifier(
         **common, featuresCol="Features", labelCol="LABEL", weightCol="WEIGHT", validationIndicatorCol="HELD"
@@ -481,7 +481,7 @@ def test_labels_of_one_kind_or_the_other(table: Any, common: dict[str, Any]) -> 
 
 
 class Counts(nn.Module):
-    """Counts its training batches where no checkpoint looks."""
+    """Counts its training batches in a buffer that no checkpoint saves."""
 
     def __init__(self) -> None:
         super().__init__()

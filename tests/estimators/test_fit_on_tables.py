@@ -1,4 +1,4 @@
-"""`fitOnParquet` and `fitOnDelta`: external tables give the same trainings as their shards."""
+"""`fitOnParquet` and `fitOnDelta`: training on external tables equals training on shards of the same rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Places(nn.Module):
 
 
 class Fails(Callback):
-    """Does something to the path in step 7, as long as it has not."""
+    """Removes the path in step 7 and raises, if the path still exists."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -111,11 +111,11 @@ def test_a_fit_on_a_table_is_the_fit_on_shards_of_it(spark: Any, table: str, tmp
     shards = write_shards(frame.orderBy("id").coalesce(1), str(tmp_path / "shards"), columns=kinds).uri
     in_order = _classifier(tmp_path / "runs", shuffle=False)
     on_table = in_order.fitOnParquet(table)
-    in_order.clear(in_order.columns)  # the shards have their kinds
+    in_order.clear(in_order.columns)  # the shards already record the column types
     on_shards = in_order.fitOnShards(shards)
     assert _same(on_table, on_shards)
     assert list(on_table.summary.history.rows) == [240] * 3
-    # Only the runs are left: the manifest of a fit goes with it.
+    # Only the runs remain; each fit removes its temporary manifest.
     assert {path.name.split("-")[0] for path in (tmp_path / "runs").iterdir()} == {"run"}
 
 
@@ -163,7 +163,7 @@ def test_a_table_that_changed_is_never_trained_on_in_silence(table: str, tmp_pat
     pq.write_table(pa.table({"id": range(96), "size": [[n / 96, 1.0] for n in range(96)]}), file)
 
     class Rewrites(Callback):
-        """Writes the file again in the first epoch."""
+        """Rewrites the file in the first epoch."""
 
         def __init__(self, path: Path) -> None:
             self._path = str(path)
@@ -176,7 +176,7 @@ def test_a_table_that_changed_is_never_trained_on_in_silence(table: str, tmp_pat
         rewriting.fitOnParquet(str(root))
     run = {"runUri": str(tmp_path / "run"), "storageUri": None}
     _linear(tmp_path, **run).fitOnParquet(str(root))
-    # A finished run gives its model again, and another table is not it.
+    # Resuming a finished run returns its model; resuming with another table fails.
     _linear(tmp_path, **run, resume=True).fitOnParquet(str(root))
     pq.write_table(pq.read_table(file), root / "more.parquet")
     with pytest.raises(
@@ -223,11 +223,11 @@ def test_a_delta_table_is_trained_at_one_version(spark: Any, tmp_path: Path) -> 
     first = _linear(tmp_path, **run).fitOnDelta(root, version=0)
     assert list(first.summary.history.rows) == [60, 60]
     assert list(_linear(tmp_path).fitOnDelta(root).summary.history.rows) == [100, 100]
-    # What is no longer part of the table is not read, though its files are there.
+    # Files that the newest table version no longer lists are not read.
     _write_delta(root, 0, 10, mode="overwrite")
     newest = _linear(tmp_path).fitOnDelta(root)
     assert list(newest.summary.history.rows) == [10, 10]
-    # The run goes on with its own version, whatever the newest is.
+    # The run resumes with its own table version, not the newest.
     assert _same(_linear(tmp_path, **run, resume=True).fitOnDelta(root), first)
     with pytest.raises(ValueError, match=r"delta' version 0 -> .*delta' version 1"):
         _linear(tmp_path, **run, resume=True).fitOnDelta(root, version=1)

@@ -1,4 +1,4 @@
-"""Metrics, transforms, readers and collectives of a user's own, through the stages."""
+"""User-defined metrics, transforms, readers and collectives in the stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ torchmetrics = pytest.importorskip("torchmetrics")
 
 @pytest.fixture(scope="module")
 def table(spark: Any) -> Any:
-    """300 rows, a third held out, in two partitions."""
+    """300 rows in two partitions; a third are held out."""
     return spark.range(0, 300, 1, 2).selectExpr(
         "id",
         "array(cast(sin(id) as float), cast(cos(1.7 * id) as float)) as features",
@@ -50,7 +50,7 @@ def hit(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def gini(outputs: torch.Tensor, labels: torch.Tensor) -> float:
-    """Over all pairs of a row of class 1 and one of class 0."""
+    """Gini coefficient over all pairs of a class-1 row and a class-0 row."""
     score = outputs[:, 1] - outputs[:, 0]
     return float((score[labels == 1][:, None] - score[labels == 0]).sign().mean())
 
@@ -99,14 +99,14 @@ def test_metrics_of_ones_own_are_equal_for_any_number_of_workers(
 
 
 class Squared(nn.Module):
-    """Loads only where its class is."""
+    """Can be loaded only where its class is importable."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x, x**2], 1)
 
 
 class Own(nn.Module):
-    """Is saved as a program of inputs that are prepared."""
+    """A user-defined class, saved as a program whose inputs the transform has prepared."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Images through the stages: bytes of any size and Spark's image struct, to a ResNet and back."""
+"""Images through the stages: encoded bytes of any size and Spark's image struct, into a ResNet."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ringspark.pipelines import Image
 
 pytestmark = pytest.mark.spark
 
-# Group norm, whose statistics are each row's own: any number of workers trains the same.
+# Group norm uses statistics per row, so the number of workers does not change the training.
 NETWORK = ModelSpec(
     "resnet", {"in_channels": 3, "out_features": 2, "depths": [1], "width": 4, "norm": "group"}
 )
 
 
 def picture(row: int) -> np.ndarray[Any, Any]:
-    """Noise of a size of its own, a bit more red in every second row and a bit more blue in the others."""
+    """Returns noise of random size, with more red in every second row and more blue in the other rows."""
     height, width = 5 + row % 4, 6 + row % 3
     pixels = np.random.default_rng(row).integers(0, 160, (height, width, 3))
     pixels[:, :, 0 if row % 2 else 2] += 90
@@ -44,7 +44,7 @@ def png(pixels: np.ndarray[Any, Any]) -> bytes:
 
 @pytest.fixture(scope="module")
 def table(spark: Any) -> Any:
-    """40 rows: an encoded image, and the colour that it has most of."""
+    """40 rows: an encoded image and its dominant colour."""
     rows = [(i, png(picture(i)), "red" if i % 2 else "blue") for i in range(40)]
     return spark.createDataFrame(rows, "id long, content binary, colour string").repartition(2, "id")
 
@@ -78,7 +78,7 @@ def test_images_of_many_sizes_train_a_network_that_is_saved_and_loaded(table: An
     again = PipelineModel.load(str(tmp_path / "model"))
     assert predicted(again.transform(table)) == scored
     assert not list((tmp_path / "model").rglob("*.pkl"))
-    # Images in Spark's own struct are the same pictures to the same network.
+    # Spark's image struct gives the network the same pictures.
     structs = [
         (i, ("", *p.shape[:2], 3, 16, bytearray(p[:, :, ::-1].tobytes())))
         for i in range(40)
@@ -89,7 +89,7 @@ def test_images_of_many_sizes_train_a_network_that_is_saved_and_loaded(table: An
     assert {key: colour for key, (colour, _) in same.items()} == {
         key: colour for key, (colour, _) in scored.items()
     }
-    # That table lies in other partitions, and on some processors a batch of another size rounds otherwise.
+    # That table has other partitions, and some processors round differently at another batch size.
     for key, (_, scores) in same.items():
         assert scores == pytest.approx(scored[key][1], abs=1e-6)
 

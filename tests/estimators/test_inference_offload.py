@@ -1,4 +1,4 @@
-"""`inferenceOffload="disk"`: the predictions of all weights, in a worker that cannot have all of them."""
+"""`inferenceOffload="disk"`: a worker with too little memory for all weights predicts correctly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NETWORK = ModelSpec("mlp", {"in_features": 2, "hidden": [256, 256], "out_feature
 
 
 class Listed(nn.Module):
-    """Has its weights in a list of its own, too, and computes with that one."""
+    """Keeps its weights in an extra list, and computes with the list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,11 +105,11 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 def test_a_worker_that_cannot_have_all_weights_predicts_with_them(tmp_path: Path) -> None:
-    """`spark.executor.pyspark.memory` limits the worker's address space (RLIMIT_AS), libraries included."""
+    """`spark.executor.pyspark.memory` limits the worker's address space (RLIMIT_AS), including libraries."""
     spec = ModelSpec("mlp", {"in_features": 2, "hidden": [4096] * 13, "out_features": 1})
     network = build_on_meta(spec.build)
     torch.manual_seed(0)
-    # Rows that are alike take no memory here, and are written out.
+    # Expanded tensors take no memory here, but are written in full.
     shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
     fill(network, {name: torch.randn(shape[-1]).mul_(0.02).expand(shape) for name, shape in shapes.items()})
     save_checkpoint(str(tmp_path / "checkpoint"), network)

@@ -1,4 +1,4 @@
-"""`fit` and `transform` give a network the same numbers, whatever the column's type."""
+"""`fit` and `transform` pass a network the same numbers for every column type."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _rows() -> list[tuple[Any, ...]]:
     utc = datetime.timezone.utc
     rows: list[tuple[Any, ...]] = []
     for row in range(40):
-        # From before 1970, across the hours that a clock skips and repeats, to beyond nanoseconds' range.
+        # From before 1970, across daylight-saving changes, to beyond the nanosecond range.
         day = datetime.date(1, 1, 1) if row == 0 else datetime.date(1969, 12, 20) + datetime.timedelta(row)
         clock = datetime.datetime(2024, 3, 10, 0, 30, 15, 123_457) + datetime.timedelta(minutes=17 * row)
         if row == 1:
@@ -94,7 +94,7 @@ def _rows() -> list[tuple[Any, ...]]:
 
 
 def _seen(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Gives what `transform` gives Python for each input as text: dtype, shape and bytes of each row."""
+    """Returns each input in a Python worker of `transform` as text: dtype, shape and bytes per row."""
     for batch in batches:
         columns = [batch.column(0)]
         for name, column in zip(batch.schema.names[1:], batch.columns[1:], strict=True):
@@ -191,7 +191,7 @@ def test_the_mask_of_an_image_struct_without_pixels_is_that_of_the_shards(spark:
 
 
 class _Sum(nn.Module):
-    """Adds its inputs up, so that a prediction tells what the network was given."""
+    """Adds its inputs, so the prediction shows the values that the network received."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ def test_a_network_is_fitted_on_and_predicts_from_dates_decimals_and_matrices(
 
 
 class _Digits(nn.Module):
-    """Makes one number of a struct of three, so that a prediction tells each of them."""
+    """Encodes a struct of three numbers in one number, so the prediction shows all three."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -445,7 +445,7 @@ def test_a_served_classifier_of_strings_names_its_classes(tmp_path: Path) -> Non
         str(tmp_path), [(3,)], None, columns=columns, label_columns=["label"]
     )
     found = ServedModel(model).predict(pd.DataFrame({"features": [[-2.0], [0.0], [2.0]]}))
-    # The last class is that of all strings that are not known.
+    # The last class stands for all unknown strings.
     assert found["predictedLabel"].tolist() == ["no", "maybe", None]
     outputs = ["rawPrediction", "probability", "prediction", "predictedLabel"]
     assert list(found.columns) == outputs

@@ -1,4 +1,4 @@
-"""Columns that Spark's type leaves open, through `fit(df)`: chosen by the setting `columns`."""
+"""Columns with types that leave the encoding open, chosen with the setting `columns`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ringspark.pipelines import Array, Column, HashBuckets, Padded, Ragged, Spar
 pytestmark = pytest.mark.spark
 
 CITIES = ["Bern", "Oslo", "Rome"]
-# The class is decided by the city alone; a rare one has an id of its own only without a bound.
+# Only the city determines the class. A rare city has an id of its own only if `columns` sets no bound.
 CLASSES = {"Bern": "cold", "Oslo": "cold", "Rome": "warm", "Lima": "warm"}
 TABULAR = ModelSpec("tabular", {"cardinalities": [5], "num_numeric": 1, "hidden": [8], "out_features": 2})
 
@@ -64,7 +64,7 @@ def _classifier(tmp_path: Path, **params: Any) -> TorchClassifier:
 @pytest.mark.modes
 def test_strings_are_features_and_classes_and_come_back_as_strings(table: Any, tmp_path: Path) -> None:
     model = _classifier(tmp_path, metrics=["accuracy"]).fit(table)
-    # By frequency, and of equals by name.
+    # Sorted by frequency, then by name.
     assert model.labels == ["cold", "warm"]
     unknown = table.sparkSession.createDataFrame([(1000, "Rome"), (1001, "Cairo")], "id long, city string")
     rows = model.transform(table.select("id", "city").union(unknown)).orderBy("id").collect()
@@ -179,7 +179,7 @@ def test_a_column_named_like_a_part_is_fed_from_itself() -> None:
 
 
 def test_classes_are_numbered_by_the_alphabet_whatever_their_counts(spark: Any, tmp_path: Path) -> None:
-    """So thresholds and weights of classes mean the same in every fold."""
+    """So thresholds and class weights mean the same in every fold."""
     rows = [(float(i % 2), "no" if i % 4 == 0 else "yes") for i in range(16)]
     model = TorchClassifier(
         model=nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 2)),
@@ -234,7 +234,7 @@ def test_null_strings_are_refused_or_left_out_as_numbers_are(table: Any, tmp_pat
 
 @pytest.mark.modes
 def test_sparse_vectors_reach_a_bag_of_embeddings_without_being_widened(spark: Any, tmp_path: Path) -> None:
-    """A linear network over 2^18 features; the target is the sum of the values at even places."""
+    """A linear network over 2^18 features; the target is the sum of the values at even indexes."""
     size = 1 << 18
     rows = []
     for i in range(60):
@@ -318,14 +318,14 @@ def test_a_table_of_embeddings_that_is_too_small_is_refused_before_the_training(
         _classifier(tmp_path, model=Cities(4)).fit(table)
     words = table.withColumn("words", F.array(F.lit(3)))
     with pytest.raises(ValueError, match=r"cannot take the input columns \[words .*index out of range"):
-        # What fills short rows is an id as well.
+        # The padding of short rows is an id as well.
         _classifier(
             tmp_path,
             featuresCol="words",
             columns={"words": Padded(length=2, value=4)},
             model=nn.Sequential(nn.Embedding(4, 1), nn.Flatten()),
         ).fit(words)
-    # In an array of one size each place may have a table of its own.
+    # Each element of a fixed-size array may have its own embedding table.
     spec = ModelSpec("tabular", {"cardinalities": [2, 9], "num_numeric": 1, "hidden": [4], "out_features": 2})
     codes = table.withColumn("codes", F.array(F.col("id") % 2, F.col("id") % 9))
     codes = codes.withColumn("numbers", F.array("odd"))

@@ -1,4 +1,4 @@
-"""The settings of precision and memory through Spark: they reach the ranks, and survive a save."""
+"""Settings for precision and memory reach the ranks and survive a save."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def frame(spark: Any) -> Any:
 def test_exact_settings_together_train_the_network_that_none_of_them_does(
     frame: Any, storage_uri: str, tmp_path: Path, collective: str
 ) -> None:
-    # Written once: Spark may order the rows of two writes differently.
+    # Written once, because two writes may order the rows differently.
     uri = write_shards(frame, str(tmp_path / "shards")).uri
     plain = regressor(storage_uri, collective=collective, gradientAccumulation=2).fitOnShards(uri)
     lean = regressor(storage_uri, collective=collective, **SETTINGS).fitOnShards(uri)

@@ -1,4 +1,4 @@
-"""Fitted models without a fit: weights are written as a training would leave them, then used."""
+"""Fitted models without a fit: the tests write weights as a training would, then use the model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.spark
 
 
 class Echo(nn.Module):
-    """Gives back the numbers that it was given, row by row, twice as large."""
+    """Returns its inputs times a scale, row by row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Echo(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """One number and three numbers a row."""
+    """One number and three numbers per row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class TwoHeads(nn.Module):
 
 
 class Ids(nn.Module):
-    """Says whether an id is odd: exact only for whole numbers; counts the rows of a batch beside it."""
+    """Returns whether an id is odd, which needs exact integers, and the number of rows in the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def make(
     manifest: ShardManifest | None = None,
     **params: Any,
 ) -> Any:
-    """A model as `fit` would return it, of weights that were never trained, times two."""
+    """Builds a model as `fit` would, from initial weights times two."""
     torch.manual_seed(3)
     module = model.build() if isinstance(model, ModelSpec) else model
     with torch.no_grad():
@@ -114,7 +114,7 @@ def linear(outputs: int, inputs: int = 2) -> ModelSpec:
 
 
 def values_of(frame: Any, *columns: str) -> list[Any]:
-    """The columns of all rows, by id."""
+    """Returns the columns of all rows, ordered by id."""
     rows = frame.orderBy("id").collect()
     return [tuple(row[name] for name in columns) if len(columns) > 1 else row[columns[0]] for row in rows]
 
@@ -126,7 +126,7 @@ def pairs(spark: Any) -> Any:
     return spark.createDataFrame(rows, "id long, features array<double>")
 
 
-# --- what comes out
+# --- predictions
 
 
 @pytest.mark.parametrize("thresholds", [None, [0.9, 0.05, 0.05]])
@@ -134,7 +134,7 @@ def pairs(spark: Any) -> Any:
 def test_one_vector_is_predicted_as_transform_predicts_it(
     pairs: Any, tmp_path: Path, width: int, thresholds: list[float] | None
 ) -> None:
-    """The names and types are those of Spark's own LogisticRegressionModel."""
+    """Names and types match Spark's own LogisticRegressionModel."""
     vectors = pairs.select(array_to_vector("features").alias("features"))
     manifest = write_shards(vectors, str(tmp_path / "s"))
     given = None if thresholds is None else thresholds[: max(2, width)]
@@ -153,7 +153,7 @@ def test_one_vector_is_predicted_as_transform_predicts_it(
 def test_a_table_with_vectors_is_scored_straight_from_parquet(
     pairs: Any, tmp_path: Path, handling: str
 ) -> None:
-    """Spark 4.3 gives the function columns there, by a converter that refuses vectors."""
+    """Spark 4.3 converts columns read from Parquet in a way that refuses vectors."""
     stored = str(tmp_path / "table")
     pairs.withColumn("vector", array_to_vector("features")).write.parquet(stored)
     read = pairs.sparkSession.read.parquet(stored)
@@ -167,7 +167,7 @@ def test_a_table_with_vectors_is_scored_straight_from_parquet(
 def test_a_server_whose_functions_take_no_vectors_gives_the_same(
     pairs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    """Spark before 4.1, also where the client of Spark Connect is newer than its server."""
+    """Spark before 4.1 lacks vectors in functions, also if a newer Spark Connect client calls it."""
     frame = pairs.withColumn("features", F.when(F.col("id") != 2, F.col("features")))
     model = make(TorchClassificationModel, linear(width), tmp_path, [(width,)], handleInvalid="keep")
     expected = model.transform(frame).orderBy("id").collect()
@@ -226,7 +226,7 @@ def test_probabilities_are_the_softmax_and_the_largest_wins(pairs: Any, tmp_path
 
 
 def test_rows_are_predicted_in_pieces_of_bounded_size(spark: Any, tmp_path: Path) -> None:
-    """16,384 results a row are 128 KiB: 512 rows are 64 MiB. Spark joins the pieces of its batches."""
+    """16,384 results per row take 128 KiB, so 512 rows take 64 MiB. Spark joins the resulting batches."""
     spec, width = linear(1 << 14, 1), 1 << 14
     info = save_checkpoint(str(tmp_path / "wide"), spec.build())
     predictor = Predictor(
@@ -255,7 +255,7 @@ def test_rows_are_predicted_in_pieces_of_bounded_size(spark: Any, tmp_path: Path
 
 
 def sparks_rule(probability: np.ndarray, thresholds: list[float]) -> float:
-    """As Spark's ProbabilisticClassificationModel has it: the first of the largest p / t."""
+    """Computes Spark's rule in ProbabilisticClassificationModel: the first index with the largest p / t."""
     best, largest = 0, -np.inf
     for i, (p, t) in enumerate(zip(probability, thresholds, strict=True)):
         scaled = p / t if t else (np.inf if p > 0 else np.nan)
@@ -398,7 +398,7 @@ def test_a_nan_among_others_is_no_null_in_a_narrow_and_a_wide_output(
 
 
 class Exact(nn.Module):
-    """A whole number that fp32 lacks, and a fraction that is another one in fp32."""
+    """A whole number that fp32 cannot hold, and a fraction that fp32 rounds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -433,7 +433,7 @@ def test_rows_around_an_invalid_one_keep_their_exact_predictions(tmp_path: Path)
 
 
 class Counted(nn.Module):
-    """Notes each forward pass in a file."""
+    """Records each forward pass in a file."""
 
     def __init__(self, file: str, outputs: int) -> None:
         super().__init__()
@@ -458,7 +458,7 @@ def test_a_filter_on_the_prediction_runs_the_network_once(
     assert model.transform(pairs).where("prediction > -1000").select("id").count() == 6
     assert sum(map(int, log.read_text().split())) == 6
     log.write_text("")
-    # A filter on another column goes below the network.
+    # Spark pushes a filter on another column below the network.
     assert model.transform(pairs).where("id < 2").select("prediction").count() == 2
     assert sum(map(int, log.read_text().split())) == 2
 
@@ -523,7 +523,7 @@ def test_invalid_vectors_are_found_dense_and_sparse(spark: Any, tmp_path: Path) 
 
 
 def test_ids_beside_a_null_stay_exact(spark: Any, tmp_path: Path) -> None:
-    """A column with a null becomes floating values in pandas, and 2**60 + 1 an even number."""
+    """pandas turns a column with a null into floats, which would round 2**60 + 1 to an even number."""
     rows = [(0, 2**60 + 1, 1.0), (1, None, 1.0), (2, 2**60, None), (3, 2**60 + 1, float("nan"))]
     frame = spark.createDataFrame(rows, "id long, key long, x double").coalesce(1)
     model = make(TorchModel, Ids(), tmp_path, [()], inputCols=["key", "x"], handleInvalid="keep")
@@ -540,12 +540,12 @@ def test_skipping_runs_the_network_once_and_no_job_beforehand(spark: Any, tmp_pa
     assert text.index("ArrowEvalPython") < text.index("Filter")
 
 
-# --- the columns that go in
+# --- input columns
 
 
 @pytest.fixture
 def raw(spark: Any) -> Any:
-    """Columns that only a choice makes trainable, and those that need none."""
+    """Columns that need an entry in `columns`, and columns that need none."""
     import datetime
 
     rows = [
@@ -596,7 +596,7 @@ def test_raw_columns_become_what_the_shards_held(raw: Any, tmp_path: Path) -> No
         [batch[name][order].reshape(12, -1).astype(np.float32) for name in inputs], axis=1
     )
     np.testing.assert_array_equal(predictions[:12], 2 * expected)
-    # A word that no shard held has the id after the last one.
+    # A word that is in no shard gets the id after the last one.
     assert predictions[12, 0] == 2 * 3
 
 
@@ -659,7 +659,7 @@ def test_a_vector_of_mllib_is_refused_in_one_sentence(spark: Any, tmp_path: Path
     assert model.transform(MLUtils.convertVectorColumnsToML(frame, "features")).count() == 1
 
 
-# --- manners
+# --- side effects
 
 
 @pytest.mark.modes
@@ -698,7 +698,7 @@ def test_columns_that_share_a_name_pass_through(pairs: Any, tmp_path: Path) -> N
 
 
 class Heavy(nn.Module):
-    """A megabyte of weights, tied; a buffer that no checkpoint holds; running statistics."""
+    """A megabyte of tied weights, a non-persistent buffer, and running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -784,7 +784,7 @@ def test_weights_from_a_store_are_copied_once_for_the_workers_of_an_executor(tmp
 
 
 class Signed(nn.Module):
-    """One weight, and a sign that is no weight."""
+    """Has one weight, and a sign that is not a weight."""
 
     def __init__(self, sign: int) -> None:
         super().__init__()
@@ -855,7 +855,7 @@ def test_a_gpu_gives_the_predictions_of_the_cpu(pairs: Any, tmp_path: Path) -> N
 
 
 class Looked(nn.Module):
-    """Two inputs: an id that is looked up, and numbers."""
+    """Two inputs: an id for an embedding lookup, and numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -900,7 +900,7 @@ def test_an_onnx_file_gives_the_modules_numbers_for_any_number_of_rows(
 
 
 class Branching(nn.Module):
-    """Decides by its values, which no trace can follow."""
+    """Has data-dependent control flow, which tracing cannot follow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -946,10 +946,10 @@ def _num_on_meta() -> int:
 def test_a_task_of_transform_leaves_nothing_on_its_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The meta device stands for the GPU: all is gone from it when CUDA's cache is emptied."""
+    """The meta device replaces the GPU: nothing remains on it when the CUDA cache is emptied."""
     predictor = make(TorchRegressionModel, linear(1), tmp_path, [(1,)])._predictor()
     load, before, held, after = predict.Predictor.load, _num_on_meta(), [], []
-    # The library that reads the weights knows no such device.
+    # The library that reads the weights does not support the meta device.
     monkeypatch.setattr(predict.Predictor, "load", lambda self, device, *_, **__: load(self).to(device))
     monkeypatch.setattr(predict, "task_device", lambda use_gpu: "meta")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -1,4 +1,4 @@
-"""A process lets the modules go that nobody has used for a while."""
+"""A process releases modules that were not used for a while."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_the_least_recently_used_goes_first() -> None:
 
 @pytest.mark.spark
 def test_a_python_worker_lets_a_model_go_after_its_last_use(spark: Any, tmp_path: Path) -> None:
-    """In a worker of Spark's: the module is freed, and mapped anew when it is asked for again."""
+    """In a Spark Python worker, the cache frees the module and maps it again for the next use."""
     save_checkpoint(str(tmp_path), SPEC.build())
     predictor = TorchRegressionModel(model=SPEC)._set_trained(str(tmp_path), [(1,)], None)._predictor()
 
     def work(batches: Any) -> Any:
         for batch in batches:
-            predict.modules.clear()  # and the minute that an earlier test's model has left
+            predict.modules.clear()  # an earlier test's model may still be in the cache
             predict.modules.keep_seconds = 0.01
             try:
                 seen = weakref.ref(predict.cached_module(predictor))

@@ -1,4 +1,4 @@
-"""Options of a setting are one frozen dataclass, and the earlier forms of a setting mean the same."""
+"""Each setting's options are one frozen dataclass, and earlier forms of a setting still work."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"lora": {"rank": 2, "targets": "*"}}, {"lora": LoRA(rank=2, targets=("*",))}),
     ({"pretrained": "/some/folder"}, {"pretrained": Pretrained(uri="/some/folder")}),
 ]
-# What a run of an earlier version has stored of the settings above, at their defaults.
+# The stored defaults of these settings in a run of an earlier version.
 STORED = {
     "sharding": "none",
     "gradient_compression": {"name": "none"},
@@ -185,7 +185,7 @@ def test_two_settings_of_how_workers_agree_are_refused_in_one_sentence() -> None
         with pytest.raises(ValueError, match="sync") as caught:
             TorchRegressor(**given)
         assert "\n" not in str(caught.value)
-    # Defaults say nothing.
+    # Default values add nothing.
     plain = TorchRegressor(sharding="none", localSteps=1, consistency="bsp", gradientCompression="fp16")
     assert repr(plain.getSync()) == "AllReduce(compression=FP16())"
 
@@ -212,7 +212,7 @@ def test_a_saved_stage_keeps_its_options(tmp_path: Any, earlier: Any, present: A
     assert loaded.getOrDefault(name) == stage.getOrDefault(name)
     metadata = json.loads((tmp_path / "stage" / "metadata" / "part-00000").read_text())
     assert not EARLIER.keys() & metadata["paramMap"].keys()
-    # As an earlier version saved it.
+    # In the format of an earlier version.
     metadata["paramMap"] = {k: v for k, v in metadata["paramMap"].items() if k != name} | earlier
     (tmp_path / "stage" / "metadata" / "part-00000").write_text(json.dumps(metadata))
     assert TorchRegressor.load(str(tmp_path / "stage")).getOrDefault(name) == stage.getOrDefault(name)

@@ -1,7 +1,7 @@
-"""What the estimators of horovod.spark do to their users' models, one test for each failure.
+"""Failures of the horovod.spark estimators, with one test each: `fit` and `transform` avoid them.
 
-The statements about them are from the sources of horovod 0.28.1. tests/test_peer_failures.py has those
-about data: caches, splits, readers. Here the same promises are kept by `fit` and `transform`.
+The claims are from the source of horovod 0.28.1. tests/test_peer_failures.py covers failures in data:
+caches, splits, readers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def _weights(model: Any) -> torch.Tensor:
 
 
 def test_row_counts_follow_an_overwrite(table: Any, common: dict[str, Any], tmp_path: Path) -> None:
-    """horovod.spark caches row counts beside the data: after an overwrite, the wrong steps per epoch."""
+    """horovod.spark caches row counts with the data: after an overwrite, it takes the wrong steps per
+    epoch.
+    """
     uri = str(tmp_path / "shards")
     estimator = TorchRegressor(**common)
     write_shards(table.select("features", "target"), uri)
@@ -63,17 +65,17 @@ def test_row_counts_follow_an_overwrite(table: Any, common: dict[str, Any], tmp_
 
 
 def test_a_fit_reads_the_dataframe_it_was_given(spark: Any, common: dict[str, Any]) -> None:
-    """horovod.spark's cache key is id(df) without the columns: a fit gets another frame's data."""
+    """horovod.spark's cache key is id(df) without the columns: a fit can read another DataFrame's data."""
     estimator = TorchRegressor(**common | {"model": Constant(), "learningRate": 0.5, "batchSize": 100})
     for value in (1.0, 2.0, 3.0):
-        # Each object dies with its round, so that the next one may well get its address.
+        # Each object is deleted after its round, so the next DataFrame may get the same address.
         df = spark.range(20).select(F.lit(0.0).alias("features"), F.lit(value).alias("target"))
         assert estimator.fit(df).module().value.item() == pytest.approx(value)
         del df
 
 
 class Constant(nn.Module):
-    """The mean of the labels, after one step of size 1/2 on the squared error."""
+    """Learns the mean of the labels in one step of learning rate 1/2 on the squared error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +86,7 @@ class Constant(nn.Module):
 
 
 class Parity(nn.Module):
-    """Gives the last bit of an id, as only whole numbers have it."""
+    """Returns the last bit of an id, which only exact integers keep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +105,7 @@ def test_ids_above_two_to_the_24_reach_the_network_exactly(spark: Any, common: d
 
 
 class Order(Callback):
-    """Writes down the rows that the first layer saw, in training."""
+    """Records the rows that the first layer receives in training."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -136,7 +138,7 @@ def _too_fast_at_last(step: int, num_steps: int) -> float:
 
 @pytest.mark.slow
 def test_the_best_checkpoint_is_not_the_last(table: Any, common: dict[str, Any]) -> None:
-    """What horovod.spark calls the best checkpoint is the last one."""
+    """horovod.spark returns the last checkpoint as the best one."""
     changes = {"epochs": 4, "lrSchedule": _too_fast_at_last, "maxGradNorm": 1.0, "learningRate": 0.02}
     estimator = TorchRegressor(**common | changes, validationFraction=0.3, metrics=["mae"])
     models = estimator.fit(table, [{estimator.keep: "best", estimator.monitor: "mae"}, {}])
@@ -156,7 +158,7 @@ def test_resume_is_not_accepted_and_ignored(table: Any, common: dict[str, Any]) 
 
 
 class Start(Callback):
-    """Writes down the first weights of each training."""
+    """Records the initial weights of each training."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -170,7 +172,7 @@ class Start(Callback):
 def test_no_fold_starts_from_another_folds_weights(
     table: Any, common: dict[str, Any], tmp_path: Path
 ) -> None:
-    """horovod.spark's fixed run id makes each fold of a CrossValidator go on from the fold before."""
+    """horovod.spark's fixed run id makes each fold of a CrossValidator resume from the previous fold."""
     estimator = TorchClassifier(
         **common | {"labelCol": "label", "epochs": 2, "callbacks": [Start(str(tmp_path / "start"))]}
     )
@@ -188,8 +190,10 @@ def test_no_fold_starts_from_another_folds_weights(
 def test_an_unseeded_split_gives_each_row_to_one_side(
     table: Any, common: dict[str, Any], tmp_path: Path
 ) -> None:
-    """horovod.spark writes train and validation separately: an unseeded split gives rows to both or none."""
-    # Drawn anew at every run of the plan; a second run would show.
+    """horovod.spark writes train and validation separately: an unseeded split puts rows in both or in
+    neither.
+    """
+    # Random in every execution of the plan, so a second execution would show.
     df = table.selectExpr("double(id) as features", "0D as target", "uuid() < '8' as held_out")
     seen = str(tmp_path / "order")
     model = TorchRegressor(
@@ -233,7 +237,7 @@ def test_no_row_is_dropped_or_repeated(
 
 
 class NeedsNoGraph(nn.Module):
-    """Refuses to be evaluated while gradients are recorded."""
+    """Fails in evaluation if gradients are enabled."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Stages on disk: what is written, what is read, and what a failure leaves behind."""
+"""Saving and loading stages: the written files, and the state after a failure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pairs(spark: Any) -> Any:
 
 
 def make(folder: Path, model: ModelSpec | nn.Module = LINE, seed: int = 0) -> TorchRegressionModel:
-    """A model of weights that were never trained."""
+    """Builds a model from initial weights."""
     torch.manual_seed(seed)
     module = model.build() if isinstance(model, ModelSpec) else model
     save_checkpoint(str(folder), module)
@@ -59,7 +59,7 @@ def predictions(model: Any, frame: Any) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.modes
 def test_a_pipeline_may_be_saved_over_the_folder_it_came_from(pairs: Any, tmp_path: Path) -> None:
-    """Spark removes the folder before it asks the model for its weights."""
+    """Spark removes the folder before it saves the model's weights."""
     path = str(tmp_path / "pipeline")
     assembler = VectorAssembler(inputCols=["a", "b"], outputCol="features")
     model = make(tmp_path / "c")
@@ -89,7 +89,7 @@ def test_a_failed_overwrite_leaves_the_old_stage(pairs: Any, tmp_path: Path, spa
     make(tmp_path / "old", seed=1).save(path)
     expected = predictions(TorchRegressionModel.load(path), pairs)
     broken = make(tmp_path / "new", seed=2)
-    # As on a store where a file cannot be held open.
+    # Imitates a store that cannot keep a file open.
     broken._weights = HeldWeights(str(tmp_path / "new"))
     os.remove(tmp_path / "new" / WEIGHTS)
     with pytest.raises(FileNotFoundError):
@@ -140,7 +140,7 @@ def test_overwrite_takes_no_folder_that_has_metadata_of_something_else(tmp_path:
         with pytest.raises(ValueError, match="holds something else than a saved stage"):
             model.write().overwrite().save(str(tmp_path / folder))
     assert (tmp_path / "table" / "data" / "x.parquet").exists()
-    # Spark's own stages are stages.
+    # Spark's own stages are valid stages too.
     VectorAssembler(inputCols=["a"], outputCol="b").save(str(tmp_path / "assembler"))
     model.write().overwrite().save(str(tmp_path / "assembler"))
     assert TorchRegressionModel.load(str(tmp_path / "assembler")).uid == model.uid
@@ -160,7 +160,7 @@ def test_a_frame_made_before_the_folder_was_replaced_is_not_computed_with_other_
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record is read, then another checkpoint takes the folder, then the tensors are mapped."""
+    """Another checkpoint replaces the folder after the record is read and before the tensors are mapped."""
     uri, module = str(tmp_path / "c"), nn.Linear(2, 1)
     info = save_checkpoint(uri, module)
     read = tensor_file.read
@@ -185,14 +185,14 @@ def test_a_copy_that_fails_at_the_adapter_is_no_checkpoint(tmp_path: Path) -> No
     (uri / ADAPTER).write_bytes(b"small matrices")
     held = HeldWeights(str(uri))
     held.hold()
-    (target / ADAPTER).mkdir(parents=True)  # a file cannot take its place
+    (target / ADAPTER).mkdir(parents=True)  # a folder here makes the copy fail
     with pytest.raises(IsADirectoryError):
         held.copy_to(str(target))
     assert not (target / COMMIT).exists()
 
 
 def test_a_pickled_model_takes_no_other_weights(tmp_path: Path) -> None:
-    """Another process has the folder alone, which may hold another model by then."""
+    """A process that unpickles the model reads the folder, which may hold another model by then."""
     uri, module, other = str(tmp_path / "c"), nn.Linear(2, 1), nn.Linear(2, 1)
     save_checkpoint(uri, module)
     held = HeldWeights(uri)
@@ -213,14 +213,14 @@ def test_a_folder_that_was_replaced_by_another_model_is_noticed(pairs: Any, tmp_
     make(tmp_path / "two", seed=2).write().overwrite().save(path)
     with pytest.raises(ValueError, match="now has the weights of another model; load the model again"):
         first.transform(pairs)
-    # What was loaded is still open, and can be saved elsewhere.
+    # The loaded weights are still open, so the model can be saved elsewhere.
     first.save(str(tmp_path / "kept"))
     kept = (tmp_path / "kept" / "weights" / WEIGHTS).read_bytes()
     assert kept == (tmp_path / "one" / WEIGHTS).read_bytes()
 
 
 class Big(nn.Module):
-    """Half a megabyte that must not be pickled."""
+    """Holds half a megabyte that must not be pickled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ def _in_pipeline(stage: Any, tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, spark: Any) -> Path:
-    """A model on disk, to be copied and damaged."""
+    """A saved model that tests copy and damage."""
     folder = tmp_path_factory.mktemp("saved")
     make(folder / "c").save(str(folder / "model"))
     return folder / "model"
@@ -334,13 +334,13 @@ def test_what_cannot_be_loaded_is_said_in_one_sentence(saved: Path, tmp_path: Pa
 
 
 def test_a_default_of_the_machine_is_no_choice_of_the_saved_stage(tmp_path: Path) -> None:
-    """A stage saved where Horovod and Petastorm are installed is loaded where they are not."""
+    """A stage saved on a machine with Horovod and Petastorm loads on a machine without them."""
     path = str(tmp_path / "stage")
     TorchEstimator(model=LINE, reader="arrow").save(path)
     (part,) = (tmp_path / "stage" / METADATA).glob("part-*")
     metadata = json.loads(part.read_text())
     assert not {"collective", "reader"} & set(metadata["defaultParamMap"])
-    # As earlier versions wrote it, on another machine.
+    # The format of earlier versions, written on another machine.
     metadata["defaultParamMap"] |= {"collective": "local", "reader": "local"}
     part.write_text(json.dumps(metadata))
     loaded = TorchEstimator.load(path)
@@ -389,7 +389,7 @@ def test_another_class_is_named(saved: Path) -> None:
 
 
 def test_a_model_survives_a_store_that_is_no_disk(pairs: Any, tmp_path: Path) -> None:
-    """Saved there, over itself too, loaded from there, and from there saved to a disk."""
+    """Saves to an object store, overwrites itself there, loads from there, and saves to a disk."""
     store, uri = storage.filesystem("memory://")[0], "memory://ringspark-test/model"
     model = make(tmp_path / "c")
     expected = predictions(model, pairs)
@@ -399,7 +399,7 @@ def test_a_model_survives_a_store_that_is_no_disk(pairs: Any, tmp_path: Path) ->
             *("part-00000", "_SUCCESS", DESCRIPTION, WEIGHTS, COMMIT)
         }
         shutil.rmtree(tmp_path / "c")
-        # No executor reaches this store: the predictions come below, from the disk.
+        # No executor can read this store, so the test predicts with the copy on disk.
         loaded = TorchRegressionModel.load(uri)
         loaded.setPredictionCol("guess").write().overwrite().save(uri)
         again = TorchRegressionModel.load(uri)
@@ -493,7 +493,7 @@ def test_what_a_checkpoint_cannot_hold_is_refused_by_name(tmp_path: Path) -> Non
 
 
 class Norm(nn.Module):
-    """Buffers that no checkpoint holds: of numbers, with a NaN, empty."""
+    """Non-persistent buffers: numbers, NaN, and an empty tensor."""
 
     def __init__(self) -> None:
         super().__init__()

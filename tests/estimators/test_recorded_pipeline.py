@@ -1,7 +1,7 @@
-"""A Pipeline and a PipelineModel that an earlier version of this package saved load, with the same meaning.
+"""A Pipeline and a PipelineModel saved by an earlier version load with the same Params.
 
-tests/recorded/pipeline holds them as saved before the packages were divided into rooms: module paths of the
-public stages, their Params and the formats on disk must stay.
+tests/recorded/pipeline holds them. They predate the present package layout, so the module paths of public
+stages, their Params and the file formats must stay valid.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ringspark.estimators import TorchClassificationModel
 from ringspark.estimators.stages.persistence import DESCRIPTION
 
 RECORD = Path(__file__).resolve().parents[1] / "recorded" / "pipeline"
-# These defaults depend on what is installed.
+# These defaults depend on the installed packages.
 BY_INSTALLATION = {"collective", "reader"}
 
 
 @pytest.fixture(autouse=True)
 def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One stage was given an `nn.Module`, whose code is pickled."""
+    """Allows pickled code: one stage holds an `nn.Module`."""
     monkeypatch.setenv("RINGSPARK_ALLOW_PICKLE", "1")
 
 

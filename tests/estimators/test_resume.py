@@ -1,4 +1,4 @@
-"""Trainings that are hit, stopped, cancelled and gone on with. Bigger ones: tests/faults."""
+"""Trainings that are killed, stopped, cancelled and resumed. tests/faults has larger ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STEPS = 24
 
 
 class Walk(Callback):
-    """Takes its time for each step; raises in step 15 on rank 1 as long as `path` is there."""
+    """Makes steps slow; raises in step 15 on rank 1 while `path` exists."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -52,7 +52,7 @@ class Walk(Callback):
 
 
 class Damage(Callback):
-    """Inverts a byte of a shard in step 15 and kills rank 1, as long as `path` is there."""
+    """Inverts a byte of a shard in step 15 and kills rank 1, while `path` exists."""
 
     def __init__(self, path: Path, shard: Path) -> None:
         self._path, self._shard = str(path), str(shard)
@@ -65,7 +65,7 @@ class Damage(Callback):
 
 
 class Remove(Callback):
-    """Removes the folder of the run in step 3, as its driver does at the end."""
+    """Removes the run folder in step 3, as the driver does at the end of a run."""
 
     def __init__(self, run: Path) -> None:
         self._run = str(run)
@@ -122,7 +122,7 @@ def _beat(run: Path, rank: int) -> Beat | None:
 
 @contextmanager
 def _hit(root: Path, rank: int, number: signal.Signals) -> Iterator[list[Beat]]:
-    """Sends a signal to the process of a rank once there is a checkpoint to go on from."""
+    """Sends a signal to a rank's process after the first checkpoint."""
     run, hits = root / "run", []
 
     def hit() -> None:
@@ -188,7 +188,8 @@ def test_a_run_is_gone_on_with_or_refused(table: Any, tmp_path: Path) -> None:
     assert model.summary.steps == STEPS
     assert model.summary.resumed_steps
     assert _starts(tmp_path) == 3
-    # The finished run is read, not trained again, wherever it is; of its rows only the manifest is left.
+    # Resuming reads the finished run without training, even after the folder moved. Only the manifest of
+    # its rows remains.
     run = str(Path(run).rename(tmp_path / "moved again"))
     again = _estimator(tmp_path, resume=True, runUri=run).fit(table)
     assert _starts(tmp_path) == 3
@@ -218,7 +219,7 @@ def test_shards_that_changed_under_a_run_train_nothing(table: Any, tmp_path: Pat
     shard = Path(manifest.paths[0])
     (tmp_path / "flag").touch()
     estimator = _estimator(tmp_path, callbacks=[Damage(tmp_path / "flag", shard)])
-    # Between two starts of the workers, and again by the next driver.
+    # The restart finds the damage, and the next driver finds it again.
     told = r"shard file '.*\.parquet' differs from the bytes that were written; write the shards again"
     with pytest.raises(ValueError, match=told):
         estimator.fitOnShards(manifest.uri)

@@ -1,4 +1,4 @@
-"""What a finished run's folder holds. What a given folder may hold at first: `test_resume.py`."""
+"""Contents of a finished run's folder. `test_resume.py` tests the allowed contents before a run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _fill(folder: Path, *names: str) -> list[Path]:
 @pytest.mark.parametrize("resume", [True, False])
 @pytest.mark.parametrize("name", ["journal.log", "shards-0123456789ab"])
 def test_the_folder_of_a_search_is_no_run_to_resume(tmp_path: Path, name: str, resume: bool) -> None:
-    # A search has "journal.log", "rows.json" and trials; a population that writes its rows has only shards.
+    # A search writes "journal.log", "rows.json" and trials; population-based training writes only shards.
     others = ["rows.json", "journal.log", "trials/3/result.json"] if name == "journal.log" else []
     before = _fill(tmp_path, "owner.json", "shards-0123456789ab/manifest.json", *others)
     with pytest.raises(ValueError, match=f"holds '{name}', which no training writes; give another"):

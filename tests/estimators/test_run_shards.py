@@ -1,4 +1,6 @@
-"""A resumed run has its rows: by their plan within one Spark application, in another by a second write."""
+"""A resumed run finds its rows by their query plan within one Spark application; otherwise it writes them
+again.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture
 def other_application(spark: Any) -> Iterator[None]:
-    """From here on, Spark tells another id than when the run began."""
+    """Changes Spark's application id, as a new application would."""
     before = spark.conf.get("spark.app.id")
     spark.conf.set("spark.app.id", f"{before}-2")
     yield
@@ -49,7 +51,7 @@ def other_application(spark: Any) -> Iterator[None]:
 
 @pytest.fixture
 def begun(spark: Any, data: FitData, run: RunFolder) -> dict[Path, int]:
-    """A run of ten rows; its shards and when each was written."""
+    """Starts a run of ten rows; returns its shard files and their modification times."""
     _, key = run_shards(spark.range(10).selectExpr("id * 0.5D as x"), data, run)
     assert key is not None
     identity = {"format_version": FORMAT_VERSION, "identity": {}, "rows_key": key}
@@ -130,7 +132,7 @@ def test_another_application_with_other_rows_is_refused(
 def test_columns_made_in_another_way_are_refused(
     spark: Any, data: FitData, run: RunFolder, begun_with: Kind, resumed_with: Kind, told: str
 ) -> None:
-    """The stored rows, or their statistics, are the same, but their meaning is not."""
+    """The stored rows or statistics are the same, but mean something else."""
     values = (
         "if(id % 2 = 0, 'a', 'b')"
         if isinstance(begun_with, Vocabulary)

@@ -1,4 +1,6 @@
-"""Saved models predict in a new process without their class's file and without an environment variable."""
+"""Saved models predict in a new process without the file of their class and without an environment
+variable.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ ROWS = (0, 1, 2, 1000)
 
 @dataclass(frozen=True)
 class Case:
-    """A network, its inputs (name -> dtype and shape of a row) and the shapes of a row of its outputs."""
+    """A network, its inputs (name -> dtype and row shape) and the row shapes of its outputs."""
 
     make: Callable[[Any], Any]
     inputs: dict[str, tuple[str, tuple[int, ...]]]
@@ -100,7 +102,7 @@ CASES: dict[str, Case] = {
     "own, tied, float64": Case(lambda own: own.Tied(), _floats(4), ((4,),)),
 }
 
-# Loads every model and compares what it predicts; prints the largest difference of each.
+# Loads every model, compares its predictions, and prints the largest difference per model.
 CHILD = """
 import json, sys
 import numpy as np
@@ -125,7 +127,7 @@ print(json.dumps(worst))
 
 @pytest.fixture
 def own(tmp_path: Path) -> Any:
-    """The user's file, imported from a folder that is gone afterwards."""
+    """Imports the user's file from a folder and then removes the folder."""
     folder = tmp_path / "job"
     folder.mkdir()
     shutil.copy(FILE, folder)
@@ -140,7 +142,7 @@ def own(tmp_path: Path) -> Any:
 
 
 def _fitted(case: Case, own: Any, folder: Path) -> TorchModel:
-    """A model as a training leaves it, but for the training."""
+    """Builds a model as a training would, but with initial weights."""
     torch.manual_seed(0)
     made = case.make(own)
     module = made.build() if isinstance(made, ModelSpec) else made
@@ -169,7 +171,7 @@ def _inputs(case: Case, rows: int) -> list[np.ndarray]:
 def _ids(rng: np.random.Generator, rows: int, shape: tuple[int, ...]) -> np.ndarray:
     ids = rng.integers(0, 20, (rows, *shape))
     if shape:
-        ids[:, 0] = 1  # In a mask, no row is without any token.
+        ids[:, 0] = 1  # Each row of a mask needs at least one token.
     return ids
 
 
@@ -204,7 +206,7 @@ def test_every_kind_of_network_predicts_in_a_new_process(own: Any, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.spark
 def test_a_fitted_pipeline_predicts_in_a_new_session(spark: Any, own: Any, tmp_path: Path) -> None:
-    """All of it: fit, a Pipeline saved, the file gone, a new Spark, `transform`."""
+    """A whole run: fit, save a Pipeline, remove the file, start a new Spark, `transform`."""
     frame = spark.range(40).selectExpr(
         "id", "array(id / 40, 1.0, 0.5, 0.0) as numbers", "cast(id % 2 as double) as label"
     )
@@ -258,13 +260,13 @@ def test_the_class_comes_back_where_pickles_are_allowed(
     model.save(str(path))
     loaded = TorchModel.load(str(path))
     assert type(loaded.module()).__name__ == "Recomputed"
-    # Also when the folder is gone that the weights were loaded from.
+    # This also works after the folder of the loaded weights is removed.
     shutil.rmtree(path / "weights")
     loaded.save(str(again))
     monkeypatch.delenv(ALLOW_PICKLE)
     program = TorchModel.load(str(again)).module()
     assert type(program) is Program
-    # The names are the class's own: this is how it trains on.
+    # State-dict names match the class, so a network of the class can load them and train.
     network = own.Recomputed()
     network.load_state_dict(program.state_dict())
     rows = torch.randn(3, 4)
@@ -385,7 +387,7 @@ def test_a_network_of_transformers_that_was_changed_has_no_description() -> None
     network.dropout.p = 0.5
     assert describe(network) is None
     network = _bert(None)
-    # A list may decide as well as a number: over which dimensions a layer takes its mean, for one.
+    # Lists change the computation too: a layer norm's shape sets the dimensions of its mean.
     network.bert.encoder.layer[0].output.LayerNorm.normalized_shape = (3,)
     assert describe(network) is None
 
@@ -440,7 +442,7 @@ def test_writes_of_a_network_are_recorded_without_writes(own: Any) -> None:
 
 @dataclass(frozen=True)
 class AsLongAsTheLongest(Padded):
-    """As texts are: of ids and mask, whose length differs from batch to batch."""
+    """Takes ids and a mask whose length varies between batches."""
 
     def arrays(self, name: str) -> dict[str, BatchArray]:
         return {

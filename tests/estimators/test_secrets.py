@@ -1,4 +1,4 @@
-"""No password that a user put into a URI reaches a message or a file."""
+"""Passwords in URIs never appear in messages or files."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_whole_fit_leaves_the_gangs_key_nowhere(
     )
     model = estimator.fit(table)
     model.save(str(tmp_path / "model"))
-    # The other end of a run: what a failure says and leaves.
+    # The failed run: its message and its files.
     other = estimator.copy({estimator.runUri: str(tmp_path / "failed"), estimator.learningRate: 1e30})
     with pytest.raises(WorkerError) as caught:
         other.fit(table)

@@ -1,4 +1,4 @@
-"""MLflow's `pyfunc` on pandas columns, which often hold wider numbers than the training's columns."""
+"""MLflow's `pyfunc` on pandas columns, which often have wider types than the training columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDS, PAIR, TOKENS = Scalar(dtype="int64"), Array(dtype="int32", shape=(2,)), Pad
 
 
 class Echo(nn.Module):
-    """Gives back what it gets."""
+    """Returns its input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Each setting is declared once: stages, config and command lines refuse in its words, with its default."""
+"""Each setting is declared once; stages, config and command lines use its message and default."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringspark.models import ModelSpec
 from ringspark.pipelines import READERS
 
 STAGES = (TorchEstimator, TorchClassifier, TorchRegressor)
-# By the type of a setting: what no range takes.
+# An invalid value for each type of setting.
 MISTAKES: dict[str, Any] = {
     "int": -1,
     "float": -1.0,
@@ -56,7 +56,7 @@ def test_a_param_has_getter_setter_and_the_declared_default(kind: type[TorchEsti
 
 
 def test_a_gang_on_gpus_sums_by_torch_unless_told_otherwise() -> None:
-    """torch brings NCCL along; Horovod's build need not have it."""
+    """torch includes NCCL, while a Horovod build may lack it."""
     model = ModelSpec("linear", {"in_features": 1, "out_features": 1})
     stage = TorchRegressor(model=model, useGpu=True)
     assert config_of(stage, "regression", ["y"])[0].collective == "torch"
@@ -78,7 +78,7 @@ def test_one_mistake_has_one_sentence_wherever_it_is_made(name: str) -> None:
     mistake = ["y", "y"] if name == "labelCol" else MISTAKES[setting.kind]
     with pytest.raises(ValueError, match=f"^{name} must .*, got ") as in_config:
         _config(**{setting.field: mistake})
-    if name == "labelCol":  # of one column in the hands of a user
+    if name == "labelCol":  # a stage names one label column
         return
     with pytest.raises(ValueError, match=f"^{name} must ") as at_stage:
         TorchEstimator(**{name: mistake})

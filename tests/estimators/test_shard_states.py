@@ -1,4 +1,4 @@
-"""What a restart finds changed in a run's shards. Files of a real training: `test_resume.py`."""
+"""Changes in a run's shards that a restart detects. `test_resume.py` uses files of a real training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MakeShards = Callable[..., ShardManifest]
 
 @pytest.fixture
 def manifest(make_shards: MakeShards) -> ShardManifest:
-    """With a statistic that is NaN."""
+    """A manifest with a NaN statistic."""
     return make_shards({"x": np.array([[1.0, 2.0]] * 70, np.float32), "y": np.full(70, np.nan)})
 
 

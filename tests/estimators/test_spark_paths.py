@@ -1,4 +1,4 @@
-"""A path without a scheme lies where Spark means it: a Pipeline saved there is whole, and loads again."""
+"""Paths without a scheme resolve like Spark resolves them, so a Pipeline saves and loads as a whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringspark.estimators.stages.persistence import meaning_of
 from ringspark.pipelines import spark_paths, storage
 from ringspark.pipelines.spark_paths import is_remote, resolve
 
-# A session whose default file system is a table of mounts: /data is a folder of the disk, and / is nothing.
+# A session whose default file system is a mount table: /data is a local folder, and / does not exist.
 SESSION = """
 import json, os, sys
 from pyspark.ml import Pipeline, PipelineModel
@@ -69,7 +69,7 @@ print(json.dumps({
 
 
 def run(script: str, *arguments: str) -> Any:
-    """Returns what a new session prints last: the default file system is its JVM's."""
+    """Returns the last line that a new session prints; a JVM has one default file system."""
     command = [sys.executable, "-c", SESSION + script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -112,7 +112,7 @@ def test_a_path_is_what_it_is_to_spark_or_refused(
     for given in ("/data/x", f"viewfs://{mounts.name}/data/x", f"file:{mounts}/x", f"file://{mounts}/x"):
         assert resolve(spark, given) == f"file://{mounts}/x"
     assert resolve(spark, "s3://bucket/x/") == "s3://bucket/x"
-    # A "%" stands for itself, however often a path is resolved.
+    # A "%" is literal, even if a path is resolved twice.
     assert resolve(spark, resolve(spark, "/data/m%3An")) == f"file://{mounts}/m%3An"
     for given, told in (
         ("/nowhere/x", r"'/nowhere/x' is 'viewfs://.*/nowhere/x' to Spark, a mount that only Hadoop knows"),
@@ -123,7 +123,7 @@ def test_a_path_is_what_it_is_to_spark_or_refused(
         with pytest.raises(ValueError, match=told):
             resolve(spark, given)
     assert not caplog.records
-    # This machine has that folder, the mount has not.
+    # /usr/share exists on this machine, but not in the mount.
     assert resolve(spark, "/usr/share") == f"file://{mounts}/share"
     (warning,) = [record.getMessage() for record in caplog.records]
     assert f"'/usr/share' is '{mounts}/share' to Spark" in warning
@@ -133,7 +133,7 @@ def test_a_path_is_what_it_is_to_spark_or_refused(
 @pytest.mark.spark
 @pytest.mark.usefixtures("spark")
 def test_on_databricks_a_mount_is_a_mount(monkeypatch: pytest.MonkeyPatch, spark: Any) -> None:
-    """As far as it can be told elsewhere: here the default file system is the local disk."""
+    """A partial test: the default file system here is the local disk, not Databricks'."""
     monkeypatch.setenv("DATABRICKS_RUNTIME_VERSION", "15.4")
     assert resolve(spark, "/Volumes/main/default/x/") == "/Volumes/main/default/x"
     assert resolve(spark, "/dbfs/tmp/x") == "/dbfs/tmp/x"

@@ -1,4 +1,4 @@
-"""The stages as a Spark ML user meets them: one suite, run over local, local-cluster and Connect."""
+"""The stages as a Spark ML user calls them, on local, local-cluster and Connect."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def storage_uri(tmp_path_factory: Any) -> str:
 
 @pytest.fixture(scope="module")
 def table(spark: Any) -> Any:
-    """240 rows: two numbers, a class that they decide, a target that is linear in them."""
+    """240 rows: two numbers, a class computed from them, a target linear in them."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(240, 2))
     rows = [
@@ -63,7 +63,7 @@ def table(spark: Any) -> Any:
 
 @pytest.fixture(params=STAGES, ids=lambda stage: stage[0].__name__)
 def stage(request: Any, storage_uri: str) -> tuple[Any, type[Any]]:
-    """An unfitted estimator of each kind, and its model's class."""
+    """An unfitted estimator of each kind, and its model class."""
     estimator_class, model_class, model = request.param
     estimator = estimator_class(
         model=model, epochs=3, batchSize=32, learningRate=0.05, storageUri=storage_uri, showProgress=False
@@ -167,7 +167,7 @@ def test_a_regression_finds_the_line_and_keeps_fractions(table: Any, storage_uri
 
 
 class TwoInputs(nn.Module):
-    """Takes an id and a number: an embedding lookup shows that ids stay exact integers."""
+    """Takes an id and a number; the embedding lookup needs exact integer ids."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def test_array_labels_give_array_predictions(table: Any, storage_uri: str) -> No
 
 
 class Own(nn.Sequential):
-    """A network of a class of the user's own."""
+    """A user-defined network class."""
 
 
 def test_an_estimator_with_users_code_needs_a_yes_to_be_loaded_and_its_model_does_not(
@@ -275,7 +275,7 @@ def test_the_indicator_tells_validation_rows_apart(table: Any, storage_uri: str)
 
 
 class LayersSeen(Callback):
-    """Writes the types of all that the linear layers of rank 0 return, a word a call."""
+    """Records the output dtype of each call to rank 0's linear layers."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -311,7 +311,7 @@ def test_precision_and_checkpointing_are_params(
     )
     types = (tmp_path / "types").read_text().split()
     assert set(types) == {"torch.bfloat16"}
-    # Five layers, and two segments of blocks, of which the first is computed again.
+    # Five layers in two checkpointed segments; the first segment is recomputed.
     assert len(types) == (5 + 2) * model.summary.steps
     assert {p.dtype for p in model.module().parameters()} == {torch.float32}
     accuracy = MulticlassClassificationEvaluator(metricName="accuracy").evaluate(model.transform(table))
@@ -370,7 +370,7 @@ def test_weights_are_loaded_once_per_python_worker(table: Any, storage_uri: str)
 
 
 def test_vectors_and_arrays_give_the_same_model(table: Any, storage_uri: str) -> None:
-    """One shard file each, so that both fits see the rows in one order."""
+    """One shard file each, so both fits read the rows in the same order."""
     common: dict[str, Any] = {"model": MLP, "epochs": 1, "storageUri": storage_uri, "showProgress": False}
     ordered = table.orderBy("id").coalesce(1)
     arrays = ordered.withColumn("features", vector_to_array("features", "float32"))

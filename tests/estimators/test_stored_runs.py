@@ -1,4 +1,4 @@
-"""Runs that a dead driver left can be removed, and nothing that lives goes with them."""
+"""Cleanup removes runs of dead drivers and never touches runs that are alive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOUR = 3600.0
 
 
 def make(root: Path, name: str, idle_hours: float, *files: str, shards: str = "") -> None:
-    """A folder whose files have not changed for some hours."""
+    """Makes a folder whose files have not changed for some hours."""
     folder = root / name
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def root(tmp_path: Path) -> Path:
         tmp_path, "run-00000000dead", 30, "owner.json", "heartbeat/rank-0.json", shards="shards-00000000dead"
     )
     make(tmp_path, "shards-00000000dead", 31, "manifest.json", "_shards-1/part-0.parquet")
-    make(tmp_path, "run-0000000a11ve", 30, "owner.json")  # no id: nothing of ours
+    make(tmp_path, "run-0000000a11ve", 30, "owner.json")  # not a valid run id, so not ours
     make(tmp_path, "run-00000000a11e", 30, "owner.json", shards="shards-00000000a11e")
     make(tmp_path, "run-00000000a11e/heartbeat", 0.01, "rank-0.json")
     make(tmp_path, "shards-00000000a11e", 99, "manifest.json")
@@ -76,7 +76,7 @@ def test_only_the_dead_are_removed(root: Path) -> None:
 
 
 def test_what_a_store_tells_no_time_of_is_never_removed() -> None:
-    """An empty folder of a store that has folders: a write that waits for its first file has just that."""
+    """An empty folder on such a store may belong to a write that has no file yet."""
     files = fsspec.filesystem("memory")
     files.makedirs("/stored/shards-00000000beef/_shards-1")
     files.pipe("/stored/run-00000000beef/owner.json", b"{}")

@@ -1,4 +1,4 @@
-"""Structured Streaming: files are scored as they arrive, as a batch over all of them would be."""
+"""Structured Streaming scores arriving files like a batch over all of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_stream_scores_files_as_they_arrive(spark: Any, tmp_path: Path, handli
     arriving = str(tmp_path / "arriving")
 
     def arrive(start: int) -> None:
-        """One more file; each has a null, a null inside, and a NaN."""
+        """Adds a file; each file has a null, a null inside an array, and a NaN."""
         nan = float("nan")
         rows = [(start + i, f"row {start + i}", [i / 3, float(start)]) for i in range(17)]
         rows += [

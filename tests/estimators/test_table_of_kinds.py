@@ -1,6 +1,6 @@
-"""What Spark's columns can be: each kind is trained on, scored, saved and loaded, scored in a stream.
+"""Every Spark column type is trained on, scored, saved, loaded, and scored in a stream.
 
-Each prediction is compared with what the network gives for the values that Spark shows, made tensors by hand.
+Each prediction is compared with the network's output on tensors built by hand from Spark's values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import nn
 from ringspark.estimators import TorchRegressor
 from ringspark.pipelines import Binary, HashBuckets, Image, Kind, Padded, Ragged, Sparse, Tokens, Vocabulary
 
-# Each kind is fitted once, then scored in three ways; all of it in three modes of Spark takes minutes.
+# Each type is fitted once and then scored in three ways; all three modes of Spark would take minutes.
 pytestmark = [pytest.mark.spark, pytest.mark.modes, pytest.mark.slow]
 
 ROWS = 24
@@ -34,15 +34,15 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of column.
+    """A column type.
 
     Attributes:
         sql: Spark SQL that makes the column from `id`, 0 to 23.
-        network: Maker of a network of torch's own layers.
-        tensors: What the network gets of the column's values, as Spark's rows hold them.
-        kind: What `columns` says of it; None if the type says enough.
-        convert: Makes a vector of it.
-        part: Which of the kind's arrays the network gets, as the name's end; all of them if empty.
+        network: Builds a network from torch layers.
+        tensors: Converts the column's values in Spark's rows to the network's inputs.
+        kind: Entry in `columns`; None if the type is enough.
+        convert: Converts the column to a vector.
+        part: Suffix of the array that the network takes; all arrays if empty.
     """
 
     sql: str
@@ -99,7 +99,7 @@ def _numbers_of_structs(values: Sequence[Any]) -> Tensors:
 
 
 def _words(values: Sequence[Any]) -> Tensors:
-    # "a" is the most frequent; "d" has no place among the two words.
+    # "a" is the most frequent word; "d" is not in the vocabulary of two words.
     return _ids([{"a": 0, "b": 1}.get(value, 2) for value in values])
 
 
@@ -123,7 +123,7 @@ def _raw(values: Sequence[Any]) -> Tensors:
 
 
 def _png(shade: int) -> str:
-    """The hexadecimal digits of a picture of 2 x 1 pixels."""
+    """Returns a PNG of 2 x 1 pixels in hexadecimal."""
     buffer = io.BytesIO()
     Pillow.frombytes("RGB", (1, 2), bytes(range(shade, shade + 6))).save(buffer, "PNG")
     return buffer.getvalue().hex()

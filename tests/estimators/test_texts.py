@@ -1,4 +1,4 @@
-"""Texts through `fit`: tokenized at the write and in transform, padded to each batch's longest."""
+"""Text columns: `fit` and `transform` tokenize them and pad each batch to its longest text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringspark.pipelines import Tokens
 pytestmark = pytest.mark.spark
 
 WORDS = ["[PAD]", "?", "snow", "ice", "sun", "sand", "and", "much"]
-# The last one is of unknown words, and the one before has no token at all.
+# The last text has unknown words only, and the one before has no tokens.
 TEXTS = ["snow and ice", "sun", "much sand and much sun", "ice", "much much snow", "", "rain"]
 CLASSES = ["cold", "warm", "warm", "cold", "cold", "warm", "warm"]
 SIZES = {"vocab_size": len(WORDS), "dim": 8, "out_features": 2}
@@ -35,7 +35,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def table(spark: Any) -> Any:
-    """71 rows, so that the last step of batches of 10 has one, and a second worker none."""
+    """71 rows: the last step of batches of 10 has one row, and the second worker has none."""
     rows = [(i, TEXTS[i % 7], CLASSES[i % 7]) for i in range(71)]
     return spark.createDataFrame(rows, "id long, text string, weather string").repartition(2)
 
@@ -56,7 +56,7 @@ def classifier(folder: Path, **params: Any) -> TorchClassifier:
 
 
 class Stop(Callback):
-    """Raises in step 11 of 16 as long as `path` is there."""
+    """Raises in step 11 of 16 while `path` exists."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -67,7 +67,7 @@ class Stop(Callback):
 
 
 def by_hand(model: Any, texts: list[str]) -> list[str]:
-    """The classes of texts, each alone and unpadded, cut to four words."""
+    """Classifies texts one by one, unpadded, truncated to four words."""
     found = []
     for text in texts:
         ids = torch.tensor([[WORDS.index(w) if w in WORDS else 1 for w in text.split()[:4]] or [0]])
@@ -84,9 +84,9 @@ def test_texts_are_features_saved_loaded_and_streamed(spark: Any, table: Any, tm
     fitted.save(str(tmp_path / "model"))
     assert not list((tmp_path / "model").rglob("*.pkl"))
     loaded = PipelineModel.load(str(tmp_path / "model"))
-    # Ids and mask are of one object, so that a text is tokenized once.
+    # Ids and mask share one object, so each text is tokenized once.
     assert len({id(item.column) for item in loaded.stages[0]._inputs}) == 1
-    # Longer texts than any before, an empty one and unknown words alone, in batches of other lengths.
+    # Texts longer than the training's, an empty text and unknown words, in batches of new lengths.
     texts = [*TEXTS, "sun and sand and snow and ice and ice", "hail", ""]
     new = spark.createDataFrame([(i, text) for i, text in enumerate(texts)], "id long, text string")
     new.coalesce(1).write.parquet(str(tmp_path / "new"))
@@ -115,7 +115,7 @@ def test_an_estimator_with_a_tokenizer_is_saved_as_text(tmp_path: Path, spark: A
 
 @pytest.mark.slow
 def test_two_workers_are_one_though_each_pads_to_its_own_longest(table: Any, tmp_path: Path) -> None:
-    """Also where a worker has no row, and where the rows of a step are cut into pieces."""
+    """This includes a worker without rows, and micro-batches."""
     weights = []
     for workers, accumulation in ((1, 1), (2, 1), (1, 3)):
         model = classifier(
@@ -134,7 +134,7 @@ def test_two_workers_are_one_though_each_pads_to_its_own_longest(table: Any, tmp
 
 @pytest.mark.slow
 def test_a_recurrent_network_in_chunks_of_time_fits_and_is_saved_whole(table: Any, tmp_path: Path) -> None:
-    """Batches of texts of one to four tokens by two stages; the model reads each row alone."""
+    """Two pipeline stages train on texts of one to four tokens; the model predicts each row alone."""
     spec = ModelSpec("recurrent", SIZES | {"hidden": 8, "depth": 2})
     settings: dict[str, Any] = {"numWorkers": 2, "collective": "torch"}
     settings["parallelism"] = {"pipeline": 2, "time_chunks": 3, "cuts": ["layers.1"]}

@@ -1,4 +1,4 @@
-"""The user's own code travels: what one process pickles, another without the files unpickles."""
+"""User code travels: one process pickles it, and another process without the files unpickles it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ except ValueError as error:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: Any) -> Any:
-    """A folder of modules that this process can import; what they leave in `sys.modules` is removed."""
+    """A folder of importable modules; its modules are removed from `sys.modules` at the end."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: Any) -> Any:
 
 
 def _elsewhere(value: Any, tmp_path: Path) -> str:
-    """What a process without the folder prints of it."""
+    """Prints the value in a process without the folder and returns the output."""
     (tmp_path / "value.pkl").write_bytes(user_code.dumps(value))
     command = [sys.executable, "-c", LOAD, str(tmp_path / "value.pkl")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/")
@@ -48,7 +48,7 @@ def test_a_function_travels_with_the_files_it_uses(folder: Path) -> None:
 
 
 def test_a_package_of_another_environment_stays_there(folder: Path, monkeypatch: Any) -> None:
-    """A cluster's packages lie behind those of a job's own environment: all nodes have both."""
+    """All nodes have the installed packages, also if a job's environment comes before them."""
     installed = folder / "site-packages"
     installed.mkdir()
     monkeypatch.syspath_prepend(installed)
