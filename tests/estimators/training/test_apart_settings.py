@@ -1,4 +1,4 @@
-"""`localSteps` and `consistency`: what they may be, and what they do not go with."""
+"""`localSteps` and `consistency`: valid values, and settings that exclude them."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_what_does_not_go_together_is_one_sentence(changes: dict[str, Any], mess
         ),
         ({"sync": Hogwild()}, torch.optim.SparseAdam, r"sync=Hogwild\(\) makes them dense"),
         ({"sync": LocalSGD(steps=4)}, torch.optim.SparseAdam, r"makes them dense; set sync=AllReduce\(\)"),
-        # Its state of a part has no dimensions to be joined along, so a checkpoint would have one rank's.
+        # The state of a shard has no dimensions to join, so a checkpoint would have the state of one rank.
         (
             {"parallelism": {"tensor": 2, "plan": {"0": "column"}}},
             Adam8bit,

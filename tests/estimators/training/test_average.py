@@ -1,4 +1,4 @@
-"""The average of the weights, without a training."""
+"""The exponential moving average of weights, without a training."""
 
 from contextlib import suppress
 
@@ -20,7 +20,7 @@ def test_the_trained_weights_come_back_after_an_error() -> None:
 
 
 def test_weights_of_16_bits_are_averaged_in_fp32() -> None:
-    """In 16 bits, a step of a thousandth would change nothing."""
+    """In 16 bits, an update of a thousandth would be rounded away."""
     network = nn.Linear(1, 1).bfloat16()
     nn.init.constant_(network.weight, 1.0)
     average = Average(network, 0.999)

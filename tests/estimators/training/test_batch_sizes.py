@@ -1,4 +1,4 @@
-"""Batch sizes by epoch and rates that follow them: the arithmetic, and trainings against loops by hand."""
+"""Batch size schedules and scaled learning rates: their arithmetic, and trainings against plain loops."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from ringspark.pipelines import ShardManifest, open_reader
 
 MakeShards = Callable[..., ShardManifest]
 ROWS = 90
-# Of 90 rows: 6, 6, 4, 4 and 2 steps.
+# Steps per epoch for 90 rows: 6, 6, 4, 4 and 2.
 SCHEDULE = ((3, 24), (5, 50))
 STEPS = [6, 6, 4, 4, 2]
 SIZES = [16, 16, 24, 24, 50]
@@ -50,7 +50,7 @@ SQRT = ScaleLearningRate(base_batch_size=64, rule="sqrt")
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Of networks this small, threads only wait for each other."""
+    """Uses one thread, which is faster for networks this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -78,7 +78,7 @@ def columns() -> dict[str, Any]:
 
 
 def data(make_shards: MakeShards) -> ShardManifest:
-    """One file, because the names of several, and with them their order, are drawn."""
+    """Writes one file, because several files would have random names and thus a random order."""
     return make_shards(columns(), row_group_rows=20, num_files=1)
 
 
@@ -112,7 +112,7 @@ def test_steps_are_those_that_one_counts(
     assert [steps.epoch_of(step) for step in range(steps.total)] == owners
     assert steps.after(part) == round(part * counts[0])
     twice = batches.twice_each()
-    # Of sizes that come in one stretch each: all of them, and each twice if there are two such epochs.
+    # Every size occurs, and twice if it has at least two epochs.
     assert {sizes[epoch] for epoch in twice} == set(sizes)
     assert len(twice) == len(set(twice)) >= min(2, epochs)
 
@@ -121,9 +121,9 @@ def test_steps_are_those_that_one_counts(
 
 
 def _rate_factors(scaling: ScaleLearningRate, course: Callable[[int, int], float]) -> list[float]:
-    """The factor on the base rate in every step, from the papers' words."""
+    """Returns the factor on the base rate for every step, written from the papers."""
     rule = {"linear": lambda k: k, "sqrt": lambda k: k**0.5}[scaling.rule]
-    warmup = round(scaling.warmup_epochs * STEPS[0])  # within epochs of equal size
+    warmup = round(scaling.warmup_epochs * STEPS[0])  # the warm-up ends within epochs of equal batch size
     found, total = [], sum(STEPS)
     owners = [epoch for epoch, count in enumerate(STEPS) for _ in range(count)]
     for step, epoch in enumerate(owners):
@@ -166,7 +166,7 @@ def test_rates_of_all_groups_are_the_closed_form(name: str, scaling: ScaleLearni
     steps = Steps(BatchSizes.of(16, SCHEDULE, 5), ROWS)
     rates = make_rates(spec, optimizer, steps.total, 0, RateScaling.of(scaling, steps))
     expected = _rate_factors(scaling, course)
-    # A resumed training jumps.
+    # A resumed training jumps to a step.
     for step in (*range(steps.total), 3, 17):
         rates.set(step)
         found = [group["lr"] for group in optimizer.param_groups]
@@ -174,7 +174,7 @@ def test_rates_of_all_groups_are_the_closed_form(name: str, scaling: ScaleLearni
 
 
 def test_the_first_steps_rise_from_the_rate_itself_to_the_scaled_one() -> None:
-    """Goyal et al. 2017: from the rate of the small batch, by the same amount in each step."""
+    """Goyal et al. 2017: rises linearly from the rate of the small batch."""
     steps = Steps(BatchSizes.of(32, (), 3), 160)
     scaling = RateScaling.of(ScaleLearningRate(base_batch_size=8, warmup_epochs=0.6), steps)
     assert scaling is not None
@@ -212,7 +212,7 @@ def test_every_rule_leaves_the_rate_of_its_own_batch_alone() -> None:
 
 
 class Watches(Callback):
-    """Keeps the rates and counts of the steps; raises after step `at`."""
+    """Records the rates and the number of steps; raises after step `at`."""
 
     def __init__(self, at: int | None = None) -> None:
         self.at = at
@@ -229,7 +229,7 @@ class Watches(Callback):
 def by_hand(
     scaling: ScaleLearningRate | None, course: Callable[[int, int], float], accumulation: int = 1
 ) -> torch.Tensor:
-    """The weights after the schedule, by a loop over rows in their order."""
+    """Trains in a plain loop over the rows in order; returns the weights."""
     table = columns()
     x, y = torch.from_numpy(table["x"]), torch.from_numpy(table["y"])
     network = net()
@@ -281,7 +281,7 @@ def test_a_training_is_the_loop_by_hand(
     assert watches.rates == [pytest.approx([0.002 * f, 0.004 * f]) for f in factors]
     torch.testing.assert_close(weights, by_hand(scaling, course), rtol=0, atol=1e-6)
     assert not torch.allclose(weights, by_hand(None, _constant), atol=1e-5) or name == "constant"
-    # What the history says is what was done.
+    # The history reports the sizes and steps that were used.
     assert [record.batch_size for record in result.history] == SIZES
     assert [record.steps for record in result.history] == STEPS
     assert [record.rows for record in result.history] == [ROWS] * 5
@@ -331,7 +331,7 @@ def test_a_run_goes_on_from_any_step_of_any_size(make_shards: MakeShards, tmp_pa
     manifest = data(make_shards)
     changes: dict[str, Any] = {"scale_learning_rate": LINEAR, "lr_schedule": "cosine", "optimizer": "adamw"}
     expected = train_here(config_of(manifest, tmp_path / "plain", **changes), _objects())
-    # In the first size; in its last step; at the end of its last epoch; in the second; in the third.
+    # Failures in the first size; in its last step; at the end of its last epoch; in the second; in the third.
     for at, last in ((5, 4), (11, 10), (13, 12), (15, 14), (22, 20)):
         config = config_of(
             manifest,
@@ -344,7 +344,7 @@ def test_a_run_goes_on_from_any_step_of_any_size(make_shards: MakeShards, tmp_pa
         result = train_here(config, _objects())
         assert result.resumed_steps == (last,)
         assert _is_same(result, expected), at
-    # Each time from where the last attempt ended.
+    # Every attempt resumes where the last one ended.
     config = config_of(manifest, tmp_path / "often", checkpoint_every_steps=1, **changes)
     for at in (4, 12, 14, 21):
         _stopped(config, at)
@@ -354,7 +354,7 @@ def test_a_run_goes_on_from_any_step_of_any_size(make_shards: MakeShards, tmp_pa
 
 
 def test_pauses_where_the_size_changes_are_one_training(make_shards: MakeShards, tmp_path: Path) -> None:
-    """As the rounds of a population: each is a training that ends with a checkpoint."""
+    """Population-based training pauses this way: each round ends with a checkpoint."""
     manifest = data(make_shards)
     changes: dict[str, Any] = {"scale_learning_rate": SQRT, "lr_schedule": "linear"}
     expected = train_here(config_of(manifest, tmp_path / "plain", **changes), _objects())
@@ -369,7 +369,7 @@ def test_a_bad_step_of_a_later_size_is_rolled_back(make_shards: MakeShards, tmp_
     manifest = data(make_shards)
 
     class Spoils(Callback):
-        """Makes the network's next step infinite, once, in the third epoch."""
+        """Makes the next step infinite, once, in the third epoch."""
 
         done = False
 
@@ -393,12 +393,12 @@ def test_a_checkpoint_of_another_schedule_is_refused(make_shards: MakeShards, tm
     _stopped(config, 14)
     with pytest.raises(ValueError, match=r"with 4 steps per epoch, this one has 3; give the same data"):
         train_here(replace(config, batch_size_schedule=((3, 30),)), _objects())
-    # The same steps in this epoch, and others before it.
+    # This epoch has the same number of steps, and the epochs before have others.
     with pytest.raises(
         ValueError, match=r"12 steps before epoch 3, this one has 10; give the same batchSizeS"
     ):
         train_here(replace(config, batch_size_schedule=((2, 24),)), _objects())
-    # What comes later is no part of what is done: only the run's identity speaks of it.
+    # Later changes do not affect finished steps; only the run's identity checks them.
     assert train_here(replace(config, batch_size_schedule=((3, 24), (5, 90))), _objects()).steps == 21
 
 
@@ -408,7 +408,7 @@ def _gang(
     to_begin: TrainConfig,
     collective: Collective,
 ) -> Any:
-    """Trains on two ranks; goes on with what one rank began, and begins what one will go on with."""
+    """Trains on two ranks; resumes a run of one rank, and starts a run for one rank to resume."""
     found = {
         name: train_worker(config, collective, deepcopy(_objects())).to_json()
         for name, config in configs.items()
@@ -442,7 +442,7 @@ def test_two_ranks_are_one_and_either_goes_on_with_the_other_s(
         name: _checked(config_of(manifest, tmp_path / f"{name}-2", **shared, **gang, **changes))
         for name, changes in cases.items()
     }
-    # Stopped in the third epoch, whose batches are the first of the second size.
+    # Stops in the third epoch, the first one with the second batch size.
     begun = config_of(manifest, tmp_path / "begun", checkpoint_every_steps=2, **shared)
     _stopped(begun, 15)
     to_begin = replace(begun, run_uri=str(tmp_path / "to_begin"))
@@ -471,7 +471,7 @@ def _checked(config: TrainConfig) -> TrainConfig:
 def test_kept_row_groups_are_those_that_a_shard_reads_twice(
     make_shards: MakeShards, tmp_path: Path, shuffle: bool
 ) -> None:
-    """Without a shuffle a shard's rows depend on the batch size, and so do its row groups."""
+    """Without shuffling, the rows of a shard depend on the batch size, and so do its row groups."""
     manifest = make_shards(columns(), row_group_rows=4, num_files=1)
     config = config_of(manifest, tmp_path, shuffle=shuffle, batch_size_schedule=((2, 40), (4, 80)))
     for rank in range(3):
@@ -501,5 +501,5 @@ def test_a_budget_counts_the_largest_batch(make_shards: MakeShards, tmp_path: Pa
     budgeted()
     with pytest.raises(ValueError, match=r"training needs .* memoryBudget is 1.0 MiB; gradientAccumulation="):
         budgeted(batch_size_schedule=((5, 4096),))
-    # It is never reached.
+    # The schedule never reaches that epoch.
     budgeted(batch_size_schedule=((6, 4096),))

@@ -1,4 +1,4 @@
-"""transformBatch and transformInPrediction: what a rank does with its batches, through whole trainings."""
+"""transformBatch and transformInPrediction in whole trainings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class Noise(nn.Module):
-    """Augmentation with a buffer; it also draws from NumPy's generator."""
+    """Augmentation with a buffer; it also uses NumPy's random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,14 +41,14 @@ class Noise(nn.Module):
 
 
 class Wider(nn.Module):
-    """Gives the network another shape of rows than the shards have."""
+    """Changes the shape of the rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x, x**2], 1)
 
 
 def mixed(x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mixup: inputs and labels of a row with those of another."""
+    """Mixup: blends each row and its labels with another row."""
     share, order = torch.rand(()), torch.randperm(len(x))
     return torch.lerp(x[order], x, share), torch.lerp(labels[order], labels, share)
 
@@ -97,14 +97,14 @@ def test_it_changes_the_training_and_leaves_the_network_s_own_randomness(
     for name, transform in {"none": None, "unchanged": unchanged, "noise": Noise(), "mixed": mixed}.items():
         result = _train(config_of(manifest, tmp_path / name), _objects(transform))
         weights[name] = weights_of(result, network())
-    # Random numbers that it draws are none of dropout's.
+    # The transform's random numbers do not change dropout's.
     assert weights["unchanged"].equal(weights["none"])
     assert not weights["noise"].equal(weights["none"])
     assert not weights["mixed"].equal(weights["none"])
 
 
 def softly_mixed(x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mixup of classes, whose labels become probabilities."""
+    """Mixup of classes; the labels become probabilities."""
     return mixed(x, nn.functional.one_hot(labels, 2).float())
 
 
@@ -127,7 +127,7 @@ def test_mixed_classes_train_and_the_held_out_rows_alone_have_metrics(
 def test_a_change_in_place_leaves_labels_that_are_an_input_too(
     make_shards: MakeShards, tmp_path: Path, changes: str
 ) -> None:
-    """As of an autoencoder; on the CPU both would be one NumPy array."""
+    """An autoencoder's label is its input; on the CPU both share one NumPy array."""
     x = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
     manifest = make_shards({"x": x}, validation=np.arange(40) % 4 == 0)
 
@@ -196,7 +196,7 @@ def test_a_run_that_was_cut_in_an_epoch_ends_with_the_same_bits(
 def test_ranks_without_rows_keep_step_where_rows_change_their_shape(
     make_shards: MakeShards, tmp_path: Path, sharding: Any
 ) -> None:
-    """33 rows in steps of 32, and 1 held out: in the last step all ranks but one have no rows."""
+    """33 rows in steps of 32, and 1 held out: in the last step, only one rank has a row."""
     x = np.random.default_rng(1).normal(size=(34, 3)).astype(np.float32)
     manifest = make_shards({"x": x, "y": x.sum(1)}, validation=np.arange(34) == 0)
     objects = UserObjects(module=network(6, 0.0), transform_batch=Wider(), transform_in_prediction=Wider())
@@ -205,7 +205,7 @@ def test_ranks_without_rows_keep_step_where_rows_change_their_shape(
     )
     gang = train_gang(config, objects)
     alone = _train(replace(config, num_workers=1, run_uri=str(tmp_path / "alone")), objects)
-    # It draws nothing, so any number of workers trains the same.
+    # The transform uses no random numbers, so every number of workers gives the same result.
     torch.testing.assert_close(weights_of(gang, network(6)), weights_of(alone, network(6)), rtol=0, atol=1e-6)
     assert gang.history[-1].validation_loss == pytest.approx(alone.history[-1].validation_loss, rel=1e-5)
 
@@ -283,7 +283,7 @@ def test_a_network_that_cannot_take_what_it_gets_is_named(manifest: ShardManifes
 
 
 def test_the_memory_of_a_step_is_that_of_the_changed_rows(manifest: ShardManifest, tmp_path: Path) -> None:
-    """A budget that cannot be checked is a warning, and warnings fail here."""
+    """A budget that cannot be checked gives a warning, which fails tests."""
     lazy = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 1))
     objects = UserObjects(
         module=lazy, transform_batch=nn.Sequential(Noise(), Wider()), transform_in_prediction=Wider()

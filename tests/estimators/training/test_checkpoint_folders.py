@@ -1,4 +1,4 @@
-"""The removal of a run's old checkpoints."""
+"""Removal of old checkpoints of a run."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from ringspark.pipelines import storage
 def test_the_checkpoint_just_written_is_kept_and_later_ones_are_removed(
     tmp_path: Path, number: int, kept: list[int]
 ) -> None:
-    """Later ones exist if a training resumed before damaged checkpoints or rolled back before good ones."""
+    """Later ones exist if a training resumed before damaged checkpoints or rolled back."""
     for step in (1, 3, 6, 9, 12):
         Path(step_uri(str(tmp_path), step)).mkdir()
         Path(step_uri(str(tmp_path), step), COMMIT).write_text("{}")

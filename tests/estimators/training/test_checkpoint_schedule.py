@@ -1,4 +1,4 @@
-"""Checkpoints are due by steps, epochs and seconds; the clock is looked at rarely."""
+"""Checkpoints are due by steps, epochs and seconds; ranks rarely read the clock."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_without_a_wish_nothing_is_ever_due() -> None:
 
 @pytest.mark.parametrize("pace", [0.001, 0.1, 7.0, 1000.0])
 def test_seconds_are_kept_within_a_tenth_or_a_step(pace: float) -> None:
-    """Whatever a step takes: `pace` seconds, and the first one ten times that."""
+    """Steps take `pace` seconds; the first step takes ten times as long."""
     collective, clock = CountsBroadcasts(), Clock()
     due = _due(collective, clock, checkpoint_every_seconds=60.0)
     written = [0.0]

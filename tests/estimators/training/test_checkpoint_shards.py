@@ -1,4 +1,4 @@
-"""Checkpoints of several parts: written by several ranks, committed once, refused where one is wrong."""
+"""Sharded checkpoints: several ranks write them, one commit completes them, damaged shards are refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FILES = sorted([*NAMES, "ranks.safetensors", "training.json", "checkpoint.json"]
 
 
 def _snapshots(step: int, seconds: float = 60.0) -> list[Snapshot]:
-    """A matrix that is split, a bias in the first shard, and one in the second."""
+    """Returns two snapshots: a split matrix, a bias in the first shard, and one in the second."""
     record = Record(
         position=Position(epoch=1, step=step), num_parts=2, spreads={"model.safetensors": {"w": SPREAD}}
     )
@@ -79,7 +79,7 @@ def _snapshots(step: int, seconds: float = 60.0) -> list[Snapshot]:
 
 
 def _write(root: Path, snapshots: list[Snapshot], keep: int = 2) -> list[list[str]]:
-    """Each shard by a writer of its own; their errors."""
+    """Writes each shard with a separate writer; returns their errors."""
     writers = [BackgroundWriter(str(root), keep) for _ in snapshots]
     assert writers[0].clear(snapshots[0].record.position.step) == ""
     for writer, snapshot in zip(writers, snapshots, strict=True):
@@ -110,7 +110,7 @@ def test_parts_are_one_checkpoint_that_is_counted_copied_and_pruned_whole(tmp_pa
 def test_an_interrupted_copy_is_no_checkpoint(tmp_path: Path) -> None:
     assert _write(tmp_path / "a", _snapshots(3)) == [[], []]
     copied = Path(step_uri(str(tmp_path / "b"), 3))
-    (copied / FILES[-1]).mkdir(parents=True)  # a file cannot take its place
+    (copied / FILES[-1]).mkdir(parents=True)  # a folder blocks the file
     with pytest.raises(IsADirectoryError):
         copy_checkpoint(str(tmp_path / "a"), str(tmp_path / "b"), 3)
     assert not is_committed(str(tmp_path / "b"), 3)
@@ -128,7 +128,7 @@ def _missing(folder: Path) -> None:
 
 
 def _signed(change: Callable[[dict[str, Any]], None], folder: Path) -> None:
-    """Changes the record, and the digest that vouches for it."""
+    """Changes the record and updates its digest."""
     record = json.loads((folder / "training.json").read_text())
     change(record)
     text = json.dumps(record).encode()
@@ -195,7 +195,7 @@ def test_a_part_that_cannot_be_written_costs_the_checkpoint_and_nobody_waits(
     assert "the checkpoint of step 2 was not written (" in errors[0][0]
     assert "complex128" in errors[0][0]
     assert find_newest_good(str(tmp_path)) is not None
-    # The other shard may have made the folder again; it is no checkpoint, and the next one clears it away.
+    # The other shard may have created the folder again. It is no checkpoint; the next write removes it.
     assert not (Path(step_uri(str(tmp_path), 2)) / "checkpoint.json").exists()
     assert _write(tmp_path, _snapshots(3)) == [[], []]
     assert list_steps(str(tmp_path)) == [1, 3]
@@ -210,7 +210,7 @@ def test_a_part_that_never_comes_or_is_of_another_attempt_is_not_taken(tmp_path:
 
 
 def test_a_part_of_an_attempt_before_that_comes_late_takes_no_place(tmp_path: Path) -> None:
-    """Its rank is alive after the gang was started again; its bytes are other ones, as many."""
+    """A rank of the earlier attempt still writes its shard, with different bytes of the same length."""
     first, second = _snapshots(2)
     late = replace(
         second, weights={"w": WHOLE[3:] - 1, "b": torch.ones(3)}, shard=CheckpointShard(1, 2, "fed")
@@ -226,7 +226,7 @@ def test_a_part_of_an_attempt_before_that_comes_late_takes_no_place(tmp_path: Pa
 
 
 class HeldDisk(LocalFileSystem):
-    """Lists no folder before it may."""
+    """File system that blocks `ls` until `may_list` is set."""
 
     protocol = "held"
     may_list = threading.Event()
@@ -239,7 +239,7 @@ class HeldDisk(LocalFileSystem):
 def test_a_store_that_does_not_answer_costs_the_checkpoint_and_not_the_others_patience(
     tmp_path: Path,
 ) -> None:
-    """Who clears the place for a checkpoint has all other ranks wait for the answer."""
+    """One rank clears the folder for a checkpoint while all other ranks wait."""
     fsspec.register_implementation("held", HeldDisk, clobber=True)
     left = tmp_path / "step-0000000001"
     left.mkdir()
@@ -262,7 +262,7 @@ class KeepingDisk(LocalFileSystem):
 
 
 def test_a_store_that_lets_nothing_be_removed_takes_checkpoints(tmp_path: Path) -> None:
-    """It keeps all of them, and what a rank told of its shard, which nobody reads again."""
+    """The store keeps all checkpoints and the shard reports, which are never read again."""
     fsspec.register_implementation("keeping", KeepingDisk, clobber=True)
     for step in (1, 2):
         writers = [BackgroundWriter(f"keeping://{tmp_path}", 1) for _ in range(2)]
@@ -282,7 +282,7 @@ def test_a_tensor_that_no_part_has_is_missed() -> None:
 
 
 def _refused(config: TrainConfig, collective: Collective) -> Any:
-    """The second rank cannot even leave a file that says why its shard is missing."""
+    """The second rank cannot even write a file with the reason for its missing shard."""
     fsspec.register_implementation("refusing", RefusingDisk, clobber=True)
     RefusingDisk.refuses = collective.rank == 1
     return train_worker(config, collective, UserObjects()).checkpoint_errors
@@ -315,12 +315,12 @@ def test_nobody_waits_for_a_part_whose_rank_can_write_nothing(
     assert list_steps(f"{tmp_path}/run/checkpoints") == []
 
 
-# Six matrices with the head, which are cut by pairs: an odd one would be whole on both ranks.
+# Six matrices including the head: the mesh shards them in pairs and replicates an odd one.
 WIDTH, LAYERS = 256, 5
 
 
 def _peak(collective: Collective) -> Any:
-    """Bytes of this rank's weights and moments, and the most that a copy of its shard takes."""
+    """Returns the bytes of this rank's weights and moments, and the peak of a copy of its shard."""
     spec = ModelSpec("mlp", {"in_features": WIDTH, "hidden": [WIDTH] * LAYERS, "out_features": WIDTH})
     module = spec.build()
     mesh = RankMesh.of(collective, {"tensor": 2})
@@ -341,6 +341,6 @@ def test_each_rank_copies_its_own_part_and_one_tensor_at_most() -> None:
     whole = 3 * (LAYERS + 1) * one
     for own, peak, kept in run_ranks(2, "torch", _peak):
         assert own < 0.6 * whole
-        # Counts of steps, and a sum's single numbers, are no part of what a tensor takes.
+        # Step counts and scalars are not part of the tensor bytes.
         assert 0.9 * own < kept <= own + 4096
         assert peak <= own + one + 4096

@@ -1,4 +1,4 @@
-"""A training with checkpointing is the training without, to the bit: what dropout draws is drawn again."""
+"""Activation checkpointing trains bit-identical weights, with the same dropout masks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MakeShards = Callable[..., ShardManifest]
 
 @pytest.fixture
 def config(make_shards: MakeShards, tmp_path: Path) -> TrainConfig:
-    """20 steps of a language model: each token follows from the one before."""
+    """Returns 20 steps of a language model; each token follows from the previous one."""
     start = np.random.default_rng(0).integers(0, VOCAB, size=(160, 1))
     tokens = (start + 5 * np.arange(SEQ + 1)) % VOCAB
     manifest = make_shards({"ids": tokens[:, :-1], "next": tokens[:, 1:]})
@@ -59,7 +59,7 @@ def config(make_shards: MakeShards, tmp_path: Path) -> TrainConfig:
 def _assert_same_training(first: TrainResult, second: TrainResult) -> None:
     assert first.steps == second.steps == 20
     assert [r.train_loss for r in first.history] == [r.train_loss for r in second.history]
-    # Learned, so there is something to be equal.
+    # The loss fell, so the comparison below means something.
     assert first.history[-1].train_loss < first.history[0].train_loss
     nets = SPEC.build(), SPEC.build()
     for net, result in zip(nets, (first, second), strict=True):

@@ -1,4 +1,4 @@
-"""`compile`: the ranks train a compiled network, to the plain one's weights, compiled once."""
+"""`compile`: ranks train a compiled network to the weights of the plain one, and compile it once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ringspark.pipelines import ShardManifest
 
 PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
-# torch says so of its own modules when it imports its compiler.
+# torch warns about its own modules when it imports its compiler.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 
 MODEL = ModelSpec(
@@ -43,7 +43,7 @@ MODEL = ModelSpec(
 
 @pytest.fixture(autouse=True, scope="module")
 def code_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where these tests compile, in place of the home of who runs them."""
+    """Folder for compiled code, instead of the user's home."""
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
@@ -53,7 +53,7 @@ def code_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def shards(make_shards: Any, rows: int, **options: Any) -> ShardManifest:
-    """Returns `rows` rows, of which the last step of 32 has one row if rows is 32 n + 1."""
+    """Returns `rows` rows; with 32 n + 1 rows, the last step of 32 has one row."""
     x = np.random.default_rng(3).standard_normal((rows, 4)).astype(np.float32)
     manifest: ShardManifest = make_shards({"x": x, "y": x[:, 0] * x[:, 1]}, **options)
     return manifest
@@ -64,7 +64,7 @@ def config(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainConfi
 
 
 class CountGraphs(Callback):
-    """Notes how many graphs torch has compiled by the end of each epoch."""
+    """Records the number of compiled graphs at the end of each epoch."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -78,7 +78,7 @@ class CountGraphs(Callback):
 
 @pytest.mark.slow
 def test_batches_of_many_sizes_are_compiled_for_once(make_shards: Any, tmp_path: Path) -> None:
-    # 96 rows to train, in steps of 31, 31, 31 and 3; 33 to hold out: 31 and 2.
+    # 96 training rows, in steps of 31, 31, 31 and 3; 33 held-out rows: 31 and 2.
     manifest = shards(make_shards, 129, validation=np.arange(129) >= 96)
     count = CountGraphs()
     train_here(
@@ -114,7 +114,7 @@ def test_compiled_weights_are_the_plain_ones(name: str, make_shards: Any, tmp_pa
     manifest = shards(make_shards, 97)
     plain = config(manifest, tmp_path / "plain", num_workers=2, **VARIANTS[name])
     mine = replace(plain, run_uri=str(tmp_path / "compiled"), compile=True)
-    # Loaded by the plain network's names.
+    # The checkpoint has the names of the plain network.
     expected, found = (weights_of(train_gang(run), MODEL.build()) for run in (plain, mine))
     tolerance = 2e-2 if plain.precision == "bf16" else 1e-5
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
@@ -143,7 +143,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 
 def trained(network: nn.Module, seen: list[int]) -> dict[str, torch.Tensor]:
-    """Takes five steps, with a hook that notes the rows of every call."""
+    """Takes five steps, with a hook that records the rows of every call."""
     hook = network.register_forward_hook(lambda module, args, out: seen.append(len(args[0])))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(5)
@@ -171,7 +171,7 @@ def test_networks_of_torchs_own_classes_are_compiled_too(name: str) -> None:
             assert "forward" not in vars(same)
             assert same._compiled_call_impl is None
             torch.testing.assert_close(same(torch.ones(5, 4)), network(torch.ones(5, 4)))
-    torch.testing.assert_close(found, expected)  # names too
+    torch.testing.assert_close(found, expected)  # including names
     assert calls == expected_calls
     assert "forward" not in vars(network)
     assert network._compiled_call_impl is None
@@ -187,7 +187,7 @@ def test_compiled_code_is_kept_where_this_user_alone_writes(
     if not private:
         folder.mkdir(parents=True)
         folder.chmod(0o770)
-    # A network of its own, since the process remembers what it compiled before.
+    # A new network, because the process caches compiled code.
     network = nn.Sequential(nn.Linear(4, 1), nn.LeakyReLU(0.123 if private else 0.456))
     with compile_network(network, True, torch.device("cpu")):
         network(torch.ones(3, 4)).sum().backward()
@@ -197,7 +197,7 @@ def test_compiled_code_is_kept_where_this_user_alone_writes(
         assert Path(os.environ["TRITON_CACHE_DIR"]).is_relative_to(used)
         headers = Path(torch._inductor.codecache._HEADER_DIR)
         assert headers.is_relative_to(used)
-        # A header is compiled once on a host, and never into a folder that goes.
+        # A header is compiled once per host, and never into a temporary folder.
         assert headers.exists() == private
     assert not any(os.environ.get(name, "").startswith(str(used)) for name in PLACES)
     assert used.exists() == private

@@ -1,4 +1,4 @@
-"""The config: JSON and back, and every rule refuses with its remedy."""
+"""The config: JSON round trips, and every rule names a remedy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_segment_counts_are_numbers() -> None:
 
 
 def test_a_gang_that_goes_on_with_fewer_workers_reads_the_rows_with_those() -> None:
-    """Also where the workers along 'data' were given; other axes keep theirs, or refuse minWorkers."""
+    """Also with a given size of 'data'; other axes keep their size, or refuse minWorkers."""
     config = replace(CONFIG, num_workers=4, parallelism={"data": 4}, collective="torch", min_workers=2)
     assert config.with_workers(3).axes["data"] == 3
     shards = {"parallelism": {"data": 2, "shard": 2}, "sync": Zero(stage=3)}

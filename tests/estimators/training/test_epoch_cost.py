@@ -1,4 +1,4 @@
-"""What an epoch costs: rows a second, bytes, operations, energy, or None where nobody knows."""
+"""Cost of an epoch: rows per second, bytes, operations and energy; None if unknown."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from ringspark.pipelines import ShardManifest
 
 ROWS = 803
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [16, 16], "out_features": 1})
-# Two a weight forward, for the weights' gradient, and for the inputs', which the first layer does not need.
+# 2 operations per weight each for the forward pass, the weight gradients and the input gradients. The first
+# layer needs no input gradients.
 FLOPS_A_ROW = 2 * 3 * (4 * 16 + 16 * 16 + 16) - 2 * 4 * 16
 MakeShards = Callable[..., ShardManifest]
 _config = partial(config_of, model=SPEC.to_json())
@@ -53,8 +54,8 @@ def test_a_gang_counts_the_bytes_and_operations_of_all_ranks(
         assert cost is not None
         assert 0 < cost.training_seconds <= record.seconds
         assert cost.flops == ROWS * FLOPS_A_ROW
-        assert cost.flops_utilization is None  # the peak of a processor is not known
-    # Beside the epochs: the first weights, and what each epoch's end tells the others.
+        assert cost.flops_utilization is None  # the peak rate of a CPU is unknown
+    # The total also includes the initial weights and the all-reduces at the end of each epoch.
     sent = [cost.bytes_sent or 0 for cost in costs if cost is not None]
     assert sent[1] > 26 * 2 * 4 * sum(p.numel() for p in SPEC.build().parameters())
     assert sum(sent) <= sum(result.bytes_sent for result in results)
@@ -66,7 +67,7 @@ def test_a_gang_counts_the_bytes_and_operations_of_all_ranks(
 def test_an_epoch_that_was_resumed_has_no_bytes(manifest: ShardManifest, tmp_path: Path) -> None:
     config = _config(manifest, tmp_path / "run", epochs=1, checkpoint_every_steps=10)
     config = check_training(config, UserObjects(), manifest).config
-    # The checkpoint of step 20 stays, as this is no fit that would remove it.
+    # The checkpoint of step 20 stays; only `fit` removes it.
     first, second = (train_worker(config, LocalCollective()) for _ in range(2))
     assert second.resumed_steps == (20,)
     whole, rest = first.history[0].cost, second.history[0].cost
@@ -126,7 +127,7 @@ def test_a_peak_is_known_of_listed_devices_alone() -> None:
 
 
 def test_energy_is_that_of_packages_and_their_memory_also_when_a_counter_begins_anew(tmp_path: Path) -> None:
-    """Files as Linux shows them; the machine of the tests has none."""
+    """Writes the files as Linux shows them, because the test machine has none."""
     zones = {
         "intel-rapl:0": ("package-0", 900),
         "intel-rapl:0:0": ("core", 500),

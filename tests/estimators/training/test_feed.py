@@ -1,4 +1,4 @@
-"""Batches as tensors: the place of a column in memory changes nothing."""
+"""Batches as tensors: memory alignment of a column changes nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ringspark.estimators.training.feed import to_tensor
 
 
 def test_rows_give_the_same_bits_wherever_they_lie_in_memory() -> None:
-    """The reader cuts batches out of larger blocks, at other places after a resume."""
+    """The reader slices batches from larger blocks, at different offsets after a resume."""
     rows = np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32)
     network = nn.Linear(6, 8)
     found = set()

@@ -1,4 +1,4 @@
-"""A head holds what is asked of one output, from the settings, the user's objects and the data."""
+"""A head combines the settings, the user's objects and the data of one output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_each_output_gets_the_metrics_that_suit_its_loss() -> None:
         label="kind", loss="cross_entropy", weight=1.0, width=3, metrics=("accuracy", "f1"), ignored=None
     )
     assert size == Head(label="size", loss="mse", weight=0.5, width=1, metrics=("mae",), ignored=None)
-    # A callable says nothing of its labels.
+    # A callable loss does not reveal the type of its labels.
     _, size = make_heads(_config(metrics=("accuracy", "mae")), UserObjects(losses=(None, _relative)))
     assert (size.loss, size.loss_name, size.metrics) == (_relative, "_relative", ("accuracy", "mae"))
 
@@ -86,7 +86,7 @@ def test_a_run_with_another_metric_of_the_same_name_is_another_run(make_shards: 
     columns = {name: np.ones(ROWS, np.float32) for name in ("x", "kind", "size")}
     manifest, module = make_shards(columns), nn.Linear(1, 1)
     plain = identity_of(_config(), UserObjects(module=module), manifest)
-    # Of runs without such metrics, older ones can be resumed.
+    # Without user-defined metrics, older runs can still resume.
     assert not [name for name in plain["settings"] if "metric" in name and name != "metrics"]
 
     def given(metric: Any) -> Any:
@@ -96,7 +96,7 @@ def test_a_run_with_another_metric_of_the_same_name_is_another_run(make_shards: 
     assert list_differences(first, given(partial(_relative, scale=1.0))) == []
     (found,) = list_differences(first, given(partial(_relative, scale=2.0)))
     assert found.startswith("own metrics: ")
-    # A number that JSON lacks can be read back as well.
+    # Numbers that JSON lacks can be read back too.
     unbounded = given(partial(_relative, scale=math.inf))
     run = RunFolder.given(str(tmp_path / "run"), resume=False)
     run.begin(_config(), unbounded)
@@ -127,7 +127,7 @@ class _Noise:
         ("transform_in_prediction", lambda p: nn.Sequential(nn.Flatten(), nn.Dropout(p))),
         ("losses", lambda p: (nn.CrossEntropyLoss(label_smoothing=p), None)),
         ("losses", lambda p: (None, partial(_relative, scale=p))),
-        # What weighs classes is a tensor.
+        # Class weights are a tensor.
         ("losses", lambda p: (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, p])), None)),
         ("losses", lambda p: (partial(nn.functional.cross_entropy, weight=torch.tensor([1, 2, p])), None)),
         ("transform_batch", lambda p: partial(_relative, np.array([1.0, p])[::-1])),
@@ -168,6 +168,6 @@ def _of_each_per_member(output: torch.Tensor, label: torch.Tensor) -> torch.Tens
 
 
 def test_only_a_named_loss_says_that_outputs_are_of_members() -> None:
-    """A callable that happens to be called so keeps its metrics of the training rows."""
+    """A callable with such a name keeps its metrics of the training rows."""
     assert Head(label="y", loss="bce_with_logits_per_member").is_per_member
     assert not Head(label="y", loss=_of_each_per_member).is_per_member

@@ -1,4 +1,4 @@
-"""Making an optimizer imports torch's compiler no more, and torch's own way comes back with the compiler."""
+"""Creating an optimizer does not import torch's compiler; the original code returns with the compiler."""
 
 from __future__ import annotations
 

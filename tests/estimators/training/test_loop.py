@@ -1,4 +1,4 @@
-"""What the loop does beside stepping: several labels, metrics, callbacks, early stopping, the best epoch."""
+"""The training loop: several labels, metrics, callbacks, early stopping, the best epoch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def columns() -> dict[str, np.ndarray]:
 
 
 def _gang(config: TrainConfig, objects: UserObjects | None = None, workers: int = 2) -> list[TrainResult]:
-    """The results of all ranks."""
+    """Trains on several ranks; returns their results."""
     return train_ranks(replace(config, num_workers=workers), objects)
 
 
@@ -67,7 +67,7 @@ def _module(result: TrainResult, module: nn.Module | None = None) -> nn.Module:
 
 
 class TwoHeads(nn.Module):
-    """A class and a number from one trunk."""
+    """Predicts a class and a number from one trunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_several_labels_train_like_the_loop_one_would_write(
     assert record.metrics["train_loss_kind"] == pytest.approx(sums[0].item() / 301, rel=1e-5)
     assert record.metrics["train_loss_size"] == pytest.approx(sums[1].item() / 301, rel=1e-5)
     assert record.train_loss == pytest.approx((sums[0] + 0.25 * sums[1]).item() / 301, rel=1e-5)
-    # Each label has the metrics of its kind.
+    # Each label has the metrics of its type.
     names = {"train_loss_kind", "train_loss_size", "train_accuracy_kind", "train_mae_size"}
     assert set(record.metrics) == names
 
@@ -133,7 +133,7 @@ def test_several_labels_train_like_the_loop_one_would_write(
 def test_class_weights_and_row_weights_train_like_torchs_own_mean(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
-    """`CrossEntropyLoss(weight=w)` divides by the weights of the batch's labels, which lie on all ranks."""
+    """`CrossEntropyLoss(weight=w)` divides by the label weights of the batch, over all ranks."""
     weight = torch.tensor([1.0, 5.0])
     torch.manual_seed(0)
     module = SPEC.build()
@@ -158,7 +158,7 @@ def test_class_weights_and_row_weights_train_like_torchs_own_mean(
 def test_metrics_are_those_of_all_rows_of_all_workers(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
-    """66 held-out rows in batches of 32: in the last step one of three ranks has no row."""
+    """66 held-out rows in batches of 32: in the last step, one of three ranks has no row."""
     held_out = np.arange(301) >= 235
     manifest = make_shards(columns, validation=held_out)
     config = _config(
@@ -177,7 +177,7 @@ def test_metrics_are_those_of_all_rows_of_all_workers(
 
 
 class Diary(Callback):
-    """Writes down what it is told; asks to stop where told to."""
+    """Records all callback calls; asks to stop on the given rank and epoch."""
 
     def __init__(self, path: str, stop_rank: int = -1, stop_epoch: int = 0) -> None:
         self._path, self._stop_rank, self._stop_epoch = path, stop_rank, stop_epoch
@@ -221,7 +221,7 @@ def test_callbacks_are_called_on_every_rank_and_one_ranks_word_stops_all(
 
 
 def _zigzag(step: int, num_steps: int) -> float:
-    """Good in the first three epochs of ten steps, then far too large."""
+    """Returns good rates for the first three epochs of ten steps, then far too large ones."""
     return 1.0 if step < 30 else 300.0
 
 
@@ -250,7 +250,7 @@ def test_the_best_checkpoint_is_the_best(
     assert best.stop_reason is not None
     assert best.stop_reason.startswith("validation_loss did not improve on 0.")
     assert best.stop_reason.endswith("of epoch 3 for 2 epochs")
-    # The weights are those of that epoch: the held-out loss says so.
+    # The held-out loss shows that the weights come from that epoch.
     held_out = np.arange(301) % 4 == 0
     with torch.no_grad():
         logits = _module(best)(torch.from_numpy(columns["x"][held_out]))
@@ -336,14 +336,14 @@ def test_bytes_sent_are_those_of_the_ring(
     gradients = 4 * sum(p.numel() for p in SPEC.build().parameters())
     for result, share in ((two, 1.0), (three, 4 / 3)):
         assert result.steps == 20
-        # Beyond the gradients of every step: the first weights, and a few sums at the ends of epochs.
+        # In addition to the gradients: the initial weights, and a few all-reduces per epoch.
         extra = result.bytes_sent - 20 * share * gradients
         assert 0 < extra < 4 * gradients + 2_000
     assert train_here(config).bytes_sent == 0
 
 
 class Normed(nn.Module):
-    """A lazy first layer, and batch normalisation behind it."""
+    """A lazy first layer, followed by batch normalization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ class Normed(nn.Module):
 def test_a_single_row_passes_batch_normalisation_and_lazy_layers_find_their_size(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
-    """301 rows in batches of 60: the last batch is one row, which one rank has and the others lack."""
+    """301 rows in batches of 60: the last batch is one row, on one rank."""
     torch.manual_seed(0)
     config = _config(make_shards(columns), tmp_path / "run", model=None, batch_size=60, collective=collective)
     objects = UserObjects(module=Normed())
@@ -376,7 +376,7 @@ def test_a_single_row_passes_batch_normalisation_and_lazy_layers_find_their_size
 def test_the_held_out_loss_is_that_of_the_saved_network_with_batch_normalisation(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
 ) -> None:
-    """Each rank has running statistics of its own in training, and the model has those of one rank."""
+    """Each rank has its own running statistics, and the model has those from one rank."""
     torch.manual_seed(0)
     held_out = np.arange(301) % 3 == 0
     module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=0.5), nn.ReLU(), nn.Linear(8, 2))
@@ -390,7 +390,7 @@ def test_the_held_out_loss_is_that_of_the_saved_network_with_batch_normalisation
 
 
 class Memories(nn.Module):
-    """Keeps the last batch in a buffer per dtype. NumPy and Python draw the scale of its outputs."""
+    """Keeps the last batch in a buffer per dtype; NumPy and Python generate the output scale."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,7 +408,7 @@ class Memories(nn.Module):
 
 
 class Digest(Callback):
-    """Writes each rank's hash of the network's buffers and scale."""
+    """Writes each rank's buffers and output scale."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -440,7 +440,7 @@ def test_ranks_validate_with_equal_constants_and_buffers_of_every_dtype(
 def test_sparse_embeddings_train_where_a_rank_has_no_rows(
     make_shards: MakeShards, tmp_path: Path, collective: str
 ) -> None:
-    """33 rows in batches of 32: the second batch is one row. Two ranks end as one does."""
+    """33 rows in batches of 32: the second batch is one row. Two ranks end like one."""
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     columns = {"x": rng.integers(0, 9, size=33), "kind": rng.integers(0, 2, size=33)}
@@ -461,7 +461,7 @@ def test_sparse_embeddings_train_where_a_rank_has_no_rows(
 
 
 class OwnLookup(nn.Embedding):
-    """Asks for sparse gradients in its forward pass, where no layer says so."""
+    """Requests sparse gradients in its forward pass only."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.embedding(x, self.weight, sparse=True)
@@ -508,7 +508,7 @@ def test_layers_that_wait_for_every_rank_are_refused_in_a_gang(
 def test_embeddings_that_a_forward_pass_changes_are_refused_in_a_gang(
     make_shards: MakeShards, tmp_path: Path
 ) -> None:
-    """Each rank would shorten the rows of its own batch, and the ranks' weights would differ."""
+    """Each rank would renormalize the rows of its batch, and the ranks' weights would differ."""
     manifest = make_shards({"x": np.arange(33) % 9, "kind": np.arange(33) % 2})
     config = _config(manifest, tmp_path / "run", model=None, num_workers=2)
     for layer in (nn.Embedding(9, 4, max_norm=1.0), nn.EmbeddingBag(9, 4, max_norm=1.0)):
@@ -532,7 +532,7 @@ def test_weights_that_leave_nothing_to_average_are_refused(
 def test_a_metric_without_a_value_is_no_best(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray]
 ) -> None:
-    """All held-out rows are of one class: they have no AUROC."""
+    """All held-out rows have one class, so AUROC is undefined."""
     held_out = (np.arange(301) % 4 == 0) & (columns["kind"] == 1)
     manifest = make_shards(columns, validation=held_out)
     config = _config(manifest, tmp_path / "run", metrics=("auroc",), monitor="auroc", keep="best", patience=2)
@@ -542,7 +542,7 @@ def test_a_metric_without_a_value_is_no_best(
 
 
 class Auxiliary(nn.Module):
-    """A second output in training mode only."""
+    """Returns a second output in training mode only."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every loss per row against torch's own mean, also where rows do not count alike."""
+"""Per-row losses equal torch's mean, also if rows have different weights."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def _generator(name: str) -> torch.Generator:
 
 
 def _same(output: torch.Tensor, label: torch.Tensor, loss: nn.Module) -> Case:
-    """What we get and what torch gets are the same tensors."""
+    """Returns a case in which torch gets the same tensors."""
     return output, label, output, label, loss
 
 
 def _cases(name: str) -> list[Case]:
-    """(our output, our label, torch's output, torch's label, torch's loss) of a loss by name."""
+    """Returns (our output, our label, torch's output, torch's label, torch's loss) for a loss name."""
     g = _generator(name)
     numbers, tokens = torch.randint(0, 4, (ROWS,), generator=g), torch.randint(0, 4, (ROWS, 5), generator=g)
     tokens[1, 2:] = tokens[4] = -100
@@ -44,7 +44,7 @@ def _cases(name: str) -> list[Case]:
     if name in ("cross_entropy", "cross_entropy_per_member", "CrossEntropyLoss", "NLLLoss"):
         loss: nn.Module = nn.NLLLoss() if name == "NLLLoss" else nn.CrossEntropyLoss()
         classes = [_same(logits.log_softmax(1), numbers, loss)]
-        # Spark's labels are doubles, and may stand in an array of one.
+        # Spark's labels are doubles, perhaps in an array of length one.
         classes += [(logits, numbers.double(), logits, numbers, loss)]
         classes += [(logits, numbers[:, None].double(), logits, numbers, loss)]
         return classes if "member" in name else [*classes, _same(per_token.log_softmax(1), tokens, loss)]
@@ -77,7 +77,7 @@ def _cases(name: str) -> list[Case]:
 
 
 def _mean(name: str | nn.Module, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """The loss as the trainer forms it: sums over rows, then one division."""
+    """Computes the loss like the trainer: sums over rows, then one division."""
     loss = resolve_loss(name)
     rows = loss(output, label)
     assert rows.shape == (ROWS,)
@@ -163,7 +163,7 @@ def test_class_weights_of_a_margin_loss_do_not_enter_the_divisor() -> None:
 
 
 def test_a_split_batch_has_the_gradient_of_the_whole_one() -> None:
-    """Ranks and micro-batches hold different classes, so their own means would not do."""
+    """Ranks and micro-batches have different classes, so averaging their means would be wrong."""
     g = _generator("split")
     loss = nn.CrossEntropyLoss(weight=W4, ignore_index=1)
     label = torch.randint(0, 4, (ROWS, 3), generator=g)
@@ -211,7 +211,7 @@ def test_losses_are_computed_in_fp32() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         rows = LOSSES["mse"](output.to(dtype), label)
         assert rows.dtype == torch.float32
-        # In fp16 the square is infinite, in bf16 the second difference is lost.
+        # The square overflows in fp16, and bf16 loses the second difference.
         torch.testing.assert_close(rows, (output - label) ** 2)
     criterion = Criterion([Head(label="y", loss="cross_entropy")])
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -230,13 +230,13 @@ def test_members_are_held_against_the_label_one_by_one(name: str) -> None:
 
 
 def test_labels_of_a_row_loss_keep_their_row() -> None:
-    """(batch, 1) outputs against (batch,) labels must not broadcast to (batch, batch)."""
+    """(batch, 1) outputs and (batch,) labels must not broadcast to (batch, batch)."""
     output, label = torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 4.0])
     for loss in ("mse", nn.MSELoss(), *ONE_A_ROW):
         assert resolve_loss(loss)(output, label).tolist() == [0.0, 4.0]
 
 
-# As one writes them in torch, for a network of one output.
+# Common ways to write a loss in torch for a network with one output.
 ONE_A_ROW: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda output, label: (output.squeeze(1) - label) ** 2,
     lambda output, label: (output[:, 0] - label) ** 2,
@@ -277,7 +277,7 @@ def test_as_many_columns_as_rows_do_not_hide_a_broadcast() -> None:
     three_by_three = torch.arange(9.0).view(3, 3)
     with pytest.raises(ValueError, match="one value per row"):
         resolve_loss(lambda o, y: (o - y) ** 2)(torch.zeros(3), three_by_three)
-    # Of the output's own shape they are its elements.
+    # A result with the shape of the output has one value per element.
     per_row = resolve_loss(lambda o, y: (o - y.unsqueeze(1)) ** 2)(three_by_three, torch.zeros(3))
     torch.testing.assert_close(per_row, (three_by_three**2).mean(1))
 

@@ -1,4 +1,4 @@
-"""The driver compares a network spread over a mesh with the whole network, and refuses differences."""
+"""The driver refuses a mesh whose results differ from the unsharded network."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Mixing(Pair):
 
 
 class Fast(Pair):
-    """Reads a layer's weights itself, in evaluation mode only."""
+    """Reads the weights of a layer directly, in evaluation mode only."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
@@ -65,7 +65,7 @@ class Fast(Pair):
 
 
 class Scaled(Pair):
-    """Learns a number between the two layers; each rank has only a part of its gradient."""
+    """Trains a scalar between the two layers; each rank has only a share of its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,14 +76,14 @@ class Scaled(Pair):
 
 
 class Skipping(Pair):
-    """Has links() without the last operation of forward."""
+    """Leaves the last operation of forward out of links()."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * 1.1
 
 
 class Flat(nn.Module):
-    """A mixture of experts over the values of a row, with a view that fails without rows."""
+    """A mixture of experts over the values of a row; it cannot take a batch without rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Flat(nn.Module):
 
 
 class Noisy(Pair):
-    """Draws random numbers in training, in the shape of the rank's own tensors."""
+    """Draws random numbers in training, in the shape of the rank's tensors."""
 
     def _end(self, x: torch.Tensor) -> torch.Tensor:
         dropped = F.dropout(x, 0.5, self.training)
@@ -142,7 +142,7 @@ def _check(
         (Fast, {"tensor": 2}, "in evaluation mode, output 0 is off by"),
         (Scaled, {"tensor": 2}, "in training mode, the gradient of 'scale' is off by"),
         (Skipping, {"pipeline": 2}, "in evaluation mode, output 0 is off by .* links"),
-        # A short last batch may have fewer rows than there are workers.
+        # A short last batch may have fewer rows than workers.
         (Flat, {"expert": 2}, "Flat cannot take a batch without rows .*cannot reshape.*x.flatten"),
     ],
     ids=["mixing", "fast", "scaled", "skipping", "flat"],

@@ -1,4 +1,4 @@
-"""Metrics against scikit-learn's on the joined rows, for one rank and for several, one of them empty."""
+"""Metrics equal scikit-learn's over all rows, for one rank and for several, one of them without rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("torchmetrics")
 CPU = torch.device("cpu")
 ROWS, BATCH = 240, 32
 
-# Task, shape of the output, number of classes that occur.
+# Task, output shape, number of classes in the data.
 DATA = {
     "one logit": ("classification", (ROWS,), 2),
     "one logit column": ("classification", (ROWS, 1), 2),
@@ -37,7 +37,7 @@ DATA = {
 
 
 def _data(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and label; the scores have ties, and labels are doubles as Spark's are."""
+    """Returns output and label; scores have ties, and labels are doubles as in Spark."""
     task, shape, classes = DATA[name]
     g = torch.Generator().manual_seed(sum(map(ord, name)))
     if task == "classification":
@@ -73,11 +73,11 @@ def _reference(data: str) -> dict[str, float]:
     binary = width == 2
     average: dict[str, Any] = {"average": "binary" if binary else "macro", "zero_division": 0}
     curves = [1] if binary else present
-    # For ties: of two classes the log odds, of more the probabilities as torch rounds them.
+    # Ties follow the log odds for two classes, and torch's rounded probabilities for more.
     scores = logits - logits[:, :1] if binary else torch.from_numpy(logits).softmax(1).numpy()
     return {
         "accuracy": sk.accuracy_score(label, predicted),
-        # Its own function warns where a class is predicted that has no rows.
+        # scikit-learn's own function warns if a predicted class has no rows.
         "balanced_accuracy": float(np.mean([(predicted[label == c] == c).mean() for c in present])),
         "precision": sk.precision_score(label, predicted, **average),
         "recall": sk.recall_score(label, predicted, **average),
@@ -92,7 +92,7 @@ def _reference(data: str) -> dict[str, float]:
 
 
 def _all_values(collective: Collective) -> Any:
-    """Every metric over every data set: the second rank of three sees no rows at all."""
+    """Returns every metric for every data set; the second of three ranks has no rows."""
     result: dict[str, Any] = {}
     for data in DATA:
         _, shape, _ = DATA[data]
@@ -105,7 +105,7 @@ def _all_values(collective: Collective) -> Any:
         for some, of_some in zip(output[mine].split(BATCH), label[mine].split(BATCH), strict=True):
             metrics.update(some, of_some)
         result[data] = metrics.compute(collective)
-        # Computing neither forgets rows nor takes in those of others; resetting forgets.
+        # Computing keeps the rank's rows and adds none; a reset removes them.
         assert metrics.compute(collective) == result[data]
         metrics.reset()
         assert all(math.isnan(value) for value in metrics.compute(collective).values())
@@ -118,7 +118,7 @@ def _check(found: dict[str, dict[str, float]]) -> None:
         expected = _reference(data)
         assert set(expected) == set(values), "a metric has no reference"
         for name, value in values.items():
-            # The outputs that the metrics get are fp32.
+            # Metrics get fp32 outputs.
             rel = 1e-6 if data == "far from zero" else 1e-9
             assert value == pytest.approx(expected[name], rel=rel), (data, name)
 
@@ -185,7 +185,7 @@ def test_logits_between_zero_and_one_are_not_taken_for_probabilities() -> None:
 
 def test_large_logits_keep_their_order_and_16_bit_outputs_their_count() -> None:
     metrics = MetricSet(["auroc", "accuracy"], 1, CPU)
-    # fp32 probabilities of these are all 1.
+    # As fp32 probabilities, all of these are 1.
     metrics.update(torch.tensor([20.0, 21.0, 22.0, 23.0]).bfloat16(), torch.tensor([0, 0, 1, 1]))
     assert metrics.compute(LocalCollective()) == {"auroc": 1.0, "accuracy": 0.5}
 

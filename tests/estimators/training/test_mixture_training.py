@@ -1,4 +1,4 @@
-"""Mixtures of experts under `train_worker`: weights and history are those of one worker."""
+"""`train_worker` trains mixtures of experts to the weights and history of one worker."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def columns(rows: int) -> dict[str, np.ndarray]:
 def test_two_workers_are_one_worker(
     make_shards: MakeShards, tmp_path: Path, router: str, sharding: str
 ) -> None:
-    """The last batches leave a rank without rows; rows have weights, and batches come in parts."""
+    """The last batches leave a rank without rows; rows have weights, and steps have micro-batches."""
     manifest = make_shards(columns(104), validation=np.arange(104) >= 97, row_group_rows=97)
     model = spec(router, balance_weight=0.5, z_weight=0.1)
     config = config_of(
@@ -68,7 +68,7 @@ def test_two_workers_are_one_worker(
         losses=("cross_entropy",),
         weight_column="w",
         gradient_accumulation=2,
-        # A key's bias has no gradient but rounding, which Adam would blow up to whole steps.
+        # A key bias has only rounding errors as gradients, which Adam would scale up to full steps.
         optimizer="sgd",
         learning_rate=0.1,
         epochs=5,
@@ -123,7 +123,7 @@ class Stops(Callback):
 def test_a_training_that_goes_on_in_the_middle_of_an_epoch_has_the_undisturbed_history(
     make_shards: MakeShards, tmp_path: Path
 ) -> None:
-    """Noise is drawn from generators that a checkpoint holds."""
+    """A checkpoint holds the random generators that the noise comes from."""
     manifest = make_shards(columns(104))
     config = config_of(
         manifest,

@@ -1,4 +1,4 @@
-"""The gradient noise scale of a quadratic, whose noise is known, through the training that users run."""
+"""The gradient noise scale of a quadratic with known noise, measured in whole trainings."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ringspark.pipelines import ShardManifest
 
 ROWS, DIM = 8192, 64
 MakeShards = Callable[..., ShardManifest]
-# A rate so low that the weights, and with them the noise, stay as they are.
+# A rate so low that the weights and the noise do not change.
 _config = partial(config_of, task="any", optimizer="sgd", learning_rate=1e-12, noise_scale=True)
 
 
 class Distance(nn.Module):
-    """What lies between the weights and a row, so that half its square has the gradient weights - row."""
+    """Returns weights - row; half its square has the gradient weights - row."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def check(noise: GradientNoise | None, answer: GradientNoise) -> None:
     ("workers", "changes"),
     [
         (2, {"batch_size": 64}),
-        # Of 62 rows, two ranks have 21 and one has 20.
+        # Of 62 rows, two ranks get 21 and one gets 20.
         pytest.param(
             3,
             {"batch_size": 62, "weight_column": "w", "collective": "horovod"},
@@ -92,7 +92,7 @@ def test_a_gang_finds_the_noise_scale_of_a_quadratic(
 def test_one_worker_finds_it_from_its_micro_batches(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, Any], precision: str
 ) -> None:
-    """The gradients of fp16 are those of a loss that was scaled up."""
+    """The gradients of fp16 come from a scaled loss."""
     config = _config(
         make_shards(columns), tmp_path / "run", gradient_accumulation=4, precision=precision, batch_size=64
     )

@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite: the training stops, skips the step, or goes back, and says so."""
+"""A non-finite loss or gradient stops the training, skips the step, or rolls back, with a report."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
 MakeShards = Callable[..., ShardManifest]
-# Row 37 of 80, in the order of the files: step 3 of 16 rows each, in every epoch.
+# Row 37 of 80, in file order: step 3 of 16 rows each, in every epoch.
 BAD_ROW = 37
 POISON = 99.0
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Of networks this small, threads only wait for each other."""
+    """Uses one thread, which is faster for networks this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -48,7 +48,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """With running statistics, which a bad row would spoil; `bursts` passes fail from the sixth on."""
+    """Has running statistics that a bad row would spoil; `bursts` passes fail, from the sixth on."""
 
     def __init__(self, bursts: int = 0) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Net(nn.Module):
         self.bursts, self.calls = bursts, 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Shards with NaN are refused; what a network makes of their numbers nobody knows before.
+        # Shards with NaN are refused, but a network can still produce NaN.
         x = torch.where(x == POISON, math.nan, x)
         output: torch.Tensor = self.last(self.blocks(self.norm(x)))
         if self.training:
@@ -75,14 +75,14 @@ def net(bursts: int = 0) -> Net:
 
 
 class RootLoss:
-    """Finite at zero, where its gradient is not."""
+    """Is finite at zero, but its gradient is not."""
 
     def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         return ((output[:, 0] - label).abs() * (label != 7.0)).sqrt()
 
 
 def data(make_shards: MakeShards, bad: float | None = POISON, **options: Any) -> ShardManifest:
-    """5 steps of 16 rows an epoch."""
+    """Returns 5 steps of 16 rows per epoch."""
     features = np.random.default_rng(0).normal(size=(80, 4)).astype(np.float32)
     label = features.sum(1)
     if bad is not None:
@@ -188,7 +188,7 @@ def test_rollback_goes_back_with_half_the_rate(make_shards: MakeShards, tmp_path
     config = config_of(
         data(make_shards, bad=None), tmp_path / "run", on_non_finite="rollback", checkpoint_every_steps=4
     )
-    # The sixth pass fails, and that of the next attempt too.
+    # The sixth pass fails, and again in the next attempt.
     result = train_here(config, objects(bursts=2))
     assert [(found.epoch, found.step, found.action) for found in result.non_finite] == [
         (2, 1, "rolled back"),
@@ -204,7 +204,7 @@ def test_rollback_goes_back_with_half_the_rate(make_shards: MakeShards, tmp_path
 def test_rollback_to_the_first_weights_takes_the_optimizers_state_back_too(
     make_shards: MakeShards, tmp_path: Path, optimizer: str
 ) -> None:
-    """Before its first step an optimizer keeps nothing, or what its constructor made."""
+    """Before its first step, an optimizer has no state, or only the state from its constructor."""
     manifest = data(make_shards, bad=None)
     settings: dict[str, Any] = {"optimizer": optimizer, "checkpoint_every_steps": 100}
     config = config_of(manifest, tmp_path / "run", on_non_finite="rollback", **settings)
@@ -231,7 +231,7 @@ def test_rollback_ends_where_it_does_not_help(make_shards: MakeShards, tmp_path:
 
 
 class InfiniteLoss:
-    """Is infinite at label 7, and has no gradient there."""
+    """Is infinite at label 7, without a gradient there."""
 
     def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         return torch.where(label == 7.0, math.inf, (output[:, 0] - label).square())
@@ -242,7 +242,7 @@ class InfiniteLoss:
 def test_ranks_skip_what_one_rank_skips_and_report_its_loss(
     make_shards: MakeShards, tmp_path: Path, sharding: str
 ) -> None:
-    """The bad row is the only row of its rank in that step."""
+    """The bad row is its rank's only row in the step."""
     columns = {"x": np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)}
     columns["y"] = np.where(np.arange(16) == 5, 7.0, columns["x"].sum(1)).astype(np.float32)
     config = config_of(
@@ -279,7 +279,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def _gang(configs: dict[str, TrainConfig], last: TrainConfig, collective: Collective) -> None:
-    """Every skip; a rollback; then the policy that ends the gang."""
+    """Trains every skip case and a rollback, then a policy that ends the gang."""
     results = {
         name: train_worker(config, collective, objects(bursts=int(name == "rollback"))).to_json()
         for name, config in configs.items()
@@ -319,6 +319,6 @@ def test_two_ranks_decide_together(make_shards: MakeShards, tmp_path: Path, coll
             assert first.history[-1].learning_rate == 0.005
             continue
         assert [(found.epoch, found.step) for found in first.non_finite] == [(1, 3), (2, 3)], name
-        # One row, so one rank's loss.
+        # One bad row, so one rank has a bad loss.
         assert {len(found.ranks) for found in first.non_finite} == {1}, name
         assert [record.skipped_steps for record in first.history] == [1, 1], name

@@ -1,4 +1,4 @@
-"""Optimizers: the registry, groups of parameters, and factories, also on several ranks."""
+"""Optimizers: the registry, parameter groups, and factories, also on several ranks."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def test_every_optimizer_lowers_a_quadratic(name: str) -> None:
         optimizer.zero_grad()
         (parameter**2).sum().backward()
         optimizer.step()
-    # Adadelta starts at steps of a thousandth of its rate.
+    # Adadelta starts with steps of a thousandth of its rate.
     assert abs(parameter.item()) < (2.9999 if name == "adadelta" else 2.5)
 
 
 def test_adam1bit_is_adamw_until_its_second_moments_are_kept() -> None:
-    """From then on an update is linear in the gradients, also of a parameter that got its first one late."""
+    """After the freeze an update is linear in the gradients, even for a parameter with a late first one."""
     ours, theirs = nn.Parameter(torch.tensor([3.0, -1.0])), nn.Parameter(torch.tensor([3.0, -1.0]))
     late = nn.Parameter(torch.ones(1))
     optimizer = make_optimizer("adam1bit", [ours, late], 0.05, 0.1)
@@ -64,7 +64,7 @@ def test_adam1bit_is_adamw_until_its_second_moments_are_kept() -> None:
     ours.grad, late.grad = torch.tensor([100.0, 0.0]), torch.tensor([2.0])
     optimizer.step()
     assert optimizer.state[ours]["exp_avg_sq"].equal(kept)
-    # Adam's first step is the rate in the direction of the sign, after the decay.
+    # Adam's first step has the size of the rate, after weight decay.
     assert late.item() == pytest.approx(1 - 0.05 * 0.1 - 0.05)
     other_state = optimizer.state_dict()
     again = make_optimizer(
@@ -75,7 +75,7 @@ def test_adam1bit_is_adamw_until_its_second_moments_are_kept() -> None:
 
 
 def test_adam1bit_moves_a_weight_without_a_gradient_till_then_by_no_leap() -> None:
-    """Its second moment is 0 when they are kept, and its first gradient may be noise of the compression."""
+    """The frozen second moment is 0, and the first gradient may be compression noise."""
     weights, dead = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(1))
     optimizer = make_optimizer("adam1bit", [weights, dead], 0.01, 0.0)
     for number in range(20):
@@ -89,13 +89,13 @@ def test_adam1bit_moves_a_weight_without_a_gradient_till_then_by_no_leap() -> No
     assert abs(dead.item()) < 2 * 0.01
     moved = (weights.detach() - before).abs()
     assert moved[:7].max() < 2 * 0.01
-    # A gradient of the usual size, at a rate of at most 32 times the usual one, a tenth of it at once.
+    # A normal gradient, at no more than 32 times the rate, a tenth of it at once.
     assert 0 < moved[7] < 32 * 0.01
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_adam_is_fused_where_all_parameters_are_on_one_kind_of_device(name: str) -> None:
-    """On fake tensors, which need no GPU; the step is torch's own for such parameters."""
+    """Uses fake tensors, which need no GPU; fused parameters take torch's own step."""
     with FakeTensorMode():
         on_gpu, on_cpu = (nn.Parameter(torch.ones(4, device=device)) for device in ("cuda", "cpu"))
         on_gpu.grad = torch.ones(4, device="cuda")
@@ -121,12 +121,12 @@ def test_every_optimizer_decays_weights_and_takes_groups(name: str) -> None:
     for p in module.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    # With no gradient at all, only what decays can move.
+    # All gradients are zero, so only weight decay changes parameters.
     moved = [n for n, p in module.named_parameters() if not p.equal(before[n])]
     assert moved == ["encoder.weight", "encoder.bias"]
 
 
-# Rates at which each learns the problem below in 150 steps.
+# Rates that learn the problem below in 150 steps.
 RATES = {
     "sgd": 10.0,
     "momentum": 2.0,
@@ -143,7 +143,7 @@ RATES = {
 def test_every_optimizer_solves_a_regression(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(256, 80, generator=generator)
-    true = torch.randn(80, 64, generator=generator)  # 5,120 weights: 8-bit moments have two bytes
+    true = torch.randn(80, 64, generator=generator)  # 5,120 weights: 8-bit moments need two bytes
     weights = nn.Parameter(torch.randn(80, 64, generator=generator) * 0.1)
     optimizer = make_optimizer(name, [weights], RATES.get(name, 0.03), weight_decay=0.0)
     losses = []
@@ -167,7 +167,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_adam_goes_on_alike_from_a_saved_state_whatever_the_order_in_memory(name: str, layout: str) -> None:
-    """torch's fused kernel of CPUs looks at no strides, and a saved state lies row by row."""
+    """torch's fused CPU kernel ignores strides, and a saved state is contiguous."""
     weights, states = [], []
     for is_saved in (False, True):
         module = nn.Module()
@@ -194,7 +194,7 @@ def test_adam_goes_on_alike_from_a_saved_state_whatever_the_order_in_memory(name
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_adam_reads_gradients_as_they_lie_in_memory(name: str) -> None:
-    """A hook of the user's may set one whose columns lie together."""
+    """A user's hook may set a column-major gradient."""
     weights = []
     for is_turned in (False, True):
         weight = nn.Parameter(torch.ones(4, 3))
@@ -244,7 +244,7 @@ def test_a_saved_state_goes_on_to_the_same_bits(name: str) -> None:
     assert all(a.equal(b) for a, b in zip(first, second, strict=True))
 
 
-# Bytes of state for a weight of a matrix of 512 x 256: without the count of steps, 4 bytes a matrix.
+# Bytes of state per weight of a 512 x 256 matrix, without the step count of 4 bytes per matrix.
 LINES = 4 * (512 + 256) / (512 * 256)
 STATE_BYTES = {
     "sgd": 0.0,
@@ -299,7 +299,7 @@ def test_the_rate_of_a_group_can_be_changed_between_steps(name: str) -> None:
     before = weights.detach().clone()
     optimizer.param_groups[0]["lr"] = 0.0
     if name == "lars":
-        optimizer.param_groups[0]["momentum"] = 0.0  # whose buffer holds rates of the past
+        optimizer.param_groups[0]["momentum"] = 0.0  # its buffer would depend on past rates
     _steps(optimizer, [weights], 1, seed=3)
     assert weights.equal(before)
 
@@ -307,7 +307,7 @@ def test_the_rate_of_a_group_can_be_changed_between_steps(name: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_elementwise_optimizers_are_those_that_update_slices_alike(name: str) -> None:
     (whole,) = _parameters((80, 64))
-    cut = 80 * 64 - 4100  # the longer part, too, has 8-bit moments of its own
+    cut = 80 * 64 - 4100  # the longer shard has 8-bit moments too
     parts = [nn.Parameter(part.clone()) for part in whole.detach().flatten().split([cut, 80 * 64 - cut])]
     optimizers = [make_optimizer(name, [p], 0.01, 0.1) for p in (whole, *parts)]
     generator = torch.Generator().manual_seed(2)
@@ -337,7 +337,7 @@ def _moved_by(
     shapes: list[tuple[int, ...]],
     step: Callable[[int, torch.Tensor, torch.Tensor, dict[str, Any]], None],
 ) -> None:
-    """Asserts that the optimizer does what `step` (number, weights, gradient, state) says, for 6 steps."""
+    """Checks 6 optimizer steps against `step` (number, weights, gradient, state)."""
     parameters = _parameters(*shapes)
     expected = [p.detach().double() for p in parameters]
     states: list[dict[Any, Any]] = [{} for _ in shapes]
@@ -409,7 +409,7 @@ def test_8_bit_moments_move_weights_like_32_bit_ones(name: str, full: str) -> No
     moved = (theirs[0] - start).norm()
     assert (ours[0] - theirs[0]).norm() < 0.03 * moved
     assert not ours[0].equal(theirs[0])
-    # Small parameters have moments in fp32.
+    # Small parameters have fp32 moments.
     torch.testing.assert_close(ours[1], theirs[1], atol=1e-6, rtol=1e-5)
 
 
@@ -437,7 +437,7 @@ def test_quantized_values_are_the_nearest_levels_and_never_lose_a_second_moment(
     assert (table[0] < 0) is signed
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)) ** 3
     values = values if signed else values.abs()
-    values[:300] *= 1e-9  # a block whose neighbours are large, and one with none
+    values[:300] *= 1e-9  # a block with large neighbors, and one without
     quantizer = Quantizer(signed, torch.device("cpu"))
     codes, scales = quantizer.quantize(values)
     assert (codes.dtype, len(codes), len(scales)) == (torch.uint8, 1000, 4)
@@ -445,7 +445,7 @@ def test_quantized_values_are_the_nearest_levels_and_never_lose_a_second_moment(
     scale = scales.repeat_interleave(BLOCK_SIZE)[:1000]
     distances = (values[:, None] / scale[:, None] - torch.tensor(table)).abs()
     nearest = distances.min(1).values
-    # fp16 decides between two levels: 2**-11 of the value.
+    # fp16 chooses between two levels: 2**-11 of the value.
     slack = (values / scale).abs() * 2**-11 + 3e-8
     error = (back / scale - values / scale).abs()
     rounded_up = (codes == 1) & (not signed)
@@ -557,7 +557,7 @@ def test_a_factory_must_give_an_optimizer_of_the_modules_parameters() -> None:
         with pytest.raises(ValueError, match=message):
             build_optimizer(factory, module, None, 0.1, 0.0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of it too
+        warnings.simplefilter("ignore")  # torch warns too
         with pytest.raises(ValueError, match="holds a parameter twice"):
             build_optimizer(lambda p: torch.optim.SGD([*p, p[0]]), module, None, 0.1, 0.0)
 
@@ -580,7 +580,7 @@ OWN = ("adafactor", "adam8bit", "adamw8bit", "lamb", "lars", "sm3")
 
 
 def _wide() -> nn.Module:
-    """One weight is large enough for 8-bit moments, others are not."""
+    """Returns a network in which only one weight is large enough for 8-bit moments."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 2048), nn.Tanh(), nn.Linear(2048, 1))
 
@@ -592,7 +592,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, list[dict[str, Any]]]] = {
 
 
 def _weights(collective: Collective) -> Any:
-    """The weights after five steps over twelve rows dealt out to the ranks, for each case."""
+    """Returns the weights after five steps over twelve rows split over the ranks, for each case."""
     warnings.filterwarnings("ignore", "optimizer leaves out")
     rows = torch.randn(5, 12, 3, generator=torch.Generator().manual_seed(1))
     result = {}
@@ -617,7 +617,7 @@ def test_factories_and_our_own_optimizers_train_alike_on_several_ranks(name: str
     expected = run_one(_weights)
     for text in run_ranks(2, name, _weights):
         for case, weights in text.items():
-            # Gradients summed in another order may round to another of 256 levels.
+            # Gradients reduced in a different order may round to a different code of 256.
             tolerance = 2e-3 if "8bit" in case else 1e-5
             difference = torch.tensor(weights) - torch.tensor(expected[case])
             assert difference.abs().max() < tolerance, case

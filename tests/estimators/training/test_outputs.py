@@ -1,4 +1,4 @@
-"""Every form in which modules return tensors."""
+"""All forms in which modules return tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ClassifierOutput:
 
 
 class ModelOutput(OrderedDict[str, torch.Tensor]):
-    """As the transformers library has it: a mapping whose keys are attributes too."""
+    """Like the transformers class: a mapping whose keys are attributes too."""
 
     def __getattr__(self, name: str) -> torch.Tensor:
         if name in self:

@@ -1,4 +1,4 @@
-"""Metrics of a user's own, over several ranks against torchmetrics, or the function, over the joined rows."""
+"""User-defined metrics over several ranks equal the metric over all rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROWS, BATCH = 240, 32
 
 
 class Spread(torchmetrics.Metric):  # type: ignore[misc,name-defined]
-    """The largest error less the smallest, beside states of every other rule."""
+    """Largest minus smallest error; its states use every other reduction too."""
 
     higher_is_better = False
 
@@ -48,7 +48,7 @@ class Spread(torchmetrics.Metric):  # type: ignore[misc,name-defined]
         self.add_state("least", torch.tensor(math.inf), dist_reduce_fx="min")
         self.add_state("average", torch.tensor(0.0), dist_reduce_fx="mean")
         self.add_state("rows", torch.tensor(0), dist_reduce_fx="sum")
-        # Root of the sum of squares: neither of the built-in rules.
+        # Root of the sum of squares, which is no built-in reduction.
         self.add_state("norm", torch.tensor(0.0), dist_reduce_fx=lambda norms: norms.square().sum(0).sqrt())
         self.add_state("all", [], dist_reduce_fx="cat")
 
@@ -67,12 +67,12 @@ class Spread(torchmetrics.Metric):  # type: ignore[misc,name-defined]
 
 
 def absolute(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """One number per row."""
+    """Returns one number per row."""
     return (outputs - labels).abs()
 
 
 def rank_correlation(outputs: torch.Tensor, labels: torch.Tensor) -> float:
-    """One number for all rows, which no mean of parts gives."""
+    """Returns one number for all rows, which is no mean over batches."""
     places = torch.stack([values.argsort().argsort().double() for values in (outputs, labels)])
     return float(torch.corrcoef(places)[0, 1])
 
@@ -86,7 +86,7 @@ CASES: dict[str, tuple[Any, str]] = {
     "MulticlassAccuracy of two": (classification.MulticlassAccuracy(num_classes=2), "one logit"),
     "MultilabelAUROC": (classification.MultilabelAUROC(num_labels=3), "three labels"),
     "MeanSquaredError": (regression.MeanSquaredError(), "values"),
-    # Its states are joined by no rule: it takes a stack of those of all ranks.
+    # No reduction joins its states: it needs the stacked states of all ranks.
     "PearsonCorrCoef": (regression.PearsonCorrCoef(), "values"),
     "ExplainedVariance": (regression.ExplainedVariance(), "values"),
     "every rule": (Spread(), "values"),
@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Any, str]] = {
 
 
 def _data(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs as a network gives them, and labels as a column does."""
+    """Returns outputs like a network's, and labels like a column's."""
     g = torch.Generator().manual_seed(sum(map(ord, name)))
     shape = {
         "one logit": (ROWS, 1),
@@ -115,7 +115,7 @@ def _data(name: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _reference(name: str) -> float:
-    """The metric in one process, over all rows at once."""
+    """Computes the metric in one process, over all rows at once."""
     metric, data = CASES[name]
     outputs, labels = _data(data)
     if data == "values":
@@ -145,7 +145,7 @@ def _set(name: str) -> MetricSet:
 
 
 def _values(collective: Collective) -> Any:
-    """Every case, its second half after a save and a load; the second rank of three sees no rows."""
+    """Computes every case with a save and a load in the middle; the second of three ranks has no rows."""
     result = {}
     for name, (_, data) in CASES.items():
         outputs, labels = _data(data)
@@ -161,7 +161,7 @@ def _values(collective: Collective) -> Any:
                 states, metrics = metrics.states(), _set(name)
                 metrics.load_states(states)
         result[name] = metrics.compute(collective)["own"]
-        # What was saved between goes on to the bit, and computing changes nothing.
+        # Saved states continue bit for bit, and computing changes nothing.
         assert straight.compute(collective)["own"] == metrics.compute(collective)["own"] == result[name]
         metrics.reset()
         assert math.isnan(metrics.compute(collective)["own"])
@@ -178,7 +178,7 @@ def test_a_metric_over_batches_is_that_of_all_rows() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_states_of_ranks_that_are_gone_count_beside_new_rows(name: str) -> None:
-    """Three ranks, one of them without rows, are cut within an epoch; one goes on with the rest."""
+    """Three ranks, one without rows, stop within an epoch; one rank continues with the other rows."""
     outputs, labels = _data(CASES[name][1])
     gone = [_set(name) for _ in range(3)]
     gone[0].update(outputs[:90], labels[:90])
@@ -288,7 +288,7 @@ TRIALS: dict[str, tuple[Any, str]] = {
 
 
 class Joined(torchmetrics.Metric):  # type: ignore[misc,name-defined]
-    """Of several workers it gives several numbers."""
+    """Returns several numbers if it ran on several workers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ def test_what_gives_no_number_is_refused_after_a_trial(name: str) -> None:
 
 
 def by_class(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """One number per class, of which there are as many as a trial once had rows."""
+    """Returns one number per class; a test batch may have as many rows as classes."""
     hits = (outputs.argmax(1) == labels).float()
     return torch.stack([hits[labels == k].sum() for k in range(outputs.shape[1])])
 
@@ -352,6 +352,6 @@ def test_what_is_better_is_said_by_the_object() -> None:
     assert is_higher_better("spread", own) is False
     assert is_higher_better("absolute", own) is None
     assert is_higher_better("auroc", own) is True
-    # An entry of several labels: the longest name that fits is its metric.
+    # With several labels, the longest matching name is the metric.
     assert find_metric("f1_weighted_kind", ["f1", "f1_weighted"]) == "f1_weighted"
     assert find_metric("loss_kind", ["f1"]) is None

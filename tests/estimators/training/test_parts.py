@@ -1,4 +1,4 @@
-"""The small parts of the training room, each against torch or against its definition."""
+"""Small parts of the training package, each against torch or its definition."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_batches_arrive_on_a_gpu_in_order_while_it_computes() -> None:
     config = TrainConfig(shards_uri="", run_uri="", input_columns=("x",), label_columns=("y",))
     busy, sums = torch.rand(4096, 4096, device=device), []
     for batch in move_batches(device, columns, config):
-        busy = busy @ busy  # keeps the stream behind the copies
+        busy = busy @ busy  # keeps the stream busy behind the copies
         sums.append(batch.inputs[0].sum())
         del batch
     assert [value.item() for value in sums] == [n * rows * 8 for n in range(20)]

@@ -1,4 +1,4 @@
-"""Mixed precision: what computes in fp32, and how fp16 scales, skips and recovers."""
+"""Mixed precision: operations in fp32, and how fp16 scales, skips and recovers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_norms_compute_in_fp32_and_pass_the_dtype_on(kind: str, precision: str) 
     assert output.dtype == gradient.dtype == rounded.dtype
     with torch.autocast("cpu", enabled=False):
         expected, _, _ = run(plain, rounded.float())
-    # Nothing but the last rounding is in 16 bits.
+    # Only the final rounding is in 16 bits.
     assert output.equal(expected.to(rounded.dtype))
     assert all(g.dtype == torch.float32 for g in parameter_gradients)
     assert all(a.equal(b) for a, b in zip(layer.buffers(), plain.buffers(), strict=True))
@@ -80,7 +80,7 @@ def test_norms_compute_in_fp32_and_pass_the_dtype_on(kind: str, precision: str) 
 def test_every_norm_of_torch_is_covered() -> None:
     names = {name for name in dir(nn) if name.endswith("Norm") or "Norm1d" in name or "Norm2d" in name}
     kinds = {name for name in names if issubclass(getattr(nn, name), NORMS)}
-    # A lazy one has become a plain one when the training begins.
+    # A lazy norm has become a plain one before the training begins.
     assert names - kinds <= {"CrossMapLRN2d"}
 
 
@@ -122,7 +122,7 @@ def test_the_scale_backs_off_at_an_overflow_and_grows_after_a_while() -> None:
         scales.append(scaler.current_scale)
     assert scales == [8.0, 4.0, 2.0, 2.0, 2.0, 4.0, 4.0]
     assert scaler.skipped_steps == 2
-    # Gradients were unscaled: five steps of 0.1.
+    # The gradients were unscaled: five steps of 0.1.
     assert weight.item() == pytest.approx(0.5)
 
 
@@ -167,7 +167,7 @@ def test_a_saved_scaler_goes_on_where_it_was() -> None:
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.skipped_steps == 1
     assert second.current_scale == 4.0
-    # One good step was taken already, so the next one is the second.
+    # One good step was counted before, so this one is the second.
     _scaled_step(second, weight, optimizer, 1.0)
     assert second.current_scale == 8.0
     second.load_state_dict({})
@@ -183,7 +183,7 @@ def test_a_rank_without_any_gradient_takes_its_step() -> None:
 
 
 def _sharded_scaler(collective: Collective) -> Any:
-    """Each rank has a gradient of its own; only rank 1's overflows, in the second step."""
+    """Runs three steps; only the gradient of rank 1 overflows, in the second step."""
     scaler = LossScaler("fp16", CPU, lambda found: collective.all_reduce(found, "max"), init_scale=8.0)
     weight, optimizer = _one_weight()
     skipped = []
@@ -203,7 +203,7 @@ def test_ranks_with_parts_of_the_gradients_skip_together(name: str) -> None:
 
 
 class _Net(nn.Module):
-    """A network with a norm, whose rows with an x above 100 overflow fp16 in the forward pass."""
+    """A network with a norm; rows with x above 100 overflow fp16 in the forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def _columns(rows: int, bad_rows: tuple[int, ...] = ()) -> dict[str, np.ndarray]
 _config = partial(
     config_of,
     shuffle=False,
-    # Small enough that no gradient overflows by the first scale, 65536.
+    # Small enough that no gradient overflows at the initial scale, 65536.
     loss_weights=(1 / 64,),
     precision="fp16",
 )
@@ -238,7 +238,7 @@ def _weights(result: TrainResult) -> torch.Tensor:
 
 
 class _Watch(Callback):
-    """Compares the ranks' weights after every step, and notes rates and steps."""
+    """Records the rates, and checks at the end that all ranks have the same weights."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -248,7 +248,7 @@ class _Watch(Callback):
         assert state.step == len(self.rates)
 
     def on_train_end(self, state: TrainingState) -> None:
-        # In a sum over ranks without rounding: every bit counts.
+        # Reduces the weights as integers, so that every bit counts.
         weights = torch.cat([p.detach().flatten() for p in state.module.parameters()])
         bits = weights.view(torch.int32).long()
         if state.size > 1:
@@ -266,7 +266,7 @@ class _Watch(Callback):
         assert self.rates == pytest.approx(planned)
 
 
-# The third step of 32 rows has one bad row; its neighbours on the same rank overflow with it.
+# The third step of 32 rows has one bad row, which makes its rank overflow.
 BAD_ROW = 2 * 32 + 1
 
 
@@ -290,7 +290,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(
     for result in results:
         assert [record.skipped_steps for record in result.history] == [1, 1]
         assert result.steps == 10
-    # Training went on: the loss is that of the other rows.
+    # The training continued with the loss of the other rows.
     first, second = (record.train_loss for record in results[0].history)
     assert math.isfinite(first)
     assert second < first
@@ -302,7 +302,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(
 def test_a_skipped_step_leaves_weights_and_optimizer_as_they_were(
     make_shards: MakeShards, tmp_path: Path
 ) -> None:
-    """Training with a bad batch equals training without that batch."""
+    """Training with a bad batch equals training without it."""
     with_bad = make_shards(_columns(160, (BAD_ROW,)), num_files=1, row_group_rows=160, name="a")
     columns = {name: np.delete(values, np.s_[64:96], axis=0) for name, values in _columns(160).items()}
     without = make_shards(columns, num_files=1, row_group_rows=160, name="b")
@@ -312,7 +312,7 @@ def test_a_skipped_step_leaves_weights_and_optimizer_as_they_were(
     clean = train_here(_config(without, tmp_path / "b", **changes), objects)
     assert (skipped.steps, clean.steps) == (5, 4)
     assert _weights(skipped).equal(_weights(clean))
-    # The mean over 128 rows: of the bad batch, none is counted.
+    # The mean over 128 rows; the bad batch does not count.
     assert skipped.history[0].train_loss == pytest.approx(clean.history[0].train_loss, rel=1e-6)
 
 
@@ -326,7 +326,7 @@ def test_metrics_leave_out_rows_that_overflowed(make_shards: MakeShards, tmp_pat
     kept = np.arange(160) != BAD_ROW
     with torch.no_grad():
         output = module(torch.from_numpy(columns["x"][kept]))[:, 0]
-    # Metrics know no weights of losses.
+    # Metrics ignore loss weights.
     expected = (output - torch.from_numpy(columns["y"][kept])).square().mean().item()
     assert result.history[0].metrics["train_mse"] == pytest.approx(expected, rel=1e-2)
 
@@ -377,7 +377,7 @@ def test_16_bits_train_nearly_like_fp32(
 
 
 def test_small_gradients_survive_fp16_by_the_scale(make_shards: MakeShards, tmp_path: Path) -> None:
-    """Of 1e-9 of the loss, an unscaled fp16 gradient would be 0."""
+    """At 1e-9 of the loss, an unscaled fp16 gradient would be 0."""
     layer = nn.Linear(4, 1)
     rows = torch.randn(8, 4)
 

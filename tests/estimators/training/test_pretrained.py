@@ -1,4 +1,4 @@
-"""The first weights from a checkpoint: which files a URI means, which names are loaded, what is refused."""
+"""Pretrained initial weights: files behind a URI, loaded names, and refused checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _setting(uri: Path | str, *ignore: str, strict: bool = True) -> Pretrained:
 
 
 def _other() -> nn.Module:
-    """A network of the same kind with weights of its own, and another head."""
+    """Returns a similar network with different weights and a different head."""
     torch.manual_seed(7)
     return ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 3}).build()
 
@@ -55,7 +55,7 @@ def _as_folder(folder: Path) -> Path:
 
 
 def _as_pieces(folder: Path) -> Path:
-    """As Hugging Face saves what is large."""
+    """Saves a sharded checkpoint, like Hugging Face does for large models."""
     names: dict[str, str] = {}
     for number, (name, tensor) in enumerate(_tensors(_other()).items()):
         names[name] = f"model-{number % 2}-of-2.safetensors"
@@ -72,7 +72,7 @@ def _as_saved(folder: Path) -> Path:
 
 
 def _as_links(folder: Path) -> Path:
-    """As the cache of Hugging Face holds a download."""
+    """Links files like the Hugging Face download cache."""
     (folder / "blobs").mkdir()
     _as_folder(folder / "blobs")
     (folder / "snapshot").mkdir()
@@ -116,7 +116,7 @@ def test_one_name_of_a_tied_weight_is_enough_and_adapters_are_not_asked_for(tmp_
     save_file(tensors, tmp_path / "model.safetensors")
     add_lora(module, 1, 1, ["head"])
     check_pretrained(_setting(tmp_path), module)
-    # A user's own parameter of such a name is asked for.
+    # A user's parameter with an adapter's name must be in the checkpoint.
     module.lora_A = nn.Parameter(torch.zeros(1))
     with pytest.raises(ValueError, match="it lacks 'lora_A', and has nothing"):
         check_pretrained(_setting(tmp_path), module)

@@ -1,4 +1,4 @@
-"""The states of ranks in a checkpoint; a larger gang needs no more memory for them."""
+"""Rank states in a checkpoint; they need no more memory in a larger gang."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
 WIDTH = 1024
-# A rank's weights and its momentum.
+# Weights and momentum of a rank.
 STATE_BYTES = 2 * WIDTH * WIDTH * 4
 MakeShards = Callable[..., ShardManifest]
 
 
 def _peaks(config: TrainConfig, collective: Collective) -> dict[str, int]:
-    """Trains a step, and the rest from its checkpoint; returns the most bytes of `save` and `load`."""
+    """Trains, fails and resumes; returns the peak bytes of `save` and `load`."""
     found = {}
 
     def measure(name: str, function: Callable[..., None]) -> None:
@@ -54,7 +54,7 @@ def _peaks(config: TrainConfig, collective: Collective) -> dict[str, int]:
 @pytest.mark.distributed
 @pytest.mark.extras
 def test_a_rank_holds_the_state_of_one_other_rank_at_most(make_shards: MakeShards, tmp_path: Path) -> None:
-    """Besides its own, and the copy that rank 0 writes."""
+    """In addition to its own state, and the copy that rank 0 writes."""
     rng = np.random.default_rng(0)
     manifest = make_shards({"x": rng.normal(size=(64, WIDTH)).astype(np.float32), "y": np.zeros(64)})
     config = config_of(
@@ -73,7 +73,7 @@ def test_a_rank_holds_the_state_of_one_other_rank_at_most(make_shards: MakeShard
 
 
 def _state(rank: int) -> RankState:
-    """A rank's state; rank 1 has more than travels with others."""
+    """Returns the state of a rank; the state of rank 1 is too large to be gathered with others."""
     tensors = {
         "bytes": torch.full((5,), rank, dtype=torch.uint8),
         "flag": torch.tensor(True),

@@ -47,8 +47,8 @@ CASES = [
 
 
 def processor() -> dict[str, str]:
-    """Returns what decides the order of additions."""
-    # Processors of one capability may still have other kernels: torch's libraries look at the model.
+    """Returns everything that decides the order of additions."""
+    # CPUs of one capability may use different kernels, because torch's libraries check the model.
     told = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
     kinds = re.findall(r"^(?:cpu family|model|stepping)\s*:\s*(\d+)$", told, re.MULTILINE)[:3]
     return {
@@ -59,7 +59,7 @@ def processor() -> dict[str, str]:
 
 
 def table() -> dict[str, np.ndarray]:
-    """Returns 800 rows: 25 steps of 32 in an epoch."""
+    """Returns 800 rows: 25 steps of 32 per epoch."""
     generator = np.random.Generator(np.random.PCG64(7))
     x = generator.standard_normal((800, 4)).astype(np.float32)
     return {
@@ -71,7 +71,7 @@ def table() -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, torch.Tensor]]:
-    """Returns all parameters after 50 steps on 2 ranks, 1-D, of each variant on a collective."""
+    """Returns all parameters of each variant after 50 steps on 2 ranks, as 1-D tensors."""
     folder = tmp_path_factory.mktemp("recorded")
     manifest = written(folder / "shards", table(), num_files=1)
 

@@ -1,4 +1,4 @@
-"""A training that was stopped and goes on is the training that was not, to the bit."""
+"""A resumed training equals an uninterrupted one, bit for bit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MakeShards = Callable[..., ShardManifest]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Of networks this small, threads only wait for each other."""
+    """Uses one thread, which is faster for networks this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -47,7 +47,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """Draws from every generator; with statistics of its own on each rank."""
+    """Uses every random generator, and has different running statistics on each rank."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def net(dropout: float = 0.3) -> Net:
 
 
 class Stops(Callback):
-    """Counts, and raises after step `at`."""
+    """Records the steps, and raises after step `at`."""
 
     def __init__(self, at: int | None = None) -> None:
         self.at = at
@@ -83,7 +83,7 @@ class Stops(Callback):
     def on_step_end(self, state: TrainingState) -> None:
         self.seen.append(state.step * 10 + state.rank)
         if state.step == 7:
-            # Half the planned rate from here on, as long as the training lives.
+            # Halves the planned rate from here to the end of the training.
             for group in state.optimizer.param_groups:
                 group["lr"] *= 0.5
         if state.step == self.at:
@@ -91,7 +91,7 @@ class Stops(Callback):
 
     def on_epoch_end(self, state: TrainingState) -> None:
         assert [seen // 10 for seen in self.seen] == list(range(1, state.step + 1))
-        # Each rank gets its own back; where the number of ranks changes, that of rank 0.
+        # Each rank gets its own state back, or rank 0's if the number of ranks changed.
         if len(set(self.sizes)) == 1:
             assert {seen % 10 for seen in self.seen} == {state.rank}
 
@@ -103,7 +103,7 @@ class Stops(Callback):
 
 
 def data(make_shards: MakeShards) -> ShardManifest:
-    """5 steps of 16 rows an epoch, the last one of 14, and 10 rows to validate."""
+    """Returns 5 steps of 16 rows per epoch (the last has 14), and 10 validation rows."""
     rng = np.random.default_rng(0)
     features = rng.normal(size=(88, 4)).astype(np.float32)
     columns = {"x": features, "y": features.sum(1)}
@@ -145,7 +145,7 @@ def _names(result: TrainResult) -> str:
 
 
 def plain(history: tuple[EpochRecord, ...]) -> list[dict[str, Any]]:
-    """The history without its seconds, and without the cost that a process measured."""
+    """Returns the history without seconds and without measured costs."""
     return [asdict(replace(record, seconds=0.0, cost=None)) for record in history]
 
 
@@ -160,7 +160,7 @@ def assert_same(result: TrainResult, expected: TrainResult) -> None:
         expected.stop_reason,
         expected.checkpoint_epoch,
     )
-    # Nothing is left but the model, its story, and checkpoints until whoever started the ranks removes them.
+    # Only the model, the logs and the checkpoints remain; the launcher removes the checkpoints.
     left = {path.name for path in Path(result.run_uri).iterdir()}
     story = {"history.json", "progress.json", "environment.json", "data.json", "config.json", "result.json"}
     assert left - {*story, "checkpoints"} == {Path(result.checkpoint_uri).name}
@@ -170,7 +170,8 @@ def test_one_rank_goes_on_from_any_step(make_shards: MakeShards, tmp_path: Path)
     manifest = data(make_shards)
     expected = train_here(config_of(manifest, tmp_path / "plain"), objects())
     assert (expected.steps, expected.resumed_steps) == (15, ())
-    # Checkpoints: in an epoch; that of step 5 and 10 after the epoch's end; none yet; in the last step.
+    # Failures within an epoch; after the checkpoint at an epoch's end; before any checkpoint; in the last
+    # step.
     for at, last in ((4, 3), (6, 5), (8, 6), (11, 10), (2, None), (15, 12)):
         config = config_of(
             manifest, tmp_path / f"at-{at}", checkpoint_every_steps=3, checkpoint_every_epochs=1
@@ -189,7 +190,7 @@ def test_a_run_may_be_continued_again_and_again_and_by_accumulation_in_fp16(
     expected = train_here(config_of(manifest, tmp_path / "plain", **changes), objects())
     assert sum(record.skipped_steps for record in expected.history) > 0
     config = config_of(manifest, tmp_path / "run", checkpoint_every_steps=1, **changes)
-    # Of step 7 is the first checkpoint that knows of the halved rate, before any step was taken at it.
+    # The checkpoint of step 7 is the first one with the halved rate, before any step used it.
     for at in (2, 5, 6, 8, 13):
         stopped(config, at)
     result = train_here(config, objects())
@@ -208,7 +209,7 @@ def test_a_clock_that_jumps_and_files_of_other_times_change_nothing(
         manifest, tmp_path / "jumping", checkpoint_every_steps=3, checkpoint_every_seconds=60.0
     )
     stopped(config, 11)
-    # The newest is the one of most steps, whatever the files' times say.
+    # The newest checkpoint has the most steps, whatever its file times are.
     checkpoints = sorted((tmp_path / "jumping" / "checkpoints").iterdir())
     assert len(checkpoints) == 2
     for age, folder in enumerate(checkpoints):
@@ -221,7 +222,7 @@ def test_a_clock_that_jumps_and_files_of_other_times_change_nothing(
 
 def test_early_stopping_counts_on(make_shards: MakeShards, tmp_path: Path) -> None:
     manifest = data(make_shards)
-    # The best epoch is the first, so the training ends after the third.
+    # The first epoch is the best, so the training ends after the third.
     changes: dict[str, Any] = {"patience": 2, "min_delta": 100.0, "epochs": 6}
     expected = train_here(config_of(manifest, tmp_path / "plain", **changes), objects())
     assert "did not improve" in str(expected.stop_reason)
@@ -231,7 +232,7 @@ def test_early_stopping_counts_on(make_shards: MakeShards, tmp_path: Path) -> No
 
 
 class CountsInGroup(torch.optim.SGD):
-    """Keeps its count of steps where its settings are."""
+    """Keeps its step count in the parameter group, next to its settings."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -265,7 +266,7 @@ def test_what_optimizers_and_schedulers_keep_in_groups_comes_back(
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "fp16": {"precision": "fp16", "gradient_accumulation": 2},
-    # Due after every step by the clock of rank 0, also without a failure.
+    # The clock of rank 0 makes a checkpoint due after every step, even without a failure.
     "optimizer": {"sync": Zero(stage=1), "max_grad_norm": 0.5, "checkpoint_every_seconds": 1e-6},
     "gradients": {"sync": Zero(stage=2), "gradient_accumulation": 2},
     "parameters": {"sync": Zero(stage=3)},
@@ -278,7 +279,7 @@ def _gang(
     to_begin: TrainConfig,
     collective: Collective,
 ) -> Any:
-    """Each case undisturbed and stopped; then a run that one rank began; then the start of one."""
+    """Runs each case uninterrupted and stopped; resumes a run of one rank; starts another run."""
     results: dict[str, list[str]] = {}
     for name, config in configs.items():
         undisturbed = replace(config, run_uri=f"{config.run_uri}-plain")
@@ -312,7 +313,7 @@ def test_two_ranks_go_on_to_the_bit_and_other_numbers_of_them_on_the_same_rows(
         for name, changes in CASES.items()
         if (name, collective) != ("parameters", "horovod")
     }
-    # The learning rate is small: what rounding makes of the same rows must stay small.
+    # A small learning rate keeps rounding differences between rank counts small.
     changes: dict[str, Any] = {"checkpoint_every_steps": 3, "learning_rate": 0.002}
     whole = train_here(config_of(manifest, tmp_path / "whole", learning_rate=0.002), objects(dropout=0.0))
     begun = config_of(manifest, tmp_path / "begun", **changes)
@@ -329,7 +330,7 @@ def test_two_ranks_go_on_to_the_bit_and_other_numbers_of_them_on_the_same_rows(
         assert result.resumed_steps == (6,)
         first, second = state_of(result), state_of(whole)
         assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5
-        # Losses and metrics of the epoch that two gangs had a part in are of all its rows.
+        # An epoch that two gangs trained has the losses and metrics of all its rows.
         for mine, theirs in zip(result.history, whole.history, strict=True):
             assert mine.train_loss == pytest.approx(theirs.train_loss, rel=1e-4)
             assert mine.metrics == pytest.approx(theirs.metrics, rel=1e-4)
@@ -374,7 +375,7 @@ def test_a_damaged_or_unfinished_checkpoint_is_passed_over(
     expected = train_here(config, objects())
     for copy, (name, damage) in zip(copies, DAMAGES, strict=True):
         damage(copy / "checkpoints" / "step-0000000009" / name)
-        # What was never finished, and what is none of ours.
+        # An unfinished checkpoint, and files that are not ours.
         (copy / "checkpoints" / "step-0000000012").mkdir()
         (copy / "checkpoints" / "step-0000000013").symlink_to(copy / "checkpoints" / "step-0000000006")
         (copy / "checkpoints" / "step-7").mkdir()
@@ -391,7 +392,7 @@ def test_a_damaged_or_unfinished_checkpoint_is_passed_over(
 def test_a_checkpoint_of_a_later_format_is_refused_and_stays(
     make_shards: MakeShards, tmp_path: Path, name: str
 ) -> None:
-    """As if it were damaged, the training would begin again before it, and then remove it."""
+    """A resume that ignored it would start earlier and then remove the newer checkpoint."""
     config = config_of(data(make_shards), tmp_path / "run", checkpoint_every_steps=3)
     stopped(config, 10)
     folder = tmp_path / "run" / "checkpoints" / "step-0000000009"
@@ -411,7 +412,7 @@ def test_the_seconds_are_those_of_all_runs(make_shards: MakeShards, tmp_path: Pa
     stopped(config, 10)
     folder = tmp_path / "run" / "checkpoints" / "step-0000000009"
     record = json.loads((folder / "training.json").read_bytes())
-    record["position"]["seconds"] += 5000.0  # as if the first run had been a long one
+    record["position"]["seconds"] += 5000.0  # simulates a long first run
     text = json.dumps(record).encode()
     (folder / "training.json").write_bytes(text)
     info = json.loads((folder / "checkpoint.json").read_bytes())
@@ -423,7 +424,7 @@ def test_the_seconds_are_those_of_all_runs(make_shards: MakeShards, tmp_path: Pa
 
 
 class SilentDisk(LocalFileSystem):
-    """Gives no file called so."""
+    """File system that times out for paths ending in `about`."""
 
     protocol = "silent"
     about = ""
@@ -437,7 +438,7 @@ class SilentDisk(LocalFileSystem):
         return super().info(path, **options)
 
     def exists(self, path: str, **options: Any) -> bool:
-        # As that of fsspec's base class, which takes every error for a no.
+        # Like `exists` of fsspec's base class, which returns False on every error.
         try:
             return bool(self.info(path, **options))
         except OSError:
@@ -452,7 +453,7 @@ class SilentDisk(LocalFileSystem):
 def test_a_checkpoint_that_the_store_does_not_give_now_is_not_taken_for_a_damaged_one(
     make_shards: MakeShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, about: str
 ) -> None:
-    """The training would begin again before it, silently from its first step, and then remove it."""
+    """Otherwise the training would silently restart before it, and then remove it."""
     config = config_of(data(make_shards), tmp_path / "run", checkpoint_every_steps=3)
     stopped(config, 10)
     fsspec.register_implementation("silent", SilentDisk, clobber=True)
@@ -475,7 +476,7 @@ def test_the_next_writer_removes_what_was_never_finished(make_shards: MakeShards
 
 
 class BlocksTheFolder(Stops):
-    """Puts a file in the place of the folder of checkpoints, until step 7."""
+    """Blocks the checkpoint folder with a file until step 7."""
 
     def __init__(self, file: Path, at: int | None = None) -> None:
         super().__init__(at)
@@ -508,7 +509,7 @@ def test_a_store_that_cannot_be_written_costs_checkpoints_and_not_the_training(
     assert result.checkpoint_errors[0].startswith("the checkpoint of step 3 was not written (")
     assert_same(result, expected)
     shutil.rmtree(tmp_path / "run")
-    # From step 9 on there are some again.
+    # Checkpoints can be written again from step 9 on.
     with pytest.raises(RuntimeError, match="stopped"):
         work(10)
     again = work(None)

@@ -1,4 +1,4 @@
-"""Param `cache`: the same training whatever it is, the bytes that are said, and nothing left at the end."""
+"""Param `cache`: identical trainings, the reported bytes, and no leftovers."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_rank_counts_only_the_rows_that_it_reads_again(make_shards: Any) -> No
     manifest = _shards(make_shards)
     config = config_of(manifest, Path("run"), epochs=2)
     parts = [find_cached_rows(config, manifest, "train", rank, 3) for rank in range(3)]
-    # Two epochs deal the row groups to three ranks at random: a third of a third comes to the same one twice.
+    # Two epochs assign row groups to three ranks at random, so a rank gets about a ninth of them twice.
     assert all(0 < part.num_bytes < 300 * ROW_BYTES / 2 for part in parts)
     assert all(part.num_bytes == 10 * len(part.row_groups) * ROW_BYTES for part in parts)
     assert find_cached_rows(replace(config, epochs=1), manifest, "train", 0, 3).num_bytes == 0
@@ -126,7 +126,7 @@ def test_the_memory_check_counts_what_is_kept(make_shards: Any) -> None:
     asked = replace(config, cache="auto")
     left = check(asked, UserObjects(), manifest, [Available(num_bytes=total, source="here")])
     assert left is not None
-    # What "memory" was refused for, "auto" puts on the disk.
+    # If "memory" is refused, "auto" caches on disk.
     assert resolve_cache(asked, manifest, 0, 1, 1, left).cache == "disk"
     assert resolve_cache(asked, manifest, 0, 1, 1, 2 * 300 * ROW_BYTES).cache == "memory"
 
@@ -149,7 +149,7 @@ def test_auto_looks_at_the_disk_only_where_memory_does_not_do(
 def test_a_file_system_in_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
     assert free_disk() == 0
-    # A mount table that nobody can read leaves what the file system says.
+    # Without a readable mount table, only the file system's report counts.
     monkeypatch.setattr(Path, "read_text", _refuses)
     assert free_disk() > 0
 
@@ -161,19 +161,19 @@ def _refuses(*args: Any, **settings: Any) -> str:
 def test_no_thread_outlives_a_validation_whose_batch_fails(
     make_shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "_BLOCK_ROWS", 2)  # so that the thread cannot come to its end by itself
+    monkeypatch.setattr(base, "_BLOCK_ROWS", 2)  # keeps the reader thread from finishing early
     manifest = _shards(make_shards, validation=np.arange(300) % 3 == 0)
     config = config_of(manifest, tmp_path, model=SPEC.to_json(), batch_size=2)
     to_batch, made = feed.to_batch, count()
 
     def fails(*args: Any) -> feed.Batch:
-        if next(made) > 102:  # the first 100 are of the training
+        if next(made) > 102:  # the first 100 are training batches
             raise KeyError("on purpose")
         return to_batch(*args)
 
     monkeypatch.setattr(feed, "to_batch", fails)
     with pytest.raises(KeyError) as caught:
         train_here(config)
-    # The error holds the frames that it left, and one of them holds the reader's batches.
+    # The error holds its frames, and one of them holds the reader's batches.
     assert caught.value.__traceback__ is not None
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("ringspark")] == []

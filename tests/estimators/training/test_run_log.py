@@ -1,4 +1,4 @@
-"""What rank 0 writes for those who watch. What is in the files: `test_worker.py`."""
+"""Progress files of rank 0; `test_worker.py` checks their content."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_store_that_does_not_answer_holds_no_training_up(
             log.write_progress(_at(step))
         assert not written
         answers.set()
-    # The others were passed over.
+    # The log skipped the other records.
     assert len(written) == 1
 
 

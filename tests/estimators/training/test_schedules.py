@@ -1,4 +1,4 @@
-"""Learning rates: pure schedules, warm-up, and torch's schedulers, replayed to any step."""
+"""Learning rates: schedules, warm-up, and torch's schedulers, replayed to any step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_one_cycle_agrees_with_torchs() -> None:
     steps = 100
     scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=steps, cycle_momentum=False)
     for step in range(steps):
-        # torch ends its rise one step earlier; beyond that the two are the same curve.
+        # torch ends its rise one step earlier; apart from this, the curves are equal.
         assert SCHEDULES["one_cycle"](step, steps) == pytest.approx(scheduler.get_last_lr()[0], abs=0.04)
         optimizer.step()
         scheduler.step()
@@ -85,7 +85,7 @@ def test_warm_up_is_linear_and_the_schedule_runs_over_the_rest() -> None:
 @pytest.mark.parametrize("name", FACTORIES)
 @pytest.mark.parametrize("warmup_steps", [0, 5])
 def test_torchs_schedulers_step_once_per_optimizer_step(name: str, warmup_steps: int) -> None:
-    """Compared with the scheduler used as torch's documentation says."""
+    """Compares with the scheduler in torch's documented loop."""
     plain = _optimizer()
     scheduler = FACTORIES[name](plain)
     planned = []
@@ -101,7 +101,7 @@ def test_torchs_schedulers_step_once_per_optimizer_step(name: str, warmup_steps:
         factor = min(1.0, (step + 1) / (warmup_steps + 1))
         assert _rates(optimizer) == pytest.approx([lr * factor for lr, _ in wanted])
         assert [group["betas"] for group in optimizer.param_groups] == [betas for _, betas in wanted]
-        # No optimizer.step() here, as in steps that loss scaling skips: it must not even warn.
+        # Loss scaling may skip optimizer.step(); the scheduler must not warn.
 
 
 @pytest.mark.parametrize("name", [*SCHEDULES, *FACTORIES])
@@ -114,7 +114,7 @@ def test_a_resumed_training_continues_at_the_same_rates(name: str) -> None:
         all_steps.set(step)
         seen.append(_rates(straight))
     rates = make_rates(spec, jumping, NUM_STEPS, 3)
-    # A checkpoint brings the rates of its own step along, in other dicts.
+    # A checkpoint restores the rates of its step, in new dicts.
     jumping.load_state_dict(straight.state_dict())
     rates.resume(all_steps.scales)
     for step in (11, 4, NUM_STEPS - 1):
@@ -127,7 +127,7 @@ def test_a_rate_that_a_callback_sets_scales_the_rest_of_the_plan(name: str) -> N
     spec = FACTORIES.get(name, name)
     planned, changed = _optimizer(), _optimizer()
     plan, rates = make_rates(spec, planned, NUM_STEPS, 3), make_rates(spec, changed, NUM_STEPS, 3)
-    # Before the first step, as in on_train_start, and twice later on: of one group, then of both.
+    # Changes before the first step, as in on_train_start, and twice later: one group, then both.
     changed.param_groups[0]["lr"] *= 0.5
     scales = [0.5, 1.0]
     for step in range(NUM_STEPS):
@@ -179,7 +179,7 @@ def test_a_rate_set_where_the_schedule_is_at_zero_is_the_new_base() -> None:
     optimizer = _optimizer()
     rates = make_rates(lambda step, num_steps: float(step != 1), optimizer, NUM_STEPS)
     rates.set(0)
-    optimizer.param_groups[0]["lr"] /= 4  # the next change makes this one void
+    optimizer.param_groups[0]["lr"] /= 4  # the next change replaces this one
     rates.set(1)
     optimizer.param_groups[0]["lr"] = 0.1
     rates.set(2)

@@ -1,4 +1,4 @@
-"""Selection of the best epoch so far."""
+"""Selection of the best epoch."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""While rank 0 writes to a slow store, every rank is seen to make progress, so that none is judged hung."""
+"""Every rank reports progress while rank 0 writes to a slow store, so no rank counts as hung."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _train(config: TrainConfig, pulse: Pulse, collective: Collective, device: st
     with Heartbeat(pulse, status, collective.rank, "host", collective.rank):
         result = train_worker(config, collective, UserObjects(), device, status)
         assert result.checkpoint_errors == ()
-        # One wait for each of the 14 tensors behind the header, each time that weights were written.
+        # One wait per tensor (14, after the header) for each write of the weights.
         least = 14 * (2 if config.checkpoint_every_epochs else 1)
         assert collective.rank or SlowDisk.waits >= least
         return result.to_json()
@@ -55,7 +55,7 @@ def _train(config: TrainConfig, pulse: Pulse, collective: Collective, device: st
 def test_no_rank_stands_still_while_the_weights_are_written(
     make_shards: MakeShards, tmp_path: Path, collective: str, changes: dict[str, Any]
 ) -> None:
-    """The last ones, those of the best epoch, and at the end a checkpoint that is still being written."""
+    """Covers the last weights, the best weights, and a checkpoint that is still being written."""
     features = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
     manifest = make_shards({"x": features, "y": features.sum(1)})
     config = config_of(

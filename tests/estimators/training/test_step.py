@@ -1,4 +1,4 @@
-"""One micro-batch: gradients on the network, everything else returned."""
+"""One micro-batch: gradients stay on the network, and everything else is returned."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_micro_batches_return_their_rows_and_add_up_to_the_weighted_mean(keeps_o
 
 @pytest.mark.parametrize("own_rows", [1, 3, ROWS])
 def test_out_of_step_rows_of_weight_1_count_as_rows_without_a_weight(own_rows: int) -> None:
-    """Whatever share of the batch a rank has; so do twice the weights, as the mean divides by them."""
+    """Holds for any share of rows per rank. Doubled weights give the same mean."""
     recipe = _recipe()
     batch = Batch(inputs=(torch.zeros(own_rows, 3),), labels=(torch.zeros(own_rows),), weight=None)
     plain = global_weights(recipe, batch, ROWS, None)
@@ -65,7 +65,7 @@ def test_out_of_step_rows_of_weight_1_count_as_rows_without_a_weight(own_rows: i
 
 
 class Adds(nn.Module):
-    """Two outputs, and a loss of each row that a layer adds."""
+    """Returns two outputs, and adds a loss per row."""
 
     def __init__(self, size: int | None = None) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_losses_that_layers_add_are_means_over_rows_weighted_like_the_losses_of_
     expected = torch.autograd.grad(loss, list(network.parameters()))
     for parameter, gradient in zip(network.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
-    # The history shows the losses of the outputs alone.
+    # The history shows only the losses of the outputs.
     torch.testing.assert_close(torch.stack([part.losses for part in seen]).sum(0), (weights * rows).sum(0))
 
 

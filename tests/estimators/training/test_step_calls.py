@@ -1,4 +1,4 @@
-"""A step of the default training waits for no device, and runs few operations beside the network's own."""
+"""A default training step never waits for a device and adds few operations to the network's own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config(make_shards: Any, tmp_path: Path) -> TrainConfig:
 
 
 def bare_operations() -> list[str]:
-    """The same step as anybody would write it."""
+    """Returns the operations of a plain torch step."""
     module = MODEL.build()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     rows, label = torch.ones(32, 4), torch.ones(32)
@@ -43,7 +43,7 @@ def bare_operations() -> list[str]:
 
 
 def check(path: Path, most_more: int) -> None:
-    """Refuses a step that waits, or that has more operations than the bare one and some."""
+    """Checks that a step never waits and adds at most `most_more` operations to the plain step."""
     operations, waits = calls_of(path)
     assert waits == waiting_operations(operations) == []
     bare = bare_operations()
@@ -52,8 +52,8 @@ def check(path: Path, most_more: int) -> None:
 
 def test_a_step_of_one_rank_waits_for_no_device(config: TrainConfig, tmp_path: Path) -> None:
     train_here(config, UserObjects(callbacks=(StepCalls(tmp_path / "calls"),)))
-    # The sum of the losses over the rows and over the labels, their division, the sums of an epoch, and
-    # copies of the two columns if they are not aligned in memory.
+    # The loss over rows and over labels, their division, the epoch totals, and copies of the two columns if
+    # they are not aligned in memory.
     check(tmp_path / "calls", 18)
 
 

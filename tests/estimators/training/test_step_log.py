@@ -1,4 +1,4 @@
-"""The record of losses within an epoch: the mean over all ranks, each step once, also after a resume."""
+"""The log of losses within an epoch: a mean over all ranks, once per step, also after a resume."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ringspark.pipelines import ShardManifest
 
 MakeShards = Callable[..., ShardManifest]
 LINEAR = ModelSpec("linear", {"in_features": 4, "out_features": 1}).to_json()
-# Two epochs of 8 steps of 32 rows and a last one of 16.
+# Two epochs with 8 steps of 32 rows and one step of 16.
 ROWS, STEPS = 272, 9
 
 
@@ -40,7 +40,7 @@ def test_the_means_of_an_epochs_steps_are_the_epochs_loss(manifest: ShardManifes
     for epoch in result.history:
         own = [record for record in records if record.epoch == epoch.epoch]
         begun = [(epoch.epoch - 1) * ROWS, *(record.rows for record in own)]
-        # Each mean is over rows, of which the last step has fewer.
+        # Means are over rows, and the last step has fewer rows.
         mean = np.average([record.train_loss for record in own], weights=np.diff(begun))
         assert mean == pytest.approx(epoch.train_loss, rel=1e-6)
         assert begun[-1] == epoch.epoch * ROWS

@@ -1,4 +1,4 @@
-"""One tensor at a time of a safetensors file, against the file mapped whole."""
+"""Reading a safetensors file tensor by tensor equals reading all of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ringspark.estimators.training.checkpoint.weights import save_checkpoint, st
 from ringspark.models.meta_device import copy_to_meta
 
 MIB = 1 << 20
-# From here on a tensor is mapped: with a start that is no page's.
+# Larger tensors are memory-mapped, at an offset that is not page-aligned.
 WIDE = KEPT_BYTES // 4 + 1
 
 
@@ -56,10 +56,10 @@ def test_every_dtype_and_shape_comes_as_from_the_whole_file(tmp_path: Path) -> N
         found = file.read(name)
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
         assert torch.equal(found.view(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), name
-        # Kernels look at how numbers are aligned.
+        # Kernels depend on memory alignment.
         assert not found.numel() or found.data_ptr() % 64 == expected.data_ptr() % 64, name
         if found.dtype == torch.float32:
-            found.fill_(7)  # a copy of its own: the next one is as it was
+            found.fill_(7)  # a copy: the next read must not change
             assert torch.equal(file.read(name), expected)
 
 
@@ -70,7 +70,7 @@ def test_only_the_tensor_that_is_used_needs_room(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = layers(rows)
         streamed = copy_to_meta(layers)
-        # All weights have 128 MiB.
+        # The weights need 128 MiB.
         with address_space_left(64 * MIB):
             with pytest.raises((RuntimeError, ValueError, MemoryError)):
                 tensor_file.read(tmp_path / "model.safetensors")

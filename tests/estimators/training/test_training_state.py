@@ -1,4 +1,4 @@
-"""A training goes on from what was saved, at another number of ranks and under another sharding."""
+"""A training resumes from its saved state with other rank counts and shardings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _prepare(collective: Collective, sharding: str, optimizer: str) -> GradientS
 
 
 def _steps(sync: GradientSync, collective: Collective, first: int, last: int) -> None:
-    # Without batch statistics, which depend on who has which rows.
+    # Evaluation mode: batch statistics would depend on the rows of each rank.
     sync.network.eval()
     scaler = LossScaler("fp32", torch.device("cpu"))
     for step in range(first, last):
@@ -98,7 +98,7 @@ def _both(
     target: str,
     collective: Collective,
 ) -> Any:
-    """Ten steps from the start, saved; and the last ten of a training that somebody else began."""
+    """Trains and saves ten steps, then resumes another training for the last ten."""
     _save(sharding, optimizer, saved_to, collective)
     return _resume(sharding, optimizer, resumed_from, target, collective)
 
@@ -133,7 +133,7 @@ def test_ten_steps_at_two_workers_and_ten_at_one_are_twenty_at_one_and_back(
 
 
 def _gather(sharding: str, collective: Collective) -> Any:
-    """The most memory that a copy of the whole training takes on this rank, and the bytes it sends for it."""
+    """Returns the peak memory of a full snapshot on this rank, the bytes kept, and the bytes sent."""
     module = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False))
     make = partial(build_optimizer, "adamw", groups=None, learning_rate=0.01, weight_decay=0.1)
     sync = STRATEGIES[sync_of(sharding=sharding).strategy]().prepare(
@@ -154,13 +154,13 @@ def _gather(sharding: str, collective: Collective) -> Any:
     [("gradients", "horovod"), ("gradients", "torch"), ("parameters", "torch")],
 )
 def test_a_rank_that_does_not_write_is_sent_nothing_of_the_others(sharding: str, collective: str) -> None:
-    """Weights, and Adam's two moments of each, of 512 KiB; each of three ranks has a third of all."""
+    """Weights and two Adam moments, 512 KiB each; each of three ranks holds a third."""
     whole = 512 * 256 * 4
     ranks = run_ranks(3, collective, partial(_gather, sharding))
     assert ranks[0][1] >= 6 * whole
     described = 4096
     for peak, _, sent in ranks[1:]:
-        assert peak < 0.7 * whole  # its own piece, and a copy of that
+        assert peak < 0.7 * whole  # its own shard and a copy of it
         assert sent <= 4 * whole / 3 + described
     assert ranks[0][2] <= described
 
@@ -169,7 +169,7 @@ LAYERS = 8
 
 
 def _load(folder: str, collective: Collective) -> int:
-    """The most memory that weights in two parts take while this rank loads its own part of them."""
+    """Returns the peak memory of loading this rank's share of weights from two shards."""
     module = nn.Sequential(*(nn.Linear(256, 512, bias=False) for _ in range(LAYERS)))
     make = partial(build_optimizer, "sgd", groups=None, learning_rate=0.01, weight_decay=0.0)
     sync = STRATEGIES["zero3"]().prepare(module, make, RankMesh.of(collective), SyncSettings())
@@ -180,7 +180,7 @@ def _load(folder: str, collective: Collective) -> int:
 
 @pytest.mark.distributed
 def test_a_rank_that_keeps_a_part_puts_one_tensor_together_at_a_time(tmp_path: Path) -> None:
-    """Weights of 512 KiB each, of which three ranks keep a third; before, each rank had all of them."""
+    """Weights of 512 KiB each; three ranks keep a third of them and must not load everything first."""
     one = 512 * 256 * 4
     for part in (0, 1):
         half = {f"{layer}.weight": torch.full((256, 256), float(layer)) for layer in range(LAYERS)}
@@ -216,7 +216,7 @@ def test_what_is_not_there_or_is_of_another_network_is_refused(tmp_path: Path) -
 
 
 def test_each_block_that_a_remote_store_gives_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow store is no hang: a rank that loads a large checkpoint notes every block."""
+    """A slow store must not look like a hang: each loaded block counts as progress."""
     local, uri = LocalCollective(), "memory://states/step"
     sync = _prepare(local, "none", "adamw")
     _steps(sync, local, 0, 1)

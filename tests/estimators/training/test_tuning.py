@@ -1,4 +1,4 @@
-"""What a fine-tuning trains, exchanges and keeps: frozen parameters, adapters, the average of the weights."""
+"""Fine-tuning: frozen parameters, LoRA adapters, and the moving average of weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SHARDINGS = [
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Of networks this small, threads only wait for each other."""
+    """Uses one thread, which is faster for networks this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -77,7 +77,7 @@ def _distance(one: TrainResult, two: TrainResult) -> float:
 
 
 class Sees(Callback):
-    """Keeps what the first step leaves in the optimizer and in `.grad`; raises after step `at`."""
+    """Records optimizer state and gradients after the first step; raises after step `at`."""
 
     def __init__(self, at: int | None = None) -> None:
         self.at = at
@@ -113,7 +113,7 @@ def test_frozen_parameters_stay_and_cost_nothing(make_shards: MakeShards, tmp_pa
 def test_the_ranks_exchange_nothing_for_frozen_parameters(
     make_shards: MakeShards, tmp_path: Path, sharding: str, collective: str
 ) -> None:
-    """The step's bytes are those of the head alone: more steps of it cost as much with a body as without."""
+    """A step sends only the gradients of the head, with or without a frozen body."""
     manifest = make_shards(_columns())
     head = ModelSpec("linear", {"in_features": 4, "out_features": 1})
 
@@ -139,7 +139,7 @@ def test_the_ranks_exchange_nothing_for_frozen_parameters(
 
 
 class _Normed(nn.Module):
-    """A body with a batch normalisation, and a head."""
+    """A body with batch normalization, and a head."""
 
     def __init__(self, affine: bool = True) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def test_a_frozen_batch_normalisation_keeps_its_statistics_and_normalises_by_the
     norm.running_var = torch.tensor([1.0, 2.0, 3.0])
     columns = _columns()
     manifest = make_shards(columns)
-    # One step of all rows: the loss that it records is that of the first weights.
+    # One step with all rows: its recorded loss belongs to the initial weights.
     config = _config(manifest, tmp_path / "r", model=None, batch_size=100, epochs=1, freeze=("body.*",))
     result = train_here(config, UserObjects(module=module))
     module.eval()
@@ -172,7 +172,7 @@ def test_a_frozen_batch_normalisation_keeps_its_statistics_and_normalises_by_the
     state = _state(result)
     for name, tensor in module.body.state_dict().items():
         assert torch.equal(state[f"body.{name}"], tensor), name
-    # One that is not frozen whole goes on as ever.
+    # A partly frozen body keeps updating its running statistics.
     thawed = train_here(replace(config, freeze=("body.0.*",)), UserObjects(module=module))
     assert not torch.equal(_state(thawed)["body.1.running_mean"], state["body.1.running_mean"])
 
@@ -185,7 +185,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name() -> No
 
 
 def test_an_adapter_is_trained_as_by_hand(make_shards: MakeShards, tmp_path: Path) -> None:
-    """SGD over all rows in NumPy: W and the bias stay, B and A move by their own gradients."""
+    """SGD over all rows in NumPy: W and the bias stay fixed, and B and A train."""
     columns = _columns()
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 1))
@@ -207,7 +207,7 @@ def test_an_adapter_is_trained_as_by_hand(make_shards: MakeShards, tmp_path: Pat
     assert not sees.first["0.lora_B"].any()
     for _ in range(4):
         errors = x @ (weight + 3 * b @ a).T + bias - y[:, None]
-        gradient = 2 * errors.T @ x / len(x)  # of the whole weight
+        gradient = 2 * errors.T @ x / len(x)  # gradient of the full weight
         a, b = a - 0.1 * 3 * b.T @ gradient, b - 0.1 * 3 * gradient @ a.T
     state = _state(result)
     assert list(state) == ["0.bias", "0.weight"]
@@ -219,7 +219,7 @@ def test_an_adapter_is_trained_as_by_hand(make_shards: MakeShards, tmp_path: Pat
 
 
 def test_an_adapter_outlives_its_folder_as_the_weights_do(make_shards: MakeShards, tmp_path: Path) -> None:
-    """A pipeline that is saved over itself: Spark removes the folder first."""
+    """A pipeline may be saved over its own folder, which Spark removes first."""
     result = train_here(_config(make_shards(_columns()), tmp_path / "r", lora=LORA))
     before = read_adapter(result.checkpoint_uri)
     held = HeldWeights(result.checkpoint_uri)
@@ -233,7 +233,7 @@ def test_an_adapter_outlives_its_folder_as_the_weights_do(make_shards: MakeShard
 
 
 class _Reads(nn.Module):
-    """Takes the weight of its layer without a call of it."""
+    """Reads the weight of its layer without calling the layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ def test_an_adapter_that_would_change_nothing_is_refused(make_shards: MakeShards
 
 
 class _Twice(nn.Module):
-    """Calls its layer, and reads the weight beside."""
+    """Calls its layer, and also reads the weight directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ def test_an_adapter_that_a_merge_would_change_is_refused(make_shards: MakeShards
 
 
 class _OwnLora(nn.Linear):
-    """A layer of a user's with matrices of its own."""
+    """User-defined layer with low-rank matrices."""
 
     def __init__(self) -> None:
         super().__init__(4, 1)
@@ -309,7 +309,7 @@ def test_a_callback_may_save_a_module_with_a_frozen_normalisation(
 
 
 def test_the_average_is_that_of_sgd_by_hand(make_shards: MakeShards, tmp_path: Path) -> None:
-    """Of a linear regression over all rows; validation and model have the average, the steps have not."""
+    """Linear regression over all rows; validation and model use the average, and training steps do not."""
     columns = _columns(120)
     held_out = np.arange(120) >= 100
     torch.manual_seed(0)
@@ -343,7 +343,7 @@ def test_the_average_is_that_of_sgd_by_hand(make_shards: MakeShards, tmp_path: P
 
 
 class _Spoils(nn.Module):
-    """A linear layer whose loss is not finite where the first feature is above 50."""
+    """A linear layer with a non-finite loss for a first feature above 50."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -355,7 +355,7 @@ class _Spoils(nn.Module):
 
 
 def test_a_step_that_is_skipped_leaves_the_average_alone(make_shards: MakeShards, tmp_path: Path) -> None:
-    """The same training without that step's rows has the same average, to the bit."""
+    """Training without the skipped rows gives a bit-identical average."""
     columns = _columns(96)
     columns["x"][40, 0] = 99.0
     changes: dict[str, Any] = {"model": None, "shuffle": False, "epochs": 1, "num_workers": 1}
@@ -434,7 +434,7 @@ def test_a_warning_says_that_the_average_will_be_of_the_first_weights(
 def test_two_workers_equal_one(
     make_shards: MakeShards, tmp_path: Path, tuning: str, sharding: str, collective: str
 ) -> None:
-    """The last batch leaves a rank without rows, and a checkpoint is written on the way."""
+    """The last batch leaves a rank without rows, and the training writes a checkpoint."""
     manifest = make_shards(_columns(97), validation=np.arange(97) >= 90, row_group_rows=90)
     changes = TUNINGS[tuning] | {"keep": "best", "optimizer": "sgd", "max_grad_norm": 0.5}
     one = train_here(_config(manifest, tmp_path / "one", **changes))

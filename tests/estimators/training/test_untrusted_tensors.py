@@ -1,4 +1,4 @@
-"""safetensors files of strangers: whatever the header says, a ValueError and no memory taken for it."""
+"""Untrusted safetensors files: a bad header raises ValueError and allocates no memory."""
 
 from __future__ import annotations
 

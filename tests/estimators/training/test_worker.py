@@ -48,7 +48,7 @@ def test_two_workers_equal_one_on_the_same_global_batches(
     make_shards: MakeShards, tmp_path: Path, collective: str
 ) -> None:
     manifest = make_shards(_columns(803))
-    # 26 steps an epoch, 52 in all; the last batch of an epoch is short.
+    # 26 steps per epoch, 52 in total; the last batch of an epoch is short.
     one = train_here(_config(manifest, tmp_path / "one"))
     two = train_gang(_config(manifest, tmp_path / "two", num_workers=2, collective=collective))
     assert one.steps == two.steps == 52
@@ -62,7 +62,7 @@ def test_two_workers_equal_one_on_the_same_global_batches(
 def test_a_rank_without_rows_in_a_step_does_not_change_the_numbers(
     make_shards: MakeShards, tmp_path: Path, collective: str
 ) -> None:
-    """65 rows in batches of 32: the third batch has one row, so all ranks but one have none."""
+    """65 rows in batches of 32: the third batch has one row, so only one rank has rows."""
     manifest = make_shards(_columns(65), row_group_rows=40, num_files=1)
     one = train_here(_config(manifest, tmp_path / "one"))
     three = train_gang(_config(manifest, tmp_path / "three", num_workers=3, collective=collective))
@@ -176,7 +176,7 @@ def test_mixed_precision_learns_like_fp32_and_keeps_fp32_weights(
 
 
 class _Recorder(nn.Module):
-    """Remembers the rows it was trained on, in order."""
+    """Records its training rows in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def test_training_changes_neither_the_users_module_nor_the_random_state(
 
 
 class _Draws(Callback):
-    """Takes a number from each generator that users draw from, on every rank."""
+    """Draws a number from each random generator, on every rank."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder)
@@ -279,7 +279,7 @@ def test_every_rank_draws_from_streams_of_its_own_that_the_seed_decides(
 
 
 class _BreaksInValidation(nn.Module):
-    """Takes no second batch of held-out rows."""
+    """Fails on the second batch of held-out rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,13 +296,13 @@ class _BreaksInValidation(nn.Module):
 def test_an_error_in_a_validation_ends_its_reader(
     make_shards: MakeShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Many blocks, so that the reader is ahead and has not come to its end.
+    # Many blocks, so that the reader is still running ahead.
     monkeypatch.setattr("ringspark.pipelines.readers.base._BLOCK_ROWS", 32)
     manifest = make_shards(_columns(1000), validation=np.arange(1000) >= 40)
     before = set(threading.enumerate())
     with pytest.raises(RuntimeError, match="the held-out rows broke") as raised:
         train_here(_config(manifest, tmp_path / "run", model=None), UserObjects(module=_BreaksInValidation()))
-    # The error keeps the frames of the training, and all that they name.
+    # The error keeps the frames of the training and everything in them.
     assert raised.value is not None
     assert set(threading.enumerate()) == before
 

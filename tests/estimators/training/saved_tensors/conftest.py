@@ -1,4 +1,4 @@
-"""Networks whose saved tensors are of every kind, one training pass over them, and a count of live bytes."""
+"""Networks with all types of saved tensors, one training pass, and a counter of live bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringspark.estimators.training.saved_tensors.hooks import saved_tensor_hooks
 
 
 class LiveBytes(TorchDispatchMode):
-    """Knows every storage that an operation made while it was active, and which of them still live."""
+    """Tracks every storage that operations create, and which of them are still alive."""
 
     def __init__(self, *known: torch.Tensor) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclass
 class Pass:
-    """What one forward and backward pass gave, and the bytes it held in between and after."""
+    """Results of a forward and backward pass, and the bytes held between them and afterwards."""
 
     output: torch.Tensor
     gradients: list[torch.Tensor]
@@ -54,13 +54,13 @@ class Pass:
         return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
     def error(self, other: Pass) -> float:
-        """Norm of the gradients' difference, relative to the other's."""
+        """Norm of the gradient difference, relative to the other norm."""
         mine, theirs = (torch.cat([g.flatten() for g in p.gradients]) for p in (self, other))
         return float((mine - theirs).norm() / theirs.norm())
 
 
 class Block(nn.Module):
-    """A transformer's block: one projection for query, key and value, whose views share a storage."""
+    """A transformer block; its query, key and value are views of one storage."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def transformer() -> nn.Module:
 
 
 def encoder() -> nn.Module:
-    """torch's own layers, whose attention is one call with everything inside."""
+    """Encoder layers of torch, which compute attention in one fused call."""
     layers = [
         nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, activation=a) for a in ("relu", "gelu")
     ]
@@ -119,9 +119,10 @@ Run = Callable[..., Pass]
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    """One pass over a network of `NETWORKS`, always with the same weights, rows and random numbers.
+    """Returns a function that runs a pass over a network of `NETWORKS`.
 
-    A plain one, which many are compared with, runs once.
+    Weights, rows and random numbers are always the same. A plain pass runs once, because many tests compare
+    with it.
     """
     plain: dict[tuple[object, ...], Pass] = {}
 

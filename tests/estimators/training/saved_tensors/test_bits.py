@@ -1,4 +1,4 @@
-"""Packed booleans: exact, an eighth of the size, in NumPy's bit order."""
+"""Packed booleans: exact, one eighth of the size, in NumPy's bit order."""
 
 from __future__ import annotations
 

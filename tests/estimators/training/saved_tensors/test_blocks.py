@@ -1,4 +1,4 @@
-"""Eight-bit blocks: the promised error, and NaN and Inf untouched."""
+"""Eight-bit blocks: bounded error; NaN and Inf stay unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_error_stays_in_the_promised_bounds(dtype: torch.dtype, count: int, expo
     error = (there_and_back(values, "int8").float() - values.float()).abs()
     assert (error <= 1.0001 * largest / 252 + of_dtype).all()
     error = (there_and_back(values, "fp8").float() - values.float()).abs()
-    # Under 2^-6 of e4m3's units its codes are evenly spaced, 2^-9 apart.
+    # Below 2^-6, the codes of e4m3 are evenly spaced, 2^-9 apart.
     assert (error <= values.float().abs() / 16 + largest / 416 * 2**-9 + of_dtype).all()
 
 

@@ -1,4 +1,4 @@
-"""Saved tensors packed and unpacked: the same gradients, fewer bytes, nothing left over."""
+"""Packed saved tensors give the same gradients, need fewer bytes, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_inputs_of_checkpointed_segments_are_packed(run: Callable) -> None:
         apply_activation_checkpoint(net, "all")
 
     kept, away = run("transformer", change=change), run("transformer", change=change, offload="disk")
-    # The inputs of two blocks (the first one's is the network's own) and of the last layer.
+    # Inputs of two blocks (the first is the network input) and of the last layer.
     assert kept.held - away.held == 3 * 8 * 32 * 64 * 4
     packed = run("transformer", change=change, compression="int8")
     assert packed.error(kept) < LARGEST_ERROR["int8"]
@@ -207,7 +207,7 @@ def test_tensor_saved_by_several_operations_is_stored_once(live_bytes: type) -> 
         y = x * 1
         z = y.sin() + y.cos() + y.exp().detach() + y.square()
     del y
-    # Codes and scales once, and the sum itself.
+    # One copy of the codes and scales, and the sum.
     assert live.total() == 4096 + 4096 // 256 * 4 + z.nbytes
 
 
@@ -229,7 +229,7 @@ def test_reused_address_is_not_taken_for_the_tensor_that_was_there() -> None:
     terms = []
     with _hooks("disk"):
         for row in x:
-            # The product dies at once but for its copy on disk, and the next one takes its memory.
+            # The product is freed except for its copy on disk, and the next one reuses its memory.
             terms.append((row * 2 * w).sum())
     (gradient,) = torch.autograd.grad(torch.stack(terms).sum(), w)
     torch.testing.assert_close(gradient, 2 * x.sum(0))
@@ -246,7 +246,7 @@ def test_parameters_buffers_and_their_copies_under_autocast_stay(offload: str) -
 
 
 def _saved(output: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor of that shape that a node before `output` gives its backward."""
+    """Returns the saved tensor `name` of that shape from a node before `output`."""
     nodes = [output.grad_fn]
     for node in nodes:
         saved = getattr(node, f"_saved_{name}", None)
@@ -291,13 +291,13 @@ def test_overflow_is_not_hidden() -> None:
     for compression in ("int8", "fp8"):
         x = torch.full((4096,), 300.0, dtype=torch.float16, requires_grad=True)
         with _hooks(compression=compression):
-            y = (x * x).square()  # 90,000 is over fp16's largest number
+            y = (x * x).square()  # 90,000 overflows fp16
         (gradient,) = torch.autograd.grad(y.sum(), x)
         assert not gradient.isfinite().any()
 
 
 def test_attention_keeps_its_logarithms_of_sums() -> None:
-    # One fp32 value a row and head: rounded to 8 bits they would change every probability of the row.
+    # One fp32 value per row and head; rounding it to 8 bits would change all probabilities of the row.
     q = torch.randn(2, 4, 512, 16, requires_grad=True)
     with _hooks(compression="int8"):
         y = F.scaled_dot_product_attention(q * 1, q * 2, q * 3)

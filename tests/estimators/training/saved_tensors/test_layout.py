@@ -1,4 +1,4 @@
-"""Flat memory and back: every stride pattern returns as it was, and only what is dense counts as dense."""
+"""Tensors return from flat memory with their strides; only dense tensors count as dense."""
 
 from __future__ import annotations
 

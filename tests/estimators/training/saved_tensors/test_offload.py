@@ -1,4 +1,4 @@
-"""Stores: bytes go and come back unchanged, the file has no name and ends with the graph."""
+"""Disk store: bytes come back unchanged; its unnamed file disappears with the graph."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary files go in this test alone."""
+    """Folder for the temporary files of this test."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
 def open_files(folder: Path) -> list[int]:
-    """Sizes of the open files that lie in `folder`, deleted ones included."""
+    """Returns the sizes of open files in `folder`, including deleted ones."""
     sizes = []
     for fd in os.listdir("/proc/self/fd"):
         try:
             if os.readlink(f"/proc/self/fd/{fd}").startswith(f"{folder}/"):
                 sizes.append(os.fstat(int(fd)).st_size)
-        except OSError:  # the listing's own descriptor
+        except OSError:  # the descriptor of listdir itself
             continue
     return sizes
 
@@ -60,7 +60,7 @@ def test_file_has_no_name_and_ends_with_the_backward_pass(folder: Path) -> None:
         x = torch.randn(64, 256)
         with saved_tensor_hooks(offload="disk", compression="none", module=net, device=CPU):
             output = net(x)
-        # The input and two outputs of tanh; that of the first is the second layer's input, written once.
+        # The input and two outputs of tanh; the first output is also the second input, written once.
         assert open_files(folder) == [3 * 64 * 256 * 4]
         assert not list(folder.iterdir())
         output.sum().backward()
@@ -100,7 +100,7 @@ def test_views_of_one_projection_travel_once(folder: Path) -> None:
 
 @pytest.fixture
 def limited_files() -> Iterator[None]:
-    """No file may grow over 1 MiB: the kernel's own refusal, as on a full disk."""
+    """Limits files to 1 MiB; the kernel then refuses writes, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
     yield

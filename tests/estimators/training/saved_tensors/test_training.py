@@ -1,4 +1,4 @@
-"""The Trainer under each technique: `activationOffload` and `activationCompression` reach the loop."""
+"""`activationOffload` and `activationCompression` in whole trainings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEC = ModelSpec("mlp", {"in_features": 16, "hidden": [128, 128], "out_features"
 def train(
     make_shards: Callable[..., ShardManifest], tmp_path: Path
 ) -> Callable[..., tuple[list[torch.Tensor], float]]:
-    """Trains four epochs with some settings: the weights and the last training loss."""
+    """Returns a function that trains four epochs; it returns the weights and the last training loss."""
     rng = np.random.default_rng(3)
     x = rng.normal(size=(600, 16)).astype(np.float32)
     manifest = make_shards({"x": x, "label": (x[:, 0] > x[:, 1]).astype(np.int64)})
