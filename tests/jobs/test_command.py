@@ -256,7 +256,7 @@ def test_an_evaluation_that_fails_after_the_training_is_no_refusal(spark: Any, t
         file.write(f"  output: {tmp_path}/rows/_SUCCESS/metrics.json\n")
     told = f"the model is saved to {tmp_path}/model, but its evaluation failed: "
     with pytest.raises(SystemExit, match=told):
-        command.main(["train", str(job)])  # SystemExit with a text has exit code 1
+        command.main(["train", str(job)])  # SystemExit with a message has exit code 1
     assert (tmp_path / "model").exists()
 
 
@@ -272,7 +272,7 @@ def test_a_job_is_trained_planned_shown_and_scored(spark: object, tmp_path: Path
     again = _run("train", job)
     assert again.returncode == 2
     assert "job.yaml, line 18: save.model: " in again.stderr
-    # What is refused removes nothing: neither the run that is in the way, nor what would be written over.
+    # A refused command removes nothing: neither the existing run nor the files that it would overwrite.
     for file, what, message in (
         (_job(tmp_path, "labelCol: y", "labelCol: z", "a.yaml"), "z", "labelCol"),
         (_job(tmp_path, "/model", "/rows", "b.yaml"), "rows", "would be written over the rows"),

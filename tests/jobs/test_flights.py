@@ -1,4 +1,4 @@
-"""The example ETL on the real tables, twelve days of them: no leak, no lost row, no null left."""
+"""The example ETL on twelve days of the real tables: no leakage, no lost row, no null."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KNOWN_AFTER_DEPARTURE = ["dep_time", "dep_delay", "arr_time", "air_time"]
 
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The five tables, with the flights of the first of every month only."""
+    """The five tables, with flights of the first day of each month only."""
     folder = flights.unpack_raw_tables(tmp_path_factory.mktemp("raw"))
     table = pd.read_csv(folder / "flights.csv", dtype=str, keep_default_na=False)
     table[table["day"] == "1"].to_csv(folder / "flights.csv", index=False)
@@ -169,7 +169,7 @@ def test_a_null_number_becomes_the_mean_and_raises_its_flag(features: Any, rows:
     one = rows.where("seats IS NOT NULL AND pressure IS NOT NULL").limit(1)
     _, plain = encode(features, one)
     _, missing = encode(features, one.withColumn("pressure", F.lit(None).cast("double")))
-    # The value itself, and the flag.
+    # Only the value and its missing flag differ.
     assert (plain != missing).sum() == 2
 
 

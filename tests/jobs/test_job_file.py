@@ -1,4 +1,4 @@
-"""Job files, read without a process: values, line numbers of mistakes, sources of rows."""
+"""Job files in this process: values, line numbers of mistakes, sources of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The jobs' options: help without Spark, and one sentence for what is wrong."""
+"""Options of the jobs: help without Spark, and one clear error per mistake."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_folder_without_data_is_one_line_that_says_where_spark_looked(
 
 
 def _run_folder(folder: Path, *, checkpoint: bool = False, finished: bool = False) -> Path:
-    """What a training has left in its folder."""
+    """Writes the files of a finished training into a folder."""
     names = ["owner.json", "run.json"]
     names += ["checkpoints/step-0000000001/checkpoint.json"] if checkpoint else []
     names += ["result.json"] if finished else []

@@ -1,4 +1,4 @@
-"""The report, on scikit-learn's own breast cancer table."""
+"""The report, on scikit-learn's breast cancer data set."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""The shards job: what it prints, and one sentence for what is wrong."""
+"""The shards job: its output, and one clear error per mistake."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(*options: str) -> int:
 
 @pytest.fixture
 def cache(tmp_path: Path, make_shards) -> tuple[Path, ShardManifest]:
-    """A cache with one entry, of 64 rows."""
+    """A cache with one entry of 64 rows."""
     made = make_shards({"x": np.arange(64, dtype=np.float32), "y": np.arange(64)})
     root = tmp_path / "cache"
     name = begin(root, KEY)

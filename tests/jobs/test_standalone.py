@@ -43,7 +43,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture
 def master(tmp_path: Path, environment: dict[str, str]) -> Iterator[str]:
-    """A master and two workers of one core each; ended by their own process ids."""
+    """Starts a master and two workers with one core each; stops them by process id."""
     port = _free_port()
     url = f"spark://127.0.0.1:{port}"
     deploy = [str(SPARK / "spark-class"), "org.apache.spark.deploy"]
@@ -70,7 +70,7 @@ def master(tmp_path: Path, environment: dict[str, str]) -> Iterator[str]:
 
 
 def _thinned(folder: Path) -> Path:
-    """The tables, with one flight in twenty."""
+    """The tables with every twentieth flight."""
     table = flights.unpack_raw_tables(folder) / "flights.csv"
     header, *lines = table.read_text().splitlines(keepends=True)
     table.write_text(header + "".join(lines[::20]))
@@ -90,9 +90,9 @@ def test_the_three_jobs_by_spark_submit(master: str, environment: dict[str, str]
     def submit(job: str, *options: str) -> str:
         command = [str(SPARK / "spark-submit"), "--master", master, "--py-files", str(package)]
         command += ["--conf", "spark.executor.memory=1g", "--conf", "spark.ui.enabled=false"]
-        command += ["--conf", "spark.sql.shuffle.partitions=2"]  # 200 tasks for so few rows take minutes
+        command += ["--conf", "spark.sql.shuffle.partitions=2"]  # 200 tasks take minutes
         command += [str(ROOT / "jobs" / f"{job}.py"), *options]
-        # Away from the checkout, as a user would be.
+        # A user does not run inside a checkout.
         done = subprocess.run(
             command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
         )

@@ -1,4 +1,4 @@
-"""Fixtures of the pipelines tests: shards in the order of the rows, and a guard against any thread."""
+"""Fixtures of the pipelines tests: shards in row order, and a check that no thread is left."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _column(name: str, values: np.ndarray[Any, Any]) -> Column:
 
 @pytest.fixture
 def ordered_shards(tmp_path: Path) -> MakeShards:
-    """Writes NumPy columns as shards without Spark; files and row groups keep the order of the rows."""
+    """Returns a function that writes NumPy columns as shards in row order, without Spark."""
 
     def make(
         data: dict[str, np.ndarray[Any, Any]],
@@ -59,7 +59,7 @@ def ordered_shards(tmp_path: Path) -> MakeShards:
             batch = pa.RecordBatch.from_arrays([_arrow(v[part]) for v in data.values()], names=list(data))
             reports += [json.loads(row.column(0)[0].as_py()) for row in write_partition(plan, iter([batch]))]
         for number, report in enumerate(reports):
-            # Names hold a random part; number them, so that the order of files is the order of rows.
+            # File names are random; numbering them makes the file order equal the row order.
             for file in report["files"]:
                 path = f"_shards-test/part-{number:05d}.parquet"
                 (folder / file["path"]).rename(folder / path)
@@ -74,7 +74,7 @@ def ordered_shards(tmp_path: Path) -> MakeShards:
 
 @pytest.fixture(params=[*READERS, *list_entry_points(readers.ENTRY_POINTS)])
 def engine(request: pytest.FixtureRequest) -> str:
-    """Every reading engine in turn, also of other packages; one that cannot run here is skipped."""
+    """Runs the test with every reading engine, including installed plugins; skips unavailable engines."""
     name: str = request.param
     try:
         check_engine(name)
@@ -88,7 +88,7 @@ def no_thread_left() -> Iterator[None]:
     """Fails when a test leaves a thread running."""
 
     def running() -> set[threading.Thread]:
-        # The minute after which a model goes that an earlier test used may begin anew meanwhile.
+        # Ignores the timer that releases an earlier test's model.
         return {thread for thread in threading.enumerate() if not isinstance(thread, threading.Timer)}
 
     before = running()

@@ -20,7 +20,7 @@ shard_counts = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 50, 100])
 
 
 def shard_rows(plan: EpochPlan, shard: int, start_step: int = 0) -> list[Rows]:
-    """Follows a shard's reads literally; returns (row group, row) of every row of every step."""
+    """Follows a shard's reads one by one; returns (row group, row) of every row of every step."""
     part = plan.shard(shard)
     streams: list[list[tuple[int, Rows]]] = [[] for _ in part.deal.streams]
     for read in part.reads(start_step):
@@ -37,7 +37,9 @@ def shard_rows(plan: EpochPlan, shard: int, start_step: int = 0) -> list[Rows]:
 
 
 def epoch_order(plan: EpochPlan) -> Rows:
-    """What the module's docstring says: the sequence of all rows, dealt to positions by the streams."""
+    """Computes the order from the module's docstring: all rows in sequence, dealt to positions by the
+    streams.
+    """
     sequence = [(group, row) for group in plan.group_order.tolist() for row in plan.row_order(group).tolist()]
     if not plan.shuffle:
         return sequence
@@ -250,7 +252,7 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
 
 
 def test_batches_mix_row_groups() -> None:
-    # Sorted data, 40 row groups: a batch must not be a few neighbouring values.
+    # Sorted data in 40 row groups: a batch must not hold only a few neighbouring values.
     plan = plan_epoch([100] * 40, num_shards=1, batch_size=96, epoch=0, seed=0)
     groups = [len({group for group, _ in rows}) for rows in shard_rows(plan, 0)[:-1]]
     assert min(groups) >= 20
@@ -262,7 +264,7 @@ def test_batches_mix_row_groups() -> None:
 def test_a_shard_reads_little_more_than_its_part(num_shards: int) -> None:
     plan = plan_epoch([64] * 480, num_shards=num_shards, batch_size=512, epoch=0, seed=0)
     for shard in range(num_shards):
-        # A stream is ten row groups long; at both ends a neighbour's stream and row group may be shared.
+        # A stream has ten row groups; each end may share a row group and a stream with a neighbour.
         assert len(plan.shard(shard).reads()) <= 480 / num_shards + 2 * (10 + 1)
 
 
@@ -281,7 +283,7 @@ def test_two_row_groups_per_stream_are_held_from_step_to_step(row_groups: list[i
             stream = part.deal.streams[span.stream]
             last_row = int(part.deal.rows(span.stream, span.stop - 1, span.stop)[0])
             last_step = (stream.position + last_row * stream.step) // plan.batch_size
-            # Held when a step begins, and not read in it.
+            # Row groups held at the start of a step that does not read them.
             held[span.stream, read.first_step + 1 : last_step + 1] += 1
     assert held.max(initial=0) <= 2
     assert held.sum(axis=0).max(initial=0) <= 96 / num_shards + 4
@@ -336,7 +338,7 @@ def test_more_rows_than_can_be_counted_are_refused() -> None:
         plan_epoch([1, 2**40], num_shards=1, batch_size=1, epoch=0, seed=0)
     with pytest.raises(ValueError, match=r"fewer than 2\*\*40 rows each, got 18446744073709551615"):
         plan_epoch(np.asarray([2**64 - 1], dtype=np.uint64), num_shards=1, batch_size=1, epoch=0, seed=0)
-    many = np.broadcast_to(np.int64(2**40 - 1), 2**23)  # in int64 the sum would be negative
+    many = np.broadcast_to(np.int64(2**40 - 1), 2**23)  # would be negative in int64
     with pytest.raises(ValueError, match=r"fewer than 2\*\*62 rows together"):
         plan_epoch(many, num_shards=1, batch_size=1, epoch=0, seed=0)
 
@@ -374,7 +376,7 @@ def test_a_shards_plan_takes_three_numbers_a_row_group() -> None:
     finally:
         tracemalloc.stop()
     assert len(reads) == pytest.approx(200_000 / 48, rel=0.1)
-    # Sizes, order and starts; the shard's own stretch is a small part of that.
+    # Sizes, order and starts; the shard's own range is only a small part.
     assert held < 1.2 * 3 * 8 * len(sizes)
     assert peak < 1.2 * 4 * 8 * len(sizes)
 
@@ -414,7 +416,7 @@ def test_rows_beyond_32_bits_are_found() -> None:
         assert rows.tolist() == [step * num_shards + shard - 7 for step in range(num_steps)]
 
 
-# The first 16 digits of two SHA-256: the whole epoch, and from step 5. See `_digest`.
+# The first 16 digits of two SHA-256 hashes: the whole epoch, and the epoch from step 5. See `_digest`.
 PINNED_ORDERS = {
     ("groups of 70", 1, True): "09f64811bb1c822e088f9fb7388a7596",
     ("groups of 70", 5, True): "03a46984f5d162528237ffd66e5c79ea",
@@ -434,7 +436,7 @@ PINNED_SIZES = {
 
 
 def _digest(plan: EpochPlan, start_step: int) -> str:
-    """Hashes what every shard reads, in which order, and which row it has where in which step."""
+    """Hashes each shard's reads, their order, and the rows of every step."""
     digest = hashlib.sha256()
     for shard in range(plan.num_shards):
         for read in plan.shard(shard).reads(start_step):
@@ -446,7 +448,7 @@ def _digest(plan: EpochPlan, start_step: int) -> str:
 
 @pytest.mark.parametrize("case", PINNED_ORDERS)
 def test_the_order_of_the_data_never_changes(case: tuple[str, int, bool]) -> None:
-    # Pinned: a checkpoint's data position is only right while these stay.
+    # A checkpoint's data position is valid only while these hashes stay the same.
     sizes, num_shards, shuffle = case
     plan = plan_epoch(
         PINNED_SIZES[sizes], num_shards=num_shards, batch_size=37, epoch=3, seed=11, shuffle=shuffle

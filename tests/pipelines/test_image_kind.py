@@ -1,4 +1,4 @@
-"""Images of every sort as pixels of one size, and what is no whole image refused."""
+"""Images of every format decode to pixels of one size; damaged images are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def bytes_decoded(kind: Binary, data: bytes) -> Pixels:
 
 
 def pixels_of(kind: Image, data: bytes) -> Pixels:
-    """What a batch holds of one image, (channels, height, width)."""
+    """Returns the pixels of one image in a batch, (channels, height, width)."""
     values, problems = kind.read(pa.array([data]))
     assert not problems, problems
     return kind.finish("x", kind.decode(kind.encode(values).arrays))["x"][0]
@@ -56,7 +56,7 @@ def problem_of(data: bytes, kind: Image | None = None) -> str:
 
 
 def marked(mode: str) -> Pillow.Image:
-    """4 x 6 white pixels, the one in the upper left corner red."""
+    """Returns 4 x 6 white pixels with a red pixel in the upper left corner."""
     image = Pillow.new("RGB", (6, 4), WHITE)
     image.putpixel((0, 0), RED)
     return image.convert(mode)
@@ -84,7 +84,7 @@ def test_grey_images_and_colours_become_each_other() -> None:
 
 def test_what_is_transparent_is_white_unless_transparency_is_a_channel() -> None:
     half = np.zeros((2, 2, 4), np.uint8)
-    half[0] = (255, 0, 0, 255)  # the rest is black, and cannot be seen
+    half[0] = (255, 0, 0, 255)  # the hidden colour is black
     assert pixels_of(Image(2, 2), encoded(half))[:, :, 0].T.tolist() == [[1, 0, 0], [1, 1, 1]]
     assert pixels_of(Image(2, 2, channels=4), encoded(half))[3].tolist() == [[1, 1], [0, 0]]
     assert bytes_decoded(Binary("image", (2, 2, 3)), encoded(half))[:, 0].tolist() == [[255, 0, 0], [255] * 3]
@@ -104,7 +104,7 @@ def test_the_orientation_that_a_camera_notes_is_followed(orientation: int) -> No
     from PIL.Image import Transpose
 
     upright = Pillow.fromarray(noise(4, 6))
-    # How the camera held it, undone by the transposition that the number asks for.
+    # The transposition for each EXIF orientation undoes the camera's rotation.
     turned = {
         2: Transpose.FLIP_LEFT_RIGHT,
         3: Transpose.ROTATE_180,
@@ -128,11 +128,11 @@ def test_sizes_by_crop_and_by_stretch() -> None:
     wide = np.full((4, 12, 3), 255, np.uint8)
     wide[:, :4], wide[:, 8:] = BLUE, RED
     cropped = pixels_of(Image(8, 8), encoded(wide))
-    assert (cropped[:, :, 1:-1] == 1).all()  # only the white middle third; the edge mixes with its neighbours
+    assert (cropped[:, :, 1:-1] == 1).all()  # the white middle third, except interpolated edges
     stretched = pixels_of(Image(6, 6, resize="stretch"), encoded(wide))
     assert stretched[:, 3, 0].tolist() == [0, 0, 1]
     assert stretched[:, 3, 5].tolist() == [1, 0, 0]
-    # A fine pattern becomes its mean, not some of its pixels.
+    # Downscaling averages a fine pattern; it does not sample pixels.
     stripes = np.zeros((64, 64), np.uint8)
     stripes[:, ::2] = 255
     small = pixels_of(Image(8, 8, channels=1), encoded(stripes))
@@ -147,7 +147,7 @@ def test_mean_and_deviation_are_those_of_the_channels() -> None:
 
 
 def test_a_large_photo_that_is_decoded_smaller_looks_the_same() -> None:
-    # Smooth, as photos are: the JPEG decoder may then leave out what is too fine to be seen.
+    # Smooth like a photo, so the JPEG decoder may skip fine detail.
     y, x = np.mgrid[0:600, 0:800] / 100
     photo = (127 + 100 * np.stack([np.sin(x), np.cos(y), np.sin(x + y)], -1)).astype(np.uint8)
     kind = Image(24, 32)
@@ -165,7 +165,7 @@ def test_a_file_that_ends_too_early_is_never_a_picture(form: str, options: dict[
     whole = pixels_of(kind, data)
     for end in range(len(data)):
         values, problems = kind.read(pa.array([data[:end]]))
-        # Only what says no more than that the file ends may be missing.
+        # Only bytes that mark the end of the file may be missing.
         if not problems:
             assert end >= len(data) - 20
             assert np.array_equal(kind.finish("x", kind.decode(kind.encode(values).arrays))["x"][0], whole)
@@ -227,7 +227,7 @@ def one_batch(manifest: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.spark
 def test_sparks_image_struct_is_the_picture_of_its_file(spark: Any, tmp_path: Path) -> None:
-    """Read by Spark's own two readers: other decoders, the same pixels."""
+    """Spark's two readers use different decoders and give the same pixels."""
     folder = tmp_path / "pictures"
     folder.mkdir()
     clear = np.full((5, 6, 4), 255, np.uint8)
@@ -238,7 +238,7 @@ def test_sparks_image_struct_is_the_picture_of_its_file(spark: Any, tmp_path: Pa
     files = spark.read.format("binaryFile").load(str(folder)).select("path", "content")
     structs = spark.read.format("image").load(str(folder)).select("image")
     assert sorted(row.mode for row in structs.select("image.mode").collect()) == [0, 16, 16, 24]
-    origin = F.replace("image.origin", F.lit("///"), F.lit("/"))  # each reader writes a path in its own way
+    origin = F.replace("image.origin", F.lit("///"), F.lit("/"))  # each reader formats the path differently
     both = files.join(structs, files.path == origin).select("path", "content", "image")
     both = both.orderBy("path").drop("path").coalesce(1)
     batch = one_batch(
@@ -285,7 +285,8 @@ def test_broken_and_missing_images_are_refused_left_out_or_kept(
 def test_an_image_that_spark_could_not_read_is_named_by_its_file(spark: Any, tmp_path: Path) -> None:
     from pyspark.ml.image import ImageSchema
 
-    # What Spark's reader gives for a file that it cannot decode, and a size that its bytes do not have.
+    # Spark's reader returns the first row for an undecodable file; the second row's size does not match its
+    # bytes.
     bad = [("file:/a.png", -1, -1, -1, -1, bytearray()), ("file:/b.png", 2, 2, 3, 16, bytearray(5))]
     for row, said in zip(
         bad, ["could not read 'file:/a.png'", "'file:/b.png' has 5 bytes for 2 x 2 x 3"], strict=True

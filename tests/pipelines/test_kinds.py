@@ -1,4 +1,4 @@
-"""One contract over every kind in KINDS: from a Spark column to the arrays of a batch."""
+"""One contract for every type in KINDS: from a Spark column to the arrays of a batch."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 @dataclass(frozen=True)
 class Example:
-    """A column of a DataFrame, and what a batch of all its rows in order must hold.
+    """A column of a DataFrame, and the expected batch of all its rows in order.
 
     Attributes:
-        values: Python values, one a row.
+        values: Python values, one per row.
         type: Spark's type, as text or as a DataType.
-        arrays: What the batch holds; a key is appended to the column's name.
-        choice: What the user passes in `columns`; None for nothing.
-        tag: The kind that must come of it.
+        arrays: Expected arrays; the key is a suffix of the column's name.
+        choice: The user's entry in `columns`; None for none.
+        tag: Expected kind.
     """
 
     values: Sequence[Any]
@@ -68,7 +68,8 @@ def _vectors(sparse: bool) -> list[Any]:
 
     rows = []
     for row in NUMBERS.tolist():
-        # Both forms in one column, as VectorAssembler makes them; empty ones among the sparse.
+        # Dense and sparse vectors in one column, as VectorAssembler makes them; some sparse vectors are
+        # empty.
         pairs = {i: row + i / 2 for i in range(6) if (row * 7 + i) % 5 == 0}
         dense = [pairs.get(i, 0.0) for i in range(6)]
         rows.append(Vectors.sparse(6, pairs) if sparse and row % 3 else Vectors.dense(dense))
@@ -104,7 +105,7 @@ def _padded(length: int, value: int) -> np.ndarray[Any, Any]:
 
 
 def tokenizer(**words: int) -> Any:
-    """A tokenizer of whole words with an unknown, a start and an end."""
+    """A whole-word tokenizer with unknown, start and end tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     made = Tokenizer(models.WordLevel({"[PAD]": 0, "?": 1, "<": 2, ">": 3, **words}, unk_token="?"))
@@ -141,7 +142,7 @@ def _png(row: int) -> bytes:
 
 
 def _examples() -> dict[str, Example]:
-    """Name of the column -> example; every kind is there at least once."""
+    """Returns examples by column name, at least one for every kind."""
     from pyspark.ml.linalg import VectorUDT
 
     day, moment = datetime.date(1969, 12, 30), datetime.datetime(1969, 12, 31, 23, 59, 59, 999_999)
@@ -425,7 +426,7 @@ def test_describe_is_a_table_of_all_columns(shards: ShardManifest) -> None:
     assert len(lines) == 2 + len(shards.columns)
     by_name = {line.split()[1]: line for line in lines[2:]}
     assert by_name["cube"].split()[2:7] == ["int64[2,", "3,", "4]", "53", "0"]
-    # Of texts, the numbers of tokens.
+    # Text columns show the number of tokens.
     assert by_name["text"].split()[2:8] == ["int64[8", "tokens]", "53", "0", "2", "6"]
     assert by_name["int32"].split()[2:] == ["int32", "53", "0", "0", "52", "26", "15.4434"]
 

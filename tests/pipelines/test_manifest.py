@@ -21,7 +21,7 @@ def shards(ordered_shards: Any) -> ShardManifest:
 
 def test_load_gives_what_was_saved(shards: ShardManifest) -> None:
     assert ShardManifest.load(shards.uri) == shards
-    # The bare path may be another place to Spark.
+    # Spark may resolve a path without a scheme differently.
     on_disk = ShardManifest.load(f"file:{shards.uri}/")
     assert on_disk == ShardManifest.load(on_disk.uri) == replace(shards, uri=f"file://{shards.uri}")
     on_disk.verify()
@@ -83,7 +83,7 @@ def test_a_full_check_names_every_damaged_file(shards: ShardManifest) -> None:
     shards.verify()
     path = Path(shards.uri) / shards.files[1].path
     data = bytearray(path.read_bytes())
-    data[10] ^= 1  # the size and the footer stay as they are
+    data[10] ^= 1  # size and footer stay the same
     path.write_bytes(data)
     shards.verify_files()
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Shards in a real S3 server on this machine, behind a proxy that breaks connections on command."""
+"""Shards on a real S3 server on this machine, behind a proxy that breaks connections on command."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ NUM_ROWS = FILES * GROUPS * GROUP_ROWS
 BATCH = 3 * GROUP_ROWS
 
 
-# Longer than any answer takes on a busy machine. Tests of the timeout itself use SHORT_SECONDS.
+# Longer than any answer takes on a busy machine. Tests of the timeout use SHORT_SECONDS.
 PATIENT_SECONDS = 600
-# In these tests a slow answer counts as one more stall, which no assertion depends on.
+# A slow answer counts as one more stall here, which no assertion depends on.
 SHORT_SECONDS = 2
 
 
 class Store(S3Server):
-    """A store with a client that makes one attempt: further ones take seconds and would hide ringspark's."""
+    """A store whose client tries once: its retries would take seconds and hide ringspark's own retries."""
 
     def __init__(self) -> None:
         timeouts = {"read_timeout": PATIENT_SECONDS, "connect_timeout": PATIENT_SECONDS}
         super().__init__({**timeouts, "retries": {"max_attempts": 0}})
 
     def fail(self, kind: str, *, times: int = 1, pattern: str = "GET .*parquet", skip: int = 0) -> None:
-        """Breaks requests, see `Proxy.fault`; forgets those so far."""
+        """Breaks requests as in `Proxy.fault`; forgets earlier requests."""
         self.tell("clear")
         self.tell("fault", kind=kind, times=times, pattern=pattern, skip=skip)
 
@@ -64,11 +64,11 @@ class Store(S3Server):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Store]:
-    """One server for the module; s3fs in this process is set to it."""
+    """One server for the module; s3fs in this process uses it."""
     store = Store()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(fsspec.config.conf, "s3", store.settings)
-        # fsspec's thread lives as long as the process: begun before any test counts threads.
+        # fsspec's thread lives as long as the process, so start it before a test counts threads.
         fsspec.filesystem("s3").ls("bucket")
         yield store
     s3fs.S3FileSystem.clear_instance_cache()
@@ -77,10 +77,10 @@ def server() -> Iterator[Store]:
 
 @pytest.fixture
 def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """The server without faults and requests, and short waits."""
+    """The server without faults or requests, and with short waits."""
     monkeypatch.setattr(retry, "FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    # Readers get no further ahead than the few blocks they hold: what fails later leaves the first batch.
+    # Readers hold only a few blocks, so a later failure does not prevent the first batch.
     monkeypatch.setattr(ShardReader, "_block_steps", lambda reader, batch_size: 1)
     server.tell("clear")
     yield server
@@ -89,7 +89,7 @@ def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 @pytest.fixture
 def impatient(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the client give up early on a silent store."""
+    """Makes the client time out early."""
     options = {**store.settings["config_kwargs"], "read_timeout": SHORT_SECONDS}
     monkeypatch.setitem(fsspec.config.conf, "s3", {**store.settings, "config_kwargs": options})
 
@@ -107,14 +107,14 @@ def columns() -> dict[str, np.ndarray[Any, Any]]:
 
 @pytest.fixture
 def local(ordered_shards: Any, columns: dict[str, np.ndarray[Any, Any]]) -> ShardManifest:
-    """Three files of four row groups on the local disk."""
+    """Three files of four row groups each, on the local disk."""
     manifest: ShardManifest = ordered_shards(columns, num_files=FILES, row_group_rows=GROUP_ROWS)
     return manifest
 
 
 @pytest.fixture
 def remote(store: Store, local: ShardManifest, request: pytest.FixtureRequest) -> Iterator[ShardManifest]:
-    """The same in the bucket, below a prefix with a space and an equals sign."""
+    """A copy in the bucket; the prefix contains a space and an equals sign."""
     there = replace(local, uri="s3://bucket/a b/day=1/shards")
     for file in local.files:
         storage.write_atomic(f"{there.uri}/{file.path}", (Path(local.uri) / file.path).read_bytes())
@@ -167,7 +167,9 @@ def test_files_come_and_go_in_a_bucket(store: Store) -> None:
 
 @pytest.mark.parametrize("num_bytes", [100, 2 * s3fs.S3FileSystem.default_block_size], ids=["one", "several"])
 def test_weights_whose_write_breaks_off_leave_the_old_ones(store: Store, num_bytes: int) -> None:
-    """In one request or in several; fsspec itself uploads what it has when a `with` ends by an error."""
+    """Holds for one request and for multipart uploads. fsspec itself uploads its buffer when a `with` ends
+    in an error.
+    """
 
     def write(data: bytes, error: Exception | None = None) -> None:
         with replacing("s3://bucket/weights", "old") as file:
@@ -250,7 +252,7 @@ def test_a_silent_store_is_a_timeout_that_names_the_uri(store: Store) -> None:
 def test_small_requests_rest_on_the_attempts_of_the_client(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reason why `storage` itself does not try again."""
+    """This is why `storage` does not retry small requests itself."""
     monkeypatch.undo()
     settings = {**store.settings, "config_kwargs": {"read_timeout": PATIENT_SECONDS}}
     monkeypatch.setitem(fsspec.config.conf, "s3", settings)
@@ -297,7 +299,7 @@ def test_other_bytes_are_found(remote: ShardManifest) -> None:
     [
         (None, 1),
         (["id"], 1),
-        (["x", "y"], 1),  # side by side
+        (["x", "y"], 1),  # adjacent columns
         (["id", "x"], 2),  # "wide" lies between them
     ],
 )
@@ -309,8 +311,8 @@ def test_a_row_group_costs_a_request_for_columns_side_by_side(
     list(reader.batches(0))
     requests = store.requests()
     methods = Counter(request["method"] for request in requests)
-    # A look at each size, each footer once, and what the row groups need: the last one of a file may
-    # lie within the 64 KiB that are read for the footer.
+    # One size request and one footer per file, plus the row groups. A file's last row group may lie within
+    # the 64 KiB that are read for the footer.
     first, rest = ranges * FILES * (GROUPS - 1), ranges * FILES
     assert methods["HEAD"] == FILES
     assert FILES + first <= methods["GET"] <= FILES + first + rest, methods
@@ -322,7 +324,7 @@ def test_a_row_group_costs_a_request_for_columns_side_by_side(
         assert received <= stored + footers
     else:
         assert received <= stored / 5 + footers
-    # Neither sizes nor footers are asked for again.
+    # The second epoch requests neither sizes nor footers.
     store.tell("clear")
     list(reader.batches(1))
     methods = Counter(request["method"] for request in store.requests())
@@ -357,9 +359,9 @@ def test_nothing_is_lost_or_repeated_over_faults(
     if kind == "stall":
         request.getfixturevalue("impatient")
     expected = _read(local, engine)
-    # Of the footers, of the first row groups, and of later ones.
+    # Faults in footers, in the first row groups, and in later row groups.
     for skip in (1, 5, 11):
-        # aiohttp itself tries again where a kept connection is closed before an answer.
+        # aiohttp itself retries when a kept-alive connection closes before an answer.
         store.fail(kind, times=6 if kind == "reset_before" else 1, skip=skip)
         with caplog.at_level(logging.WARNING, logger=retry.__name__):
             _assert_same(_read(remote, engine), expected)
@@ -385,7 +387,7 @@ def test_when_attempts_end_one_error_says_all(
         "stall": "TimeoutError: bytes .*Read timeout.*",
         "slow_down": "OSError: .*Please reduce your request rate.*",
     }[kind]
-    # The second request for this file is the one for its first row group.
+    # The second request for this file reads its first row group.
     store.fail(kind, times=99, pattern="GET .*part-00001", skip=1)
     batches = open_reader(remote, engine=engine, batch_size=BATCH, shuffle=False).batches(0)
     assert next(batches)["id"][0] == 0
@@ -448,7 +450,7 @@ def test_closing_during_a_stall_ends_the_threads(store: Store, remote: ShardMani
     next(batches)
     store.wait_for_stall()
     batches.close()  # type: ignore[attr-defined]
-    # Checked here, while the answer still hangs; join() in close() would have waited 600 s.
+    # The answer still hangs here; a join() in close() would have waited 600 s.
     assert store.tell("state")["stalled"] >= 1
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ringspark")]
 
@@ -505,7 +507,7 @@ def test_missing_credentials_are_permanent() -> None:
 
 @pytest.fixture
 def spark_on_store(spark: Any, store: Store) -> Iterator[Any]:
-    """Spark whose Python workers are set to the store, by the variable that fsspec reads."""
+    """Spark whose Python workers use the store, through an environment variable of fsspec."""
     if not hasattr(spark, "_jvm"):
         pytest.skip("the environment of the workers cannot be set through Spark Connect")
     environment = spark.sparkContext.environment
@@ -526,7 +528,7 @@ def test_spark_writes_to_a_bucket(spark_on_store: Any, store: Store, tmp_path: P
     assert ShardManifest.load(uri) == replace(manifest, stats=ShardManifest.load(uri).stats)
     manifest.verify()
     assert len(manifest.files) == 3
-    # What was replaced is gone, and only what the manifest names is left.
+    # The replaced shards are removed, and only files in the manifest remain.
     assert not storage.exists(old.paths[0])
     folder = manifest.files[0].path.split("/")[0]
     assert storage.list_names(uri) == [folder, "manifest.json"]
@@ -552,12 +554,12 @@ def test_a_failed_upload_commits_nothing(
     assert "We encountered an internal error" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     store.tell("clear")
-    # A task that Spark has not stopped yet may still put a file into the failed write's folder.
+    # Spark may not have stopped a task yet, which can still write into the folder of the failed write.
     left = storage.list_names(uri)
     assert len(left) <= 1
     assert all(name.startswith("_shards-") for name in left)
     old = write_shards(df, uri)
-    # One of three files, and the second time the commit itself.
+    # Fails for one of three files, and in the second case for the manifest.
     for pattern in ("PUT .*part-00001", "PUT .*manifest.json"):
         store.fail("internal", times=99, pattern=pattern)
         with pytest.raises(RuntimeError, match=r"^writing .* failed.*We encountered an internal error"):

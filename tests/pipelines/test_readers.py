@@ -1,4 +1,4 @@
-"""One contract, run over every engine in READERS."""
+"""One contract for every engine in READERS."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_every_dtype_comes_back_bitwise(shards: ShardManifest, engine: str) -> N
 
 
 def test_shards_whose_rows_are_lists_are_still_read(shards: ShardManifest, engine: str) -> None:
-    """All arrays were stored so once, and those that keep nulls are."""
+    """Older shards store all arrays as lists; nullable arrays still use lists."""
     expected = [open_reader(shards, batch_size=50, engine=engine).batches(epoch) for epoch in range(2)]
     expected = [list(batches) for batches in expected]
     files = []
@@ -106,7 +106,7 @@ def test_every_row_is_read_once(shards: ShardManifest, engine: str, num_shards: 
         plan = reader.plan(3)
         assert [len(b["id"]) for b in batches] == [plan.shard_rows(step, shard) for step in range(8)]
         for batch in batches:
-            # Rows stay together over columns.
+            # All columns of a row stay together.
             index = batch["a.b (c)"]
             for name, values in batch.items():
                 assert values.tobytes() == COLUMNS[name][index].tobytes()
@@ -115,7 +115,7 @@ def test_every_row_is_read_once(shards: ShardManifest, engine: str, num_shards: 
 
 
 def test_epochs_may_have_batches_of_their_own_size(shards: ShardManifest, engine: str) -> None:
-    """One reader, and one cache, for all of them."""
+    """One reader and one cache serve all batch sizes."""
     sizes = [20, 20, 64, 33]
 
     def reader(shard: int, batch_size: Any) -> ShardReader:
@@ -225,7 +225,7 @@ def test_a_damaged_row_group_is_named(shards: ShardManifest, engine: str) -> Non
     file = shards.files[1]
     path = Path(shards.uri) / file.path
     data = bytearray(path.read_bytes())
-    # The first data page's header; the footer stays whole.
+    # Damages the first data page's header; the footer stays intact.
     data[4:60] = b"\xff" * 56
     path.write_bytes(bytes(data))
     with pytest.raises(RuntimeError, match=rf"row group 0 of '.*{file.path}' failed"):
@@ -238,7 +238,7 @@ def test_a_file_of_another_dtype_is_refused(shards: ShardManifest, engine: str, 
         (Path(shards.uri) / mine.path).write_bytes((Path(other.uri) / theirs.path).read_bytes())
     with pytest.raises(RuntimeError, match=r"it has \d+ bytes, but the manifest says \d+"):
         list(open_reader(shards, ["id"], engine=engine).batches(0))
-    # Even where sizes agree by chance.
+    # Also if the sizes are equal by chance.
     files = tuple(
         replace(mine, num_bytes=theirs.num_bytes)
         for mine, theirs in zip(shards.files, other.files, strict=True)
@@ -248,7 +248,7 @@ def test_a_file_of_another_dtype_is_refused(shards: ShardManifest, engine: str, 
 
 
 def test_closing_early_stops_all_threads(shards: ShardManifest, engine: str) -> None:
-    # The fixture no_thread_left checks it.
+    # The fixture no_thread_left checks for threads.
     for taken in (0, 1, 3):
         batches = open_reader(shards, batch_size=2, engine=engine).batches(0)
         assert len(list(itertools.islice(batches, taken))) == taken
@@ -341,7 +341,7 @@ def test_blocks_that_nobody_holds_are_used_again(
     in_turns = len(reader._buffers._kept["block of x"])
     held = list(reader.batches(1))
     assert in_turns <= 6 < len(held) <= len(reader._buffers._kept["block of x"])
-    # The rows of a batch that is held stay what they are.
+    # A kept batch must not change.
     rows = np.concatenate([batch["x"] for batch in held])
     assert rows[np.argsort(rows[:, 0])].tobytes() == wide.tobytes()
     reader.close()

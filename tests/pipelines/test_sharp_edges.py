@@ -1,6 +1,6 @@
-"""Where readers usually break: hardly any rows, hardly any memory, files that are not what they were.
+"""Edge cases of readers: very few rows, little memory, changed files.
 
-Every test states what is right at one edge, over every engine where an engine takes part.
+Every test checks one edge case, with every engine if an engine takes part.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _joined(batches: Sequence[Batch]) -> list[int]:
 def _read_all(
     manifest: ShardManifest, engine: str, *, num_shards: int = 1, batch_size: int = 1024, shuffle: bool = True
 ) -> list[int]:
-    """The ids of one epoch over all shards, sorted; checks that all shards have the same steps."""
+    """Returns the sorted ids of one epoch over all shards; checks that all shards have the same steps."""
     ids: list[int] = []
     for shard in range(num_shards):
         reader = open_reader(manifest, None, shard, num_shards, batch_size, engine=engine, shuffle=shuffle)
@@ -60,7 +60,7 @@ def _read_all(
 
 
 def _entry(path: Path, split: str = "train") -> ShardFile:
-    """The manifest's entry of a Parquet file as it lies there."""
+    """Builds the manifest entry of an existing Parquet file."""
     metadata = pq.read_metadata(path)
     data = path.read_bytes()
     return ShardFile(
@@ -73,7 +73,7 @@ def _entry(path: Path, split: str = "train") -> ShardFile:
 
 
 def _shards(folder: Path, tables: Sequence[Any], columns: Sequence[Column], rows: int = 10) -> ShardManifest:
-    """One file a table, row groups of `rows`, and a manifest that says `columns`."""
+    """Writes one file per table with row groups of `rows`, and a manifest with `columns`."""
     folder.mkdir(exist_ok=True)
     files = []
     for number, table in enumerate(tables):
@@ -95,7 +95,7 @@ def _path(manifest: ShardManifest, file: int) -> Path:
 
 
 def _recorded(reader: ShardReader, watch: Callable[[], object] = lambda: None) -> list[int]:
-    """Makes a reader write down which row groups it gets from the files; calls `watch` at each."""
+    """Records the row groups that a reader reads from the files; calls `watch` at each."""
     seen: list[int] = []
     original = reader.read_tables
 
@@ -114,7 +114,7 @@ def _recorded(reader: ShardReader, watch: Callable[[], object] = lambda: None) -
 
 
 def _settled(value: Callable[[], int]) -> int:
-    """The value once it stands still. Too short a wait could only pass what should fail."""
+    """Returns the value once it is stable. A wait that is too short can only hide a failure."""
     last, same = value(), 0
     while same < 15:
         time.sleep(0.02)
@@ -124,12 +124,12 @@ def _settled(value: Callable[[], int]) -> int:
 
 
 def _open_files() -> int:
-    """Open file handles, and Parquet files that are mapped, which may need none."""
+    """Counts open file handles and mapped Parquet files, because a mapping may need no handle."""
     mapped = {line.split()[-1] for line in MAPPED_FILES.read_text().splitlines() if ".parquet" in line}
     return len(os.listdir(OPEN_FILES)) + len(mapped)
 
 
-# Hardly any rows
+# Few rows
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -168,7 +168,7 @@ def test_files_and_row_groups_without_rows_are_passed_over(
     ]
     manifest = _shards(tmp_path, tables, [ID])
     if empty_group:
-        # A row group of no rows in front of the others, which some writers make at a flush.
+        # Some writers flush an empty row group before the other row groups.
         path = _path(manifest, 1)
         with pq.ParquetWriter(path, tables[1].schema) as writer:
             writer.write_table(tables[0])
@@ -198,14 +198,14 @@ def test_an_empty_file_that_the_manifest_does_not_name_is_ignored(ordered_shards
     assert _read_all(manifest, engine) == list(range(20))
 
 
-# Very many rows
+# Many rows
 
 
 GROUP_ROWS = 1 << 18
 
 
 class _EndlessFile(ArrowReader):
-    """Gives row groups of ids that no disk needs to hold."""
+    """Generates row groups of ids without a file."""
 
     def read_tables(self, indexes: Sequence[int]) -> Iterator[Any]:
         for index in indexes:
@@ -215,7 +215,7 @@ class _EndlessFile(ArrowReader):
 
 @pytest.fixture(params=[2**31, 2**33], ids=["2**31", "2**33"])
 def huge(request: pytest.FixtureRequest, tmp_path: Path) -> ShardManifest:
-    """A manifest of so many rows and 12,345 more; its file holds one byte."""
+    """A manifest of `request.param` + 12,345 rows; its file holds one byte."""
     (tmp_path / "huge.parquet").write_bytes(b"x")
     row_groups = (GROUP_ROWS,) * (request.param // GROUP_ROWS) + (12_345,)
     file = ShardFile(path="huge.parquet", split="train", num_bytes=1, sha256="", row_groups=row_groups)
@@ -260,7 +260,7 @@ def test_resuming_near_the_end_of_billions_of_rows(huge: ShardManifest, shuffle:
         assert sorted(ids) == list(range((last - 1) * batch_size, total))
 
 
-# Very many files
+# Many files
 
 
 @pytest.mark.slow
@@ -274,7 +274,7 @@ def test_thousands_of_files_are_read_with_few_open(tmp_path: Path, engine: str) 
     seen = _recorded(reader, lambda: counts.append(_open_files()))
     assert sorted(_joined(list(reader.batches(0)))) == list(range(num_files * each))
     assert len(seen) == num_files
-    # A handle and a mapping for each of 64 files, and some for those in the queues.
+    # A handle and a mapping for each of 64 files, and a few more for queued files.
     assert max(counts) - counts[0] <= 200
     assert _open_files() <= counts[0]
 
@@ -302,7 +302,7 @@ def test_a_subset_of_columns_leaves_the_bytes_of_the_others_alone(ordered_shards
 
 
 def test_columns_that_the_manifest_does_not_name_are_not_read(tmp_path: Path, engine: str) -> None:
-    # Not even in the same place of every file.
+    # The extra columns are at different positions in the files.
     first = _table(extra=np.arange(20) * 0.5, id=np.arange(20))
     second = _table(id=np.arange(20, 40), more=np.ones(20, dtype=bool))
     manifest = _shards(tmp_path, [first, second], [ID])
@@ -321,11 +321,11 @@ def test_a_column_missing_in_a_file_is_named_with_the_file(tmp_path: Path, engin
         list(open_reader(manifest, engine=engine).batches(0))
 
 
-# Files that are not what they were
+# Changed files
 
 
 def _padded(path: Path, num_bytes: int) -> None:
-    """Makes a Parquet file longer without changing what it holds: room between data and footer."""
+    """Pads a Parquet file between data and footer, without changing its contents."""
     data = path.read_bytes()
     footer = 8 + int.from_bytes(data[-8:-4], "little")
     room = num_bytes - len(data)
@@ -347,7 +347,7 @@ def _padded(path: Path, num_bytes: int) -> None:
 def test_a_file_of_the_same_size_with_other_row_groups_is_refused(
     tmp_path: Path, engine: str, row_groups: tuple[int, ...]
 ) -> None:
-    noise = np.random.default_rng(0).integers(2**62, size=50)  # so that more rows are more bytes
+    noise = np.random.default_rng(0).integers(2**62, size=50)  # incompressible, so more rows need more bytes
     columns = [ID, Column(name="noise", kind=Scalar("int64"))]
     table = _table(id=np.arange(50), noise=noise)
     manifest = _shards(tmp_path, [table.slice(0, 20), table.slice(20, 20)], columns)
@@ -375,7 +375,7 @@ def test_other_values_of_the_same_size_are_found_by_the_digest(tmp_path: Path) -
     path = _path(manifest, 1)
     pq.write_table(_table(id=np.arange(40, 60)), path, row_group_size=10)
     assert path.stat().st_size == manifest.files[1].num_bytes
-    manifest.verify_files()  # reads footers only, and those are alike
+    manifest.verify_files()  # reads footers only, and those are equal
     with pytest.raises(ValueError, match=f"{path.name}' differs from the bytes that were written"):
         manifest.verify()
 
@@ -388,7 +388,7 @@ WIDE = 1 << 14
 
 @pytest.fixture
 def wide(tmp_path: Path) -> ShardManifest:
-    """100 row groups of half a MiB each, decoded; next to nothing on disk."""
+    """100 row groups that decode to half a MiB each; almost no bytes on disk."""
     folder = tmp_path / "wide"
     rows = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(80 * WIDE, np.float32)), WIDE)
     lists = rows.cast(pa.list_(pa.field("element", pa.float32(), nullable=False)))
@@ -408,7 +408,7 @@ def test_a_slow_consumer_is_not_run_away_from(wide: ShardManifest, engine: str) 
         used += len(list(islice(batches, steps)))
         ahead.append(_settled(lambda: len(seen)) - used)
     batches.close()  # type: ignore[attr-defined]
-    # Some MiB of blocks and a few row groups in every queue, wherever the consumer stands.
+    # The reader is some MiB of blocks and a few row groups per queue ahead, at any position.
     assert max(ahead) <= 48
     assert max(ahead) - min(ahead) <= 24
     assert len(seen) < len(wide.row_groups)
@@ -416,7 +416,7 @@ def test_a_slow_consumer_is_not_run_away_from(wide: ShardManifest, engine: str) 
 
 @counts_files
 def test_closing_early_stops_threads_and_frees_files_at_once(wide: ShardManifest, engine: str) -> None:
-    list(islice(open_reader(wide, engine=engine).batches(0), 1))  # what an engine opens once for all
+    list(islice(open_reader(wide, engine=engine).batches(0), 1))  # opens what an engine opens once
     gc.collect()
     threads, files = set(threading.enumerate()), _open_files()
     gc.disable()
@@ -481,11 +481,11 @@ def test_a_cache_keeps_to_its_bytes_and_the_rest_is_read_again(
     assert len(kept) == 7
     assert len(seen) == 20 + 13 + 13
     assert kept.isdisjoint(seen[20:])
-    # The file on the disk has no name that could be left behind, however this process ends.
+    # The cache file has no name, so it cannot be left behind when this process ends.
     assert list(tmp_path.glob("ringspark-cache-*")) == []
     if isinstance(reader.cache, DiskCache):
         size = os.fstat(reader.cache.fd).st_size
-        assert reader.cache.num_bytes <= size <= 7 * 128  # 80 bytes each, from a multiple of 64 on
+        assert reader.cache.num_bytes <= size <= 7 * 128  # 80 bytes each, aligned to 64
 
 
 def test_a_cache_keeps_what_its_shard_reads_again_and_nothing_else(ordered_shards: Any, engine: str) -> None:

@@ -1,6 +1,6 @@
-"""How well an epoch is shuffled: the benchmark's measures, held to the statistics of a full permutation.
+"""Shuffle quality: the benchmark's measures, compared with the statistics of a full permutation.
 
-Seeds are fixed, so no run differs from another; limits of five standard deviations need no lucky seed.
+Seeds are fixed, so runs do not differ. Limits of five standard deviations do not need a lucky seed.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ def row_groups(request: pytest.FixtureRequest) -> list[int]:
 
 @pytest.fixture(scope="module")
 def orders(row_groups: list[int], quality: ModuleType) -> list[dict[str, np.ndarray]]:
-    """The orders of the benchmark's table, for a few epochs; all shapes have as many rows."""
+    """The orders of the benchmark's table, for a few epochs; all shapes have the same number of rows."""
     return [quality.orders(row_groups, epoch) for epoch in range(NUM_EPOCHS)]
 
 
 def full_rank_correlation(length: int) -> float:
-    """Five standard deviations of a full permutation's rank correlation, whose mean is 0."""
+    """Returns five standard deviations of a full permutation's rank correlation, whose mean is 0."""
     return float(5 / np.sqrt(length - 1))
 
 
 def test_the_order_has_no_rank_correlation_with_the_files(
     orders: list[dict[str, np.ndarray]], row_groups: list[int], quality: ModuleType
 ) -> None:
-    # Up to a group per stream each spreads over whole streams, and so over the whole epoch. More are
-    # permuted as wholes, and a permutation of them is what the correlation is bound to be like.
+    # With at most one row group per stream, each row group spreads over the whole epoch. With more, the row
+    # groups are permuted as units, so their number limits the correlation.
     length = len(row_groups) if len(row_groups) > NUM_STREAMS else sum(row_groups)
     for order in orders:
         assert abs(quality.rank_correlation(order["ringspark"])) < full_rank_correlation(length)
@@ -66,7 +66,7 @@ def test_the_order_has_no_rank_correlation_with_the_files(
 def test_neighbours_in_the_files_are_parted(orders: list[dict[str, np.ndarray]], quality: ModuleType) -> None:
     for order in orders:
         pairs = len(order["ringspark"]) - 1
-        # A full permutation keeps 2 pairs on average, Poisson distributed: 12 and more once in a million.
+        # A full permutation keeps 2 pairs on average (Poisson); 12 or more occur once in a million.
         assert quality.neighbours(order["ringspark"]) * pairs < 12
         assert quality.neighbours(order["full permutation"]) * pairs < 12
         assert quality.neighbours(order["row-group order only"]) > 0.9
@@ -76,8 +76,8 @@ def test_a_batch_holds_few_neighbours_of_the_files(
     orders: list[dict[str, np.ndarray]], row_groups: list[int], quality: ModuleType
 ) -> None:
     rows_per_group, num_rows = row_groups[0], sum(row_groups)
-    # Neighbours lie anywhere within the part of the epoch that their row group spans: NUM_STREAMS
-    # positions a row, or the whole epoch. One batch is so much of it.
+    # Neighbours lie anywhere within their row group's range of the epoch: NUM_STREAMS positions per row, at
+    # most the whole epoch. `expected` is the share of one batch in this range.
     expected = BATCH_SIZE / min(NUM_STREAMS * rows_per_group, num_rows)
     limit = expected + 5 * np.sqrt(expected / num_rows)
     full = BATCH_SIZE / num_rows
@@ -91,13 +91,14 @@ def test_batches_of_sorted_data_spread_as_if_drawn_from_a_row_group_per_stream(
     orders: list[dict[str, np.ndarray]], row_groups: list[int], quality: ModuleType
 ) -> None:
     num_batches = sum(row_groups) // BATCH_SIZE
-    # With more row groups than streams, all rows that a stream gives to a batch are alike in sorted data: a
-    # batch has the variance of NUM_STREAMS draws, and batches only differ when streams change the row group.
+    # With more row groups than streams, a stream contributes rows of one row group to a batch. In sorted
+    # data they are alike, so a batch has the variance of NUM_STREAMS draws, and batches differ only when
+    # streams change the row group.
     many = len(row_groups) > NUM_STREAMS
     draws = NUM_STREAMS if many else BATCH_SIZE
     independent = min(num_batches, len(row_groups) // NUM_STREAMS) if many else num_batches
     for order in orders:
-        # A standard deviation estimated from n values has itself one of 1 / sqrt(2 n).
+        # A standard deviation estimated from n values has a relative standard deviation of 1 / sqrt(2 n).
         limit = np.sqrt(BATCH_SIZE / draws) * (1 + 5 / np.sqrt(2 * independent))
         assert quality.spread(order["ringspark"], BATCH_SIZE) < limit
         assert abs(quality.spread(order["full permutation"], BATCH_SIZE) - 1) < 5 / np.sqrt(2 * num_batches)
@@ -118,7 +119,7 @@ def test_epochs_are_as_unlike_each_other_as_permutations(quality: ModuleType) ->
     first, second = (quality.orders(row_groups, epoch)["ringspark"] for epoch in (0, 1))
     position = np.empty(len(first), dtype=np.int64)
     position[first] = np.arange(len(first))
-    # Position of the second epoch's rows in the first.
+    # The second epoch's rows by their position in the first epoch.
     assert abs(quality.rank_correlation(position[second])) < full_rank_correlation(NUM_STREAMS)
 
 

@@ -20,7 +20,7 @@ def test_streams_cover_the_sequence_and_all_positions(num_rows: int) -> None:
 
 
 def _check(deal: Deal, num_rows: int) -> list[int]:
-    """Checks that a deal's four views agree; returns the positions that it owns."""
+    """Checks that four methods of a deal agree; returns the positions that the deal owns."""
     owned = []
     for index, stream in enumerate(deal.streams):
         count = deal.count(index, stream.length)
@@ -90,7 +90,7 @@ def test_a_deal_of_rows_beyond_32_bits_is_exact(num_rows: int, num_shards: int) 
             total += count
             local = np.asarray([0, count // 3, count // 2, count - 1])
             rows = deal.rows_at(index, local)
-            # The row of a local row is owned, so exactly the rows up to it count one more.
+            # `rows` are owned, so counting up to and including one adds 1.
             assert deal.counts(index, rows).tolist() == local.tolist()
             assert deal.counts(index, rows + 1).tolist() == (local + 1).tolist()
             assert 0 <= rows[0] <= rows[-1] < stream.length
@@ -103,5 +103,5 @@ def test_a_deal_of_rows_beyond_32_bits_is_exact(num_rows: int, num_shards: int) 
 @pytest.mark.parametrize("num_shards", [1, 7, 1024, 102_400])
 def test_a_deal_takes_the_room_of_its_own_units(num_shards: int) -> None:
     deal = ShuffledDeal(10**9, num_shards, num_shards // 2)
-    # All shards' units in every shard would be the square of their number.
+    # Storing every shard's units in every shard would need the square of their number.
     assert sum(len(rows) for rows in deal._owned_rows) == NUM_STREAMS

@@ -1,4 +1,4 @@
-"""The commonest failure of a first run: Spark's workers are another Python than the driver."""
+"""A common failure of first runs: Spark's workers use another Python than the driver."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ except RuntimeError as error:
 @pytest.mark.spark
 def test_workers_without_the_package_are_explained(tmp_path: Path) -> None:
     bare = tmp_path / "python"
-    # -S: this Python, without its site-packages.
+    # -S starts this Python without its site-packages.
     bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     bare.chmod(0o755)
     done = subprocess.run(

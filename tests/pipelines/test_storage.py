@@ -28,7 +28,7 @@ def test_local_spellings_become_one_absolute_path(tmp_path: Path, monkeypatch: p
         Path("a b"),
     ):
         assert storage.normalize(uri) == expected
-    # As to Spark and to fsspec, a "%" stands for itself.
+    # Spark and fsspec also treat "%" literally.
     assert storage.normalize(f"file:{tmp_path}/a%20b") == str(tmp_path / "a%20b")
 
 
@@ -53,7 +53,7 @@ def test_a_removed_folder_is_not_made_again(tmp_path: Path, scheme: str) -> None
     with storage.only_where(folder, "claim"):
         storage.write_atomic(storage.join(inside, "file"), b"")
         for name in ("claim", ""):
-            # Without the claim, the rest of the folder may be there or not.
+            # Without the claim, the remaining files of the folder do not matter.
             storage.remove(storage.join(folder, name), recursive=True)
             for write in (
                 lambda: storage.write_atomic(storage.join(inside, "file"), b""),
@@ -165,7 +165,7 @@ def test_what_a_client_raises_becomes_an_oserror() -> None:
         raise OddError("gone")
     with pytest.raises(TimeoutError, match="memory://x: timed out"), storage.store_errors("memory://x"):
         raise asyncio.TimeoutError
-    # What means something already stays what it is.
+    # Specific error types stay unchanged.
     for error in (FileNotFoundError("f"), PermissionError("p"), ValueError("v"), KeyError("k")):
         with pytest.raises(type(error)) as caught, storage.store_errors("memory://x"):
             raise error
@@ -184,12 +184,12 @@ def test_one_of_many_writers_gets_through(tmp_path: Path) -> None:
 def test_where_no_links_can_be_made_one_of_many_writers_gets_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a mount of an object store."""
+    """Imitates a mounted object store."""
 
     monkeypatch.setattr(os, "link", _refuse)
     for turn in range(20):
         folder = tmp_path / str(turn)
-        if turn % 2:  # two writers were killed here, the second one while it did the same
+        if turn % 2:  # two writers died here: one with a claim, and one while it took over the claim
             for claim in (".commit.claim", ".commit.claim.1"):
                 _claim_of_a_dead_writer(folder / claim)
         with ThreadPoolExecutor(8) as pool:
@@ -242,7 +242,7 @@ def _wins(number: int, folder: Path) -> bool:
 
 
 class _NoOverwrite(LocalFileSystem):
-    """Moves onto no file, as HDFS; and not at all while `is_broken`."""
+    """Refuses to move onto an existing file, like HDFS; refuses every move while `is_broken`."""
 
     protocol = "nooverwrite"
     is_broken = False

@@ -1,4 +1,4 @@
-"""`Tokens.of`: every form of a tokenizer gives the same kind; what a text becomes. No Spark is needed."""
+"""`Tokens.of` accepts every form of a tokenizer; texts become ids and a mask. No test here needs Spark."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = {"?": 0, "<": 1, ">": 2, "a": 3, "b": 4, "c": 5, "[PAD]": 6}
 
 
 def words() -> Tokenizer:
-    """A tokenizer of whole words with an unknown, a start and an end."""
+    """A whole-word tokenizer with unknown, start and end tokens."""
     made = Tokenizer(models.WordLevel(WORDS, unk_token="?"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made.post_processor = processors.BertProcessing((">", 2), ("<", 1))
@@ -43,7 +43,7 @@ def test_a_batch_is_as_long_as_its_longest_text_and_at_least_one() -> None:
     bare.post_processor = None
     empty = batch(Tokens.of(bare, 4), "", "")
     assert (empty["x.ids"].tolist(), empty["x.mask"].any()) == ([[6], [6]], False)
-    # As a worker without rows in a step gets them.
+    # A worker without rows in a step gets such a batch.
     none = batch(kind)
     assert none["x.ids"].shape == none["x.mask"].shape == (0, 1)
     assert batch(Tokens.of(words(), 6, padding="max_length"), "a")["x.ids"].shape == (1, 6)
@@ -55,7 +55,7 @@ def test_every_form_of_a_tokenizer_gives_the_same_ids(tmp_path: Path) -> None:
 
     fast = PreTrainedTokenizerFast(tokenizer_object=words(), pad_token="[PAD]", model_max_length=4)
     fast.save_pretrained(str(tmp_path / "folder"))
-    fast("a b c", truncation=True, max_length=3)  # which it keeps, and which is nobody's choice for others
+    fast("a b c", truncation=True, max_length=3)  # the tokenizer keeps this; Tokens must ignore it
     words().save(str(tmp_path / "tokenizer.json"))
     kinds = [
         Tokens.of(words(), 4),
@@ -141,13 +141,13 @@ def test_a_tokenizer_is_learnt_from_some_texts_whatever_their_order(spark: Any) 
     made = train_tokenizer(frame.repartition(3), "a.text", vocab_size=300)
     assert made.to_str() == train_tokenizer(frame.coalesce(1), "a.text", vocab_size=300).to_str()
     assert made.token_to_id("[PAD]") == 0
-    # No text is unknown: each comes back, in lower case.
+    # No text is unknown; each decodes to itself in lower case.
     encoded = made.encode("日本 Hello")
     assert made.decode(encoded.ids).strip() == "日本 hello"
     kind = Tokens.of(made, 64)
     assert kind.num_ids == made.get_vocab_size() <= 300
     assert np.issubdtype(batch(kind, "hello")["x.ids"].dtype, np.int64)
-    # A text that occurs often, and empty ones, take no place of others in the sample.
+    # Frequent and empty texts do not displace other texts in the sample.
     mostly = spark.createDataFrame([(text,) for text in ["", "none"] * 30 + ["one two", "three"]], "t string")
     few = train_tokenizer(mostly, "t", vocab_size=300, rows=3)
     assert len(few.encode("three").ids) == 1

@@ -1,4 +1,4 @@
-"""Manifests, folders and URIs of strangers: names that lead elsewhere, wrong types, passwords."""
+"""Manifests, folders and URIs from untrusted sources: paths outside the folder, wrong types, passwords."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringspark.pipelines.manifest import ShardFile
 
 
 def manifest() -> dict[str, Any]:
-    """A good one, as JSON values."""
+    """A valid manifest as JSON values."""
     made = ShardManifest(
         uri="/shards",
         columns=(Column(name="x", kind=Scalar(dtype="int64"), source="bigint"),),
@@ -84,7 +84,7 @@ PLACES: list[tuple[str | int, ...]] = [(), ("files", 0), ("columns", 0), ("stats
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_manifest_that_lacks_an_entry_is_refused(place: tuple[str | int, ...]) -> None:
-    """Also one that would have a default: a damaged file is not filled up with numbers that nobody wrote."""
+    """This includes entries with a default, because defaults must not fill gaps in a damaged file."""
 
     def entry(values: Any) -> Any:
         for step in place:
@@ -117,7 +117,7 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     (folder / "part-1.parquet").symlink_to(tmp_path / "outside")
     with pytest.raises(ValueError, match=r"part-1.parquet' is a link out of its folder; put the file itself"):
         ShardManifest.load(folder)
-    # The folder itself may be reached by a link.
+    # The folder itself may be a link.
     (folder / "part-1.parquet").unlink()
     os.symlink(folder, tmp_path / "alias")
     assert len(ShardManifest.load(tmp_path / "alias").files) == 2
@@ -133,7 +133,7 @@ SECRETS = [
     ("s3://KEY:hunter2/hunter2@bucket/a", "s3://***:***@bucket/a"),
     ("s3://KEY:/hunter2+/x@bucket/a", "s3://***:***@bucket/a"),
     ("s3://me@corp.com:hunter2@bucket/a", "s3://***:***@bucket/a"),
-    # Where the password ends cannot be told.
+    # The end of the password is ambiguous here.
     ("s3://KEY:/hunter2+/x@bucket/a@b", "s3://***"),
     ("s3://KEY:x@hunter2/hunter2@bucket/a", "s3://***"),
     ("zip://a.csv::s3://KEY:x@hunter2\n/hunter2@bucket", "zip://a.csv::s3://***"),

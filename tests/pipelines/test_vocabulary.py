@@ -1,4 +1,4 @@
-"""The words of a vocabulary that is learned from counts."""
+"""A vocabulary learned from counts."""
 
 import pytest
 from hypothesis import given

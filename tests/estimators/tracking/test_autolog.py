@@ -1,4 +1,4 @@
-"""`mlflow.pyspark.ml.autolog()` goes on working with our stages in a pipeline."""
+"""`mlflow.pyspark.ml.autolog()` still works with our stages in a pipeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETTING = "spark.mlflow.pysparkml.autolog.logModelAllowlistFile"
 
 @pytest.mark.spark
 @pytest.mark.slow
-# MLflow's own, and those of what it imports.
+# Warnings of MLflow and of its imports.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pydantic.PydanticDeprecatedSince20")
 def test_autolog_logs_a_pipeline_with_our_stage(spark: Any, tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_autolog_logs_a_pipeline_with_our_stage(spark: Any, tmp_path: Path) -> N
     listed.write_text("\n".join(lines()))
     conf = spark.sparkContext._conf
     before, address = conf.get(SETTING), mlflow.get_tracking_uri()
-    conf.set(SETTING, str(listed))  # as a session is started with it
+    conf.set(SETTING, str(listed))  # as if the session had started with it
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     try:
         flavour.autolog()

@@ -36,7 +36,7 @@ def client(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def both_insert() -> Iterator[None]:
-    """Makes two threads look up a data set's record before either of them inserts it."""
+    """Makes two threads look up a data set's record before either thread inserts it."""
     from sqlalchemy import event
     from sqlalchemy.engine import Engine
 

@@ -1,4 +1,4 @@
-"""What a real server of MLflow holds of a training, and a server that is killed in the middle of one."""
+"""Records of a training on a real MLflow server, and a server that is killed during a training."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ringspark.models import ModelSpec
 
 mlflow = pytest.importorskip("mlflow")
 
-# MLflow's own libraries warn of each other's next versions.
+# MLflow's libraries warn about each other's next versions.
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 STEP_METRICS = {"step/train_loss", "step/learning_rate"}
 
 
 class BreakWhile(Callback):
-    """Fails at the end of the third epoch while a file is there."""
+    """Fails at the end of the third epoch while a file exists."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -40,7 +40,7 @@ class BreakWhile(Callback):
 
 
 class WaitFor(Callback):
-    """Holds the training after an epoch until a file is there."""
+    """Pauses the training after an epoch until a file exists."""
 
     def __init__(self, epoch: int, path: Path) -> None:
         self._epoch, self._path = epoch, str(path)
@@ -105,7 +105,7 @@ def test_a_server_holds_all_of_a_fit_in_one_run(server: MlflowServer, table: Any
     for name in STEP_METRICS:
         history = client.get_metric_history(run_id, name)
         assert [metric.step for metric in history] == [1, 2, 3, 4, 5, 6]
-    # The mean of an epoch's steps of equally many rows is the epoch's.
+    # All steps have equally many rows, so the mean over steps is the epoch's loss.
     losses = [metric.value for metric in client.get_metric_history(run_id, "step/train_loss")]
     assert sum(losses[:3]) / 3 == pytest.approx(records[0].train_loss, rel=1e-6)
     assert {file.path for file in client.list_artifacts(run_id)} == {"config.json", "history.json"}
@@ -163,7 +163,7 @@ def test_a_resumed_training_goes_on_in_its_run(server: MlflowServer, table: Any,
 def test_a_killed_server_is_one_warning_and_changes_no_number(
     table: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A request that the death of the server cuts is not tried again for minutes.
+    # Otherwise MLflow retries a request to the dead server for minutes.
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     dead = tmp_path / "dead"
     held = [WaitFor(2, dead)]
@@ -189,7 +189,7 @@ def test_a_killed_server_is_one_warning_and_changes_no_number(
     assert [r.train_loss for r in tracked.summary.epochs] == [r.train_loss for r in plain.summary.epochs]
     weights, expected = tracked.module().state_dict(), plain.module().state_dict()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    # What it took before stays.
+    # Values logged before the server's death remain.
     (run,) = runs_of(mlflow.MlflowClient(tracking_uri=server.database), "k")
     assert run.info.status == "RUNNING"
     assert "train_loss" in run.data.metrics

@@ -1,4 +1,4 @@
-"""The lines of a training without a terminal, by a clock that the test moves."""
+"""Progress lines of a training without a terminal, with a fake clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EPOCH = EpochRecord(
 
 
 class Log:
-    """The lines that were written, and the clock."""
+    """Collects the log lines, with a fake clock."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -58,7 +58,7 @@ def test_the_time_left_counts_from_where_the_workers_started_again() -> None:
     log = Log()
     log.at(0, replace(START, step=2_000))
     log.at(10, replace(START, step=2_900))
-    # The workers were lost, and go on from a checkpoint: 1 step a second from now on.
+    # The workers failed and resumed from a checkpoint; from here on they take 1 step per second.
     log.at(20, replace(START, step=1_000))
     log.at(40, replace(START, step=1_020))
     assert log.lines == ["training: epoch 1/5, step 1,020/3,000, 33 min left"]

@@ -1,4 +1,4 @@
-"""What MLflow and TensorBoard hold of one training, read back by their own programs."""
+"""MLflow and TensorBoard logs of one training, read back with their own libraries."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_tensorboard_shows_each_step_once_after_a_rollback_and_a_restart(tmp_pat
     start = RunStart(name="stage", run_uri=str(tmp_path), settings={"epochs": 2})
     first = tracker.start(start)
     first.steps([_record(1, 0.5), _record(2, 0.4)])
-    # A rollback takes step 2 again, to another loss.
+    # A rollback repeats step 2 and gets another loss.
     first.steps([_record(2, 0.3), _record(3, 0.2)])
     first.epoch(_epoch(1, 0.35))
     first._writer.flush()  # type: ignore[attr-defined]
@@ -97,7 +97,7 @@ def test_tensorboard_shows_each_step_once_after_a_rollback_and_a_restart(tmp_pat
 def test_tensorboard_keeps_runs_of_one_name_apart_in_one_log_dir(tmp_path: Path) -> None:
     (tracker,) = make_trackers([{"name": "tensorboard", "log_dir": str(tmp_path)}], shows_progress=False)
     for search, loss in (("first", 0.5), ("second", 0.4), ("first", 0.3)):
-        # The third start resumes the first run and replaces only this run's events.
+        # The third start resumes the first run and replaces only the first run's events.
         events = tracker.start(RunStart(name="stage", run_uri=f"/searches/{search}/trials/0"))
         events.steps([_record(1, loss)])
         events._writer.close()  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ def test_a_file_in_a_store_is_written_again_when_it_has_grown_by_a_tenth(name: s
 
 @pytest.mark.spark
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries, about each other's next versions
+@pytest.mark.filterwarnings("ignore")  # MLflow's libraries warn about each other's next versions
 def test_one_fit_is_told_to_mlflow_and_tensorboard(spark: Any, tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     plain = spark.range(0, 96, 1, 2).selectExpr("id", "sin(id) as a", "cos(1.7 * id) as b")

@@ -1,4 +1,4 @@
-"""Trackers that fail or hang, and what a training without a terminal shows."""
+"""Trackers that fail or hang, and the output of a training without a terminal."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _FaultyListener(Listener):
 
 @pytest.fixture
 def released() -> Iterator[threading.Event]:
-    """Lets what hangs go on when the test has ended."""
+    """Ends hanging tracker calls when the test is over."""
     event = threading.Event()
     yield event
     event.set()
@@ -71,7 +71,9 @@ def released() -> Iterator[threading.Event]:
 
 
 def told(run_uri: Path, tracker: Tracker) -> list[str]:
-    """Watches a run with one finished epoch; returns what a sound tracker beside `tracker` is told."""
+    """Watches a run with one finished epoch next to `tracker`; returns the events of a second, working
+    tracker.
+    """
     (run_uri / run_layout.HISTORY).write_text(json.dumps([asdict(EPOCH)]))
     events: list[str] = []
     (sound,) = make_trackers([lambda event: events.append(event["event"])], shows_progress=False)
@@ -133,7 +135,7 @@ def test_a_tracker_that_hangs_for_ever_is_left_alone_at_the_end(
     hanging = Faulty(at, released)
     with caplog.at_level(logging.WARNING, "ringspark"):
         assert told(tmp_path, hanging) == ["start", "epoch", "end"]
-    # It still hangs, and the training has returned.
+    # The tracker still hangs, but the training has returned.
     assert hanging.reached.is_set()
     assert not released.is_set()
     (record,) = caplog.records
@@ -151,7 +153,7 @@ def test_a_tracker_that_has_hung_for_long_is_not_waited_for(
     channel.thread.start()
     assert hanging.reached.wait(60)
     first = channel.gives_up_at
-    # Counted from the beginning of the call, however late it is asked.
+    # The timeout counts from the start of the call, whenever the caller reads it.
     assert channel.gives_up_at == first <= watcher.time.monotonic() + 100.0
     channel.put(None)
 
@@ -187,7 +189,7 @@ def test_a_fit_with_failing_trackers_returns_its_model(
 
 
 class Terminal:
-    """A stream that says whether it is a terminal, and keeps what is written."""
+    """A stream that is or is not a terminal and keeps the written text."""
 
     encoding = "utf-8"
 
@@ -211,7 +213,7 @@ def test_the_console_shows_a_bar_on_a_terminal_and_lines_elsewhere(
 ) -> None:
     stream = Terminal(is_terminal)
     monkeypatch.setattr("sys.stderr", stream)
-    # So short that each position is due.
+    # Short enough to print every position.
     shown = ConsoleTracker(period_seconds=1e-9).start(RunStart(name="stage", run_uri="run"))
     position = TrainingProgress(epoch=1, epochs=2, step=10, num_steps=200, rows=0, seconds=0.0)
     shown.progress(position)

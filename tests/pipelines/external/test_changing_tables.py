@@ -1,4 +1,4 @@
-"""Files of a table that others replace while an epoch reads them: never a row of another file in silence."""
+"""Files replaced while an epoch reads them: a reader raises and never mixes rows silently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringspark.pipelines.table_files import TableFile, TableSource
 
 
 def _write(path: Path, first: float) -> None:
-    """Puts two row groups of two rows in the place of the file."""
+    """Replaces the file with two row groups of two rows each."""
     new = path.with_name("_new")
     table = pa.table({"x": first + np.arange(4.0)})
     pq.write_table(table, new, row_group_size=2, use_dictionary=False, compression="none")
@@ -49,10 +49,10 @@ def _table(folder: Path, num_files: int) -> ShardManifest:
 
 @pytest.mark.parametrize("num_files", [2, 70])
 def test_a_file_replaced_within_an_epoch_is_an_error(tmp_path: Path, num_files: int) -> None:
-    """With 70, the file is closed and opened again; with 2, it stays open from its first row group on."""
+    """With 70 files, the reader closes and reopens the file; with 2, it keeps the file open."""
     reader = open_reader(_table(tmp_path, num_files), engine="arrow")
     order = [*range(0, 2 * num_files, 2), *range(1, 2 * num_files, 2)]
-    tables = reader._tables(order)  # without the threads that read ahead: the place of the change is exact
+    tables = reader._tables(order)  # without read-ahead threads, so the file changes at an exact point
     found = [next(tables).column("x").to_pylist() for _ in range(num_files)]
     _write(tmp_path / "00.parquet", -100.0)
     with pytest.raises(RuntimeError, match=r"00\.parquet' has changed since .*must not change"):

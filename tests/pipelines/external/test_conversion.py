@@ -1,4 +1,4 @@
-"""Hashing of strings: little memory besides them, and the numbers of Spark."""
+"""String hashing needs little extra memory and equals Spark's hash."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_long_strings_are_hashed_in_little_memory() -> None:
 
 
 def test_hashes_are_those_of_spark() -> None:
-    # pmod(xxhash64(-3L, text), 1000003L) of Spark 4.3.
+    # Results of pmod(xxhash64(-3L, text), 1000003L) in Spark 4.3.
     known = {
         "": 780582,
         "a": 198025,

@@ -1,4 +1,4 @@
-"""Tables of other writers through the readers: what holds for shards holds for them, in any layout."""
+"""External tables through the readers: every guarantee for shards also holds for tables in any layout."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def _one_large(folder: Path) -> int:
 
 
 def _a_litter(folder: Path) -> int:
-    """Files without rows or bytes, a row group without rows, hidden files, nested folders, another order."""
+    """Writes files without rows or bytes, an empty row group, hidden files, nested folders, another column
+    order.
+    """
     pq.write_table(_rows(0, 500).select(["half", "id"]), folder / "a.parquet", compression="gzip")
     pq.write_table(_rows(0, 0), folder / "b.parquet")
     with pq.ParquetWriter(folder / "c.parquet", _rows(0, 0).schema, use_dictionary=False) as writer:
@@ -115,7 +117,7 @@ def test_every_row_comes_once_in_the_same_step_for_any_number_of_workers(
     for shards in (2, 3):
         again = _steps(manifest, shards, size)
         assert all(map(np.array_equal, steps, again))
-    # From the middle of the epoch on, with another number of workers.
+    # Resumes in the middle of the epoch with another number of workers.
     middle = len(steps) // 2
     rest = _steps(manifest, 2, size, start_step=middle)
     assert len(rest) == len(steps) - middle
@@ -168,7 +170,7 @@ KINDS = {
 def _values(manifest: ShardManifest) -> dict[str, Any]:
     """Returns all rows, sorted by id."""
     batches = list(open_reader(manifest, batch_size=64, shuffle=False, engine="arrow").batches(0))
-    for batch in batches:  # CSR, as dense rows
+    for batch in batches:  # CSR, compared as dense rows
         if "sparse.indptr" in batch:
             indptr, indices, data = (batch.pop(f"sparse.{part}") for part in ("indptr", "indices", "data"))
             dense = np.zeros((len(indptr) - 1, 8), dtype=data.dtype)
@@ -366,7 +368,8 @@ def test_old_days_of_the_julian_calendar_are_refused(spark: Any, tmp_path: Path,
             ValueError, match=rf"'{name}' holds {since}, .*/old/.* written in the Julian .*fit"
         ):
             manifest_of(spark, list_parquet(spark, f"{root}/old"), [name])
-    # Dates that are equal in both calendars are read. A file without a calendar is, unless Spark rebases.
+    # Dates that are equal in both calendars are read. A file without a calendar is read unless Spark
+    # rebases.
     manifest_of(spark, list_parquet(spark, f"{root}/old"), ["new", "clock"])
     pq.write_table(pa.table({"day": pa.array([-200_000], pa.date32())}), f"{root}/other.parquet")
     assert manifest_of(spark, list_parquet(spark, f"{root}/other.parquet")).stats["train"]["day"].minimum
@@ -388,13 +391,13 @@ def test_long_rows_make_small_windows(spark: Any, tmp_path: Path, monkeypatch: p
     kinds = {"long": Ragged()}
     manifest = manifest_of(spark, list_parquet(spark, str(tmp_path)), kinds=kinds)
     assert max(manifest.row_groups) * 5_000 * 8 <= table_manifest.ROW_GROUP_BYTES
-    # Read whole, they count as what they are in memory, however small the file is.
+    # Unsplit row groups count with their size in memory, even if the file is small.
     pq.write_table(pa.table({"id": np.arange(300), "long": lists}), tmp_path / "a.parquet")
     assert (tmp_path / "a.parquet").stat().st_size < 100_000
     monkeypatch.setattr(table_manifest, "MAX_UNSPLIT_BYTES", 11 << 20)
     with pytest.raises(ValueError, match=r"row group of 300 rows .*readers would hold 11 MiB"):
         manifest_of(spark, list_parquet(spark, str(tmp_path)), kinds=kinds)
-    # Windows are made for the mean; a few rows that are far longer come whole.
+    # Windows are sized for the mean row length; a few much longer rows are read unsplit.
     few = pa.table({"id": np.arange(30), "long": lists.slice(0, 30).to_pylist()})
     for name, table in (("a", few), ("b", pa.table({"id": np.arange(9_000), "long": [[1.0]] * 9_000}))):
         pq.write_table(table, tmp_path / f"{name}.parquet", write_page_index=True)
@@ -402,7 +405,7 @@ def test_long_rows_make_small_windows(spark: Any, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(table_manifest, "ROW_GROUP_BYTES", 1 << 20)
     with pytest.raises(ValueError, match=r"row group of 30 rows .*differ much in length"):
         manifest_of(spark, list_parquet(spark, str(tmp_path)), kinds=kinds)
-    # Long texts are no such rows: what is held of them are numbers.
+    # Long texts are no such rows, because the reader holds only their hashes.
     texts = pa.table({"text": [f"{number:09d}" * 9_000 for number in range(30)]})
     (tmp_path / "texts").mkdir()
     pq.write_table(texts, tmp_path / "texts" / "a.parquet", write_page_index=True)
@@ -422,7 +425,7 @@ def test_a_manifest_is_saved_and_sees_every_change_of_a_file(spark: Any, tmp_pat
     loaded.verify_files()
     reader = open_reader(loaded, engine="arrow")
     assert sum(len(batch["id"]) for batch in reader.batches(0)) == 60
-    # As many rows and bytes as before, between two epochs.
+    # The file changes between two epochs but keeps its number of rows and bytes.
     size = (tmp_path / "t" / "b.parquet").stat().st_size
     pq.write_table(_rows(30, 30), tmp_path / "t" / "b.parquet", **plain)
     assert (tmp_path / "t" / "b.parquet").stat().st_size == size

@@ -1,4 +1,4 @@
-"""Some rows of a row group by their pages alone: the same as Arrow gives from the whole of it."""
+"""Reading some rows of a row group through page offsets gives the same rows as Arrow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringspark.pipelines.external.row_pages import KeptPages, PageReader, find_l
 from ringspark.pipelines.external.thrift_compact import I32, LIST, ThriftError, read_struct, write_struct
 
 ROWS = 3_000
-# (rows, stop): within one page, over several, at either end, one row.
+# (start, stop): within one page, across pages, at both ends, one row.
 SPANS = [(0, 1), (0, ROWS), (700, 701), (999, 1_001), (1, 2_999), (ROWS - 1, ROWS), (2_000, 3_000)]
 
 
@@ -73,7 +73,7 @@ def test_the_pages_of_any_rows_give_what_arrow_gives(written: tuple[Path, Any]) 
         names = [
             name for name in table.column_names if has_page_rows(metadata, 0, find_leaves(metadata)[name])
         ]
-        # Without an index, nothing tells which rows the pages of lists hold.
+        # Without an offset index, the reader cannot locate the list rows of a page.
         has_index = metadata.row_group(0).column(0).has_offset_index
         assert names == table.column_names[: None if has_index else 7]
         for start, stop in SPANS:
@@ -82,7 +82,7 @@ def test_the_pages_of_any_rows_give_what_arrow_gives(written: tuple[Path, Any]) 
 
 
 class Counting:
-    """A file that counts what is read of it."""
+    """A file that counts the bytes read from it."""
 
     def __init__(self, file: Any) -> None:
         self.file, self.num_bytes = file, 0
@@ -122,7 +122,7 @@ def test_pages_behind_the_end_of_a_dictionary_are_read_without_it(tmp_path: Path
         reader = PageReader(file, pq.ParquetFile(str(path)).metadata, kept)
         assert reader.read(0, ["x"], 40_000, 41_000).equals(table.slice(40_000, 1_000))
         assert kept.dictionary_bytes == 0
-        # The writer gives the dictionary up in the middle of these rows.
+        # The writer abandons the dictionary in the middle of these rows.
         assert reader.read(0, ["x"], 0, 20_000).equals(table.slice(0, 20_000))
         assert kept.dictionary_bytes >= 40_000
 
@@ -142,9 +142,9 @@ def test_a_file_that_is_opened_again_is_not_searched_again(
             rows = PageReader(counting, metadata, kept, "t").read(0, ["x", "y"], start, start + 5_000)
             assert rows.equals(table.slice(start, 5_000))
             sizes.append(counting.num_bytes)
-    # The headers of all pages are looked for once; each takes a read of some hundred bytes.
+    # The reader finds page headers once per file; each header takes a read of some hundred bytes.
     assert sizes[1] < sizes[0] / 2
-    # Dictionaries are kept up to one limit, whatever the number of files.
+    # One limit covers the dictionaries of all files.
     monkeypatch.setattr(row_pages, "_KEPT_DICTIONARIES", 10_000)
     for name in "abcdefgh":
         with path.open("rb") as file:
@@ -179,7 +179,7 @@ def test_damaged_places_are_errors_and_not_other_rows(place: str, tmp_path: Path
         if place == "index":
             second[1] = (second[1][0], 1 << 40)
         else:
-            second[3] = (second[3][0], 4_000)  # the third page begins before it
+            second[3] = (second[3][0], 4_000)  # the third page begins earlier
         broken = write_struct(index)
         data[start : start + size] = broken[:size].ljust(size, b"\0")
     elif place == "footer":

@@ -1,4 +1,4 @@
-"""Arrays that are used again: never while somebody looks at them, never many times what was asked for."""
+"""Reused arrays: never while something still refers to them, and hardly larger than requested."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _tensor(array: Any) -> Any:
 )
 def test_an_array_is_used_again_once_nobody_refers_to_a_part_of_it(part: Callable[[Any], Any]) -> None:
     buffers = Buffers()
-    for _ in range(20):  # often enough for an interpreter that rewrites what runs often
+    for _ in range(20):  # enough iterations for an interpreter that optimizes hot code
         array = buffers.empty("x", 10, LIKE)
         start = array.ctypes.data
         held = part(array)
@@ -49,7 +49,7 @@ def test_an_array_is_used_again_once_nobody_refers_to_a_part_of_it(part: Callabl
 
 def test_wide_rows_get_hardly_more_than_was_asked_for() -> None:
     buffers = Buffers()
-    array = buffers.empty("x", 4, np.empty((0, 3 << 18), np.float32))  # 3 MiB a row
+    array = buffers.empty("x", 4, np.empty((0, 3 << 18), np.float32))  # 3 MiB per row
     assert array.nbytes <= buffers.num_bytes <= 1.25 * array.nbytes
 
 

@@ -1,4 +1,4 @@
-"""The disk cache where it breaks: many arrays, a full disk, threads, forked children, closing."""
+"""Failure cases of the disk cache: many arrays, a full disk, threads, forked children, closing."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_full_disk_ends_the_keeping_and_nothing_else(
         patch.setattr(os, "pwrite", fills_up)
         for index in range(4):
             cache.put(index, _rows(index))
-    cache.put(5, _rows(5))  # there is room again, but row groups are worth keeping from the first epoch on
+    cache.put(5, _rows(5))  # there is room again, but the cache stopped taking row groups
     assert [index for index in range(6) if index in cache] == [0]
     assert _holds(cache, 0)
     assert cache.num_bytes == cache_bytes
@@ -108,9 +108,9 @@ def test_a_closed_cache_writes_to_no_file(cache: DiskCache, tmp_path: Path) -> N
     number = cache.fd
     cache.close()
     files = [(tmp_path / "0").open("wb")]
-    while files[-1].fileno() < number:  # until the kernel gives the number to another file
+    while files[-1].fileno() < number:  # until the kernel reuses the file descriptor
         files.append((tmp_path / str(len(files))).open("wb"))
-    # As a thread does that has just read a row group.
+    # A reading thread may call put() after close().
     cache.put(0, _rows(0))
     assert [os.fstat(file.fileno()).st_size for file in files] == [0] * len(files)
     for file in files:

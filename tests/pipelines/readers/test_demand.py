@@ -1,4 +1,4 @@
-"""What the plan says about a reader: the rows that it holds, and those that it reads again."""
+"""Memory estimates from the plan: rows that a reader holds, and rows that it reads again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IMAGES = Column(name="z", kind=Image(4, 8))
 
 
 def _held(row_groups: list[int], num_shards: int, batch_size: int) -> tuple[int, int]:
-    """The most rows that wait in the streams at once: the shard's own, and with their whole row groups."""
+    """Returns the peak number of waiting rows: only the shard's rows, and with their whole row groups."""
     plan = plan_epoch(row_groups, num_shards=num_shards, batch_size=batch_size, epoch=0, seed=0)
     part = plan.shard(0)
     own, whole = np.zeros(plan.num_steps + 2, np.int64), np.zeros(plan.num_steps + 2, np.int64)
@@ -48,7 +48,7 @@ def test_wide_columns_are_held_by_the_row_group_and_narrow_ones_by_the_row(num_s
         return needs.row_groups // column.kind.held_bytes
 
     assert 0.7 * whole <= counted(WIDE) <= whole
-    assert 0.7 * whole <= counted(IMAGES) <= whole  # one byte a pixel until they are in a batch
+    assert 0.7 * whole <= counted(IMAGES) <= whole  # one byte per pixel until the batch is made
     assert 0.5 * own <= counted(NARROW) <= own
 
 
@@ -78,7 +78,7 @@ def test_the_search_ends_where_a_shard_hardly_meets_a_row_group_again() -> None:
 
 @pytest.mark.parametrize(("kind", "num_bytes"), [(Ragged("int64"), 8), (Sparse(), 8), (Ragged("int8"), 1)])
 def test_rows_of_varying_length_take_the_bytes_of_their_mean(kind: Kind, num_bytes: int) -> None:
-    """So blocks of batches stay small where rows are long, which a guess of their length does not know."""
+    """Long rows then get small blocks; a default length would not show that rows are long."""
     column = Column(name="x", kind=kind)
     stats = {"train": {"x": ColumnStats(rows=8, values=50_000)}, "validation": {"x": ColumnStats(rows=2)}}
     manifest = ShardManifest(uri="", columns=(column, NARROW), files=(), stats=stats)

@@ -1,4 +1,4 @@
-"""What Petastorm lacks here is given to Petastorm alone."""
+"""Patches for Petastorm's missing imports are visible to Petastorm only."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_one_thread_imports_at_a_time() -> None:
     thread = threading.Thread(target=second)
     with petastorm_importable():
         thread.start()
-        # Without the lock the second is inside by now, and the first takes the stand-ins away.
+        # Without the lock, the second thread would enter now, and the first would remove the patches.
         second_entered.wait(0.2)
     first_left.set()
     thread.join()

@@ -26,7 +26,7 @@ def test_at_most_depth_items_wait() -> None:
     items = prefetch(source(), 3)
     assert next(items) == 0
     time.sleep(0.2)
-    # One used, three waiting, one in the thread's hand.
+    # One item is used, three wait, and the thread holds one.
     assert len(made) <= 5
     items.close()
 
@@ -88,7 +88,7 @@ def test_a_bundle_ends_at_its_size_or_at_an_error_and_closing_it_closes_the_sour
     items = prefetch_bundles(source(100), 1, lambda item: 1, 3)
     assert next(items) == 0
     time.sleep(0.2)
-    # A bundle is used, one waits and one is in the thread's hand.
+    # One bundle is used, one waits, and the thread holds one.
     assert made == list(range(9))
     items.close()
     assert ended.is_set()

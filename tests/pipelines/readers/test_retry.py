@@ -1,4 +1,4 @@
-"""Attempts to read from a store are counted per row group."""
+"""Retries of store reads are counted per row group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringspark.pipelines.readers import retry
 
 
 class InterruptedDisk(LocalFileSystem):
-    """Interrupts the first reads of every shard file, with an error or by a short read."""
+    """Interrupts the first reads of every shard file with an error or a short read."""
 
     protocol = "interrupted"
     times = 1

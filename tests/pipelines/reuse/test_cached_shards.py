@@ -1,6 +1,6 @@
-"""Shards are reused for the same rows, and for no others.
+"""Shards are reused for the same rows only.
 
-Whether a write took place is read off the folder of the returned shards: each write has its own.
+Each write uses its own folder, so the folder of the returned shards shows whether a write took place.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ spark_test = pytest.mark.spark
 
 
 def write_source(path: Path, first: int = 0, rows: int = 40) -> None:
-    """A Parquet file whose size depends on nothing but the number of rows, in row groups of 20."""
+    """Writes a Parquet file in row groups of 20; its size depends only on the number of rows."""
     ids = np.arange(first, first + rows, dtype=np.int64)
     texts = pa.array([f"t{number % 3}" for number in range(rows)])
     table = pa.table({"id": ids, "x": ids / 2, "s": texts})
@@ -118,7 +118,7 @@ def test_tokenizers_of_equal_length_are_another_entry(spark: Any, source: Path, 
         return {int(number) for batch in reader.batches(0) for number in batch["s.ids"].ravel()}
 
     assert ids({"?": 0, "t0": 1, "t1": 2, "t2": 3}) == {1, 2, 3}
-    # The repr of Tokens shows only the length of the tokenizer's text, and this text is as long.
+    # The repr of Tokens shows only the length of the tokenizer's text, and this text has the same length.
     assert ids({"?": 0, "u0": 1, "u1": 2, "u2": 3}) == {0}
 
 
@@ -140,7 +140,7 @@ def test_a_file_overwritten_in_place_or_appended_is_never_served_stale(
     assert ids_of(cached_shards(build(), root)) == list(range(40))
     stat = path.stat()
     write_source(path, first=100)
-    # The same size and the same modification time: rsync and tar restore the latter.
+    # Same size and same modification time: rsync and tar restore modification times.
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert path.stat().st_size == stat.st_size
     assert ids_of(cached_shards(build(), root)) == list(range(100, 140))
@@ -157,7 +157,8 @@ def test_a_dataframe_older_than_its_files_is_not_reused(
         pytest.skip("Spark Connect lists the files for every action")
     old = spark.read.parquet(str(source)).select("id")
     write_source(source / "part 1.parquet", rows=400)
-    # By its old listing Spark reads the first bytes of the file only. Nobody else may get that.
+    # Spark's old file listing makes it read only the start of the file. No other DataFrame may get these
+    # shards.
     assert cached_shards(old, root).num_rows < 400
     assert "create the DataFrame again" in caplog.text
     fresh = spark.read.parquet(str(source)).select("id")
@@ -193,14 +194,14 @@ def test_options_of_a_reader_that_no_plan_prints_are_told_apart(
 
     with_header = cached_shards(build(True), root)
     assert (with_header.num_rows, cached_shards(build(False), root).num_rows) == (9, 10)
-    # Connect tells nobody the options, so it writes again.
+    # Connect does not expose the options, so it writes again.
     assert (cached_shards(build(True), root) == with_header) == (".connect." not in type(spark).__module__)
 
 
 @spark_test
 @pytest.mark.modes
 def test_options_and_folders_of_one_hash_are_told_apart(spark: Any, tmp_path: Path, root: str) -> None:
-    # Java hashes "Aa" and "BB" alike, and so Spark two plans in which they stand.
+    # Java's hashes of "Aa" and "BB" are equal, so Spark's hashes of plans with them are equal too.
     (tmp_path / "t.csv").write_text("Aa\nBB\nx\n")
     for first, name in ((0, "Aa"), (100, "BB")):
         (tmp_path / name).mkdir()
@@ -243,7 +244,7 @@ def test_a_wide_plan_is_told_apart_to_its_last_column(spark: Any, source: Path, 
 @spark_test
 @pytest.mark.modes
 def test_plans_of_one_semantic_hash_are_told_apart(spark: Any, source: Path, root: str) -> None:
-    # Scala hashes 3 and -4 alike, and a column by another name.
+    # Scala's hashes of 3 and -4 are equal, and a renamed column keeps its semantic hash.
     rows = spark.read.parquet(str(source))
     pairs = [
         [rows.where(f"id > {least}L").select("id") for least in (3, -4)],
@@ -319,7 +320,7 @@ def test_rows_that_may_differ_next_time_are_written_anew(
         uris = {cached_shards(build(spark.read.parquet(str(source)).select("id")), root).uri for _ in "12"}
     assert len(uris) == 2
     assert reason in caplog.text
-    # They are written, but not hidden.
+    # The cache lists both writes with the reason.
     listed = list_cached(root)
     assert {entry.uri for entry in listed} == uris
     assert not any(entry.is_reusable for entry in listed)
@@ -331,7 +332,7 @@ def test_rows_that_may_differ_next_time_are_written_anew(
 @pytest.mark.slow
 def test_two_dataframes_in_memory_are_never_confused(spark: Any, root: str) -> None:
     for first in (0, 1000, 2000):
-        # The same plan, and often the same id() as the one that was collected as garbage.
+        # The plan is the same, and often also id(), because the first DataFrame was garbage-collected.
         df = spark.createDataFrame([(first + number,) for number in range(4)], ["id"])
         assert ids_of(cached_shards(df, root)) == list(range(first, first + 4))
 
@@ -397,7 +398,7 @@ def test_an_interrupted_write_is_never_served(
         with pytest.raises(KeyboardInterrupt):
             cached_shards(rows, root)
         assert list_cached(root) == []
-        # A process that is killed cleans up nothing.
+        # A killed process cleans up nothing.
         patch.setattr(module.cache_entries, "abandon", lambda *args: None)
         with pytest.raises(KeyboardInterrupt):
             cached_shards(rows, root)

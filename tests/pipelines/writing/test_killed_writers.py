@@ -1,9 +1,11 @@
-"""A writer that is killed leaves no partial dataset that a reader accepts, and blocks no later writer.
+"""A killed writer leaves no partial dataset that a reader accepts, and blocks no later writer.
 
-Without Spark: a process with the packages loaded forks writers, each of which writes the partitions and
-commits their manifest as the tasks and the driver of `write_shards` do, and kills them with SIGKILL; a
-fork costs milliseconds where a Spark application takes seconds to start. With Spark:
-tests/benchmarks/killed_writers.py, which the tests run with few kills.
+A process that has loaded the packages forks writers and kills them with SIGKILL. Each writer writes
+partitions
+and commits their manifest like the tasks and the driver of `write_shards`. A fork takes milliseconds, and a
+Spark application takes seconds to start. tests/benchmarks/killed_writers.py kills Spark itself; the tests
+run
+it with few kills.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from ringspark.pipelines import ShardManifest, open_reader, write_shards
 ROWS = 60_000
 NUM_KILLS = 20
 
-# Reads one JSON command a line. "after": seconds until the kill, None to let the writer end. "at": name
-# of a function of `os` in whose first call (before it) or after whose first return the writer kills itself.
+# Reads one JSON command per line. "after": seconds until the kill, None to let the writer finish. "at": a
+# function of `os`; the writer kills itself before its first call or after its first return.
 _FORKER = """
     import json, os, signal, sys, time, traceback
     from dataclasses import replace
@@ -84,7 +86,7 @@ _FORKER = """
 
 
 class _Forker:
-    """Starts writers in processes of their own and kills them."""
+    """Starts writers in their own processes and kills them."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(_FORKER)]
@@ -100,7 +102,7 @@ class _Forker:
         after: float | None = None,
         at: tuple[str, str] | None = None,
     ) -> tuple[int, float]:
-        """Runs one writer; returns its exit code, negative for a signal, and the seconds it lived."""
+        """Runs one writer; returns its exit code, negative for a signal, and its lifetime in seconds."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._number += 1
@@ -119,7 +121,9 @@ def forker() -> Any:
 
 
 def _version_of(uri: Path) -> int | None:
-    """Which version's rows a reader finds, all of them and each once; None where it finds no shards."""
+    """Returns the version of the rows that a reader finds, complete and without repeats; None for no
+    shards.
+    """
     try:
         manifest = ShardManifest.load(uri)
     except ValueError as error:
@@ -142,7 +146,7 @@ def test_a_reader_finds_all_rows_or_none_whenever_a_writer_is_killed(
     forker.write(tmp_path / "warm", 0)
     code, duration = forker.write(tmp_path / "measured", 0)
     assert code == 0
-    # One moment in each of equal parts of a write, and a little beyond its end.
+    # One kill in each of equal intervals of a write, and a few after its end.
     draw, outcomes = random.Random(7), []
     for part in range(NUM_KILLS):
         uri = tmp_path / f"s{part}"
@@ -155,7 +159,7 @@ def test_a_reader_finds_all_rows_or_none_whenever_a_writer_is_killed(
         outcomes.append(_version_of(uri))
         assert outcomes[-1] in ((None, 2) if case == "fresh" else (1, 2))
         assert code == -9 or outcomes[-1] == 2
-        # What the dead left is in nobody's way.
+        # Files of dead writers do not block a later writer.
         assert forker.write(uri, 3, overwrite=outcomes[-1] is not None)[0] == 0
         assert _version_of(uri) == 3
     assert outcomes[0] != 2, "the first kill comes before any commit"
@@ -171,7 +175,7 @@ def test_a_kill_beside_the_commit_leaves_the_old_or_the_new(
     uri = tmp_path / "s"
     if overwrite:
         assert forker.write(uri, 1)[0] == 0
-    # A fresh manifest is linked into place, which refuses where there is one; another is replaced.
+    # A new manifest is hard-linked into place, which fails if one exists; an existing manifest is replaced.
     function = step if step == "fsync" else ("replace" if overwrite else "link")
     assert forker.write(uri, 2, overwrite=overwrite, at=(function, when))[0] == -9
     committed = (step, when) == ("commit", "after")

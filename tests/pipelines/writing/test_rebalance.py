@@ -27,7 +27,7 @@ def _never() -> int:
 def test_new_files_hold_every_row_once_in_order_and_evenly(rows: list[int], num_files: int | None) -> None:
     new = plan_even_files(_files(rows), num_files, _never)
     if not new:
-        # More files than rows are as many as there are rows.
+        # If more files than rows are requested, each row gets a file.
         assert num_files is None or min(num_files, sum(rows)) == len(rows)
         assert not rows or max(rows) <= max(1, MAX_SKEW * sum(rows) / len(rows))
         return

@@ -80,7 +80,7 @@ def test_wide_rows_get_smaller_row_groups(tmp_path: Path) -> None:
         np.arange(0, 51 * 40_000, 40_000, dtype=np.int32), np.zeros(2_000_000, np.float32)
     )
     (file,) = _write(_plan(tmp_path, (wide,), row_group_rows=None), [_batch(values)])["files"]
-    # 160 kB a row, 4 MiB a group.
+    # 160 kB per row, 4 MiB per row group.
     assert file["row_groups"] == [26, 24]
     narrow = _write(_plan(tmp_path, row_group_rows=None), [_batch(np.arange(20_000))])
     assert narrow["files"][0]["row_groups"] == [20_000]
@@ -89,7 +89,7 @@ def test_wide_rows_get_smaller_row_groups(tmp_path: Path) -> None:
 
 
 def test_a_batch_of_wide_rows_is_encoded_in_pieces(tmp_path: Path) -> None:
-    """Spark 3.5 cuts its batches by rows alone, and an image has megabytes."""
+    """Spark 3.5 limits its batches by rows only, and an image may take megabytes."""
     wide = Column(name="x", kind=Array("float32"))
     values = np.arange(1 << 24, dtype=np.float32)
     offsets = np.arange(0, len(values) + 1, 1 << 16, dtype=np.int32)
@@ -170,7 +170,7 @@ def test_kept_nulls_become_zeros_with_a_mask(tmp_path: Path) -> None:
         "z": [[1, 2], [], [3, 4]],
         "z.isnull": [False, True, False],
     }
-    # The empty array in place of a null row is no row of another length, and its padding is no value.
+    # The placeholder of a null row counts neither as another length nor as a value.
     assert report["shapes"][2] == [[2], [2]]
     assert report["stats"]["train"][0]["minimum"] == 1
 
@@ -185,7 +185,7 @@ def test_row_groups_of_rows_of_varying_length_are_sized_by_bytes(tmp_path: Path)
 def test_rows_of_one_size_are_bytes_and_compressed_only_where_it_pays(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     arrays = [
-        draw.random((50, 200), dtype=np.float32),  # zstd takes a tenth off
+        draw.random((50, 200), dtype=np.float32),  # zstd saves a tenth
         draw.integers(0, 9, (50, 200)).astype(np.float32),
         draw.random((50, 200), dtype=np.float32),
     ]

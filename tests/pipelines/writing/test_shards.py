@@ -19,7 +19,7 @@ def _read(manifest: ShardManifest) -> dict[str, np.ndarray[Any, Any]]:
 
 @pytest.fixture
 def rows(spark: Any) -> Any:
-    """200 rows of every kind of column."""
+    """200 rows with every column type."""
     return spark.range(200).selectExpr(
         "id + 16777217 - 100 as id",
         "cast(id as int) as i",
@@ -47,7 +47,7 @@ def test_every_row_arrives_exactly(rows: Any, tmp_path: Path) -> None:
         "id": "int64", "i": "int32", "b": "int8", "flag": "bool", "f": "float32", "d": "float64",
         "a": "float32", "tokens": "int64", "dotted.name": "int64",
     }  # fmt: skip
-    # Beyond 2**24 float32 has no odd numbers: a cast anywhere would show.
+    # float32 has no odd numbers beyond 2**24, so a cast anywhere would show.
     assert np.array_equal(data["id"][order], ids + 16_777_217 - 100)
     assert np.array_equal(data["flag"][order], ids % 2 == 0)
     assert np.array_equal(data["a"][order], np.stack([ids, -ids], axis=1).astype(np.float32))
@@ -70,7 +70,7 @@ def test_vectors_dense_and_sparse_become_float32_arrays(spark: Any, tmp_path: Pa
 def test_the_split_of_a_plan_that_changes_on_every_run_is_disjoint(spark: Any, tmp_path: Path) -> None:
     from pyspark.sql import functions as F
 
-    # rand() without a seed is drawn anew for every action; a UDF-like source of indeterminism.
+    # uuid() gives new values in every execution, like a nondeterministic UDF.
     df = spark.range(500).withColumn("held_out", F.expr("uuid() < '4'"))
     manifest = write_shards(df, str(tmp_path / "s"), validation_col="held_out", num_files=2)
     train, held_out = _read(manifest.select("train"))["id"], _read(manifest.select("validation"))["id"]
@@ -96,7 +96,7 @@ def test_overwriting_swaps_the_shards_and_removes_the_old_files(rows: Any, tmp_p
     ):
         write_shards(rows.select("i"), str(folder))
     manifest = write_shards(rows.select("d").limit(7), str(folder), overwrite=True)
-    # Row counts live in the manifest alone, so none can outlive the data.
+    # Only the manifest stores row counts, so they cannot outlive the data.
     assert ShardManifest.load(folder).num_rows == 7
     (data,) = {file.path.split("/")[0] for file in manifest.files}
     assert set(os.listdir(folder)) == {"manifest.json", "mine.txt", data}
@@ -238,7 +238,7 @@ def test_a_fraction_of_the_rows_is_for_validation_by_their_hash(spark: Any, tmp_
     few = validation("few", 2_000, 1, 2)
     # Five standard deviations.
     assert abs(len(few) - 400) < 5 * (2_000 * 0.2 * 0.8) ** 0.5
-    # A row keeps its split when the data grows or is partitioned otherwise; another seed is another split.
+    # A row keeps its split when the data grows or is repartitioned; another seed gives another split.
     assert {row for row in validation("more", 3_000, 1, 5) if row < 2_000} == few
     assert validation("other", 2_000, 2, 2) != few
 
@@ -326,7 +326,7 @@ def test_nulls_are_skipped_or_kept_where_asked_for(spark: Any, tmp_path: Path) -
     assert np.array_equal(data["a.isnull"], data["id"] % 10 == 0)
     assert np.array_equal(data["a"][:, 0], np.where(data["id"] % 10 == 0, 0, data["id"]))
     stats = manifest.stats["train"]["x"]
-    # What fills a null is no value.
+    # The fill value of a null does not count as a value.
     assert (stats.rows, stats.nulls, stats.values, stats.minimum) == (100, 25, 75, 1)
     assert stats.mean == pytest.approx(50)
 
@@ -396,7 +396,7 @@ def test_columns_whose_arrays_would_share_a_name_are_refused(spark: Any, tmp_pat
             ValueError, match=r"'id.isnull' has the name of the null mask .* for 'id'; rename"
         ):
             write_shards(masked, str(tmp_path / "s"), handle_invalid=handling)
-    # Spark itself could not tell these apart.
+    # Spark could not distinguish these columns either.
     with pytest.raises(ValueError, match="two columns are named 'id'"):
         write_shards(spark.range(3).selectExpr("id", "id as ID"), str(tmp_path / "s"))
 
