@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
     [
         ("Keep a checkpoint when exists() fails", ""),
         ("Address rows by their index", ""),
-        ("Kept a checkpoint", ""),  # no list knows every past tense
+        ("Kept a checkpoint", ""),  # an accepted gap: the check does not know every past tense
         ("Rewrites the reader", "begin with an imperative"),
         ("The reader is faster", "begin with an imperative"),
         ("fix the reader", "capital letter"),

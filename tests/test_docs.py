@@ -1,4 +1,4 @@
-"""The pages in docs/ that are printed from the package's own tables, and the commands that pages name."""
+"""Generated pages in docs/ are current, and commands on pages are correct."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_pages_are_built_without_a_warning_and_hold_each_public_name(tmp_pat
     for package in ("pipelines", "models", "estimators"):
         module = import_module(f"ringspark.{package}")
         public = {f"{module.__name__}.{name}" for name in module.__all__}
-        # Tables have no docstring of their own.
+        # Tables have no docstring.
         assert public - names <= {"ringspark.pipelines.READERS", "ringspark.models.MODELS"}
 
 

@@ -1,4 +1,4 @@
-"""The folders keep their rules: who may import whom, what is packaged, what is written down."""
+"""Layout rules: allowed imports, packaged files, and text that no file may contain."""
 
 import ast
 import graphlib
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = ("pipelines", "models", "estimators", "jobs")
 ROOMS = (*CORE, "extras")
 
-# Folder -> what nothing below it imports, at no level of nesting: a lazy import counts too.
+# Folder -> forbidden imports anywhere below it, including lazy imports.
 FORBIDDEN: dict[str, tuple[str, ...]] = {
     "pipelines": ("torch", "horovod", "ringspark.models", "ringspark.estimators", "ringspark.jobs"),
     "models": ("pyspark", "pyarrow", "ringspark.pipelines", "ringspark.estimators", "ringspark.jobs"),
@@ -28,12 +28,12 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "estimators/training": ("pyspark",),
     "estimators/collectives": ("pyspark",),
     "estimators/parallel": ("pyspark",),
-    # The rooms by their bare names: found from a checkout's root, and nowhere else.
+    # Bare folder names can be imported only from the root of a checkout.
     **{f"{room}/": ROOMS for room in ROOMS},
 }
 
-# The floors from the bottom up: a folder or file imports what stands on its own floor or below. The longest
-# name that fits counts.
+# Layers from bottom to top: a folder or file imports only from its own layer or below. The longest matching
+# name counts.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("pipelines", "models"),
     (
@@ -57,7 +57,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "estimators/torch_model",
         "estimators/trained_model",
     ),
-    ("estimators",),  # the public names, each imported on first use, and the old names of moved modules
+    ("estimators",),  # the public names, imported on first use, and the old names of moved modules
     (
         "extras/asynchronous",
         "extras/compressors",
@@ -72,7 +72,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("jobs",),
 )
 
-# Written so that the expressions do not match themselves: this file is searched as well.
+# Written so that the patterns do not match this file, which is searched too.
 ADDRESSES = {
     "a package registry": re.compile(
         r"pypi\.org/simple|files\.pythonhosted\.org|download\.pytorch\.org|https?://\S+/simple\b"
@@ -96,7 +96,7 @@ def sources(folder: str) -> list[Path]:
 
 @cache
 def imported_names(source: str, package: str) -> list[tuple[int, str]]:
-    """Returns line and absolute dotted name of every import in `source`, a module of `package`."""
+    """Returns the line and absolute dotted name of every import in `source`, a module of `package`."""
     return list(_imported_names(source, package))
 
 
@@ -108,8 +108,8 @@ def _imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
             parents = package.split(".")
             base = parents[: len(parents) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            # `from ringspark import models` imports a module; of `from torch import nn` the first
-            # part would do, and naming both is harmless.
+            # `from ringspark import models` imports a module. `from torch import nn` needs only the first
+            # part, but both names are harmless.
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -118,7 +118,7 @@ def _imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
 
 
 def violations(source: str, package: str, forbidden: tuple[str, ...]) -> list[str]:
-    """Returns `line: name` for every import of a forbidden package or of something inside it."""
+    """Returns `line: name` for every import of a forbidden package or its contents."""
     return [
         f"{line}: {name}"
         for line, name in imported_names(source, package)
@@ -193,12 +193,12 @@ def test_allowed_import_is_not_found(source: str) -> None:
     [
         ("ringspark.pipelines", {"torch"}),
         ("ringspark.models", {"pyspark", "pyarrow"}),
-        # A machine with a GPU and no Spark trains from shards.
+        # Training from shards works on a GPU machine without Spark.
         ("ringspark.estimators", {"pyspark"}),
         ("ringspark.estimators.launch.local", {"pyspark"}),
-        # What takes a second to import is not for every worker that starts.
+        # Starting workers must not import modules that take a second.
         ("ringspark.estimators.training.worker", {"torch.distributed.tensor", "torch._dynamo"}),
-        # Bare names would mean that the checkout's root, and not `ringspark`, was imported from.
+        # A bare name would mean an import from the checkout's root, not from `ringspark`.
         ("ringspark.estimators.torch_estimator", set(ROOMS)),
         ("ringspark.jobs", set(ROOMS)),
     ],
@@ -209,7 +209,7 @@ def test_importing_package_loads_nothing_forbidden(package: str, absent: set[str
 
 
 def floor_of(path: str) -> int:
-    """Returns the number of the floor that a file or folder, relative to the root, stands on."""
+    """Returns the layer number of a file or folder, relative to the root."""
     matches = [
         (len(room), number)
         for number, floor in enumerate(FLOORS)
@@ -221,7 +221,9 @@ def floor_of(path: str) -> int:
 
 
 def imports_of_rooms() -> Iterator[tuple[str, str]]:
-    """Yields file and imported file or folder, both relative to the root, for every import of ringspark's."""
+    """Yields the importing file and the imported file or folder for every ringspark import, relative to the
+    root.
+    """
     for path in itertools.chain.from_iterable(sources(room) for room in ROOMS):
         package = ".".join(["ringspark", *path.relative_to(ROOT).parent.parts])
         for _, name in imported_names(path.read_text(), package):
@@ -229,14 +231,14 @@ def imports_of_rooms() -> Iterator[tuple[str, str]]:
                 continue
             target = ROOT.joinpath(*name.split(".")[1:])
             if not target.is_dir() and not target.with_suffix(".py").exists():
-                target = target.parent  # the last part is a name inside of the module
+                target = target.parent  # the last part is a name inside the module
             yield (
                 path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("/__init__"),
                 target.relative_to(ROOT).as_posix(),
             )
 
 
-# The public names of the core include names of extras, for type checkers alone.
+# For type checkers only, the core's public names include names of extras.
 PUBLIC_NAMES = "estimators"
 
 
@@ -251,7 +253,7 @@ def test_no_room_imports_a_higher_floor() -> None:
 
 
 def test_the_core_never_imports_extras() -> None:
-    """The registries of the core name extras by import paths, which are strings."""
+    """Registries in the core refer to extras only by import path, as strings."""
     found = {
         f"{importer} imports {imported}"
         for importer, imported in imports_of_rooms()
@@ -261,7 +263,7 @@ def test_the_core_never_imports_extras() -> None:
 
 
 def import_paths_of_extras() -> set[str]:
-    """Returns the strings of the core that name a module or an object of extras."""
+    """Returns the strings of the core that name a module or an object in extras."""
     return {
         node.value
         for path in itertools.chain.from_iterable(sources(room) for room in CORE)
@@ -282,7 +284,7 @@ def test_every_import_path_of_extras_leads_to_an_object() -> None:
 
 
 def test_no_two_files_import_each_other_however_far_around() -> None:
-    """Nor do two folders, then: where all files can be put in an order, so can what is built of them."""
+    """The import graph of the files has no cycle."""
     order: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
     for importer, imported in set(imports_of_rooms()):
         if importer != imported:
@@ -291,12 +293,12 @@ def test_no_two_files_import_each_other_however_far_around() -> None:
 
 
 def folder_of(path: str) -> PurePosixPath:
-    """Returns the folder of a file without its ending, or the folder itself."""
+    """Returns the folder of a file, or the folder itself."""
     return PurePosixPath(path) if (ROOT / path).is_dir() else PurePosixPath(path).parent
 
 
 def test_no_two_folders_import_each_other_however_far_around() -> None:
-    """Folders inside a room obey the ladder too; a folder and the folder around it may share files."""
+    """Folders inside a top-level folder obey the layers too; a folder and its parent may share files."""
     order: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
     for importer, imported in set(imports_of_rooms()):
         above, below = folder_of(importer), folder_of(imported)
@@ -310,7 +312,7 @@ def test_no_two_folders_import_each_other_however_far_around() -> None:
     assert list(order.static_order())  # raises CycleError, which names the folders
 
 
-# Settings whose name stands in more than 4 places, and why.
+# Settings whose name appears in more than 4 files, and why.
 _COLUMN = "who binds, checks or feeds the column names the setting where it refuses"
 _PLANNED = "the step reads it, the planner weighs it and tells the user to change it"
 _GANG = "resources, devices and the planner count by it and tell the user to change it"
@@ -343,7 +345,7 @@ def test_a_setting_is_spelled_in_few_places() -> None:
     places = runpy.run_path(str(ROOT / "scripts" / "count_setting_files.py"))["places"]()
     more = {name: found for name, found in places.items() if len(found) > 4}
     assert {name: found for name, found in more.items() if name not in IN_MORE_PLACES} == {}
-    # Declared in one file each.
+    # Each of these is declared in one file.
     declared = [
         keyword.value.value
         for path in sources("estimators")
@@ -379,7 +381,7 @@ def test_no_module_is_named_after_a_dependency() -> None:
 
 # ------------------------------------------------------------------------------ packaging
 
-# The distribution holds the core and extras.
+# The distribution contains the core and extras.
 
 
 def packages_on_disk() -> set[str]:
@@ -401,7 +403,7 @@ def test_every_package_has_an_init() -> None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The wheel and the zip of this checkout."""
+    """Builds the wheel and the zip of this checkout."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, str(ROOT / "scripts" / "build_package.py"), "--output", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -435,11 +437,11 @@ def test_every_package_is_imported_from_the_zip(built: tuple[Path, Path], tmp_pa
     assert files == [f"{built[1]}/{name.replace('.', '/')}/__init__.py" for name in packages]
 
 
-# ------------------------------------------------------------------------------ what is written
+# ------------------------------------------------------------------------------ forbidden text
 
 
 def addresses(text: str) -> list[str]:
-    """Returns `line: what (match)` for every registry address or machine path in `text`."""
+    """Returns `line: reason (match)` for every registry address or machine path in `text`."""
     return [
         f"{number}: {what} ({found[0]})"
         for number, line in enumerate(text.splitlines(), 1)
@@ -449,7 +451,7 @@ def addresses(text: str) -> list[str]:
 
 
 def test_no_file_names_a_registry_or_this_machine() -> None:
-    # With what is not added yet, so that a commit cannot bring it in.
+    # Untracked files count too, so no commit can add a match.
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     try:
         listed = subprocess.run(

@@ -1,5 +1,6 @@
-"""The main road, whole and on real parts: a Pipeline fitted on two ranks of a Horovod gang that read by
-Petastorm, saved, loaded by a Python that knows nothing of the first, and there the same predictions."""
+"""End to end with real parts: a Pipeline is fitted on two Horovod ranks with Petastorm readers, saved,
+loaded in a new Python, and predicts the same.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +72,6 @@ def test_a_pipeline_is_fitted_saved_and_loaded_in_a_new_process(spark: Any, tmp_
     assert done.returncode == 0, done.stderr[-3000:]
     loaded = json.loads(output.read_text())
     assert [prediction for prediction, _ in loaded] == [row.prediction for row in scored]
-    # That session deals the rows out to fewer tasks, and on some processors a batch of another size rounds
-    # otherwise.
+    # The new session uses fewer tasks, and some processors round differently at another batch size.
     for (_, probability), row in zip(loaded, scored, strict=True):
         assert probability == pytest.approx(list(row.probability), abs=1e-6)

@@ -1,11 +1,11 @@
-"""The tests marked `modes` again, on executor processes of their own and through Spark Connect.
+"""Runs the tests marked `modes` again, on separate executor processes and through Spark Connect.
 
-Each mode needs a process of its own: one Python process holds one kind of Spark session. By hand:
+A Python process can hold only one kind of Spark session, so each mode gets a process. By hand:
 `RINGSPARK_TEST_MASTER=connect pytest -m modes`.
 
-From Spark 4 on, pyspark brings its Connect server along. That of 3.5 is a Maven artifact which the
-package lacks, so there the client of 3.5 talks to the server of `.venv`: Connect promises that a
-newer server serves an older client.
+From Spark 4 on, pyspark includes a Connect server. For 3.5 it is a separate Maven artifact, so the 3.5
+client
+uses the server of `.venv`: Connect guarantees that a newer server supports an older client.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import pyspark
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# The only reasons to skip: facts about Spark, as tests/estimators/conftest.py puts them.
+# Allowed skip reasons: features that Spark lacks, in the words of tests/estimators/conftest.py.
 SPARK_LACKS = re.compile(r"pyspark 3\S+ has no pyspark\.ml\.\S+ on Spark Connect")
 OWN_SERVER = not pyspark.__version__.startswith("3.")
-# The oldest Spark is there for the stages.
+# The oldest Spark runs only the tests of the stages.
 STAGES = ["tests/estimators/test_conformance.py", "tests/estimators/test_stages.py"]
 MARKED = re.compile(r"\bmark\.(?:modes|connect)\b")
-# To collect all other files takes longer than many of these tests.
+# Collecting all other files takes longer than many of these tests.
 WHERE = (
     [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if MARKED.search(path.read_text())]
     if OWN_SERVER
@@ -40,7 +40,7 @@ MAIN = ROOT / ".venv" / "bin"
 
 @pytest.fixture
 def connect(tmp_path: Path) -> Iterator[str]:
-    """The RINGSPARK_TEST_MASTER of a Connect server: one of the session's own, or one of `.venv`."""
+    """RINGSPARK_TEST_MASTER for a Connect server: the session's own server, or a server from `.venv`."""
     if OWN_SERVER:
         yield "connect"
         return
@@ -65,7 +65,7 @@ def connect(tmp_path: Path) -> Iterator[str]:
         command += ["--conf", f"{key}={value}"]
     path = f"{MAIN}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "PYSPARK_PYTHON": str(MAIN / "python")}
-    environment.pop("SPARK_HOME", None)  # of this Spark, where it is set
+    environment.pop("SPARK_HOME", None)  # points to this Spark, if set
     with (tmp_path / "server.log").open("w") as log:
         server = subprocess.Popen(
             [*command, "spark-internal"], cwd=tmp_path, env=environment, stdout=log, stderr=log
@@ -79,8 +79,8 @@ def connect(tmp_path: Path) -> Iterator[str]:
 
 
 def wait_for(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
-    """Returns when something listens on `port`; a server that ends before or never does is an error."""
-    for _ in range(1500):  # five minutes: a loaded machine starts Java slowly
+    """Returns when something listens on `port`; raises if the server ends first or never listens."""
+    for _ in range(1500):  # five minutes: Java starts slowly on a busy machine
         assert server.poll() is None, log.read_text()[-4000:]
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:

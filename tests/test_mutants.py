@@ -1,4 +1,4 @@
-"""The table of small bugs of `make mutants` fits the code. `make mutants` takes a quarter of an hour."""
+"""The table of `make mutants` matches the code. `make mutants` itself takes a quarter of an hour."""
 
 from __future__ import annotations
 

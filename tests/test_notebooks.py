@@ -1,4 +1,4 @@
-"""Every notebook runs, cell by cell, as Databricks would run it."""
+"""Every notebook runs, cell by cell, as on Databricks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from pyspark.ml.functions import vector_to_array
 from pyspark.sql import functions as F
 
-# Measured with either collective. Trained for one epoch of the three it is 0.669, not trained at all 0.524.
+# Measured with both collectives. With one of the three epochs the value is 0.669, without training 0.524.
 RECORDED_AUC = 0.688
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.py"))
 
 
 def cells(source: str) -> list[str]:
-    """The Python cells of a notebook in Databricks source format."""
+    """Returns the Python cells of a notebook in Databricks source format."""
     header, _, body = source.partition("\n")
     assert header == "# Databricks notebook source"
     parts = body.split("\n# COMMAND ----------\n")
@@ -25,7 +25,7 @@ def cells(source: str) -> list[str]:
 
 @pytest.mark.spark
 @pytest.mark.slow
-# Torch's own forward mode still loads what it calls deprecated.
+# torch's forward mode still loads modules that it deprecates.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, spark: Any, capsys: Any) -> None:
@@ -43,19 +43,19 @@ def check_flights(names: dict[str, Any], printed: str) -> None:
 
 
 def check_texts(names: dict[str, Any], printed: str) -> None:
-    # The most frequent package alone would be right for about a quarter of the texts.
+    # Always predicting the most frequent package is right for about a quarter of the texts.
     assert names["accuracy"] > 0.75
     assert f"accuracy on texts that it has not seen: {names['accuracy']:.3f}" in printed
 
 
 def check_images(names: dict[str, Any], printed: str) -> None:
-    # A tenth are right by chance.
+    # Chance is a tenth.
     assert names["accuracy"] > 0.9
     assert names["images"].count() == names["NUM_IMAGES"] + 1
 
 
 def check_tables(names: dict[str, Any], printed: str) -> None:
-    # Most days are quiet; trips deviate by 11, of which nothing that a window holds explains 6.
+    # Most days are quiet. The standard deviation of trips is 11, and 6 cannot be predicted from a window.
     assert names["accuracy"] > 0.85
     assert names["error"] < 8
     assert names["tomorrow"].count() == 8
@@ -89,7 +89,7 @@ def check_faults(names: dict[str, Any], printed: str) -> None:
 
 
 def check_learning(names: dict[str, Any], printed: str) -> None:
-    # Weights of 0.5 to 3, of which the network's are float32.
+    # Weights of 0.5 to 3; the network's weights are float32.
     assert names["closed"] == pytest.approx(names["TRUE"], abs=0.02)
     assert names["differences"]["by hand"] < 1e-8
     assert names["differences"]["fit"] < 1e-5
@@ -99,13 +99,16 @@ def check_learning(names: dict[str, Any], printed: str) -> None:
     assert [row[2:4] for row in names["passes"]] == [(64, 1), (16, 16), (1, 64)]
     assert max(names["convolution_differences"].values()) < 1e-5
     assert names["ring_difference"] < 1e-12
-    # A dot product of 4,096 numbers, and a ring of 16: 15 additions each of 1,024 numbers, 15 rounds twice.
+    # A dot product of 4,096 numbers, and a ring of 16 ranks: 15 additions of 1,024 numbers each, 15 rounds
+    # twice.
     assert "|dot product of 4096 numbers|8191|13   |" in printed
     assert names["rings"][-1] == (16, 15 * 1024, 30, 8, 1920)
 
 
 def log_losses(predictions: Any, train: Any) -> tuple[float, float]:
-    """Of what the network says, and of the training rows' share of late flights said for each."""
+    """Returns the log loss of the predictions, and of a constant prediction: the late share of the training
+    rows.
+    """
     (share,) = train.agg(F.avg("label")).first()
     late = F.col("label") == 1
 

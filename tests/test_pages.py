@@ -1,4 +1,4 @@
-"""The examples of pages that promise that a test runs them."""
+"""Examples of pages that promise a test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 def _run(page: str) -> dict[str, Any]:
-    """Returns the names that the page's Python code leaves."""
+    """Runs the page's Python code and returns its names."""
     code = "\n".join(re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL))
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(code, page, "exec"), names)
@@ -56,7 +56,7 @@ def test_the_page_about_fine_tuning(spark: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of Lightning, about workers of a loader and its own next version
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about data loader workers and its next version
 def test_lightning_and_we_train_the_page_s_module_alike(
     make_shards: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Every Python block of every page runs, or says why not."""
+"""Every Python block of every page runs or gives a reason."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.name: path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
-# tests/test_pages.py runs these two, and looks at what they leave.
+# tests/test_pages.py runs these two pages and checks their results.
 ELSEWHERE = {"finetuning.md", "lightning.md"}
-# What cannot run here, by page. A block is added to this count knowingly.
+# Number of blocks that cannot run here, by page. Increase a count only on purpose.
 NOT_RUN: dict[str, int] = {
     "clusters.md": 1,
     "design.md": 6,
@@ -26,7 +26,7 @@ RUN = [name for name, path in PAGES.items() if any(not b.reason for b in page_co
 
 
 def given(name: str, spark: Any) -> dict[str, Any]:
-    """Returns the tables that the README takes for given; other pages make their own."""
+    """Returns the tables that the README expects; other pages make their own."""
     if name != "README.md":
         return {"spark": spark}
     rows = spark.range(4000).selectExpr("rand(1) AS a", "rand(2) AS b", "rand(3) AS c")

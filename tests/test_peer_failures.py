@@ -1,7 +1,7 @@
-"""What Petastorm and the estimators of horovod.spark do to their users' data, one test for each failure.
+"""Data failures of Petastorm and the horovod.spark estimators, one test each.
 
-The statements about them are from the sources of horovod 0.28.1, petastorm 0.13 and pyspark 4.0. Each
-test shows that the same data, handed over the same way, arrives here as it was.
+The claims are from the source of horovod 0.28.1, petastorm 0.13 and pyspark 4.0. Each test passes the same
+data in the same way and shows that ringspark returns it unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MakeShards = Callable[..., ShardManifest]
 
 @pytest.fixture(params=READERS)
 def engine(request: pytest.FixtureRequest) -> str:
-    """Every reading engine in turn; one that cannot run here is skipped."""
+    """Runs the test with every reading engine; skips unavailable engines."""
     try:
         check_engine(request.param)
     except ValueError as error:
@@ -46,7 +46,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 def _read(manifest: ShardManifest, name: str = "id", **options: Any) -> Any:
-    """One column of all rows, in the order of an epoch."""
+    """Returns one column of all rows in epoch order."""
     settings: dict[str, Any] = {"engine": "arrow", "shuffle": False} | options
     return np.concatenate([batch[name] for batch in open_reader(manifest, **settings).batches(0)])
 
@@ -59,7 +59,9 @@ def _ids(manifest: ShardManifest, **options: Any) -> list[int]:
 
 
 def test_row_counts_do_not_survive_an_overwrite(spark: Any, tmp_path: Path) -> None:
-    """horovod.spark caches row counts beside the data: after an overwrite, the wrong steps per epoch."""
+    """horovod.spark caches row counts with the data: after an overwrite, it takes the wrong steps per
+    epoch.
+    """
     uri = str(tmp_path / "s")
     write_shards(spark.range(1_000), uri)
     assert open_reader(ShardManifest.load(uri), batch_size=10, engine="arrow").num_steps == 100
@@ -69,12 +71,12 @@ def test_row_counts_do_not_survive_an_overwrite(spark: Any, tmp_path: Path) -> N
 
 
 def test_the_cache_is_not_keyed_by_the_identity_of_a_dataframe(spark: Any, tmp_path: Path) -> None:
-    """horovod.spark's cache key is id(df) without the columns: a new DataFrame is given old data."""
+    """horovod.spark's cache key is id(df) without the columns: a new DataFrame may get old data."""
     source, cache = str(tmp_path / "source"), str(tmp_path / "cache")
     spark.range(40).selectExpr("id", "id * 2 as x").coalesce(1).write.parquet(source)
     seen = set()
     for start in range(0, 40, 10):
-        # Each object dies with its round, so that the next one may well get its address.
+        # Each object is deleted after its round, so the next DataFrame may get the same address.
         df = spark.read.parquet(source).where(f"id >= {start}").select("id")
         manifest = cached_shards(df, cache)
         assert _ids(manifest) == list(range(start, 40))
@@ -96,15 +98,17 @@ def test_an_id_above_two_to_the_24_stays_what_it_is(spark: Any, tmp_path: Path, 
 
 
 def test_shuffle_false_keeps_the_order_of_the_rows(make_shards: MakeShards, engine: str) -> None:
-    """horovod.spark accepts shuffle=False and shuffles all the same."""
+    """horovod.spark accepts shuffle=False and shuffles anyway."""
     manifest = make_shards({"id": np.arange(500)}, num_files=1)
     assert _read(manifest, engine=engine).tolist() == list(range(500))
     assert _read(manifest, engine=engine, shuffle=True).tolist() != list(range(500))
 
 
 def test_an_unseeded_split_is_disjoint(spark: Any, tmp_path: Path) -> None:
-    """horovod.spark writes train and validation separately: an unseeded split gives rows to both or none."""
-    # Drawn anew at every run of the plan; a second run would show.
+    """horovod.spark writes train and validation separately: an unseeded split puts rows in both or in
+    neither.
+    """
+    # Random in every execution of the plan, so a second execution would show.
     df = spark.range(1_000).selectExpr("id", "uuid() < '4' as held_out")
     manifest = write_shards(df, str(tmp_path / "s"), validation_col="held_out", num_files=3)
     train, held_out = _ids(manifest.select("train")), _ids(manifest.select("validation"))
@@ -131,10 +135,11 @@ def test_no_row_is_dropped_or_repeated_and_the_reader_ends(
 
 
 def test_vectors_never_become_python_rows(spark: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """horovod.spark sends vectors through rdd.map().toDF(), one Python object a row."""
+    """horovod.spark sends vectors through rdd.map().toDF(), as one Python object per row."""
     from pyspark.ml.feature import VectorAssembler
 
-    # Mostly zeros at first, none later on: the assembler makes both sparse and dense vectors.
+    # The first rows are mostly zeros and the last have none, so the assembler makes sparse and dense
+    # vectors.
     parts = spark.range(64).selectExpr(
         "id", *(f"if(id % 8 < {i}, 0D, id / {i + 3}) as x{i}" for i in range(8))
     )
@@ -155,13 +160,13 @@ def test_vectors_never_become_python_rows(spark: Any, tmp_path: Path, monkeypatc
     assert "MapInArrow" in plans[0]
     for step in ("BatchEvalPython", "ArrowEvalPython", "ExistingRDD", "LogicalRDD", "MapElements"):
         assert step not in plans[0]
-    # Exact: the vector of each row holds the very doubles of its columns.
+    # Exact equality: each vector holds the doubles of its columns.
     expected = np.stack([_read(manifest, f"x{i}") for i in range(8)], axis=1)
     assert _read(manifest, "v").tobytes() == expected.tobytes()
 
 
 def test_sparse_vectors_stay_sparse(spark: Any, tmp_path: Path, engine: str) -> None:
-    """Neither horovod.spark nor Petastorm keeps sparse vectors sparse: asked for, never delivered."""
+    """Neither horovod.spark nor Petastorm keeps sparse vectors sparse; users have asked for it."""
     from pyspark.ml.linalg import Vectors
 
     df = spark.createDataFrame([(Vectors.sparse(1 << 20, {7 * i: 0.5 + i}),) for i in range(30)], ["v"])
@@ -173,19 +178,19 @@ def test_sparse_vectors_stay_sparse(spark: Any, tmp_path: Path, engine: str) -> 
 
 
 def test_files_are_even_where_partitions_are_not(spark: Any, tmp_path: Path) -> None:
-    """horovod.spark uses coalesce, which leaves files as uneven as the partitions are."""
+    """horovod.spark uses coalesce, which leaves files as uneven as the partitions."""
     df = spark.range(3_000).repartitionByRange(6, "id").where("id < 400 or id >= 2995")
     sizes = [file.num_rows for file in write_shards(df, str(tmp_path / "s"), num_files=5).files]
     assert sizes == [81] * 5
 
 
 def test_two_writes_run_side_by_side(spark: Any, tmp_path: Path) -> None:
-    """horovod.spark holds one global lock while it writes: parallel fits queue."""
+    """horovod.spark holds a global lock while it writes, so parallel fits queue."""
     here = str(tmp_path)
 
     def write(mine: str, other: str) -> int:
         def meet(batches: Any) -> Any:
-            # Inside the running job: only a second job beside it can make the other file.
+            # Waits inside the running job for a file that only a concurrent second job can write.
             import time
             from pathlib import Path
 
@@ -207,7 +212,7 @@ def test_two_writes_run_side_by_side(spark: Any, tmp_path: Path) -> None:
 
 
 def test_an_empty_partition_is_no_error(spark: Any, tmp_path: Path, engine: str) -> None:
-    """In TorchDistributor an empty partition raises, and a KeyError hides why."""
+    """TorchDistributor raises for an empty partition, and a KeyError hides the reason."""
     manifest = write_shards(spark.range(3).repartition(4, "id").where("id != 1"), str(tmp_path / "s"))
     shards = [
         [len(batch["id"]) for batch in open_reader(manifest, None, n, 4, 4, engine=engine).batches(0)]
@@ -217,7 +222,7 @@ def test_an_empty_partition_is_no_error(spark: Any, tmp_path: Path, engine: str)
 
 
 def test_rows_come_in_batches_shuffled_over_all_files(make_shards: MakeShards, engine: str) -> None:
-    """TorchDistributor's data loader reads row by row, unshuffled."""
+    """TorchDistributor's data loader reads row by row, without shuffling."""
     manifest = make_shards({"id": np.arange(2_000)}, num_files=4, row_group_rows=50)
     reader = open_reader(manifest, batch_size=200, seed=1, engine=engine)
     first, second = (next(iter(reader.batches(epoch)))["id"] for epoch in (0, 1))
@@ -228,7 +233,7 @@ def test_rows_come_in_batches_shuffled_over_all_files(make_shards: MakeShards, e
 
 
 def test_the_global_random_numbers_are_left_alone(make_shards: MakeShards, engine: str) -> None:
-    """TorchDistributor's data loading reseeds the global `random`; NumPy's numbers count here as well."""
+    """TorchDistributor's data loader reseeds the global `random`; this test checks NumPy's generator too."""
     manifest = make_shards({"id": np.arange(200)})
     before = random.getstate(), json.dumps(np.random.get_state(legacy=False), default=np.ndarray.tolist)
     assert len(_read(manifest, engine=engine, shuffle=True, seed=5)) == 200
@@ -240,14 +245,14 @@ def test_the_global_random_numbers_are_left_alone(make_shards: MakeShards, engin
 
 
 def test_nested_lists_arrive(spark: Any, tmp_path: Path, engine: str) -> None:
-    """Petastorm drops columns of nested lists with a warning."""
+    """Petastorm drops nested list columns with a warning."""
     df = spark.range(0, 20, 1, 1).selectExpr("id", "array(array(id, 1L), array(2L, 3L), array(4L, -id)) as m")
     matrices = _read(write_shards(df, str(tmp_path / "s")), "m", engine=engine)
     assert matrices.tolist() == [[[row, 1], [2, 3], [4, -row]] for row in range(20)]
 
 
 def test_strings_and_nulls_are_refused_on_the_driver_by_name(spark: Any, tmp_path: Path) -> None:
-    """In Petastorm strings and nulls raise deep in a worker thread, without the column's name."""
+    """In Petastorm, strings and nulls raise in a worker thread without the column's name."""
     for expression, message in (
         ("cast(id as string) as city", "column 'city' has type string"),
         ("if(id = 3, null, id) as age", "column 'age' has nulls in 1 of 9 rows"),
@@ -261,7 +266,7 @@ def test_strings_and_nulls_are_refused_on_the_driver_by_name(spark: Any, tmp_pat
 
 
 def test_fewer_row_groups_than_shards_are_fine(make_shards: MakeShards, engine: str) -> None:
-    """Petastorm refuses shards that get no row group of their own: "row groups must be >= shards"."""
+    """Petastorm refuses shards without a row group of their own: "row groups must be >= shards"."""
     manifest = make_shards({"id": np.arange(60)}, num_files=1, row_group_rows=60)
     assert len(manifest.row_groups) == 1
     parts = [_read(manifest, engine=engine, shard=n, num_shards=8, batch_size=16) for n in range(8)]
@@ -269,8 +274,8 @@ def test_fewer_row_groups_than_shards_are_fine(make_shards: MakeShards, engine: 
     assert all(len(part) for part in parts)
 
 
-# One epoch's rows are 16 MiB: memory that grew by a twelfth of the rows an epoch would fail. Measured over
-# the first 5 epochs, which also fill the pools of the allocators.
+# One epoch has 16 MiB of rows, so growth by a twelfth of the rows per epoch fails. The baseline is the
+# first 5 epochs, which also fill the allocators' pools.
 _MEMORY_TOLERANCE_BYTES = 20 << 20
 _MEMORY_OF_EPOCHS = """
     import gc, json, sys

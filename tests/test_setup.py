@@ -1,4 +1,4 @@
-"""`scripts/setup_environment.py`, run as the Makefile runs it; only pip and the build are stand-ins."""
+"""`scripts/setup_environment.py` as the Makefile runs it; only pip and the build are fakes."""
 
 import json
 import os
@@ -20,7 +20,7 @@ LAYERS = {".venv-floor": FLOOR} | {
     f".venv-peers-{name}": f"requirements/peers_{name}.txt" for name in ("horovod", "xgboost")
 }
 
-# Stands in for `.venv/bin/python`: writes down what pip was asked for, and answers as pip would.
+# Replaces `.venv/bin/python`: records pip commands and answers like pip.
 FAKE_PYTHON = """#!{python}
 import os, pathlib, sys, tarfile
 here = pathlib.Path(__file__).resolve().parent
@@ -59,7 +59,7 @@ if words[0] == "wheel":
 
 
 def tools_without(folder: Path, *missing: str) -> str:
-    """Returns a PATH whose one folder links to everything on the real PATH but the `missing` names."""
+    """Returns a PATH whose only folder links to all programs on the real PATH except `missing`."""
     folder.mkdir()
     for place in os.environ["PATH"].split(os.pathsep):
         for tool in Path(place).iterdir() if Path(place).is_dir() else ():
@@ -69,14 +69,14 @@ def tools_without(folder: Path, *missing: str) -> str:
 
 
 def fake_tool(folder: Path, name: str, script: str) -> None:
-    """Puts a shell script before the real tool of that name."""
+    """Puts a shell script before the real program with this name."""
     (folder / name).unlink(missing_ok=True)
     (folder / name).write_text(f"#!/bin/sh\n{script}\n")
     (folder / name).chmod(0o755)
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Returns the environment without what would steer the script, with `changes` on top."""
+    """Returns the environment without variables that the script reads, updated with `changes`."""
     steering = {"CXX", "JAVA_HOME", "HOROVOD_CMAKE", "RINGSPARK_REQUIRE_HOROVOD", "CUDA_HOME"}
     steering |= {"HOROVOD_GPU_OPERATIONS", "HOROVOD_CUDA_HOME", "HOROVOD_NCCL_HOME"}
     return {key: value for key, value in os.environ.items() if key not in steering} | changes
@@ -89,7 +89,7 @@ def run_script(root: Path, *arguments: str, env: Mapping[str, str]) -> subproces
     )
 
 
-# ------------------------------------------------------------------------------ the machine's tools
+# ------------------------------------------------------------------------------ system tools
 
 
 def test_complete_machine_passes() -> None:
@@ -181,12 +181,12 @@ def test_other_python_is_named() -> None:
     )
 
 
-# ------------------------------------------------------------------------------ the whole set-up
+# ------------------------------------------------------------------------------ full setup
 
 
 @dataclass
 class Checkout:
-    """A copy of what the set-up reads, with a stand-in for the environment's Python."""
+    """A copy of the files that the setup reads, with a fake Python environment."""
 
     root: Path
     cache: Path
@@ -205,12 +205,12 @@ class Checkout:
         return run_script(self.root, *options, env=self.environment(**env))
 
     def environment(self, **env: str) -> dict[str, str]:
-        # Java and a compiler that answer at once: the real ones are looked at above.
+        # Fake Java and compiler that answer at once; other tests use the real ones.
         path = f"{self.root / 'tools'}{os.pathsep}{os.environ['PATH']}"
         return environment(XDG_CACHE_HOME=str(self.cache), **{"PATH": path} | env)
 
     def calls(self) -> list[str]:
-        """What pip was asked for since the last look."""
+        """Returns the pip commands since the last call."""
         file = self.bin / "calls"
         lines = file.read_text().splitlines() if file.exists() else []
         file.unlink(missing_ok=True)
@@ -238,7 +238,7 @@ def make_checkout(root: Path, cache: Path) -> Checkout:
 
 
 def with_stand_in(checkout: Checkout) -> Checkout:
-    """Puts the stand-in where the environment's Python would be."""
+    """Puts the fake Python where the environment's Python would be."""
     checkout.bin.mkdir(parents=True)
     checkout.packages.mkdir(parents=True)
     (checkout.bin / "python").write_text(FAKE_PYTHON.format(python=sys.executable))
@@ -286,7 +286,7 @@ def test_second_run_does_nothing(checkout: Checkout, tmp_path: Path) -> None:
     checkout.set_up()
     before = checkout.stamp()
     checkout.calls()
-    # Not even the tools are looked at.
+    # The script does not even check the tools.
     done = checkout.set_up(PATH=tools_without(tmp_path / "bin", "java", "c++", "g++"))
     assert done.returncode == 0
     assert done.stdout == "set-up: .venv is up to date\n"
@@ -303,7 +303,7 @@ def test_changed_input_runs_again(changed: str, checkout: Checkout) -> None:
     with (checkout.root / changed).open("a") as file:
         file.write("\n# changed\n")
     assert checkout.set_up().returncode == 0
-    # The wheel is in the cache: everything is looked at again, nothing is built.
+    # The wheel is in the cache, so the script checks everything and builds nothing.
     assert [call.split()[0] for call in checkout.calls()] == ["install"] * 5
     assert checkout.set_up().stdout == "set-up: .venv is up to date\n"
 
@@ -368,7 +368,7 @@ def test_other_gpu_operations_are_another_wheel(checkout: Checkout) -> None:
 def test_horovod_is_built_with_nccl_where_cuda_is(
     checkout: Checkout, tmp_path: Path, lacks: str, env: dict[str, str], nccl: bool
 ) -> None:
-    """And its wheel is not that of the machines without."""
+    """The wheel differs from the wheel of machines without CUDA."""
     home = tmp_path / "cuda"
     for part in ("bin", "include"):
         (home / part).mkdir(parents=True)
@@ -449,7 +449,7 @@ def test_failed_install_is_no_traceback_and_leaves_no_stamp(checkout: Checkout) 
 
 @pytest.fixture
 def floor(checkout: Checkout) -> Checkout:
-    """The same checkout, as `--floor` sees it."""
+    """The same checkout for `--floor`."""
     return with_stand_in(Checkout(checkout.root, checkout.cache, ".venv-floor"))
 
 
@@ -507,17 +507,17 @@ def test_peers_are_set_up_beside_the_floor_each_by_its_own_pins(checkout: Checko
 
 
 def pins(file: Path) -> dict[str, str]:
-    """The versions that a requirements file pins, by the package's name."""
+    """Returns the versions that a requirements file pins, by package name."""
     return dict(re.findall(r"^([\w.-]+)==(\S+)$", file.read_text(), flags=re.M))
 
 
 def test_the_floor_runs_the_lower_bounds() -> None:
-    """Each package that the floor has of its own is the oldest release line that pyproject.toml admits."""
+    """Each pin of the floor is the oldest release line that pyproject.toml allows."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     admitted = [*project["dependencies"], *project["optional-dependencies"]["petastorm"]]
     bounds = dict(requirement.split(">=") for requirement in admitted)
     floor = pins(ROOT / FLOOR)
-    # These two are asked for by the oldest Spark and the oldest pandas.
+    # The oldest Spark and the oldest pandas need these two.
     assert set(floor) - set(bounds) == {"py4j", "pytz"}
     for name in set(floor) & set(bounds):
         assert f"{floor[name]}.".startswith(f"{bounds[name]}."), name

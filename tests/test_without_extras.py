@@ -1,4 +1,4 @@
-"""The core works without `ringspark.extras`: its tests pass in a copy of the tree that lacks the folder."""
+"""The core works without `ringspark.extras`: its tests pass in a copy of the tree without the folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ("pipelines", "models", "estimators", "jobs")
-# Python runs this file at every start, so no process of the tests imports extras from another checkout.
+# Python runs this file at startup, so no test process imports extras from another checkout.
 NO_EXTRAS = """
 import sys
 

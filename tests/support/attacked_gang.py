@@ -1,4 +1,4 @@
-"""Trains on two ranks while strangers connect to their ports. A test and a benchmark use it."""
+"""Trains on two ranks while attackers connect to their ports. Used by a test and a benchmark."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.data.data_parallel import synchronize
 
 STRANGER = str(Path(__file__).parent / "stranger.py")
-# What other machines are to a cluster, 127.0.0.2 is to a gang on 127.0.0.1.
+# The gang listens on 127.0.0.1, so 127.0.0.2 acts as another machine.
 OTHER_MACHINE, SAME_MACHINE = "127.0.0.2", "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attacked:
-    """Result of a training. `reached` and `refused` count connections of strangers."""
+    """Result of a training. `reached` and `refused` count connections of attackers."""
 
     weights: list[str]
     grown_bytes: int
@@ -41,8 +41,8 @@ class Attacked:
 
 
 def run(collective: str, folder: Path, *, steps: int, attacked: bool) -> Attacked:
-    """Trains on 2 spawned ranks; strangers come from another machine from before the ranks connect, and
-    from the same machine once they have.
+    """Trains on 2 spawned ranks. With `attacked`, one attacker on another machine starts before the ranks
+    connect, and one on the same machine starts afterwards.
 
     Raises:
         WorkerError: The gang did not survive.
@@ -70,7 +70,7 @@ def run(collective: str, folder: Path, *, steps: int, attacked: bool) -> Attacke
 
 @contextmanager
 def _stranger(gang: int, stop_file: Path, source: str, wanted: bool = True) -> Iterator[dict[str, int]]:
-    """Runs a stranger in a new process; the counts are complete when the block ends."""
+    """Runs an attacker in a new process; the counts are complete when the block ends."""
     counts: dict[str, int] = {}
     if not wanted:
         yield counts
@@ -86,7 +86,7 @@ def _stranger(gang: int, stop_file: Path, source: str, wanted: bool = True) -> I
 
 
 def _train(collective: Collective, *, steps: int, stop_file: str, gang: int) -> Any:
-    """Trains a small network on batches by step and rank. Rank 0 starts a stranger on the same machine."""
+    """Trains a small network on batches by step and rank. Rank 0 starts an attacker on the same machine."""
     near = Path(f"{stop_file}-near")
     wanted = bool(stop_file) and collective.rank == 0
     process = psutil.Process()

@@ -1,4 +1,4 @@
-"""Opens a page of this machine's disk in headless Chromium: what its console says, its size, its picture."""
+"""Opens a local page in headless Chromium and returns its console output, its size, or a picture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
-# Elements of an SVG, and those that scroll on their own, do not widen the page.
+# SVG elements, and elements that scroll themselves, do not widen the page.
 MEASURE = """<script>
 const found = {width: document.documentElement.scrollWidth, height: document.documentElement.scrollHeight,
   window: window.innerWidth, wide: []};
@@ -30,31 +30,31 @@ document.body.appendChild(told);
 
 
 def chromium() -> str | None:
-    """Returns the program's path; None where there is none."""
+    """Returns the program's path, or None if no Chromium is installed."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 @dataclass(frozen=True)
 class Browser:
-    """A browser that is started for each question.
+    """A browser, started again for each call.
 
     Attributes:
         program: Path of Chromium.
-        width: Width of its window.
+        width: Window width in pixels.
     """
 
     program: str
     width: int = 1200
 
     def console(self, page: Path) -> list[str]:
-        """Returns what the page's console says, e.g. of a thing that may not be loaded."""
+        """Returns the page's console messages, e.g. about a blocked resource."""
         told = self._run(page, "--enable-logging=stderr", "--log-level=0", "--dump-dom").stderr
         return [line for line in told.splitlines() if "CONSOLE" in line]
 
     def measured(self, page: Path) -> dict[str, Any]:
-        """Returns width and height of the page, and the elements that stand out of the window.
+        """Returns width and height of the page, and the elements wider than the window.
 
-        A copy of the page is asked, as the page itself lets no script run.
+        Measures a copy of the page, because the page itself blocks scripts.
         """
         html = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text("utf-8"))
         copy = page.with_suffix(".measured.html")
@@ -66,7 +66,7 @@ class Browser:
         return values
 
     def picture(self, page: Path, png: Path, height: int) -> None:
-        """Writes the picture of the page's upper part."""
+        """Writes a picture of the page's upper part."""
         self._run(page, f"--screenshot={png}", "--hide-scrollbars", height=height)
 
     def _run(self, page: Path, *options: str, height: int = 900) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""`sync` from the names of the settings that it replaced."""
+"""Builds `sync` from the settings that it replaced."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ from ringspark.estimators.options.sync import AllReduce, Sync, write_earlier
 
 
 def sync_of(**earlier: Any) -> Sync:
-    """The `sync` that means the same as `sharding`, `gradientCompression`, `localSteps` or `consistency`."""
+    """Returns the `sync` equal to `sharding`, `gradientCompression`, `localSteps` or `consistency`."""
     return write_earlier(AllReduce(), earlier)

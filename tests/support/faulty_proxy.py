@@ -1,10 +1,10 @@
-"""An S3 server and a proxy in front of it that fails on command. Runs as a process of its own.
+"""An S3 server and a proxy that fails on command, in their own process.
 
-The proxy forwards every request to moto and counts it. Faults are real ones of the network: bodies
-end in a TCP reset or stall in the middle, the port refuses connections, or the answer is one of
-S3's errors. Commands are lines of JSON on standard input, each answered by one on standard output;
-the process ends with its input, so it cannot outlive the tests. The first line written names the ports.
-The argument is the address that the proxy is bound to.
+The proxy forwards every request to moto and counts it. It fails like a network: bodies end in a TCP reset
+or
+stall in the middle, the port refuses connections, or the answer is an S3 error. Each command is a line of
+JSON on standard input, and its answer is a line on standard output. The process ends when its input closes,
+so it cannot outlive the tests. The first output line names the ports; the argument is the proxy's address.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ANSWERS = {
 
 
 class Proxy:
-    """Forwards connections to `upstream`; what it saw and what it shall break."""
+    """Forwards connections to `upstream`, records requests, and injects faults."""
 
     def __init__(self, upstream: int, address: str) -> None:
         self.upstream = upstream
@@ -50,7 +50,7 @@ class Proxy:
             self.faults.append({"kind": kind, "times": times, "pattern": pattern, "skip": skip})
 
     def clear(self) -> None:
-        """Forgets requests and faults, and lets what is stalled go on."""
+        """Forgets requests and faults, and releases stalled answers."""
         with self._lock:
             self.faults.clear()
             self.requests.clear()
@@ -69,13 +69,13 @@ class Proxy:
         self._listener = self._listen(self.port)
 
     def state(self) -> dict[str, Any]:
-        """Returns the requests so far, faults that did not happen yet, and how many answers are stalled."""
+        """Returns the requests so far, the pending faults, and the number of stalled answers."""
         with self._lock:
             left = sum(fault["times"] for fault in self.faults)
             return {"requests": list(self.requests), "faults_left": left, "stalled": self.stalled}
 
     def record(self, method: str, path: str, byte_range: str | None) -> tuple[dict[str, Any], str | None]:
-        """Notes a request; returns the note and the fault for it."""
+        """Records a request; returns its record and its fault."""
         note = {"method": method, "path": path, "range": byte_range, "sent": 0, "fault": None}
         with self._lock:
             self.requests.append(note)
@@ -116,7 +116,7 @@ class Proxy:
         try:
             _Handler(connection, address, self)  # type: ignore[arg-type]
         except OSError:
-            pass  # the client has gone, or was sent away
+            pass  # the client closed the connection, or the proxy did
         finally:
             with self._lock:
                 self._connections.discard(connection)
@@ -124,13 +124,13 @@ class Proxy:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection of a client, kept alive over many requests."""
+    """One client connection, kept alive over many requests."""
 
     protocol_version = "HTTP/1.1"
     server: Proxy  # type: ignore[assignment]
 
     def forward(self) -> None:
-        """Passes a request on and its answer back, unless it is to fail."""
+        """Forwards a request and its answer, or fails as `fault` says."""
         assert "chunked" not in self.headers.get("Transfer-Encoding", "")
         sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         note, fault = self.server.record(self.command, self.path, self.headers.get("Range"))
@@ -176,18 +176,18 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "stall":
             self.server.stall()
         if fault == "short":
-            self.close_connection = True  # an orderly end, too early
+            self.close_connection = True  # a clean close, too early
             return
         self._reset()
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = forward  # noqa: N815
 
     def log_message(self, *args: Any) -> None:
-        """Says nothing: standard error belongs to the tests."""
+        """Silences the log, because standard error belongs to the tests."""
 
     def _reset(self) -> None:
         self.wfile.flush()
-        # Closed with data unsent and no time to linger: the client gets a reset, not an end.
+        # Closing with unsent data and no linger time sends the client a reset.
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
         self.connection.close()
@@ -204,7 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    """Starts both and obeys."""
+    """Starts the server and the proxy, and runs the commands."""
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""The bytes of a training's state on one rank, from its actual tensors."""
+"""Bytes of a rank's training state, from its actual tensors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ringspark.estimators.parallel.base import GradientSync
 
 
 def held_bytes(sync: GradientSync) -> dict[str, int]:
-    """Bytes that this rank holds at the moment; of tensors that lie on several ranks, only its own part."""
+    """Returns the bytes on this rank; of a sharded tensor, only the rank's shard."""
     parameters = list(sync.network.parameters())
     stepped = [p for group in sync.optimizer.param_groups for p in group["params"]]
     gradients = {id(p.grad): p.grad for p in (*parameters, *stepped) if p.grad is not None}
-    # ZeRO 2 keeps the sums of the micro-batches so far beside the parameters.
+    # ZeRO stage 2 keeps accumulated gradients next to the parameters.
     summed = [part for own in getattr(sync, "_states", ()) for part in own.summed if part is not None]
     states = [value for state in sync.optimizer.state.values() for value in state.values()]
     return {

@@ -1,4 +1,4 @@
-"""A server of MLflow in a process of its own, on a port of the loopback, with a database of SQLite."""
+"""An MLflow server in its own process, on a loopback port, with an SQLite database."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from waiting import wait_for
 
 
 class MlflowServer:
-    """Starts it and waits until it answers, which takes some 30 s.
+    """Starts the server and waits until it answers, some 30 s.
 
     Attributes:
-        uri: Its address.
-        database: The address of its database, which can be read without it.
+        uri: Address of the server.
+        database: Address of its database, readable without the server.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,7 +32,7 @@ class MlflowServer:
         stores = ["--backend-store-uri", self.database, "--artifacts-destination", str(folder / "artifacts")]
         place = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
         self._log = (folder / "server.log").open("wb")
-        # A group of its own: the command starts the processes that serve.
+        # The command starts server processes, so it gets its own process group.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mlflow", "server", *place, *stores],
             cwd=folder,
@@ -47,7 +47,7 @@ class MlflowServer:
             raise
 
     def kill(self) -> None:
-        """Ends its processes at once; a second call does nothing."""
+        """Ends the server processes at once; a second call does nothing."""
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(timeout=300)
@@ -64,7 +64,7 @@ class MlflowServer:
 
 @contextmanager
 def mlflow_server(folder: Path) -> Iterator[MlflowServer]:
-    """The server, while the block runs."""
+    """Runs the server inside the context."""
     folder.mkdir(parents=True, exist_ok=True)
     server = MlflowServer(folder)
     try:

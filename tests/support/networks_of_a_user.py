@@ -1,4 +1,4 @@
-"""Networks of classes of a user's own; a test copies this file elsewhere, and removes the copy."""
+"""User-defined networks; a test copies this file elsewhere and removes the copy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Residual(nn.Module):
-    """Convolutions with a way around them, and batch normalisation."""
+    """Convolutions with a residual connection and batch normalisation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Table(nn.Module):
 
 
 class Outputs(nn.Module):
-    """Two outputs of other shapes."""
+    """Two outputs with different shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Outputs(nn.Module):
 
 
 class Functional(nn.Module):
-    """No layers: parameters, a buffer that no checkpoint holds, a plain tensor, arithmetic on sizes."""
+    """No layers: parameters, a non-persistent buffer, a plain tensor, arithmetic on sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Functional(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """Recomputes a part of itself in the backward pass."""
+    """Uses activation checkpointing for one layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Tied(nn.Module):
 
 
 class Branches(nn.Module):
-    """Looks at its numbers, which no program can."""
+    """Has data-dependent control flow, which a program cannot hold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Branches(nn.Module):
 
 
 class Bags(nn.Module):
-    """Rows of varying length, laid end to end."""
+    """Concatenated rows of varying length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Bags(nn.Module):
 
 
 class Texts(nn.Module):
-    """Batches that are as long as their longest row, with a mask."""
+    """Batches padded to their longest row, with a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Texts(nn.Module):
 
 
 class Writes(nn.Module):
-    """Writes into its input, its own results, views of them and memory that nobody filled."""
+    """Writes into its input, its intermediate results, views of them, and uninitialised memory."""
 
     def __init__(self) -> None:
         super().__init__()

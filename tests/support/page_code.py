@@ -1,9 +1,9 @@
-"""The Python code of a Markdown page: what a test runs, and what it must not.
+"""Extracts and runs the Python code of a Markdown page.
 
-A page's blocks run from top to bottom in one namespace. A comment `<!-- run first: ... -->`, which readers
-do not see, holds what the next blocks need and does not teach, such as a made-up table. A block that cannot
-run says so behind its language, as "```python not run: needs YARN". `/shared/` in the code is a folder of
-the test.
+The blocks of a page run from top to bottom in one namespace. A comment `<!-- run first: ... -->`, hidden
+from
+readers, holds setup code such as a made-up table. A block that cannot run gives the reason after its
+language: "```python not run: needs YARN". `/shared/` in the code is a folder of the test.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Block:
     """One block of a page.
 
     Attributes:
-        line: The line of the page above its first one.
-        code: What it says.
-        words: What stands behind "python" in the fence's first line.
-        hidden: Whether readers do not see it.
+        line: Page line above its first line.
+        code: Code of the block.
+        words: Text after "python" in the fence.
+        hidden: True if readers do not see it.
     """
 
     line: int
@@ -38,12 +38,12 @@ class Block:
 
     @property
     def reason(self) -> str:
-        """Why it is not run; empty if it is."""
+        """Reason why the block does not run; empty if it runs."""
         return self.words.removeprefix(NOT_RUN) if self.words.startswith(NOT_RUN) else ""
 
 
 def blocks(text: str) -> list[Block]:
-    """Returns the Python blocks of a page in their order, hidden ones too."""
+    """Returns the Python blocks of a page in order, including hidden blocks."""
     return [
         Block(
             line=text[: match.start()].count("\n") + 1,
@@ -56,17 +56,17 @@ def blocks(text: str) -> list[Block]:
 
 
 def run(page: Path, folder: Path, **names: Any) -> dict[str, Any]:
-    """Runs the page's blocks and returns the names that they leave.
+    """Runs the page's blocks and returns their names.
 
     Args:
         page: The Markdown file.
-        folder: What `/shared` is.
-        names: What the page takes for given.
+        folder: Replaces `/shared`.
+        names: Names that the page expects to exist.
     """
-    names["__name__"] = "__main__"  # classes of the page travel to workers by value, as a notebook's do
+    names["__name__"] = "__main__"  # workers get classes of the page by value, as from a notebook
     for block in blocks(page.read_text()):
         if not block.reason:
             code = block.code.replace("/shared/", f"{folder}/")
-            # Empty lines above, so that a traceback tells the page's own line.
+            # Empty lines above, so a traceback shows the page's line number.
             exec(compile("\n" * block.line + code, page.name, "exec"), names)
     return names

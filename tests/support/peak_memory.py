@@ -1,8 +1,8 @@
-"""Bytes of torch's allocator while a function runs, exactly: its peak, and what stays.
+"""Exact peak and remaining bytes of torch's allocator while a function runs.
 
 On the CPU every allocation and release is an event of `torch.profiler`; on CUDA the caching allocator
-counts by itself. Memory that was there before counts neither way, so a function that builds what it
-trains is measured whole.
+counts.
+Earlier memory does not count, so a function that builds its network is measured as a whole.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """Bytes above what was there before.
+    """Bytes above the memory in use before.
 
     Attributes:
-        peak: The most at any moment.
-        kept: At the end.
+        peak: Maximum at any moment.
+        kept: Bytes at the end.
     """
 
     peak: int
@@ -33,12 +33,12 @@ class MemoryUse:
 
 
 def peak_bytes(step: Callable[[], object], device: str = "cpu") -> int:
-    """The most bytes that `step` has on `device` at any moment, above what was there before."""
+    """Returns the peak bytes of `step` on `device`, above the memory in use before."""
     return memory_use(step, device).peak
 
 
 def memory_use(step: Callable[[], object], device: str = "cpu") -> MemoryUse:
-    """Runs `step` and counts. What it returns counts as kept, and is dropped afterwards."""
+    """Runs `step` and counts. Its return value counts as kept, and is then dropped."""
     return _cuda(step) if device.startswith("cuda") else _cpu(step)
 
 
@@ -56,7 +56,7 @@ def _cuda(step: Callable[[], object]) -> MemoryUse:
 
 
 def _cpu(step: Callable[[], object]) -> MemoryUse:
-    gc.collect()  # what an earlier run has left in cycles is none of this one's
+    gc.collect()  # do not count cycles of an earlier run
     recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with _quiet():
         recorder.start()
@@ -75,7 +75,7 @@ def _cpu(step: Callable[[], object]) -> MemoryUse:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the lines that torch's profiler writes to the process's stderr at every start and stop."""
+    """Hides the lines that torch's profiler writes to stderr at every start and stop."""
     sys.stderr.flush()
     stderr = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -89,10 +89,11 @@ def _quiet() -> Iterator[None]:
 
 
 def _changes(recorder: Any) -> Iterator[int]:
-    """Bytes of every allocation, negative for its release, in the order of time.
+    """Returns the bytes of every allocation in order of time; releases are negative.
 
-    Read as they were recorded: to sum them up by operation, as the profiler offers, takes minutes. A release
-    of what was there before is left out: it would make room that this run has not taken.
+    Reads the recorded events, because the profiler's sums per operation take minutes. Releases of earlier
+    memory
+    are left out, because this run did not allocate it.
     """
     events: list[tuple[int, int, int]] = []
     pending = list(recorder.profiler.kineto_results.experimental_event_tree())

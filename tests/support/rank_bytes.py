@@ -1,7 +1,7 @@
-"""Memory of one rank of a mesh: counted from its tensors, computed, and measured under a limit.
+"""Memory of one rank of a mesh: counted from tensors, computed, and measured under a limit.
 
-The network is the product's `mlp` with equal layers: layers of W x W numbers, of which a mesh cuts whole ones
-or halves, so that what a rank should hold can be said in one line.
+The network is the product's `mlp` with equal layers of W x W numbers. A mesh shards it into whole or half
+layers, so the expected memory of a rank has a simple formula.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ringspark.pipelines import ShardManifest
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 AXES = ("data", "shard", "tensor", "pipeline")
-# What each level of sharding splits.
+# The states that each level of sharding splits.
 CUT = {
     "none": (),
     "optimizer": ("optimizer",),
@@ -75,11 +75,13 @@ def config_of(
 
 
 def expected_bytes(config: TrainConfig, layers: int, width: int) -> dict[str, float]:
-    """What theory gives the rank that holds most, by kind; biases, 1/width of all, are left out.
+    """Returns the expected bytes on the largest rank, by kind, without biases (1/width of the total).
 
-    Activations are what waits for the backward pass: each layer's input, and for the loss the outputs and
-    labels, fp32. A pair of matrices that `tensor` cuts keeps what is between them in parts. The first stage
-    of p holds p micro-batches (1F1B), and of one of them what it passes on in place of a loss.
+    Activations wait for the backward pass: each layer's input, and for the loss the outputs and labels, in
+    fp32.
+    Between two tensor-parallel matrices they are sharded. With 1F1B the first of p stages holds p
+    micro-batches;
+    for one of them it also holds its output, because it computes no loss.
     """
     sizes = config.axes
     weights = (layers + 1) * width * width * 4 / (sizes["tensor"] * sizes["pipeline"])
@@ -96,7 +98,7 @@ def expected_bytes(config: TrainConfig, layers: int, width: int) -> dict[str, fl
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes saved for backward passes: each storage once, parameters left out."""
+    """Counts the bytes saved for backward passes: each storage once, without parameters."""
 
     def __init__(self) -> None:
         super().__init__(self._pack, _unpack)
@@ -109,8 +111,8 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return _Kept(tensor, self)
 
     def add(self, tensor: torch.Tensor, sign: int) -> None:
-        """Counts one more use of a tensor's storage, or one less."""
-        # Rows of a batch may lie in a longer memory of the reader's, which is none of the step's.
+        """Adds one use of a tensor's storage, or removes one."""
+        # A batch may be a view of a larger block of the reader, which does not belong to the step.
         address = tensor.untyped_storage().data_ptr()
         entry = self._live.setdefault(address, [0, 0])
         entry[0] += sign
@@ -134,7 +136,7 @@ def _unpack(kept: Any) -> Any:
 
 
 def _counting(config: TrainConfig, collective: Collective) -> dict[str, int]:
-    """Trains; returns the most bytes of each kind when the backward passes of a step are over."""
+    """Trains; returns the peak bytes of each kind at the end of a step's backward passes."""
     found = dict.fromkeys(KINDS, 0)
     wrap = rank_network.wrap_network
 
@@ -171,18 +173,20 @@ def data_bytes() -> int:
 
 
 def keep_tensors_apart() -> None:
-    """Gives every tensor of 1 MiB and more memory of its own, as MALLOC_MMAP_THRESHOLD_ does from outside.
+    """Gives each tensor of 1 MiB or more its own mapping, like the variable MALLOC_MMAP_THRESHOLD_.
 
-    Else the C library puts tensors of up to 32 MiB side by side as soon as one was freed, and what is freed
-    between two others is not given back: 16 MiB matrices then take up to four times their size. Arrow's
-    own allocator reserves 1 GiB of addresses ahead, which the limit counts; the system's does not.
+    Otherwise, after the first free, the C library places tensors of up to 32 MiB next to each other and
+    cannot
+    return gaps: 16 MiB matrices then take up to four times their size. Arrow's own allocator reserves 1 GiB
+    of
+    addresses, which the limit counts, so Arrow uses the system's allocator here.
     """
     ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())
 
 
 def _limited(config: TrainConfig, most: int, collective: Collective) -> dict[str, Any]:
-    """Trains in a process that may take at most `most` more bytes than it has now."""
+    """Trains in a process that may allocate at most `most` more bytes than now."""
     torch.set_num_threads(1)
     keep_tensors_apart()
     before = data_bytes()
@@ -204,5 +208,5 @@ def trained_within(config: TrainConfig, most: int) -> Mapping[str, Any]:
 
 
 def is_of_the_limit(error: WorkerError) -> bool:
-    """Returns whether the ranks ended because one of them could not get memory."""
+    """Returns whether a rank ended because it could not get memory."""
     return re.search(r"can't allocate memory|MemoryError|Cannot allocate|bad_alloc", str(error)) is not None

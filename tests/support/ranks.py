@@ -1,4 +1,4 @@
-"""Runs a function on several ranks of this machine, or on one rank alone."""
+"""Runs a function on several ranks of this machine, or on one rank in this process."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ringspark.estimators.launch import local
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.training.phase import Status
 
-# Many trainings here have metrics, and each of their ranks would import this for 3 s.
+# Many trainings here have metrics, and each rank would import this for 3 s.
 local._PRELOADED.append("torchmetrics")
 
 # Names of the collectives that connect several ranks.
 GANGS = [name for name in COLLECTIVES if name != "local"]
-# The same for a claim that does not depend on the collective: those besides torch are for `make test-all`.
-# test_collectives.py and test_strategies.py compare the collectives in each run.
+# For tests that do not depend on the collective: `make test-all` adds the collectives besides torch.
+# test_collectives.py and test_strategies.py always compare all collectives.
 TORCH_AND_SLOW_OTHERS = [
     name if name == "torch" else pytest.param(name, marks=pytest.mark.slow) for name in GANGS
 ]
 
-# The work of a rank; returns a value that JSON has.
+# Work of a rank; returns a JSON value.
 RankWork = Callable[[Collective], Any]
 
 

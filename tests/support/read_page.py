@@ -1,4 +1,4 @@
-"""Reads the HTML page of a report back: its texts, tables and cards, and the addresses in it."""
+"""Parses the HTML page of a report: texts, tables, cards and addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VOID = frozenset({"meta", "br", "link", "img", "input", "hr"})
 
 @dataclass
 class Table:
-    """One table: all cells as texts."""
+    """One table with its cells as text."""
 
     header: list[str] = field(default_factory=list)
     rows: list[list[str]] = field(default_factory=list)
@@ -21,7 +21,7 @@ class Table:
         return [row[self.header.index(name)] for row in self.rows]
 
     def row(self, first: str) -> dict[str, str]:
-        """Returns the one row that begins with a text, by heading."""
+        """Returns the only row that begins with a text, as heading -> cell."""
         (found,) = [row for row in self.rows if row[0] == first]
         return dict(zip(self.header, found, strict=True))
 
@@ -33,8 +33,8 @@ class Page(HTMLParser):
         tables: Section -> its tables.
         cards: Name of a figure -> its text.
         text: Section -> all its text.
-        tags: How often each tag begins.
-        addresses: Attributes that a browser could load or follow, but for places within the page.
+        tags: Number of start tags by name.
+        addresses: Attributes that a browser could load or follow, except links within the page.
     """
 
     def __init__(self, html: str) -> None:

@@ -1,4 +1,4 @@
-"""A store that one worker may not write to, while the others may."""
+"""A store that refuses the writes of one worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 
 class RefusingDisk(LocalFileSystem):
-    """Takes no file of a checkpoint in a process that has set `refuses`."""
+    """Refuses checkpoint files in a process that has set `refuses`."""
 
     protocol = "refusing"
     refuses = False

@@ -1,8 +1,10 @@
-"""Connects many ranks, each in a thread, to one rendezvous at once, while strangers attack it.
+"""Connects many ranks, one per thread, to one rendezvous while attackers connect too.
 
-As a program with an address and a number, it runs that many strangers: each connects, attacks in one of the
-ways of `stranger.py`, holds the connection until it is closed, and connects again. It prints "ready" once
-every stranger has connected, and the number of connections at the end of its input.
+Run as a program with an address and a number, it starts that many attackers. Each attacker connects, makes
+one
+of the attacks in `stranger.py`, holds the connection until it is closed, and connects again. The program
+prints
+"ready" once every attacker has connected, and the number of connections at the end of its input.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ _PAUSE_SECONDS = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Met:
-    """Seconds until the last rank had finished each phase.
+    """Seconds until the last rank finished each phase.
 
     Attributes:
-        attacks: Number of connections that strangers made during the phases.
+        attacks: Number of attackers' connections during the phases.
     """
 
     join: float
@@ -87,7 +89,7 @@ def run(size: int, num_strangers: int) -> Met:
 
 @contextmanager
 def _strangers(address: str, number: int) -> Iterator[list[int]]:
-    """Runs strangers inside the context; appends the number of their connections to the list at its end."""
+    """Runs attackers inside the context; appends their number of connections to the list at its end."""
     counts: list[int] = []
     if not number:
         yield counts

@@ -1,4 +1,4 @@
-"""moto's S3 server with a proxy before it that breaks requests on command, in a process of their own."""
+"""moto's S3 server behind a proxy that breaks requests on command, in their own process."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 
 class S3Server:
-    """With an empty bucket named `bucket`; see `faulty_proxy.Proxy`.
+    """An S3 server with an empty bucket named `bucket`; see `faulty_proxy.Proxy`.
 
     Args:
-        client: What s3fs hands on to botocore's client: its timeouts and retries.
-        address: Where it listens.
-        command: Returns the command line that runs a program where the server is to be.
+        client: Options of botocore's client, e.g. timeouts and retries.
+        address: Address to listen on.
+        command: Returns the command line that runs a program on the server's machine.
 
     Attributes:
-        settings: What s3fs needs to reach it through the proxy.
+        settings: Settings for s3fs to use the proxy.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class S3Server:
         self._direct = f"http://127.0.0.1:{ports['moto']}"
 
     def put(self, path: str, data: bytes | None = None) -> None:
-        """Sends a PUT past the proxy."""
-        # urllib's own type is that of a form, which moto reads as one and then waits for the body.
+        """Sends a PUT directly to the server, without the proxy."""
+        # urllib's default content type is a form; moto would parse it and then wait for the body.
         headers = {} if data is None else {"Content-Type": "application/octet-stream"}
         request = urllib.request.Request(f"{self._direct}{path}", data, headers, method="PUT")
         with urllib.request.urlopen(request, timeout=60) as response:

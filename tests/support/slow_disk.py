@@ -1,4 +1,4 @@
-"""A store that is slower than any rank's patience, so that waiting for it must count as progress."""
+"""A store slower than the timeout of the ranks, so waiting for it must count as progress."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ringspark.estimators.launch.heartbeat import Pulse, read_beats
 
 
 class SlowDisk(LocalFileSystem):
-    """Takes a block of weights only when every rank has been seen to work since the block before.
+    """Accepts a block of weights only after every rank has reported progress since the previous block.
 
-    So it is slower than any patience: of a rank that stands still while the file is written.
+    The write thus outlasts every timeout for a rank that stops while the file is written.
     """
 
     protocol = "slow"

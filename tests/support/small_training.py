@@ -58,7 +58,7 @@ def train_in_turn(
 ) -> dict[str, TrainResult]:
     """Checks all trainings and runs them on one gang; returns the results of rank 0.
 
-    To start a gang takes longer than a small training.
+    Starting a gang takes longer than a small training.
     """
     objects = objects or UserObjects()
     checked = {

@@ -1,4 +1,4 @@
-"""What one step of a real training asks torch for: operations, and calls that wait for a device."""
+"""Operations of one real training step, and its calls that wait for a device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 
-# Each gives Python a number, or moves a tensor, so a GPU would have to be waited for.
+# Each call returns a number to Python or moves a tensor, so it would wait for a GPU.
 WAITING = ("item", "tolist", "cpu", "__bool__", "__int__", "__float__", "nonzero")
 
 
 class Operations(TorchDispatchMode):
-    """Notes the name of every operation."""
+    """Records the name of every operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Operations(TorchDispatchMode):
 
 
 class Waits(TorchFunctionMode):
-    """Notes the calls of Python code that wait for a device; on a CPU not all of them are operations."""
+    """Records Python calls that wait for a device; on a CPU some of them are not operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Waits(TorchFunctionMode):
 
 
 class StepCalls(Callback):
-    """Writes, on rank 0, what one step asked for: from the end of step 4 to that of step 5."""
+    """Writes the calls of step 5 on rank 0."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -62,18 +62,18 @@ class StepCalls(Callback):
 
 
 def calls_of(path: Path) -> tuple[list[str], list[str]]:
-    """The operations and the waiting calls that were written."""
+    """Returns the recorded operations and waiting calls."""
     operations, waits = json.loads(path.read_text())
     return operations, waits
 
 
 def waiting_operations(operations: list[str]) -> list[str]:
-    """Those that copy a number or a tensor to or from a device."""
+    """Returns the operations that copy a number or a tensor to or from a device."""
     return [name for name in operations if name.startswith(("aten._local_scalar_dense", "aten._to_copy"))]
 
 
 def operations_of(step: Any) -> list[str]:
-    """The operations of one call."""
+    """Returns the operations of one call."""
     with Operations() as operations:
         step()
     return operations.names

@@ -1,10 +1,13 @@
-"""A stranger: calls every TCP port that the processes of a gang listen on, and never gives up.
+"""An attacker: connects to every TCP port of a gang's processes, again and again.
 
-Run as `stranger.py PID STOP_FILE [SOURCE]`: until STOP_FILE exists it lists the listening ports of process
-PID and of its children, again and again, and sends to each of them, one attack after the other. It says
-that it is ready, and at its end as JSON, for each port, how often it was reached and turned away. On
-loopback only, and bounded: a few bytes a connection, at most `HELD` connections at a time. From SOURCE, by
-default 127.0.0.2, which is to a gang on 127.0.0.1 what another machine is to a cluster.
+Run as `stranger.py PID STOP_FILE [SOURCE]`. Until STOP_FILE exists, it lists the listening ports of process
+PID
+and its children, and sends one attack after another to each port. It prints when it is ready. At the end it
+prints JSON: for each port, the number of accepted and refused connections. It uses loopback only, sends a
+few
+bytes per connection, and holds at most `HELD` connections. SOURCE is the source address; the default
+127.0.0.2
+acts as another machine for a gang on 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -29,9 +32,9 @@ ATTACKS = {
     "http put": b"PUT /global/0 HTTP/1.1\r\nHost: ringspark\r\nContent-Length: 5\r\n\r\nwrong",
     # TCPStore: the query type VALIDATE with its magic number, then SET of a key.
     "torch store": struct.pack("<BI", 0, 0x3C85F7CE) + struct.pack("<BQ", 1, 3) + b"abc",
-    # Ours: a random number, rank 1 and a mark made without the secret.
+    # Ringspark's: a random number, rank 1, and a signature made without the secret.
     "wrong mark": b"\x01" * 32 + struct.pack("!I", 1) + b"\x02" * 32,
-    # Gloo: the number of a pair that its peer would announce first.
+    # Gloo: the number of a pair, which a real peer would send first.
     "gloo number": struct.pack("<q", 1),
     "huge length": struct.pack("!I", 0xFFFFFFFF) + b"\xff" * 64,
     "nothing": b"",
@@ -39,7 +42,7 @@ ATTACKS = {
 
 
 def main(pid: int, stop_file: str, source: str) -> None:
-    """Attacks until the stop file is there; prints what was reached."""
+    """Attacks until the stop file exists, then prints the counts."""
     attacks = iter(_round_robin())
     held: deque[socket.socket] = deque()
     reached: dict[int, int] = {}
@@ -56,7 +59,7 @@ def main(pid: int, stop_file: str, source: str) -> None:
             reached[address[1]] = reached.get(address[1], 0) + 1
             with suppress(OSError):
                 connection.sendall(ATTACKS[name])
-            # Most stay open: a server that waits for them would wait for ever.
+            # Keep most connections open: a server that waits for them would hang.
             held.append(connection)
             if len(held) > HELD:
                 held.popleft().close()

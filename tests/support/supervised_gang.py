@@ -1,4 +1,4 @@
-"""A gang of any work on Spark, under the supervisor that `fit` trains with."""
+"""A gang with any work on Spark, under the supervisor of `fit`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ringspark.estimators.training.settings.config import TrainConfig
 
 
 def run_gang(spark: Any, num_workers: int, collective: str, work: Work, **settings: Any) -> list[str]:
-    """Runs `work` once on `num_workers` ranks at the same time; returns their texts in rank order."""
+    """Runs `work` once on `num_workers` concurrent ranks; returns their texts in rank order."""
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
             shards_uri="",

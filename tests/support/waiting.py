@@ -1,4 +1,4 @@
-"""Waiting for what other processes and threads do."""
+"""Waits for other processes and threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ T = TypeVar("T")
 
 
 def wait_for(what: str, condition: Callable[[], T | None], seconds: float = 300.0) -> T:
-    """Asks until there is a value that is not None or False; AssertionError with `what` if there is none."""
+    """Calls `condition` until its value is neither None nor False; raises AssertionError with `what` at a
+    timeout.
+    """
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         value = condition()

@@ -1,6 +1,6 @@
-"""The package's daemon for Python workers of Spark, with torchmetrics imported too.
+"""The package's Spark Python daemon, with torchmetrics imported too.
 
-Many fits in tests have metrics, and each of their ranks would import torchmetrics for 3 s.
+Many fits in tests have metrics, and each rank would import torchmetrics for 3 s.
 """
 
 from __future__ import annotations

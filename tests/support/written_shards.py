@@ -1,4 +1,4 @@
-"""Shards from NumPy columns, by the product's own writer, without Spark."""
+"""Writes shards from NumPy columns with the package's writer, without Spark."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringspark.pipelines.writing.task_reports import join_reports
 
 
 def nested(values: np.ndarray) -> Any:
-    """Returns the Arrow type of a row of `values`: lists as deep as it has dimensions."""
+    """Returns the Arrow type of one row of `values`: nested lists, one level per dimension."""
     data_type = pa.from_numpy_dtype(values.dtype)
     for _ in range(values.ndim - 1):
         data_type = pa.list_(data_type)
@@ -33,7 +33,7 @@ def written(
     num_files: int = 2,
     validation: np.ndarray | None = None,
 ) -> ShardManifest:
-    """Writes the columns to a folder, which is made."""
+    """Writes the columns to a new folder."""
     (folder / "_shards-test").mkdir(parents=True)
     plan = WritePlan(
         uri=str(folder),
@@ -59,7 +59,7 @@ def written(
         (report,) = write_partition(plan, iter(batches))
         reports.append(json.loads(report.to_pydict()["report"][0]))
     files = [ShardFile.from_json(file) for report in reports for file in report["files"]]
-    # Not by their paths: outside of Spark's tasks, whose numbers lead them, what is random would decide.
+    # Paths have no Spark task number here, so sorting by path would give a random order.
     files.sort(key=lambda file: SPLITS.index(file.split))
     manifest = join_reports(plan, reports, files)
     manifest.save()
