@@ -1,8 +1,8 @@
-"""Rows/s of batched inference on a CUDA device: the package's `Predictor` against the plain PyTorch loop.
+"""Batched inference on a CUDA device: rows/s of `Predictor` against a plain PyTorch loop.
 
-Needs no Spark: it is what a task of `transform` runs between decoding the rows and encoding the results. The
-plain loop copies each batch to the device and its outputs back, as fp32. Without a CUDA device it says so and
-measures nothing.
+Runs without Spark: it measures the part of a `transform` task between decoding the rows and encoding the
+results. The plain loop copies each batch to the device and its outputs back, as fp32. Without a CUDA device
+it prints a message and measures nothing.
 
     python tests/benchmarks/gpu_inference.py
 """
@@ -32,7 +32,7 @@ DEVICE = "cuda:0"
 
 
 def predictor_rate(spec: ModelSpec, batch_size: int, features: np.ndarray[Any, Any]) -> float:
-    """Rows/s of the package."""
+    """Returns rows/s of `Predictor`."""
     predictor = Predictor(
         model=spec.to_json(),
         weights_uri="",
@@ -48,7 +48,7 @@ def predictor_rate(spec: ModelSpec, batch_size: int, features: np.ndarray[Any, A
 
 
 def plain_rate(spec: ModelSpec, batch_size: int, features: np.ndarray[Any, Any]) -> float:
-    """Rows/s of the loop as anybody would write it."""
+    """Returns rows/s of a plain PyTorch loop."""
     module = spec.build().to(DEVICE).eval()
 
     def loop() -> None:
@@ -60,7 +60,7 @@ def plain_rate(spec: ModelSpec, batch_size: int, features: np.ndarray[Any, Any])
 
 
 def main() -> None:
-    """Measures each network and batch size in turns."""
+    """Measures each network and batch size in interleaved rounds."""
     options = harness.parse(__doc__, rows=(4_000_000, 70_000))
     if not torch.cuda.is_available():
         print("gpu_inference: skipped, there is no CUDA device here")

@@ -1,8 +1,9 @@
-"""Rows/s of one rank on a CUDA device against the plain PyTorch loop: precisions, offload, both readers.
+"""Training on a CUDA device: rows/s of one rank against a plain PyTorch loop, by precision, offload and
+reader.
 
-Needs no Spark: the shards are written by the package's own writer, and one rank trains in this process. The
-plain loop has its batches in pinned host memory and copies each as it needs it; offload stands against the
-plain loop without it. Without a CUDA device it says so and measures nothing.
+Runs without Spark: the package's writer writes the shards, and one rank trains in this process. The plain
+loop holds its batches in pinned host memory and copies each one when needed. Offload is compared with the
+plain loop without offload. Without a CUDA device it prints a message and measures nothing.
 
     python tests/benchmarks/gpu_training.py
 """
@@ -56,7 +57,7 @@ CASES = (
 
 
 def worker_rate(manifest: ShardManifest, folder: Path, case: Case) -> float:
-    """Rows/s of the last epoch of `train_worker` on one rank."""
+    """Returns rows/s of the last epoch of `train_worker` on one rank."""
     config = TrainConfig(
         shards_uri=manifest.uri,
         run_uri=str(folder / f"run-{uuid.uuid4().hex}"),
@@ -77,7 +78,7 @@ def worker_rate(manifest: ShardManifest, folder: Path, case: Case) -> float:
 
 
 def bare_rate(batches: list[Pair], precision: str) -> float:
-    """Rows/s of the second epoch of the loop as anybody would write it."""
+    """Returns rows/s of the second epoch of a plain PyTorch loop."""
     torch.manual_seed(0)
     module = SPEC.build().to(DEVICE)
     optimizer = make_optimizer("adamw", module.parameters(), 1e-3, 0.0)
@@ -99,7 +100,7 @@ def bare_rate(batches: list[Pair], precision: str) -> float:
 
 
 def main() -> None:
-    """Measures every case and the plain loop of its precision in turns."""
+    """Measures every case and the plain loop of its precision in interleaved rounds."""
     options = harness.parse(__doc__, rows=(1_000_000, BATCH * 2))
     if not torch.cuda.is_available():
         print("gpu_training: skipped, there is no CUDA device here")

@@ -1,8 +1,8 @@
-"""Tokens/s and peak memory of a transformer on a CUDA device, against the plain PyTorch loop.
+"""Transformer training on a CUDA device: tokens/s and peak memory against a plain PyTorch loop.
 
-Needs no Spark: the shards are written by the package's own writer, and one rank trains in this process.
-Both sides have the same network, autocast, checkpointing, optimizer and batches; the plain loop has its
-batches in host memory. Without a CUDA device it says so and measures nothing; `--rows` is then of no use.
+Runs without Spark: the package's writer writes the shards, and one rank trains in this process. Both have the
+same network, autocast, checkpointing, optimizer and batches; the plain loop has its batches in host memory.
+Without a CUDA device it prints a message, measures nothing and ignores `--rows`.
 
     python tests/benchmarks/gpu_transformer.py
 """
@@ -39,7 +39,7 @@ CASES = (("fp32", "none"), ("bf16", "none"), ("bf16", "sqrt"), ("bf16", "all"))
 
 
 def write_tokens(folder: Path, rows: int) -> ShardManifest:
-    """Random sequences, `ids` (SEQ_LEN,) and the `next` token at each place."""
+    """Writes random sequences, `ids` (SEQ_LEN,), and the `next` token at each position."""
     tokens = np.random.default_rng(0).integers(0, VOCAB, size=(rows, SEQ_LEN + 1), dtype=np.int64)
     return write({"ids": tokens[:, :-1], "next": tokens[:, 1:]}, folder)
 
@@ -47,7 +47,7 @@ def write_tokens(folder: Path, rows: int) -> ShardManifest:
 def worker_rate(
     manifest: ShardManifest, folder: Path, device: str, peaks: dict[str, list[int]], case: tuple[str, str]
 ) -> float:
-    """Tokens/s of the second epoch of `train_worker` on one rank."""
+    """Returns tokens/s of the second epoch of `train_worker` on one rank."""
     run_uri = folder / f"run-{uuid.uuid4().hex}"
     config = TrainConfig(
         shards_uri=manifest.uri,
@@ -75,7 +75,7 @@ def bare_rate(
     peaks: dict[str, list[int]],
     case: tuple[str, str],
 ) -> float:
-    """Tokens/s of the second epoch of the loop as anybody would write it."""
+    """Returns tokens/s of the second epoch of a plain PyTorch loop."""
     precision, checkpointing = case
     torch.manual_seed(0)
     torch.cuda.reset_peak_memory_stats()
@@ -99,7 +99,7 @@ def bare_rate(
 
 
 def main() -> None:
-    """Measures every case and its plain loop in turns."""
+    """Measures every case and its plain loop in interleaved rounds."""
     options = harness.parse(__doc__, rows=(1024, 64))
     if not torch.cuda.is_available():
         print("gpu_transformer: skipped, there is no CUDA device here")

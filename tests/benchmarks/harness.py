@@ -1,8 +1,8 @@
-"""What the benchmarks share: options, interleaved rounds, data, tables.
+"""Shared parts of the benchmarks: options, interleaved rounds, data, tables.
 
-Invariant: what a table compares was measured in one run, in turns (A B C, A B C, ...), so that a
-machine which gets slower or faster meanwhile does so for all of them. A ratio is the median of the
-rounds' ratios, not the ratio of two medians.
+Invariant: all values of a table are measured in one run, in interleaved rounds (A B C, A B C, ...), so that a
+change of the machine's speed affects all of them. A ratio is the median of the rounds' ratios, not the ratio
+of two medians.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ringspark.models import ModelSpec
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-# What tests and benchmarks share; pytest finds it by itself.
+# Folders of modules that tests and benchmarks share. pytest adds them too.
 sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in ("support", "faults", "hosts")]
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
-TINY_FRACTION = "0.02"  # of the flights
+TINY_FRACTION = "0.02"  # flights
 MEANINGS = {"repeats": "measured rounds", "rows": "rows of data"}
 MASTER = "local[2]"
 NUM_WORKERS = 2
@@ -36,15 +36,15 @@ DIM = 32
 MLP = ModelSpec("mlp", {"in_features": DIM, "hidden": [128, 128], "out_features": 1})
 
 
-Size = tuple[int, int]  # as it is measured, and with --tiny
+Size = tuple[int, int]  # the value of a measurement, and the value with --tiny
 
 
 def parser(description: str | None, **sizes: Size) -> argparse.ArgumentParser:
-    """The command line of one benchmark: the options of all of them, and its own sizes.
+    """Returns the command line parser of one benchmark: common options and its sizes.
 
-    Every size is an option: `epochs=(30, 1)` makes `--epochs`, which is 30 without it and 1 with `--tiny`.
-    All benchmarks take the same options, so that one command line can run them all; what a benchmark has no
-    use for, it ignores.
+    Every size is an option: `epochs=(30, 1)` adds `--epochs`, with the default 30, or 1 with `--tiny`. All
+    benchmarks accept the common options and ignore those that they do not need, so that one command line can
+    run all of them.
     """
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -64,14 +64,14 @@ def parser(description: str | None, **sizes: Size) -> argparse.ArgumentParser:
 
 
 def parse(description: str | None, **sizes: Size) -> argparse.Namespace:
-    """The options of one benchmark that needs none beside its sizes."""
+    """Parses the options of a benchmark that needs only its sizes."""
     return parser(description, **sizes).parse_args()
 
 
 def flights_root(options: argparse.Namespace) -> Path:
-    """The results of jobs/etl.py below `--root`; it runs once where they are missing."""
+    """Returns the results of jobs/etl.py below `--root`. Runs the job if they are missing."""
     root = Path(options.root).resolve()
-    # The manifest comes last: where it is, the rest is too.
+    # The manifest is written last, so its presence means that all files are complete.
     if not (root / "shards" / "manifest.json").exists():
         few = ["--fraction", TINY_FRACTION] if options.tiny else []
         subprocess.run([sys.executable, str(JOBS / "etl.py"), "--output", str(root), *few], check=True)
@@ -79,7 +79,7 @@ def flights_root(options: argparse.Namespace) -> Path:
 
 
 def seconds_of(function: Callable[[], object]) -> float:
-    """Wall time of one call."""
+    """Returns the wall time of one call, in seconds."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
@@ -88,7 +88,7 @@ def seconds_of(function: Callable[[], object]) -> float:
 def measure_in_turns(
     cases: Mapping[str, Callable[[], float]], repeats: int, *, warm_ups: int = 1
 ) -> dict[str, list[float]]:
-    """Calls every case once a round, and keeps what it returns but for the first `warm_ups` rounds."""
+    """Calls every case once per round, and drops the results of the first `warm_ups` rounds."""
     results: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(warm_ups + repeats):
         for name, case in cases.items():
@@ -99,12 +99,12 @@ def measure_in_turns(
 
 
 def median_ratio(values: Sequence[float], reference: Sequence[float]) -> float:
-    """Median over the rounds of value / reference."""
+    """Returns the median over the rounds of value / reference."""
     return median(value / base for value, base in zip(values, reference, strict=True))
 
 
 def rate_rows(rates: Mapping[str, Sequence[float]], reference: str) -> list[list[str]]:
-    """One line a case: name, median, lowest and highest rate, and the ratio to `reference`."""
+    """Returns a line per case: name, median, lowest and highest rate, and the ratio to `reference`."""
     return [
         [
             name,
@@ -116,7 +116,7 @@ def rate_rows(rates: Mapping[str, Sequence[float]], reference: str) -> list[list
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints aligned text: the first column to the left, the others to the right; the machine last."""
+    """Prints an aligned table, then the machine. The first column is left-aligned."""
     widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
     print(f"\n{title}")
     for line in [header, ["-" * width for width in widths], *rows]:
@@ -127,7 +127,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def machine() -> str:
-    """Cores, versions, and how busy the machine is: numbers of a loaded one say little."""
+    """Returns cores, versions and load of the machine. Results of a loaded machine are unreliable."""
     load = os.getloadavg()[0]
     try:
         spark = f"pyspark {version('pyspark')}"
@@ -137,7 +137,7 @@ def machine() -> str:
 
 
 def random_frame(spark: SparkSession, rows: int, *, seed: int = 0) -> DataFrame:
-    """`features`, an array of `DIM` fp32 values, and `label`, a fp32 function of them; lazy."""
+    """Returns a lazy DataFrame of `features`, arrays of `DIM` fp32 values, and a dependent `label`."""
     from pyspark.sql import functions as F
 
     values = [F.rand(seed + i).cast("float") for i in range(DIM)]

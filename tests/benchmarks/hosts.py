@@ -1,11 +1,11 @@
-"""A gang over several hosts: its rate, and how soon it trains again when a host vanishes or a link drops.
+"""Gang over several hosts: rows/s, and recovery time after a lost host or a broken link.
 
-The hosts are network namespaces of this machine (tests/hosts) and share its cores: against two workers on
-one host, the rate shows what it costs to cross a network that has no delay. For the faults, master, driver
-and the only store, an S3 server, are on a host of their own, and two of three others train. "seconds" is the
-longest time without a step of rank 0 since the fault, with timeoutSeconds (20) and Spark's own part; with a
-delay it is the whole fit by three workers, the first of its session. "weights" is the largest difference
-from the undisturbed training.
+The hosts are network namespaces of this machine (tests/hosts) and share its cores. So the difference to two
+workers on one host is the cost of a network without delay. For the faults, one host runs the master, the
+driver and an S3 server, the only store; two of three other hosts train. "seconds" is the longest time without
+a step of rank 0 since the fault, including timeoutSeconds (20) and Spark's share. For a delay it is the whole
+fit with three workers, the first of its session. "weights" is the largest difference from the undisturbed
+training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DELAY_SECONDS = 0.2
 
 @contextmanager
 def cluster_of(num_hosts: int, **options: Any) -> Iterator[SparkHosts]:
-    """A cluster whose files go with it."""
+    """Yields a cluster, and removes its files afterwards."""
     with (
         tempfile.TemporaryDirectory() as folder,
         Network(num_hosts=num_hosts) as network,
@@ -39,7 +39,7 @@ def cluster_of(num_hosts: int, **options: Any) -> Iterator[SparkHosts]:
 
 
 def rates(num_hosts: int, rows: int, fits: int, gangs: Sequence[str]) -> list[float]:
-    """Median of the rows/s inside the gang of two workers, by collective; the first fit is left out."""
+    """Returns the median rows/s inside a gang of two workers, by collective. The first fit does not count."""
     data = {"rows": rows, "dim": harness.DIM, "hidden": [128, 128]}
     settings = [{"collective": name, "batchSize": BATCH_SIZE, "epochs": 1} for name in gangs]
     with cluster_of(num_hosts, worker_cores=2 // num_hosts) as cluster:
@@ -59,14 +59,14 @@ def print_rates(rows: int, fits: int, gangs: Sequence[str]) -> None:
 
 
 class Trials:
-    """One cluster, on which one training after another is hit; each returns a line of the table."""
+    """One cluster for several trainings, each with one fault. Each method returns a line of the table."""
 
     def __init__(self, cluster: SparkHosts) -> None:
         self._cluster = cluster
         self._undisturbed = self._fit("torch", 2)["weights"]
 
     def vanish(self, collective: str) -> list[str]:
-        """A host loses its power, and is started anew afterwards."""
+        """Cuts the power of a host, and restarts it afterwards."""
         gone: list[Host] = []
 
         def disturb(host: Host) -> None:
@@ -79,11 +79,11 @@ class Trials:
         return line
 
     def drop(self, seconds: float, collective: str) -> list[str]:
-        """A link is away for so long."""
+        """Disconnects a link for some seconds."""
         return self._fault(f"link down for {seconds:g} s", drop(self._cluster, seconds), collective)
 
     def delay(self, seconds: float, collective: str) -> list[str]:
-        """The link to one of three workers is slow."""
+        """Delays the link to one of three workers."""
         slow = self._cluster.network.slowed_down(self._cluster.workers[0], seconds)
         with slow if seconds else nullcontext():
             told = self._fit(collective, 3)
@@ -106,7 +106,7 @@ class Trials:
 
 
 def main() -> None:
-    """Rates first, then the trials on one cluster."""
+    """Prints the rates, then runs the faults on one cluster."""
     options = harness.parse(__doc__, rows=(300_000, 4_096), repeats=(3, 1), gangs=(2, 1), trials=(5, 1))
     if reason := refusal():
         print(f"hosts: skipped, {reason}")
@@ -126,7 +126,7 @@ def main() -> None:
         for hit in hits[: options.trials]:
             for collective in gangs:
                 table.append(hit(collective))
-                print(*table[-1], flush=True)  # progress of a long run
+                print(*table[-1], flush=True)  # progress
     harness.print_table(
         "hosts: 2 workers on 3 hosts (with a delay 3), 60 steps and a checkpoint every 10",
         ["", "collective", "seconds", "starts anew", "weights"],

@@ -1,11 +1,11 @@
-"""Images: accuracy of the ResNet against scikit-learn's models, and what it costs to read pixels or files.
+"""Images: accuracy of the ResNet against scikit-learn's models, and the read rate of pixels and files.
 
-The accuracy is that of scikit-learn's 1,797 digits, written as PNG files of 8 to 32 pixels a side into one
-folder a class, as people keep images; Spark reads them by `binaryFile`. The others get the same splits, and
-the 64 original numbers of a digit. Nothing was searched for: all models have settings that are common.
+Accuracy is measured on scikit-learn's 1,797 digits, written as PNG files of 8 to 32 pixels per side, with one
+folder per class. Spark reads them with `binaryFile`. The scikit-learn models get the same splits, and the 64
+original values of a digit. No hyperparameters were searched.
 
-The rates are of cuts, 300 to 427 pixels a side, from the two photos that scikit-learn has, as JPEG. The kind
-Image stores them as pixels; the others decode each file again, which an epoch would have to do.
+The read rates use JPEG crops, 300 to 427 pixels per side, of scikit-learn's two photos. The column type Image
+stores them as pixels. The other cases decode each file again in each epoch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PHOTOS = Image(224, 224)
 
 
 def encoded(pixels: Any, form: str, **options: Any) -> bytes:
-    """One image as the bytes of a file."""
+    """Returns one image as the bytes of a file."""
     from PIL import Image as Pillow
 
     buffer = io.BytesIO()
@@ -46,7 +46,7 @@ def encoded(pixels: Any, form: str, **options: Any) -> bytes:
 
 
 def write_digits(folder: Path, digits: Any, labels: Any) -> None:
-    """Writes each digit into the folder of its class, one to four times its size."""
+    """Writes each digit into the folder of its class, at one to four times its size."""
     for number, (digit, label) in enumerate(zip(digits, labels, strict=True)):
         scaled = np.kron(
             (digit * 255 / 16).round().astype(np.uint8), np.ones((1 + number % 4,) * 2, np.uint8)
@@ -57,7 +57,7 @@ def write_digits(folder: Path, digits: Any, labels: Any) -> None:
 
 
 def read_digits(spark: SparkSession, folder: Path) -> DataFrame:
-    """The rows of all files: the image, its number, and its class by the name of its folder."""
+    """Returns the rows of all files: the image, its number, and its class from the folder's name."""
     from pyspark.sql import functions as F
 
     files = spark.read.format("binaryFile").option("recursiveFileLookup", "true").load(str(folder))
@@ -69,7 +69,7 @@ def read_digits(spark: SparkSession, folder: Path) -> DataFrame:
 
 
 def ours(train: DataFrame, test: DataFrame, folder: str, seed: int, options: Namespace) -> float:
-    """Accuracy of the network on the test rows."""
+    """Returns the network's accuracy on the test rows."""
     from pyspark.sql import functions as F
 
     model = TorchClassifier(
@@ -93,7 +93,7 @@ def ours(train: DataFrame, test: DataFrame, folder: str, seed: int, options: Nam
 
 
 def theirs(seed: int, options: Namespace) -> dict[str, Any]:
-    """The models of scikit-learn by name."""
+    """Returns the models of scikit-learn by name."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.neural_network import MLPClassifier
     from sklearn.svm import SVC
@@ -108,7 +108,7 @@ def theirs(seed: int, options: Namespace) -> dict[str, Any]:
 
 
 def accuracies(spark: SparkSession, folder: str, options: Namespace) -> dict[str, list[float]]:
-    """Accuracy on the held-out fifth, by model, one for each split."""
+    """Returns accuracies on the held-out fifth, one per split, by model."""
     import warnings
 
     from pyspark.sql import functions as F
@@ -137,7 +137,7 @@ def accuracies(spark: SparkSession, folder: str, options: Namespace) -> dict[str
 
 
 def photos(number: int) -> list[bytes]:
-    """Cuts from scikit-learn's two photos, as JPEG."""
+    """Returns crops of scikit-learn's two photos, as JPEG."""
     from sklearn.datasets import load_sample_images
 
     random, pictures = np.random.default_rng(0), load_sample_images().images
@@ -153,7 +153,7 @@ def photos(number: int) -> list[bytes]:
 def reading(
     spark: SparkSession, folder: str, options: Namespace
 ) -> tuple[dict[str, Callable[[], float]], int, int]:
-    """Ways to read the photos once, each giving rows per second, and the bytes of files and of shards."""
+    """Returns functions that read the photos once and return rows/s, and the bytes of files and shards."""
     import pyarrow as pa
 
     files = photos(options.photos)

@@ -1,11 +1,10 @@
-"""What `inferenceOffload="disk"` costs: rows/s and memory of what a task of transform does, against "none".
+"""Cost of `inferenceOffload="disk"`: rows/s and memory of a transform task, compared with "none".
 
-Each case runs in a process of its own, in turns, forked with all libraries as Spark forks its workers: it
-loads the network, predicts once to begin with, then `passes` times. Memory is the highest above what the
-process had before the network: resident, and address space, which `spark.executor.pyspark.memory` limits. The
-last case drops the file from
-the kernel's page cache before each pass, as a machine does whose memory cannot hold the file; so the disk's
-rate is in it.
+Each case runs in a separate process, in interleaved rounds, forked after importing all libraries, as Spark
+forks its workers. It loads the network, predicts once to warm up, then `passes` times. Memory is the peak
+above the memory before the network: resident memory, and address space, which `spark.executor.pyspark.memory`
+limits. The last case drops the file from the kernel's page cache before each pass, as on a machine with too
+little memory for the file. So it includes the rate of the disk.
 """
 
 from __future__ import annotations
@@ -32,7 +31,10 @@ CASES = (NONE, DISK, COLD)
 
 
 def step(case: str, folder: str, spec: ModelSpec, rows: int, passes: int) -> list[float]:
-    """Predicts as a task does; returns rows/s, MiB resident, MiB of address space, the predictions' sum."""
+    """Predicts as a task does.
+
+    Returns rows/s, resident MiB, MiB of address space, and the predictions' sum.
+    """
     offload = NONE if case == NONE else DISK
     stage = TorchRegressionModel(model=spec, inferenceOffload=offload, inferenceBatchSize=rows)
     predictor = stage._set_trained(folder, [(1,)], None)._predictor()
@@ -55,7 +57,7 @@ def step(case: str, folder: str, spec: ModelSpec, rows: int, passes: int) -> lis
 
 
 def memory() -> tuple[int, int]:
-    """The highest resident memory and address space of this process so far, in bytes."""
+    """Returns the peak resident memory and address space of this process, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     found = dict(line.split(":", 1) for line in lines if line.startswith(("VmHWM", "VmPeak")))
     return int(found["VmHWM"].split()[0]) << 10, int(found["VmPeak"].split()[0]) << 10
@@ -69,7 +71,7 @@ def measure(
     rows: int,
     passes: int,
 ) -> float:
-    """Runs one case in a process of its own; returns its rows/s, and keeps all that it found."""
+    """Runs one case in a new process. Returns rows/s and stores the other results."""
     context = multiprocessing.get_context("fork")
     with context.Pool(1) as pool:
         result = pool.apply(step, (case, folder, spec, rows, passes))
@@ -78,11 +80,11 @@ def measure(
 
 
 def main() -> None:
-    """Writes the weights, then measures in turns."""
+    """Writes the weights, then measures in interleaved rounds."""
     options = harness.parse(__doc__, width=(4096, 256), layers=(8, 2), passes=(3, 1))
     sizes = [options.width] * (options.layers + 1)
     spec = ModelSpec("mlp", {"in_features": harness.DIM, "hidden": sizes, "out_features": 1})
-    # Before any work: a pool of threads does not live through a fork.
+    # A thread pool does not survive a fork, so this must come before any work.
     torch.set_num_threads(1)
     rows_per_pass = (4,) if options.tiny else (16, 256)
     found: dict[tuple[str, int], list[list[float]]] = {}

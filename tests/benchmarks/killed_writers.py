@@ -1,13 +1,13 @@
-"""What readers and later writers find after a `write_shards` was killed with SIGKILL: a table of moments.
+"""Atomicity of `write_shards`: the state of the folder after a SIGKILL at random moments.
 
-Each kill takes a Spark application of its own: the driver, its JVM and its Python workers are killed
-while they write, at a moment drawn from a seed and spread over the time that a whole write takes. Then
-the folder must hold no shards at all, or all rows of the write before, or all rows of this one, down to
-the digest of every file; and the next writer must get through.
+Each kill runs in a separate Spark application: the driver, its JVM and its Python workers are killed during a
+write. The moment is random and seeded, and the moments cover the duration of a write. Then the folder must
+hold no shards, all rows of the previous write, or all rows of this one, including the digest of every file.
+The next writer must succeed.
 
     python tests/benchmarks/killed_writers.py --repeats 20    # kills of each case
 
-Ends with 1 if any folder held anything else.
+The exit code is 1 if any folder holds anything else.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 SEED = 11
-# Writes vary: the last moments must reach the commit and the removal of old files also in a slow one.
+# Write times vary. The last moments must cover the commit and the removal of old files in a slow write, too.
 SPREAD = 1.3
 OLD, NEW, LATER = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """One killed write and what was found after it."""
+    """One killed write and its outcome."""
 
     case: str
     seconds: float
@@ -52,13 +52,13 @@ class Kill:
 
     @property
     def is_right(self) -> bool:
-        """Whether readers and the later writer met nothing that they should not."""
+        """True if readers and the next writer succeed."""
         accepted = ("no shards", "new") if self.case == "fresh" else ("old", "new")
         return self.found in accepted and self.later == "later"
 
 
 def main() -> int:
-    """Runs the cases and prints the table; 1 if any outcome is wrong."""
+    """Runs the cases and prints the table. Returns 1 if any outcome is wrong."""
     if len(sys.argv) > 1 and sys.argv[1] == "--writer":
         return write(sys.argv[2], rows=int(sys.argv[3]), overwrite=sys.argv[4] == "overwrite")
     options = harness.parse(__doc__, repeats=(20, 1), rows=(400_000, 50_000))
@@ -67,11 +67,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         spark = session()
-        # The faster of two: too late a moment kills nobody.
+        # Use the faster of two writes, because a late moment kills nothing.
         duration = min(kill_at(root / f"measured-{n}", None, options.rows, "fresh") for n in range(2))
         print(f"a whole write of {options.rows:,} rows takes {duration:.2f} s", flush=True)
         for case in ("fresh", "overwrite"):
-            # One moment in each of equal parts of the write: spread, yet none is chosen.
+            # Stratified random moments: one in each of equal parts of the write.
             shares = [SPREAD * (part + draw.random()) / options.repeats for part in range(options.repeats)]
             draw.shuffle(shares)
             for number, share in enumerate(shares):
@@ -96,7 +96,7 @@ def main() -> int:
 
 
 def session() -> SparkSession:
-    """A small local session without a console of its own."""
+    """Returns a small local session without console output."""
     from pyspark.sql import SparkSession
 
     os.environ["PYSPARK_PYTHON"] = sys.executable
@@ -107,7 +107,10 @@ def session() -> SparkSession:
 
 
 def rows_of(spark: SparkSession, version: int, rows: int) -> DataFrame:
-    """Rows whose ids tell the version; in uneven partitions, so that a write also evens the files."""
+    """Returns rows whose ids contain the version.
+
+    The partitions are unequal, so that a write balances the files.
+    """
     from pyspark.sql import functions as F
 
     values = F.array(*((F.col("id") * factor).cast("double") for factor in range(1, 9)))
@@ -117,14 +120,14 @@ def rows_of(spark: SparkSession, version: int, rows: int) -> DataFrame:
 
 
 def num_rows(rows: int) -> int:
-    """Rows of `rows_of`."""
+    """Returns the number of rows of `rows_of`."""
     return rows + rows // 10
 
 
 def write(uri: str, *, rows: int, overwrite: bool) -> int:
-    """The process that is killed: says when it is ready, waits for a line, writes, says so."""
+    """Runs in the killed process: reports that it is ready, waits for a line, writes, and reports the end."""
     spark = session()
-    # The Python workers start here: their start is not part of the write.
+    # Start the Python workers here, so that their start is not part of the write.
     spark.range(0, 2, 1, 2).mapInArrow(lambda batches: batches, "id long").collect()
     print("ready", flush=True)
     sys.stdin.readline()
@@ -135,7 +138,10 @@ def write(uri: str, *, rows: int, overwrite: bool) -> int:
 
 
 def kill_at(uri: Path, seconds: float | None, rows: int, case: str) -> float:
-    """Runs a writer and kills it after so long, or once it is done; returns the seconds it lived."""
+    """Runs a writer and kills it after some seconds, or when it has finished.
+
+    Returns its lifetime in seconds.
+    """
     command = [sys.executable, __file__, "--writer", str(uri), str(rows), case]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -143,7 +149,8 @@ def kill_at(uri: Path, seconds: float | None, rows: int, case: str) -> float:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n", "the writer did not start"
-        # Spark's daemon of Python workers leads a process group of its own, so they are told one by one.
+        # Spark's daemon of Python workers leads a separate process group, so each process gets its own
+        # signal.
         everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         start = time.perf_counter()
         process.stdin.write("go\n")
@@ -162,7 +169,7 @@ def kill_at(uri: Path, seconds: float | None, rows: int, case: str) -> float:
 
 
 def look(spark: SparkSession, uri: Path, case: str, rows: int, share: float, duration: float) -> Kill:
-    """Reads as a user would, then writes once more."""
+    """Reads as a user would, then writes again."""
     names = os.listdir(uri) if uri.exists() else []
     files = sum(len(os.listdir(uri / name)) for name in names if (uri / name).is_dir())
     found = version_of(uri, {OLD: 1_000, NEW: rows})
@@ -182,7 +189,7 @@ def look(spark: SparkSession, uri: Path, case: str, rows: int, share: float, dur
 
 
 def version_of(uri: Path, whole: dict[int, int]) -> str:
-    """Which version's rows the folder holds, all of them and each once; or "no shards"."""
+    """Returns the version if the folder holds exactly its rows, each once; or "no shards"."""
     try:
         manifest = ShardManifest.load(uri)
     except ValueError as error:

@@ -1,9 +1,8 @@
-"""Loss against bytes: workers that exchange in every step, and every 8, 64 and 500.
+"""Local SGD and DiLoCo: loss against traffic, with synchronization every step and every 8, 64 and 500 steps.
 
-Flights by 2 workers. Local SGD averages the weights after a period; DiLoCo takes its outer optimizer's step,
-and sends in 16 bits. A period ends with its epoch, which has more than 500 steps. Bytes are what one step
-sends, over both workers; the loss is that of the validation rows after the last epoch, as a mean over
-`--repeats` seeds.
+2 workers train flights. Local SGD averages the weights after a period. DiLoCo applies an outer optimizer, and
+sends 16-bit values. A period ends with its epoch, which has more than 500 steps. Bytes are per step, over
+both workers. The loss is the validation loss after the last epoch, as a mean over `--repeats` seeds.
 
     OMP_NUM_THREADS=1 make bench ARGS="local_steps --chart docs/local_steps.png"
 """
@@ -31,7 +30,7 @@ COLORS = {"local SGD": "tab:blue", "DiLoCo": "tab:orange"}
 
 
 def settings_of(name: str, steps: int) -> Any:
-    """`localSteps` with all its keys."""
+    """Returns `localSteps` with all its keys."""
     given: Mapping[str, Any] = {"steps": steps}
     if name == "DiLoCo":
         given = {"name": "diloco", "steps": steps, "send": "fp16"}
@@ -39,7 +38,7 @@ def settings_of(name: str, steps: int) -> Any:
 
 
 def main() -> None:
-    """Trains with each period, prints the table and draws loss over bytes."""
+    """Trains with each period, prints the table and draws the chart."""
     options = harness.parse(__doc__, repeats=(3, 1), epochs=(3, 1), batch_size=(256, 64), periods=(3, 1))
     root = harness.flights_root(options)
     with cli.spark("ringspark local steps", harness.MASTER):
@@ -96,7 +95,7 @@ def main() -> None:
 
 
 def draw(path: str, losses: Mapping[str, list[float]], sent: Mapping[str, list[float]]) -> None:
-    """Loss over bytes: a line for each way, and exchange in every step as a point."""
+    """Draws loss over bytes: a line per method, and a point for synchronization in every step."""
     import matplotlib as mpl
 
     mpl.use("Agg")

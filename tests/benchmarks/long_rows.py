@@ -1,11 +1,11 @@
-"""Long rows over ranks: memory of a rank and time of a step, by the length of rows and the way to attend.
+"""Context parallelism: memory per rank and time of a step, by row length and attention method.
 
-A causal transformer with AdamW, without Spark, whose rows get longer. Every rank is pinned to a core. One
-rank with whole rows, while the others wait, stands against all of them with a part of each row, in turns
-within one gang; the time is the slowest rank's, and so is that of its processor, which other programs of the
-machine disturb less. `held` is what a rank keeps between forward and backward pass, weights aside; `peak` is
-torch's most bytes within one step, counted by `peak_memory`, the first rank's; both leave out what was there
-before. `sent` are the bytes of one rank and step, gradients included.
+Trains a causal transformer with AdamW on longer and longer rows, without Spark. Every rank is pinned to a
+core. One rank with whole rows, while the other ranks wait, is compared with all ranks and sequence-sharded
+rows, in interleaved rounds in one gang. Wall time and CPU time are those of the slowest rank; other programs
+of the machine disturb CPU time less. `held` is the memory that a rank keeps between forward and backward
+pass, without weights. `peak` is the peak of torch's allocations in one step on the first rank, counted by
+`peak_memory`. Both exclude earlier allocations. `sent` is the bytes per rank and step, with gradients.
 
     OMP_NUM_THREADS=1 python tests/benchmarks/long_rows.py
 """
@@ -45,7 +45,7 @@ CORES = sorted(os.sched_getaffinity(0))
 
 
 class Training:
-    """One network on one rank, its rows whole or spread."""
+    """One network on one rank, with whole or sequence-sharded rows."""
 
     def __init__(self, way: str, collective: Collective, seq: int, rows: int) -> None:
         torch.manual_seed(0)
@@ -66,7 +66,10 @@ class Training:
         self.sync.optimizer.step()
 
     def measure_held(self) -> None:
-        """Counts what the network holds, without the loss, which every rank computes of whole rows."""
+        """Measures the memory that the network holds.
+
+        It excludes the loss, which every rank computes on whole rows.
+        """
         with _held(self.sync.module) as total:
             outputs = self.sync.module(self.ids)
         self.held = total[0]
@@ -76,7 +79,7 @@ class Training:
 
 @contextmanager
 def _held(module: torch.nn.Module) -> Iterator[list[int]]:
-    """Yields a list with, at the end, the bytes kept for the backward pass."""
+    """Yields a list that at the end has the bytes kept for the backward pass."""
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     kept: dict[int, Any] = {}
 
@@ -95,7 +98,10 @@ def _held(module: torch.nn.Module) -> Iterator[list[int]]:
 def measure(
     options: Namespace, lengths: list[int], collective: Collective, device: str, status: Status
 ) -> str:
-    """Times every way at every length, in turns; tells held, peak, sent and seconds. Runs on every rank."""
+    """Measures every method at every length in interleaved rounds.
+
+    Returns held, peak, sent and seconds. Runs on every rank.
+    """
     for thread in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(thread.name), {CORES[collective.rank % len(CORES)]})
     told: dict[str, Any] = {}
@@ -128,7 +134,7 @@ def measure(
 
 
 def main() -> None:
-    """Lengths, ways, and what each costs."""
+    """Prints the cost of each method at each length."""
     options = harness.parse(__doc__, rows=(1, 1), length=(1024, 32), ranks=(2, 2))
     lengths = [options.length * factor for factor in (1, 2, 4)]
     texts = run_spawned(options.ranks, "torch", partial(measure, options, lengths), timeout_seconds=600.0)

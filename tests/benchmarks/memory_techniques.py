@@ -1,10 +1,10 @@
-"""Each memory technique, and all together, on one transformer: bytes, time, and the depth that fits.
+"""Memory techniques, alone and combined, on one transformer: bytes, time, and the largest depth that fits.
 
-One rank, without Spark: the steps are made of the product's own parts, and every byte is counted by
-`peak_memory`. A run is measured whole, from the building of the network to the end of a second step,
-with the optimizer's state there. `held` is what lies between a micro-batch's forward and its
-backward pass, the network left out. The largest depth is measured too: that of the deepest network
-whose peak is within that of the plain one with 4 blocks.
+Runs one rank without Spark. The steps use the package's own parts, and `peak_memory` counts every byte. A
+measurement covers a whole run from building the network to the end of a second step, which includes the
+optimizer's state. `held` is the memory between a micro-batch's forward and backward pass, without the
+network. The largest depth is measured, too: it is the deepest network whose peak is within the peak of the
+plain network with 4 blocks.
 
     python tests/benchmarks/memory_techniques.py --chart docs/memory_techniques.png
 """
@@ -114,9 +114,9 @@ class Training:
 
 
 def two_steps(technique: Technique, rows: int, depth: int) -> None:
-    """What is measured whole: everything is made, and gone at the end.
+    """Builds a network, takes two steps, and releases everything.
 
-    The first step is there for the optimizer's state, and for that one row a micro-batch is enough.
+    The first step creates the optimizer's state, so micro-batches of one row are enough.
     """
     training = Training(technique, rows, depth)
     batch = training.micro_batches
@@ -127,12 +127,12 @@ def two_steps(technique: Technique, rows: int, depth: int) -> None:
 
 
 def peak(technique: Technique, rows: int, depth: int) -> int:
-    """Bytes at the worst moment of `two_steps`."""
+    """Returns the peak memory of `two_steps`, in bytes."""
     return peak_bytes(partial(two_steps, technique, rows, depth), DEVICE.type)
 
 
 def held_and_state(technique: Technique, rows: int) -> tuple[int, int]:
-    """Bytes between forward and backward of a micro-batch, and of the optimizer's state."""
+    """Returns the bytes between forward and backward of a micro-batch, and of the optimizer state."""
     training = Training(technique, rows)
     training.step()
     ids, _ = training.micro_batches[0]
@@ -140,7 +140,10 @@ def held_and_state(technique: Technique, rows: int) -> tuple[int, int]:
 
 
 def seconds_of_step(training: Training) -> float:
-    """Wall time of one step, to the end of its last kernel; the step before it has the memory at hand."""
+    """Returns the wall time of one step, to the end of its last kernel.
+
+    A step before it allocates the memory.
+    """
 
     def step() -> None:
         training.step()
@@ -152,10 +155,10 @@ def seconds_of_step(training: Training) -> float:
 
 
 def largest_depth(peak_at: Callable[[int], int], budget: int, most: int) -> int:
-    """The last depth within the budget: it was measured, and so was the next one, which is not.
+    """Returns the largest measured depth within the budget; the next depth was measured, too.
 
-    Memory grows by nearly the same for each block, so that a line through two measured depths says where
-    to look next, and few are needed.
+    Memory grows almost linearly with the number of blocks. So a line through two measured depths predicts the
+    depth to try next, and a few measurements are enough.
     """
     peaks: dict[int, int] = {}
     low, high = 0, most + 1
@@ -166,7 +169,7 @@ def largest_depth(peak_at: Callable[[int], int], budget: int, most: int) -> int:
         if len(peaks) == 1:
             guess = 2 * guess if low else guess // 2
         else:
-            # The two nearest to the border between fitting and not.
+            # The nearest measured depths on each side of the budget.
             a, b = sorted(peaks, key=lambda depth: abs(peaks[depth] - budget))[:2]
             guess = a + int((budget - peaks[a]) * (b - a) / (peaks[b] - peaks[a]))
         guess = max(low + 1, min(guess, high - 1))
@@ -187,7 +190,7 @@ class Row:
 
 
 def measure(rows: int, repeats: int, most_blocks: int) -> list[Row]:
-    """Everything about every technique; times in turns, so that all have the machine's good and bad times."""
+    """Measures every technique. Times come from interleaved rounds, so that load affects all of them."""
     budget = peak(TECHNIQUES["plain"], rows, DEPTH)
     trainings = {name: Training(technique, rows) for name, technique in TECHNIQUES.items()}
     times = harness.measure_in_turns(
@@ -213,7 +216,7 @@ def measure(rows: int, repeats: int, most_blocks: int) -> list[Row]:
 
 
 def draw(rows: list[Row], picture: str) -> None:
-    """Four bar charts side by side, one line of bars a technique."""
+    """Draws four bar charts side by side, with a line of bars per technique."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -244,7 +247,7 @@ def draw(rows: list[Row], picture: str) -> None:
 
 
 def main() -> None:
-    """Measures and prints the table; draws where the path of a picture is given."""
+    """Measures and prints the table. Draws a chart if a path is given."""
     options = harness.parse(__doc__, rows=(16, 1), most_blocks=(128, 5))
     rows = measure(options.rows, options.repeats, options.most_blocks)
     plain = rows[0]

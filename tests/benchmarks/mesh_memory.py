@@ -1,14 +1,14 @@
-"""What a rank of each mesh holds, against theory; and the networks that 4 ranks train and 1 or 2 cannot hold.
+"""Memory per rank of each mesh against theory, and networks that fit on 4 ranks but not on 1 or 2.
 
-Real trainings by `train_worker`, without Spark. The first table counts tensors when a step's backward passes
-are over: each memory once, on the rank that holds most of it. Theory is arithmetic on the layers.
+Runs real trainings with `train_worker`, without Spark. The first table counts tensors after the backward
+passes of a step, each storage once, on the rank with the most bytes. Theory is computed from the layers.
 
-In the second table the kernel refuses every rank more than a limit (RLIMIT_DATA, above what a connected
-process has before it builds the network): tensors, buffers, threads and all. The network is built part by
-part, trained for two steps, and its weights are written. Its state is what one worker needs with AdamW in
-fp32: weights, gradients and moments, 16 bytes a parameter. The limit is the state through 6 or 3.75, then
-0.25 less each time until 4 ranks train to the end; then 2 ranks and 1 get the same limit each, the same
-network and settings, and the same rows.
+In the second table the kernel limits the memory of every rank (RLIMIT_DATA, above the memory of a connected
+process before it builds the network), with tensors, buffers and threads. The network is built shard by shard,
+trained for two steps, and its weights are written. Its state is what one worker needs with AdamW in fp32:
+weights, gradients and moments, 16 bytes per parameter. The first limit is the state divided by 6 or 3.75. The
+divisor decreases by 0.25 until 4 ranks train to the end. Then 2 ranks and 1 rank get the same limit per rank,
+the same network and settings, and the same rows.
 
     python tests/benchmarks/mesh_memory.py
 """
@@ -54,7 +54,7 @@ MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"shard": 2, "tensor": 2}, {"sync": Zero(stage=3)}),
     ({"shard": 2, "pipeline": 2}, {"sync": Zero(stage=1)} | PIPELINE),
 ]
-# Axis, settings, how many times the limit the state is at first: theory leaves no room for more.
+# Axis, settings, and the first ratio of the state to the limit. In theory a larger ratio is impossible.
 LIMITED: list[tuple[str, dict[str, Any], float]] = [
     ("tensor", {}, 3.75),
     ("pipeline", {"gradient_accumulation": 4}, 3.75),
@@ -64,13 +64,13 @@ LIMITED: list[tuple[str, dict[str, Any], float]] = [
 
 
 def told(mesh: dict[str, int], changes: dict[str, Any]) -> str:
-    """A mesh in words."""
+    """Returns a description of a mesh."""
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
     return axes + (f", sharding {changes['sharding']!r}" if "sharding" in changes else "")
 
 
 def count(folder: Path, layers: int, width: int, rows: int, most_ranks: int) -> None:
-    """Trains over every mesh of at most so many ranks, and prints the table."""
+    """Trains over every mesh of at most `ranks` ranks, and prints the table."""
     manifest = written(folder / "shards", columns(3 * rows, width))
     table = []
     for number, (mesh, changes) in enumerate(MESHES):
@@ -92,12 +92,12 @@ def count(folder: Path, layers: int, width: int, rows: int, most_ranks: int) -> 
 
 
 def limit(folder: Path, layers: int, width: int, *, is_tiny: bool) -> None:
-    """The second table."""
+    """Prints the second table."""
     manifest = written(folder / "large", columns(16, width))
     state = 16 * layers * width * (width + 1)
 
     def tried(axis: str, changes: dict[str, Any], workers: int, times: float) -> bool:
-        """Whether so many ranks train to the end with the state through `times` each."""
+        """Returns whether the ranks train to the end with a limit of the state divided by `times`."""
         mesh = {axis: workers} if workers > 1 else {"data": 1}
         alone = {"sync": AllReduce()} if workers == 1 else {}
         settings = {"num_workers": workers, "parallelism": mesh} | changes | alone
@@ -114,7 +114,7 @@ def limit(folder: Path, layers: int, width: int, *, is_tiny: bool) -> None:
 
     table = []
     for axis, changes, most in LIMITED[-1:] if is_tiny else LIMITED:
-        # A tiny network's threads and buffers are larger than its state.
+        # The threads and buffers of a tiny network are larger than its state.
         times = 0.001 if is_tiny else most
         while not tried(axis, changes, 4, times):
             times -= 0.25
@@ -130,7 +130,7 @@ def limit(folder: Path, layers: int, width: int, *, is_tiny: bool) -> None:
 
 
 def main() -> None:
-    """Prints both tables, or one."""
+    """Prints both tables or one."""
     sizes = {"layers": (8, 8), "width": (256, 64), "most_ranks": (4, 2)}
     options = harness.parse(__doc__, rows=(512, 16), large_layers=(16, 4), large_width=(4096, 64), **sizes)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,12 @@
-"""The trainer's steps over every axis of the mesh, 2 ranks with a core each, against whole copies.
+"""Step time over every axis of the mesh, on 2 pinned ranks, compared with data parallelism.
 
-One gang holds all meshes of a network and takes their steps in turns, the trainer's own, without the reading
-of rows. Rows of a step are the same over all meshes, so the network learns the same by each step: what counts
-is its time. The peak is counted from torch's allocator; that of the fuller rank counts.
+One gang holds all meshes of a network and runs the trainer's steps in interleaved rounds, without the reading
+of rows. All meshes get the same rows per step, so the network learns the same per step, and only time
+matters. The peak counts torch's allocations on the rank with the larger peak.
 
     OMP_NUM_THREADS=1 python tests/benchmarks/mesh_speed.py
 
-`--rows` is the rows of a step over both ranks; `--steps` those of a mesh in a round.
+`--rows` is the rows per step over both ranks; `--steps` is the steps per mesh and round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ringspark.estimators.training.phase import Status
 from ringspark.models import ModelSpec
 
 RANKS = 2
-# Parallelism and micro-batches of a step.
+# Parallelism and micro-batches per step.
 DENSE: dict[str, tuple[Mapping[str, Any], int]] = {
     "data 2": ({"data": 2}, 1),
     "tensor 2": ({"tensor": 2}, 1),
@@ -44,7 +44,7 @@ MIXTURE: dict[str, tuple[Mapping[str, Any], int]] = {
 
 @dataclass(frozen=True)
 class Pinned:
-    """`Rounds` on a core of its own for each rank."""
+    """`Rounds` with each rank pinned to a separate core."""
 
     rounds: Rounds
 

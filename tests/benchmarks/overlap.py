@@ -1,13 +1,13 @@
-"""Overlap: how much of the gradients' exchange a step hides behind its backward pass, and what that wins.
+"""Overlap of gradient all-reduce and backward pass: the hidden share and the saved time.
 
-A network on two hosts with a shaped link between them, one rank on each. "Off" sends all gradients in one
-message after the backward pass, "on" sends buckets while it goes on, as a training over a network does; in
-turns within one gang. Of each, steps are taken in pairs: one is timed, one is measured as a training
-measures its steps, which tells how long a rank communicated, which share of that was hidden, and how much was
-exposed, so that the step took longer.
+Trains a network on two hosts with a shaped link between them, one rank per host. "Off" sends all gradients in
+one message after the backward pass. "On" sends buckets during the backward pass, as a training over a network
+does. Both run in interleaved rounds in one gang. Steps come in pairs: one is timed, and one is measured as in
+a training, which reports the communication time of a rank, its hidden share, and the exposed part, by which
+the step took longer.
 
-The first table has 5 million parameters, the second shows which buckets win from which size on.
-`--delay-ms 5` adds a link of 100 Mbit/s whose answers take 5 ms more.
+The first table has 5 million parameters. The second shows from which size on buckets are faster, and which
+bucket size. `--delay-ms 5` adds a link of 100 Mbit/s with 5 ms more round-trip time.
 
     OMP_NUM_THREADS=1 make bench ARGS="overlap"
 """
@@ -32,7 +32,7 @@ from ringspark.models import ModelSpec
 GANGS = ("torch", "horovod")
 LAYERS = 5
 WARM_UPS = 2
-# Bytes of a bucket; without buckets all gradients go in one message.
+# Bytes per bucket; without buckets all gradients are one message.
 BucketBytes = int | Literal["chosen"] | None
 OFF_AND_ON: dict[str, BucketBytes] = {"off": None, "on": "chosen"}
 BUCKETS: dict[str, BucketBytes] = {"off": None, "256 KiB": 1 << 18, "1 MiB": 1 << 20, "4 MiB": 4 << 20}
@@ -57,7 +57,7 @@ class Training:
         self._x = torch.randn(rows, width, generator=torch.Generator().manual_seed(collective.rank))
 
     def step(self) -> list[tuple[int, int]]:
-        """Takes a step; returns when it computed."""
+        """Takes a step; returns when its kernels have finished."""
         begin = now_ns()
         self._sync.optimizer.zero_grad()
         with self._sync.micro_batch(last=True):
@@ -72,7 +72,7 @@ class Training:
 def steps_of(
     collective: Collective, width: int, modes: dict[str, BucketBytes], repeats: int, rows: int
 ) -> dict[str, Any]:
-    """Milliseconds by mode: of steps, of measured steps, of communication, and the hidden part of it."""
+    """Returns milliseconds by mode: steps, measured steps, communication, and the hidden part."""
     trainings = {name: Training(width, mode, collective, rows) for name, mode in modes.items()}
     told: dict[str, Any] = {name: {"step": [], "measured": [], "total": [], "hidden": []} for name in modes}
     for turn in range(WARM_UPS + repeats):
@@ -95,7 +95,7 @@ def steps_of(
 
 
 def line_of(name: str, own: dict[str, list[float]], off: dict[str, list[float]]) -> list[str]:
-    """One row of a table."""
+    """Returns one row of a table."""
     exposed = [total - hidden for total, hidden in zip(own["total"], own["hidden"], strict=True)]
     shares = [hidden / total for total, hidden in zip(own["total"], own["hidden"], strict=True)]
     return [

@@ -1,9 +1,9 @@
-"""How long the ranks of a pipeline wait, by schedule: measured against the closed forms, and drawn.
+"""Pipeline bubbles by schedule: measured idle time against the closed forms, with a chart.
 
-4 ranks run a chain of 8 layers that sleep instead of computing, so that the timelines are those of 4 devices
-however few cores there are: a layer sleeps once in the forward pass, once for the gradient of its input, and
-once for that of its weight. What sending costs is in the measured waits. The second table is 2 ranks that
-compute: the time of a step against one process.
+4 ranks run 8 layers that sleep instead of computing, so that the timelines match those of 4 devices on any
+number of cores. A layer sleeps once in the forward pass, once for the gradient of its input, and once for the
+gradient of its weight. The measured idle time includes sending. The second table compares 2 ranks that
+compute with one process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ringspark.estimators.parallel.model.pipeline.simulation import bubble_share
 from ringspark.estimators.training.phase import Status
 
 RANKS, LAYERS, MICROS = 4, 8, 8
-# Steps that are recorded together where there is no flush, after as many to fill the pipeline.
+# Recorded steps of a schedule without a flush, after the same number of steps to fill the pipeline.
 STEADY = 3
 WAYS: dict[str, tuple[str, int]] = {
     "naive": ("naive", 1),
@@ -61,7 +61,7 @@ COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#f2b56b", "W": "#54a24b"}
 
 
 class Sleep(torch.autograd.Function):
-    """The identity, which takes time forward and back."""
+    """The identity, with sleeps in the forward and backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
@@ -82,7 +82,7 @@ class SleepingLayer(nn.Module):
         self.seconds = seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Two operations, so that the gradients of input and weight take their time by themselves.
+        # Two operations, so that the gradients of input and weight take their time separately.
         out: torch.Tensor = Sleep.apply(x, self.seconds, self.seconds) + Sleep.apply(
             self.weight, 0, self.seconds
         )
@@ -103,7 +103,7 @@ def step(passes: PipelinePasses, inputs: list[torch.Tensor], optimizer: torch.op
 def timelines(
     way: str, seconds: float, repeats: int, collective: Collective, device: str, status: Status
 ) -> str:
-    """Runs on every rank; returns its actions in each recorded round, and the most that lived."""
+    """Runs on every rank. Returns its actions in each recorded round, and the most live micro-batches."""
     network = nn.Sequential(*(SleepingLayer(seconds) for _ in range(LAYERS)))
     passes = build_pipeline(network, RankMesh.of(collective, {"pipeline": RANKS}), options_of(way))
     optimizer = torch.optim.SGD(network.parameters(), 0.01)
@@ -126,7 +126,7 @@ def timelines(
 
 
 def measured(way: str, seconds: float, repeats: int) -> tuple[list[list[list[Timed]]], list[int]]:
-    """Returns the rounds, each one timeline a rank, and the most micro-batches that lived, by rank."""
+    """Returns the rounds as one timeline per rank, and the most live micro-batches by rank."""
     texts = run_spawned(RANKS, "torch", partial(timelines, way, seconds, repeats), timeout_seconds=120)
     told = [json.loads(text) for text in texts]
     rounds = [
@@ -143,14 +143,14 @@ def measured(way: str, seconds: float, repeats: int) -> tuple[list[list[list[Tim
 
 
 def waiting(way: str, ranks: list[list[Timed]]) -> float:
-    """Returns the share of waits; without a flush each rank's from its own begin to its own end."""
+    """Returns the idle share. Without a flush, each rank's time ends at its own last action."""
     if SCHEDULES[WAYS[way][0]].order is None:
         return mean(bubble_share([timeline]) for timeline in ranks)
     return bubble_share(ranks)
 
 
 def computing(way: str, width: int, steps: int, collective: Collective, device: str, status: Status) -> str:
-    """Runs on every rank; returns the seconds of each step of a network that computes."""
+    """Runs on every rank. Returns the seconds of each step of a network that computes."""
     torch.manual_seed(0)
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.GELU())]
     network = nn.Sequential(*layers)
@@ -194,7 +194,7 @@ def draw(chart: str, drawn: dict[str, list[list[Timed]]], titles: dict[str, str]
                     [(begin - first, end - begin)],
                     (rank - 0.45, 0.9),
                     facecolor=COLOURS[kind.value],
-                    # A second stage of the same rank is paler.
+                    # The second stage of a rank has a lighter color.
                     alpha=1.0 if stage < RANKS else 0.6,
                     edgecolor="white",
                     linewidth=0.4,
@@ -219,7 +219,7 @@ def draw(chart: str, drawn: dict[str, list[list[Timed]]], titles: dict[str, str]
 
 
 def main() -> None:
-    """A gang of 4 for each schedule; then gangs of 2 that compute, in turns with one process."""
+    """Runs a gang of 4 for each schedule. Then compares gangs of 2 that compute with one process."""
     options = harness.parse(__doc__, milliseconds=(30, 1), width=(512, 32), steps=(5, 1))
     seconds = options.milliseconds / 1000
     table, drawn, titles = [], {}, {}

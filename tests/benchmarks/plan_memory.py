@@ -1,12 +1,12 @@
-"""`plan_memory` against the measured peak of the trainer's own step, in several configurations.
+"""`plan_memory` against the measured peak of the trainer's step, in several configurations.
 
-Measured is what torch's CPU allocator held at most during one optimizer step in steady state: parameters,
-buffers, optimizer state and the batch, counted from the tensors that are there, and above them every
-allocation and release of the step, as `torch.profiler` records them. Counted, not timed.
+The measured value is the peak of torch's CPU allocations during one optimizer step in steady state. It is the
+sum of the existing tensors (parameters, buffers, optimizer state and batch) and of every allocation and
+release in the step, as `torch.profiler` records them. The values are counted, not timed.
 
     python tests/benchmarks/plan_memory.py --chart docs/plan_memory.png
 
-`--rows` is the size of the batch.
+`--rows` is the batch size.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ROWS_FACTOR = {MLP: 64, TRANSFORMER: 1, RESNET: 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One network under some settings, the Params by their names."""
+    """One network with some settings; Params by name."""
 
     model: ModelSpec
     settings: dict[str, object] = field(default_factory=dict)
@@ -98,7 +98,7 @@ CASES = (
 
 
 def measured(config: TrainConfig, model: ModelSpec, inputs: torch.Tensor, labels: torch.Tensor) -> int:
-    """The peak of one step of the trainer, the state of earlier steps in place."""
+    """Returns the peak of one step of the trainer, with the optimizer's state in place."""
     device = torch.device("cpu")
     module = model.build()
     if config.precision != "fp32":
@@ -137,7 +137,7 @@ def measured(config: TrainConfig, model: ModelSpec, inputs: torch.Tensor, labels
 
 
 def _tensors(values: Iterable[object]) -> list[torch.Tensor]:
-    """The tensors among values, also inside of lists and tuples."""
+    """Yields the tensors among values, also in lists and tuples."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -153,7 +153,7 @@ def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def compare(entry: Case, rows: int) -> tuple[MemoryPlan, int]:
-    """What is planned for a case and what it takes."""
+    """Returns the planned and measured bytes of a case."""
     torch.manual_seed(0)
     inputs, labels = entry.columns(rows)
     plan = plan_memory(entry.model, (inputs, labels), **entry.settings)  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def save_chart(path: str, names: Sequence[str], planned: Sequence[int], peaks: S
 
 
 def main() -> None:
-    """Prints the table; draws the chart where its path is given."""
+    """Prints the table. Draws a chart if a path is given."""
     args = harness.parse(__doc__, rows=(16, 4))
     lines, results = [], []
     for entry in CASES:

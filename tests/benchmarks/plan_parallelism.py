@@ -1,16 +1,16 @@
 """`plan_parallelism` against the trainer's steps over every mesh of 4 ranks of this host: time and memory.
 
-One gang holds all meshes of a network and takes their steps in turns, so that a machine which gets slower
-does so for all. What the plan itself measures is taken before, so on a busy machine compare the times as
-shares of whole copies' (`data 4`). A step is the trainer's own, with the strategy and the pipeline that a
-training has, without the reading of rows. The peak is counted from torch's allocator on every rank, as in the
-benchmark `plan_memory`; the fullest rank counts. Three networks: a transformer with many rows, a wide
-perceptron with few, whose gradients weigh more than its rows, and a transformer of mixtures of experts, whose
-tokens the plan deals evenly and the router as it likes.
+One gang holds all meshes of a network and runs their steps in interleaved rounds, so that a change of the
+machine's speed affects all of them. The plan takes its own measurements before, so on a busy machine compare
+times as shares of data parallelism's (`data 4`). A step is the trainer's step, with the strategy and the
+pipeline of a training, without the reading of rows. The peak counts torch's allocations on the rank with the
+most, as in the benchmark `plan_memory`. There are three networks: a transformer with many rows, a wide MLP
+with few rows, whose gradients are larger than its rows, and a transformer of mixtures of experts. The plan
+assumes an even load of the experts, but the router may be uneven.
 
     python tests/benchmarks/plan_parallelism.py --chart docs/plan_parallelism.png
 
-`--rows` is the rows of the transformer's step over all ranks; `--steps` those of a mesh in a round.
+`--rows` is the rows of the transformer's step over all ranks; `--steps` is the steps per mesh and round.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SEQ, VOCAB = 64, 512
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """A network and the rows of its step over all ranks."""
+    """A network and its rows per step over all ranks."""
 
     name: str
     spec: ModelSpec
@@ -121,7 +121,10 @@ def networks(rows: int, *, tiny: bool) -> list[Network]:
 
 @dataclass(frozen=True)
 class Rounds:
-    """What each rank runs: every mesh in turns. Returns seconds of steps by mesh and round, and peaks."""
+    """Runs every mesh on each rank in interleaved rounds.
+
+    Returns the step seconds by mesh and round, and peaks.
+    """
 
     network: Network
     configs: list[TrainConfig]
@@ -158,7 +161,7 @@ class Rounds:
         torch.manual_seed(0)
         mesh = RankMesh.of(collective, config.axes)
         module = self.network.spec.build()
-        # All ranks of a copy have the same rows.
+        # All ranks of a replica have the same rows.
         inputs, labels = self._rows(config, mesh.data_rank)
         sample = (inputs[:2],)
         pipeline = None
@@ -212,8 +215,8 @@ def _state(trainer: Trainer) -> list[object]:
 def compare(
     network: Network, rounds: int, steps: int
 ) -> tuple[ParallelismPlan, list[list[float]], list[int]]:
-    """The plan, and of each mesh in its order the seconds of the rounds and the fullest rank's peak."""
-    # A gang that has been idle is slow at first: the plan is made after one has run.
+    """Returns the plan, the seconds of the rounds of each mesh, and the largest peak of a rank."""
+    # An idle gang is slow at first, so the plan is made after another gang has run.
     plan = plan_parallelism(network.spec, network.batch, RANKS, loss=network.loss, repeats=max(3, rounds))
     meshes = [mesh for mesh in plan.meshes if mesh.fits]
     plan = replace(plan, meshes=tuple(meshes))
@@ -226,7 +229,7 @@ def compare(
 
 
 def report(network: Network, plan: ParallelismPlan, seconds: list[list[float]], peaks: list[int]) -> None:
-    """Prints the table and what the choice is worth."""
+    """Prints the table and the value of the choice."""
     taken = [median(own) for own in seconds]
     chosen = plan.chosen
     assert chosen is not None
@@ -256,7 +259,7 @@ def report(network: Network, plan: ParallelismPlan, seconds: list[list[float]], 
         f"plan_parallelism: {network.name}, {network.rows} rows on {RANKS} ranks", header, lines
     )
     first = seconds[plan.meshes.index(chosen)]
-    # By the rounds' ratios: a machine that gets slower would choose by the medians of all rounds.
+    # Compares by the rounds' ratios, because medians of all rounds would depend on the machine's speed.
     best = min(range(len(taken)), key=lambda index: harness.median_ratio(seconds[index], seconds[whole]))
     worth = harness.median_ratio(first, seconds[best])
     print(plan.facts)
@@ -267,7 +270,7 @@ def report(network: Network, plan: ParallelismPlan, seconds: list[list[float]], 
 
 
 def draw(path: str, results: Sequence[tuple[Network, ParallelismPlan, list[list[float]], list[int]]]) -> None:
-    """Draws predicted and measured steps and peaks, as PNG."""
+    """Draws predicted and measured steps and peaks as PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3.4 * len(results)), layout="constrained")

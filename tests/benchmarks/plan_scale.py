@@ -1,10 +1,10 @@
-"""Seconds and memory of an epoch's plan for a million row groups: one shard's view, and all shards'.
+"""Seconds and memory to plan an epoch of a million row groups, for one shard and for all shards.
 
-One shard's view is what a rank pays at the start of an epoch: the order of all row groups, and the
-reads of its own stretch. All shards' is that for every shard, in one process, one after another; or
-with the reads of all of them kept, which no program needs, as the upper bound. Every run is a process
-of its own, so that no run gives its memory to the next; the growth of the peak is counted from just
-before the plan, with the row counts in memory. Target: all shards in under 2 s and 1 GiB.
+One shard's plan is the work of a rank at the start of an epoch: the order of all row groups, and the reads of
+its own range. All shards' plan does this for every shard in one process. The upper bound also keeps the reads
+of all shards, which no program needs. Every run is a new process, so that runs share no memory. The growth of
+the peak is counted from just before the plan, with the row counts in memory. Target: all shards in under 2 s
+and 1 GiB.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_SHARDS = 1024
 ROWS_PER_GROUP = 1000
 ROWS_PER_SHARD = 32
 MIB = 1 << 20
-# Name -> (num_shards, how many of them to plan, keep the reads, shuffle).
+# Name -> (num_shards, number of shards to plan, keep the reads, shuffle).
 CASES = {
     "one shard": (NUM_SHARDS, 1, False, True),
     "all shards": (NUM_SHARDS, NUM_SHARDS, False, True),
@@ -40,7 +40,7 @@ CASES = {
 def plan_shards(
     row_groups: int, num_shards: int, planned: int, keep: bool, shuffle: bool
 ) -> tuple[float, float, int]:
-    """Plans in this process; returns (seconds, MiB that the peak grew by, reads)."""
+    """Plans in this process. Returns (seconds, growth of the peak in MiB, reads)."""
     sizes = np.full(row_groups, ROWS_PER_GROUP, dtype=np.int64)
     plan_epoch(sizes[:100], num_shards=1, batch_size=1, epoch=0, seed=0).shard(0).reads()  # a warm-up
     before, start = _peak_bytes(), time.perf_counter()
@@ -58,14 +58,14 @@ def plan_shards(
 
 
 def _peak_bytes() -> int:
-    """The peak of this program alone: `ru_maxrss` would begin at the peak of the parent process."""
+    """Returns the peak of this program alone. `ru_maxrss` would begin at the peak of the parent process."""
     if sys.platform != "linux":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
     return int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
 
 
 def in_fresh_process(row_groups: int, case: str) -> tuple[float, float, int]:
-    """`plan_shards` of one case."""
+    """Runs `plan_shards` for one case in a new process."""
     output = subprocess.run(
         [sys.executable, __file__, "--case", case, str(row_groups)],
         check=True,
@@ -77,7 +77,7 @@ def in_fresh_process(row_groups: int, case: str) -> tuple[float, float, int]:
 
 
 def main() -> None:
-    """Every case once a round."""
+    """Runs every case once per round."""
     if sys.argv[1:2] == ["--case"]:
         print(json.dumps(plan_shards(int(sys.argv[3]), *CASES[sys.argv[2]])))
         return

@@ -1,13 +1,13 @@
-"""`plan_scaling` against trainings of 1, 2, 3 and 4 ranks on this host; and a published table of 1 to 8 GPUs.
+"""`plan_scaling` against trainings of 1 to 4 ranks on this host, and a published table of 1 to 8 GPUs.
 
-A step is that of the training itself, the median after the first epoch. What is fitted from one rank at
-two batch sizes and from sums of two sizes between two ranks predicts 2, 3 and 4 ranks; and what is fitted
-from the steps of 1 and 2 ranks predicts 3 and 4. Where there are fewer cores than ranks, the ranks share
-them, which the prediction is told. The published table is of a BERT training: minutes an epoch.
+The step time is the median of a training after the first epoch. A model fitted to one rank at two batch
+sizes, and to all-reduces of two sizes between two ranks, predicts 2, 3 and 4 ranks. A model fitted to the
+steps of 1 and 2 ranks predicts 3 and 4. If there are fewer cores than ranks, the ranks share them, and the
+prediction accounts for it. The published table has minutes per epoch of a BERT training.
 
     python tests/benchmarks/plan_scaling.py --chart docs/plan_scaling.png
 
-`--rows` is the rows of a rank and step.
+`--rows` is the rows per rank and step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RANKS = (1, 2, 3, 4)
 
 
 def step_seconds(folder: Path, manifest: ShardManifest, rows: int, num_ranks: int) -> float:
-    """The median step of a training, in seconds."""
+    """Returns the median step of a training, in seconds."""
     clock = folder / f"clock-{uuid.uuid4().hex}"
     objects = UserObjects(callbacks=(StepClock(clock),))
     config = TrainConfig(
@@ -65,7 +65,7 @@ def step_seconds(folder: Path, manifest: ShardManifest, rows: int, num_ranks: in
 
 
 def published() -> None:
-    """Prints the errors of every form fitted from every two rows."""
+    """Prints the errors of every form fitted to every two rows."""
     rows = []
     for form, pair in itertools.product(FORMS, itertools.combinations(BERT, 2)):
         fit = fit_scaling({n: BERT[n] for n in pair}, form)
@@ -129,7 +129,7 @@ def main() -> None:
         coresPerHost=CORES,
         repeats=max(3, options.repeats),
     )
-    # An epoch with as many rows whatever the ranks, without the sharing of cores.
+    # An epoch with the same number of rows for any number of ranks, without sharing cores.
     crowding = {n: max(1.0, n / CORES) for n in RANKS}
     two = fit_scaling({n: measured[n] / crowding[n] / n for n in (1, 2)})
     rows = []

@@ -1,10 +1,11 @@
-"""bf16 and fp16 against fp32: the flights job's network, and digits. Metrics of the validation rows.
+"""Mixed precision: bf16 and fp16 against fp32 on the flights job's network and on digits.
 
-The three precisions train in turns, on one rank in this process, from the same shards and first weights.
-Metrics are measured after the last epoch, in fp32, as `transform` computes. There are no other test rows:
-read how the precisions differ, not how good the networks are. `--root` holds the shards of jobs/etl.py,
-which runs once where they are missing. On a CPU without 16-bit arithmetic (AVX2 only), a step of bf16 or
-fp16 takes many times as long as one of fp32: there, lower `--members` and `--epochs`.
+One rank in this process trains the three precisions in interleaved rounds, from the same shards and initial
+weights. Metrics of the validation rows are measured after the last epoch in fp32, as `transform` computes.
+There are no separate test rows, so the table shows the difference between precisions, not the quality of the
+networks. `--root` is the folder of the shards of jobs/etl.py, which runs once if they are missing. On a CPU
+without 16-bit arithmetic (AVX2 only), a step of bf16 or fp16 takes many times as long as a step of fp32;
+lower `--members` and `--epochs` there.
 
     python tests/benchmarks/precision.py --chart docs/precision.png
 """
@@ -38,7 +39,7 @@ Score = Callable[[np.ndarray, np.ndarray], float]  # logits (rows, width), label
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training, and how the network is judged on the validation rows."""
+    """One training, and its metrics on the validation rows."""
 
     title: str
     config: TrainConfig
@@ -46,7 +47,7 @@ class Job:
 
 
 def feature_sizes(root: Path) -> tuple[list[int], int]:
-    """Indices of each categorical column, and numbers per row. Needs a running Spark session."""
+    """Returns indices of each categorical column, and numbers per row. Needs a running Spark session."""
     from pyspark.ml import PipelineModel
 
     from ringspark.jobs import flights
@@ -55,7 +56,7 @@ def feature_sizes(root: Path) -> tuple[list[int], int]:
 
 
 def flights_job(root: Path, sizes: tuple[list[int], int], recipe: recipes.NetworkRecipe, members: int) -> Job:
-    """The network and the settings of jobs/train.py, by this recipe."""
+    """Returns the network and the settings of jobs/train.py with this recipe."""
     from sklearn.metrics import average_precision_score, roc_auc_score
 
     spec = recipe.spec(members, *sizes)
@@ -89,7 +90,7 @@ def flights_job(root: Path, sizes: tuple[list[int], int], recipe: recipes.Networ
 
 
 def digits_job(spark: Any, folder: str, epochs: int, hidden: Sequence[int] = (64, 64)) -> Job:
-    """scikit-learn's digits, 360 of 1,797 as validation rows."""
+    """Returns the job of scikit-learn's digits, with 360 of 1,797 as validation rows."""
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -126,7 +127,7 @@ def digits_job(spark: Any, folder: str, epochs: int, hidden: Sequence[int] = (64
 
 
 def predict(job: Job, result: TrainResult) -> tuple[np.ndarray, np.ndarray]:
-    """Logits, (rows, width), and labels of the validation rows; in fp32."""
+    """Returns fp32 logits, (rows, width), and labels of the validation rows."""
     assert job.config.model is not None
     module = ModelSpec.from_json(job.config.model).build()
     load_checkpoint(result.checkpoint_uri, module)
@@ -143,7 +144,7 @@ def predict(job: Job, result: TrainResult) -> tuple[np.ndarray, np.ndarray]:
 
 
 def train(job: Job, num_seeds: int, folder: str) -> dict[str, list[tuple[TrainResult, dict[str, float]]]]:
-    """Precision -> for each seed the training and its metrics."""
+    """Returns precision -> the training and its metrics for each seed."""
     results: dict[str, list[tuple[TrainResult, dict[str, float]]]] = {name: [] for name in PRECISIONS}
     for seed in range(num_seeds):
         for precision in PRECISIONS:
@@ -157,7 +158,7 @@ def train(job: Job, num_seeds: int, folder: str) -> dict[str, list[tuple[TrainRe
 
 
 def table(job: Job, results: dict[str, list[tuple[TrainResult, dict[str, float]]]]) -> list[list[str]]:
-    """A line per precision: means over the seeds, and how far they are from fp32's."""
+    """Returns a line per precision: means over the seeds, and the difference to fp32."""
     lines = []
     means = {
         precision: {name: mean(metrics[name] for _, metrics in runs) for name in job.metrics}
@@ -174,7 +175,7 @@ def table(job: Job, results: dict[str, list[tuple[TrainResult, dict[str, float]]
 
 
 def draw(path: str, runs: dict[str, dict[str, list[tuple[TrainResult, dict[str, float]]]]]) -> None:
-    """Loss by epoch, means over the seeds: a panel per job, training solid, validation rows dashed."""
+    """Draws the mean loss by epoch, with a panel per job: training solid, validation dashed."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -189,7 +190,7 @@ def draw(path: str, runs: dict[str, dict[str, list[tuple[TrainResult, dict[str, 
             epochs = [record.epoch for record in histories[0]]
             for style, split in (("-", "train_loss"), ("--", "validation_loss")):
                 values = np.mean([[record.value(split) for record in h] for h in histories], axis=0)
-                # Curves lie upon each other: the later ones are thinner.
+                # The curves overlap, so later ones are thinner.
                 axes.plot(
                     epochs,
                     values,
@@ -210,7 +211,7 @@ def draw(path: str, runs: dict[str, dict[str, list[tuple[TrainResult, dict[str, 
 
 
 def main() -> None:
-    """Trains both jobs in all precisions, with `--repeats` seeds; prints a table and draws."""
+    """Trains both jobs in all precisions with `--repeats` seeds, prints a table and draws a chart."""
     args = harness.parse(
         __doc__, repeats=(3, 1), epochs=(recipes.NETWORK.epochs, 1), members=(3, 1), digits_epochs=(40, 1)
     )

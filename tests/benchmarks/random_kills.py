@@ -1,14 +1,14 @@
-"""One flights training that is killed at random moments and resumed by 2, 1 and 3 workers in turn.
+"""Kills one flights training at random moments and resumes it with 2, 1 and 3 workers alternately.
 
-One kill in `--whole-every` is SIGKILL for the driver, its JVM and all Python workers at once, as when a
-machine loses its power; the others are SIGKILL for one rank, whose fit may not restart it and fails. The next
-fit goes on with `resume=True` and another number of workers. The final weights are those of a training that
-nobody disturbed, up to the order of additions: the goal is 1e-5. Without dropout and with plain SGD, because
-other numbers of ranks draw other dropout, and Adam divides the last digits by numbers that are close to zero.
+One kill in `--whole-every` is SIGKILL for the driver, its JVM and all Python workers at once, as in a power
+failure. The other kills are SIGKILL for one rank, and the fit, which has no restarts, fails. The next fit
+uses `resume=True` and another number of workers. The final weights must equal those of an undisturbed
+training up to the order of additions, within 1e-5. There is no dropout, because the masks depend on the
+number of ranks. The optimizer is plain SGD, because Adam divides the last digits by numbers close to zero.
 
     python tests/benchmarks/random_kills.py --repeats 100    # kills
 
-Ends with 1 if the weights are further away, or a kill left something behind.
+The exit code is 1 if the weights differ more, or a kill left something behind.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ SEED = 17
 NUM_WORKERS = (2, 1, 3)
 EVERY_STEPS = 2
 DAEMON = "ringspark.estimators.launch.python_daemon"
-# So long a training that its middle is not over before the driver has been seen.
+# Long enough that the middle of the training comes after the first look at the driver.
 PAUSE_SECONDS = 0.01
 TOLERANCE = 1e-5
 LONGEST_LIFE_SECONDS = 300.0
 
 
 def main() -> int:
-    """Kills, resumes, compares; 1 if anything is wrong."""
+    """Kills, resumes and compares. Returns 1 if anything is wrong."""
     if len(sys.argv) > 1 and sys.argv[1] == "--driver":
         return drive(sys.argv[2], sys.argv[3], batch_size=int(sys.argv[4]), epochs=int(sys.argv[5]))
-    # The driver that runs then ends too.
+    # The driver that runs at this time also ends.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = harness.parse(
         __doc__, repeats=(100, 2), whole_every=(5, 2), batch_size=(4096, 128), epochs=(8, 4)
@@ -67,7 +67,7 @@ def main() -> int:
             for life in range(options.repeats + 1):
                 workers = NUM_WORKERS[life % len(NUM_WORKERS)]
                 whole = (life + 1) % options.whole_every == 0
-                # Moments over the whole training; what a kill costs is trained again by the next life.
+                # Moments over the whole training. The next life repeats the steps that a kill lost.
                 more = round(2 * draw.random() * 0.9 * steps / options.repeats)
                 kill = Kill(
                     step=at + more, seconds=draw.random() * 0.1, rank=draw.randrange(workers), whole=whole
@@ -114,7 +114,7 @@ def main() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """When, seconds after rank 0 has trained a step, and whom: one rank, or everything."""
+    """A kill of one rank or of everything, some seconds after rank 0 has trained a step."""
 
     step: int
     seconds: float
@@ -123,7 +123,7 @@ class Kill:
 
 
 class Driver:
-    """A driver in a process of its own, which fits as it is told; ends with a `with` block.
+    """A driver process that runs fits on command; a context manager.
 
     Attributes:
         reached: First and last step of rank 0 in the last fit.
@@ -152,7 +152,7 @@ class Driver:
         self.leave()
 
     def live(self, run: str, workers: int, kill: Kill | None) -> dict[str, Any] | None:
-        """One fit, to its end or until it is killed; what it says of the finished training, or None."""
+        """Runs one fit until it ends or is killed. Returns the result of a finished training, or None."""
         for old in self._folder.glob("rank-*"):
             old.unlink()
         answer = self._folder / "answer.json"
@@ -182,7 +182,7 @@ class Driver:
         return told if told["ok"] else None
 
     def leave(self) -> list[str]:
-        """Ends it; processes that were still there some seconds later."""
+        """Ends the driver. Returns the processes that still exist some seconds later."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -201,7 +201,7 @@ class Driver:
             raise SystemExit(f"the driver ended with {code}:\n{self._errors.read_text()[-3000:]}")
 
     def _look(self) -> tuple[int, int]:
-        """First and last step that rank 0 has written; zeros where there is none."""
+        """Returns the first and last step that rank 0 has written; zeros if there is none."""
         path = self._folder / "rank-0"
         numbers = path.read_text().split()[1:] if path.exists() else []
         self.reached = (int(numbers[0]), int(numbers[-1])) if numbers else (0, 0)
@@ -216,7 +216,7 @@ class Driver:
 
 
 def drive(folder: str, shards: str, *, batch_size: int, epochs: int) -> int:
-    """The driver that is killed: fits as standard input says, a line of JSON for each."""
+    """Runs in the killed driver: reads a line of JSON per fit from standard input."""
     from ringspark.estimators import TorchClassifier, WorkerError
     from ringspark.estimators.training.callbacks import Callback, TrainingState
     from ringspark.jobs import cli
@@ -224,7 +224,10 @@ def drive(folder: str, shards: str, *, batch_size: int, epochs: int) -> int:
     from ringspark.pipelines import ShardManifest
 
     class Steps(Callback):
-        """Writes each rank's process, then its steps, in lines of one length: a kill leaves no half."""
+        """Writes the rank's process and its steps, in lines of equal length.
+
+        So a kill leaves no partial line.
+        """
 
         def _write(self, state: TrainingState, number: int) -> None:
             with open(os.path.join(folder, f"rank-{state.rank}"), "a") as file:

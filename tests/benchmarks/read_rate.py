@@ -1,11 +1,11 @@
-"""Reading rows/s of one epoch: the engines against Petastorm's own loader and bare pyarrow.
+"""Read rate of one epoch: ringspark's engines against Petastorm's loader and pyarrow.
 
-All cases read the same rows in the same process: the engines from shards, whose arrays are bytes of one
-width, and the others from files that hold lists, as Spark writes them. The bare reads decode the files in
-order and drop what they decoded: no shuffle, no batches. Engines and loader give shuffled
-batches of `BATCH_SIZE` rows as tensors. Petastorm's loader mixes within a window of `WINDOW_ROWS` rows
-that it fills from shuffled row groups; the engines mix the whole epoch. Opening is part of the time, for
-everyone. A cache is filled before, by an epoch that is not counted.
+All cases read the same rows in the same process. The engines read shards, whose arrays are fixed-width bytes;
+the other cases read files with lists, as Spark writes them. The pyarrow cases decode the files in order and
+drop the result, without shuffle or batches. Engines and loader return shuffled batches of `BATCH_SIZE` rows
+as tensors. Petastorm's loader shuffles within a window of `WINDOW_ROWS` rows from shuffled row groups; the
+engines shuffle the whole epoch. Opening is part of the time. A cache is filled by an epoch that does not
+count.
 
     python tests/benchmarks/read_rate.py --chart docs/read_rate.png
 """
@@ -48,8 +48,8 @@ BATCH_SIZE = 1024
 WINDOW_ROWS = 100_000
 NUM_FILES = 4
 ATTEMPTS = 20
-ARROW_BATCH_ROWS = 10_000  # what Spark hands to a Python function at once
-# Distinct values of the whole numbers: some columns get a Parquet dictionary, some do not.
+ARROW_BATCH_ROWS = 10_000  # rows per Arrow batch in Spark's Python functions
+# Distinct values of the integers: some columns get a Parquet dictionary, some do not.
 INT_RANGES = (10, 1_000, 100_000, 1 << 20, 1 << 31)
 
 BARE = "pyarrow alone, 1 thread"
@@ -64,7 +64,7 @@ class DataSet:
     """One of the measured data sets.
 
     Attributes:
-        title: What it holds, for the table and the chart.
+        title: Description for the table and the chart.
         data: Column name -> values, (rows,) or (rows, width).
     """
 
@@ -73,13 +73,13 @@ class DataSet:
 
 
 def array_data(rows: int) -> DataSet:
-    """One array column."""
+    """Returns one array column."""
     values = np.random.default_rng(0).random((rows, harness.DIM), dtype=np.float32)
     return DataSet(title=f"{harness.DIM} float32 in one array column", data={"features": values})
 
 
 def scalar_data(rows: int) -> DataSet:
-    """20 scalar columns of five types."""
+    """Returns 20 scalar columns of five types."""
     draw = np.random.default_rng(1)
     data: dict[str, np.ndarray[Any, Any]] = {}
     for number, high in enumerate(INT_RANGES):
@@ -94,7 +94,7 @@ def scalar_data(rows: int) -> DataSet:
 
 
 def write(data: Data, folder: Path, row_group_rows: int | None = None) -> ShardManifest:
-    """Writes shards as the tasks of `write_shards` do, without Spark; no statistics."""
+    """Writes shards as the tasks of `write_shards` do, without Spark or statistics."""
     name = "_shards-bench"
     (folder / name).mkdir(parents=True)
     kinds = {key: _kind(values) for key, values in data.items()}
@@ -118,7 +118,10 @@ def write(data: Data, folder: Path, row_group_rows: int | None = None) -> ShardM
 
 
 def with_lists(manifest: ShardManifest, data: Data) -> list[str]:
-    """Writes the rows of an array column once more, as lists; returns these files, or the shards' own."""
+    """Writes an array column's rows again, as lists.
+
+    Returns these files, or the shards if there are no arrays.
+    """
     if any(values.ndim == 1 for values in data.values()):
         return list(manifest.paths)
     floats = pa.list_(pa.field("element", pa.float32(), nullable=False))
@@ -151,7 +154,7 @@ def _arrow(values: np.ndarray[Any, Any]) -> Any:
 
 
 def read_bare(paths: Sequence[str]) -> int:
-    """Decodes every row group in one thread; returns the rows."""
+    """Decodes every row group in one thread. Returns the number of rows."""
     rows = 0
     for path in paths:
         with pq.ParquetFile(path) as file:
@@ -161,17 +164,17 @@ def read_bare(paths: Sequence[str]) -> int:
 
 
 def read_bare_threads(paths: Sequence[str]) -> int:
-    """Decodes everything with pyarrow's scanner and its defaults; returns the rows."""
+    """Decodes everything with pyarrow's scanner and its defaults. Returns the number of rows."""
     return sum(batch.num_rows for batch in ds.dataset(list(paths)).to_batches())
 
 
 def read_engine(manifest: ShardManifest, engine: str) -> int:
-    """One shuffled epoch by a reader that was not open before; returns the rows."""
+    """Reads one shuffled epoch with a new reader. Returns the number of rows."""
     return _epoch(open_reader(manifest, batch_size=BATCH_SIZE, engine=engine), 0)
 
 
 class CachedEpochs:
-    """Engine "arrow" with cache "memory": every call reads one more epoch, the first fills the cache."""
+    """Engine "arrow" with cache "memory". Every call reads another epoch; the first one fills the cache."""
 
     def __init__(self, manifest: ShardManifest) -> None:
         decoded = sum(column.kind.row_bytes for column in manifest.columns) * manifest.num_rows
@@ -181,7 +184,7 @@ class CachedEpochs:
         self._epoch = 0
 
     def read(self) -> int:
-        """Reads an epoch from memory; returns the rows."""
+        """Reads an epoch from memory. Returns the number of rows."""
         self._epoch += 1
         return _epoch(self._reader, self._epoch)
 
@@ -201,7 +204,7 @@ def _count(batches: Iterable[Mapping[str, torch.Tensor]]) -> int:
 
 
 def read_loader(paths: Sequence[str]) -> int:
-    """One shuffled epoch by Petastorm's loader over its reader, with its defaults; returns the rows."""
+    """Reads one shuffled epoch with Petastorm's loader and its defaults. Returns the number of rows."""
     from petastorm.pytorch import BatchedDataLoader
 
     with _petastorm_reader(paths) as reader:
@@ -209,7 +212,10 @@ def read_loader(paths: Sequence[str]) -> int:
 
 
 def read_petastorm(paths: Sequence[str]) -> int:
-    """Petastorm's reader alone, which gives whole row groups as NumPy columns; returns the rows."""
+    """Reads with Petastorm's reader alone, which returns row groups as NumPy columns.
+
+    Returns the number of rows.
+    """
     with _petastorm_reader(paths) as reader:
         return sum(len(group[0]) for group in reader)
 
@@ -218,7 +224,7 @@ def read_petastorm(paths: Sequence[str]) -> int:
 def _petastorm_reader(paths: Sequence[str]) -> Iterator[Any]:
     from petastorm import make_batch_reader
 
-    # Files, not the folder: it passes over folders whose names begin with "_". It prints when it ends.
+    # Pass files, because Petastorm ignores folders whose names begin with "_". It also prints when it ends.
     with (
         contextlib.redirect_stdout(io.StringIO()),
         make_batch_reader([f"file://{path}" for path in paths]) as reader,
@@ -227,7 +233,10 @@ def _petastorm_reader(paths: Sequence[str]) -> Iterator[Any]:
 
 
 def cases(manifest: ShardManifest, lists: Sequence[str]) -> dict[str, Callable[[], float]]:
-    """Every case as a function that reads once and returns rows/s; the peers read the files `lists`."""
+    """Returns every case as a function that reads once and returns rows/s.
+
+    The peers read the files `lists`.
+    """
     cached = CachedEpochs(manifest)
     cached.fill()
     reads: dict[str, Callable[[], int]] = {
@@ -254,14 +263,14 @@ def _rate(name: str, read: Callable[[], int], expected: int) -> float:
         seconds = harness.seconds_of(lambda: counted.append(read()))  # noqa: B023 (called at once)
         if counted == [expected]:
             return expected / seconds
-        # Petastorm 0.13 can take itself to be at the end when its last row group is just handed out,
-        # see readers/petastorm_reader.py; with few row groups it then reads nothing at all.
+        # Petastorm 0.13 may report the end too early, while it hands out the last row group, see
+        # readers/petastorm_reader.py. With few row groups it then reads nothing at all.
         print(f"{name} read {counted[0]:,} of {expected:,} rows; once more", file=sys.stderr)
     raise RuntimeError(f"{name} lost rows in {ATTEMPTS} attempts; use more --rows")
 
 
 def table(rates: Mapping[str, Sequence[float]]) -> list[list[str]]:
-    """A line a case: rows/s, ratio to Petastorm's loader where it ran, ratio to bare pyarrow."""
+    """Returns a line per case: rows/s, and the ratios to Petastorm's loader and to pyarrow."""
     lines = harness.rate_rows(rates, BARE)
     for line, values in zip(lines, rates.values(), strict=True):
         ratio = f"{harness.median_ratio(values, rates[LOADER]):.2f}" if LOADER in rates else "-"
@@ -270,7 +279,7 @@ def table(rates: Mapping[str, Sequence[float]]) -> list[list[str]]:
 
 
 def draw_chart(path: str, results: Mapping[str, Mapping[str, Sequence[float]]], rows: int) -> None:
-    """Bars of the medians with lines from the lowest to the highest round; one panel a data set."""
+    """Draws bars of the medians with lines from the slowest to the fastest round, one panel per data set."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -307,10 +316,10 @@ def _color(name: str) -> str:
 
 
 def main() -> None:
-    """Measures the data sets one after the other, the cases of each in turns."""
+    """Measures one data set after another, with the cases of each in interleaved rounds."""
     args = harness.parse(__doc__, rows=(1_000_000, 20_000))
-    # Petastorm reads through pyarrow's legacy dataset, which warns at every call, and makes tensors of
-    # arrays that cannot be written to.
+    # Petastorm uses pyarrow's legacy dataset, which warns at every call, and makes tensors of read-only
+    # arrays.
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
     warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)

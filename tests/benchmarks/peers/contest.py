@@ -1,7 +1,7 @@
-"""What the contestants share: the jobs, how they are timed, and how the driver hears of it.
+"""Shared code of the contestants: jobs, timing, and results.
 
-A contestant is a program that runs in an environment of its own, so this file imports nothing that one of
-them lacks. The driver gives it an `Entry` as JSON; its last line is `MARK` and the figures as JSON.
+A contestant is a program in a separate environment, so this file imports only packages that all environments
+have. The driver passes an `Entry` as JSON. The contestant's last line is `MARK` and the results as JSON.
 
 Jobs:
     network: rows of `harness.DIM` numbers, a network of 32-128-128-1, SGD, 2 workers, `BATCH_SIZE` rows each.
@@ -31,28 +31,29 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 MARK = "RESULT "
-BATCH_SIZE = 1024  # rows of one worker's step
+BATCH_SIZE = 1024  # rows per worker and step
 LEARNING_RATE = 0.05
 EPOCHS = 3
-# Whole fits of so many epochs in a warm session: what the longer takes more is training alone.
+# Epochs of a whole fit in a warm session. The difference between the longer and the shorter fit is training
+# time.
 SLOPE_EPOCHS = (1, 5)
 JUDGED_ROWS = 10_000
-READ_EPOCHS = 4  # the first is not counted
-MAX_CATEGORIES = 64  # of a column, for networks without embeddings; the rare ones share the last
+READ_EPOCHS = 4  # the first does not count
+MAX_CATEGORIES = 64  # per column, for networks without embeddings; rare values share the last
 
 Figures = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One contestant's turn.
+    """Job of one contestant.
 
     Attributes:
-        variant: Which of the ways that its program knows.
-        numbers: Folder of Parquet files that Spark wrote: `features`, an array of numbers, and `label`.
+        variant: Variant that the contestant's program implements.
+        numbers: Folder of Parquet files written by Spark: `features`, an array of numbers, and `label`.
         num_rows: Rows in `numbers`.
         flights: Folder with `train.parquet`, `test.parquet` and `sizes.json`, see flights_table.py.
-        scratch: An empty folder for whatever the contestant writes.
+        scratch: Empty folder for the contestant's files.
     """
 
     variant: str
@@ -62,18 +63,18 @@ class Entry:
     scratch: str
 
     def to_json(self) -> str:
-        """What the driver puts on the contestant's command line."""
+        """Returns the entry as an argument of the contestant's command line."""
         return json.dumps(asdict(self))
 
 
 def run(contestant: Callable[[Entry], Figures]) -> None:
-    """Takes the entry from the command line, lets the contestant run, tells the driver."""
+    """Reads the entry from the command line, runs the contestant, and prints the results."""
     figures = contestant(Entry(**json.loads(sys.argv[1])))
     print(f"\n{MARK}{json.dumps(figures)}", flush=True)
 
 
 def timed(what: str, function: Callable[[], object]) -> float:
-    """Seconds of one call, also told in the contestant's log."""
+    """Returns the seconds of one call, and logs them."""
     print(f"{time.strftime('%X')} {what} ...", flush=True)
     seconds = harness.seconds_of(function)
     print(f"{time.strftime('%X')} {what}: {seconds:.2f} s", flush=True)
@@ -81,7 +82,7 @@ def timed(what: str, function: Callable[[], object]) -> float:
 
 
 def network() -> nn.Module:
-    """The network of job "network", the same weights for everybody."""
+    """Returns the network of job "network", with the same weights for every contestant."""
     torch.manual_seed(0)
     widths = (harness.DIM, 128, 128)
     blocks = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
@@ -94,7 +95,7 @@ def measure_network(
     fit: Callable[[DataFrame, int], Any],
     predict: Callable[[Any, DataFrame], DataFrame],
 ) -> Figures:
-    """Times whole fits on a cached frame, the session's first among them, and the prediction of its rows.
+    """Times whole fits on a cached frame, including the session's first, and the prediction of its rows.
 
     Args:
         fit: (frame, epochs) -> model: everything from the frame to the weights on the driver.
@@ -109,7 +110,7 @@ def measure_network(
     predicted = predict(models[0], frame)
     transform = timed("transform", lambda: predicted.write.format("noop").mode("overwrite").save())
     judged = predicted.select("prediction", "label").limit(JUDGED_ROWS).collect()
-    # An array of one number, where a contestant's prediction is the network's whole output.
+    # An array of one number if the contestant's prediction is the network's whole output.
     errors = [float(np.ravel(row["prediction"])[0]) - row["label"] for row in judged]
     return {
         "first_fit": first,
@@ -121,7 +122,7 @@ def measure_network(
 
 
 def measure_reading(entry: Entry, read_epoch: Callable[[int], int]) -> Figures:
-    """Times epochs; `read_epoch` makes shuffled tensors of all rows and returns how many there were."""
+    """Times epochs. `read_epoch` makes shuffled tensors of all rows and returns the number of rows."""
     seconds = []
     for epoch in range(READ_EPOCHS):
         start = time.perf_counter()
@@ -137,7 +138,7 @@ def measure_flights(
     """Times one whole fit and the prediction of the test months.
 
     Args:
-        predict: model -> labels and probabilities of class 1, in memory, one each a test row.
+        predict: model -> labels and probabilities of class 1, in memory, one per test row.
     """
     from sklearn.metrics import roc_auc_score
 
@@ -160,7 +161,10 @@ def measure_flights_on_spark(
     fit: Callable[[DataFrame], Any],
     predict: Callable[[Any, DataFrame], DataFrame],
 ) -> Figures:
-    """The same with Spark: the frames are cached before, and `predict` gives a vector `probability`."""
+    """Times the same with Spark.
+
+    The frames are cached before, and `predict` returns a vector `probability`.
+    """
     from pyspark.ml.functions import vector_to_array
 
     train, test = (

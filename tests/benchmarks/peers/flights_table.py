@@ -1,4 +1,4 @@
-"""The encoded rows of jobs/etl.py as plain Parquet, which every contestant reads."""
+"""The encoded rows of jobs/etl.py as plain Parquet for all contestants."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write(spark: SparkSession, root: Path, folder: Path) -> None:
     numeric = vector_to_array(F.col("numeric"), "float32").alias("numeric")
     test = features.transform(spark.read.parquet(str(root / "test"))).select("categorical", numeric, "label")
     test.write.mode("overwrite").parquet(str(folder / "test.parquet"))
-    # The training rows are there as shards alone, whose files only a reader understands.
+    # The training rows exist only as shards, which need the package's reader.
     train = score.read_split(ShardManifest.load(str(root / "shards")), "train")
     columns = {name: pa.array(list(train[name])) for name in ("categorical", "numeric", "label")}
     pq.write_table(pa.table(columns), folder / "train.parquet", row_group_size=1 << 16)

@@ -1,4 +1,4 @@
-"""horovod.spark's TorchEstimator in job "network", with its defaults beside what the job asks for."""
+"""horovod.spark's TorchEstimator in job "network", with its defaults except for the job's settings."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def contestant(entry: contest.Entry) -> contest.Figures:
-    """Its own cache serves the second and third fit, so that they write no data: the slope is without it."""
+    """Fits with its data cache. The second and third fit write no data, so the slope excludes writing."""
     store = LocalStore(entry.scratch)
 
     def fit(frame: DataFrame, epochs: int) -> Any:
         module = contest.network()
-        # It multiplies the rate by the number of workers.
+        # TorchEstimator multiplies the rate by the number of workers.
         rate = contest.LEARNING_RATE / harness.NUM_WORKERS
         return TorchEstimator(
             backend=SparkBackend(num_proc=harness.NUM_WORKERS, verbose=0),

@@ -1,7 +1,7 @@
 """Runs ringspark in the three jobs.
 
-The variant names collective and reader, or only the reader. With "+network" the ranks of one host all-reduce
-over the collective's own network instead of shared memory.
+The variant names collective and reader, or only the reader. With "+network", the ranks of one host all-reduce
+over the collective's network instead of shared memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def network(entry: contest.Entry) -> contest.Figures:
-    """Trains by SGD at the batch size of the other contestants."""
+    """Trains with SGD at the batch size of the other contestants."""
     collective, reader, *network = entry.variant.split("+")
     if network:
         os.environ["RINGSPARK_SHARED_MEMORY"] = "0"  # before Spark starts: its Python workers inherit it
@@ -50,7 +50,7 @@ def network(entry: contest.Entry) -> contest.Figures:
 
 
 def flights(entry: contest.Entry) -> contest.Figures:
-    """The recipe of jobs/recipes.py, as jobs/train.py follows it, three networks as in the demo."""
+    """Trains three networks with the recipe of jobs/recipes.py, as jobs/train.py does."""
     collective, reader = entry.variant.split("+")
     sizes = json.loads(Path(entry.flights, "sizes.json").read_text())
     estimator = TorchClassifier(
@@ -75,7 +75,7 @@ def flights(entry: contest.Entry) -> contest.Figures:
 
 
 def reading(entry: contest.Entry) -> contest.Figures:
-    """One engine over shards of the same rows; opening is part of the first epoch alone, as in a training."""
+    """Reads shards with one engine. Opening is part of the first epoch only, as in a training."""
     with cli.spark("ringspark", harness.MASTER) as spark:
         manifest = write_shards(spark.read.parquet(entry.numbers), f"{entry.scratch}/shards")
     reader = open_reader(manifest, batch_size=contest.BATCH_SIZE, engine=entry.variant)
@@ -83,7 +83,7 @@ def reading(entry: contest.Entry) -> contest.Figures:
 
 
 def count(batches: Iterable[Mapping[str, Any]]) -> int:
-    """Makes tensors of all batches; returns the rows."""
+    """Makes tensors of all batches. Returns the number of rows."""
     rows = 0
     for batch in batches:
         tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
@@ -92,7 +92,7 @@ def count(batches: Iterable[Mapping[str, Any]]) -> int:
 
 
 def contestant(entry: contest.Entry) -> contest.Figures:
-    """The job is part of the variant: "network:torch+arrow"."""
+    """Runs a job. The variant contains the job: "network:torch+arrow"."""
     job, variant = entry.variant.split(":")
     jobs = {"network": network, "flights": flights, "reading": reading}
     return jobs[job](replace(entry, variant=variant))

@@ -1,6 +1,6 @@
-"""Petastorm's loaders in job "reading", over the files that Spark wrote; the variant is the loader's class.
+"""Petastorm's loaders in job "reading", on the files written by Spark. The variant is the loader's class.
 
-A window of rows is mixed, filled from row groups in a new order: the loaders' way of shuffling.
+The loaders shuffle within a window of rows, which they fill from row groups in random order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ WINDOW_ROWS = 100_000
 
 
 def contestant(entry: contest.Entry) -> contest.Figures:
-    """A reader for each epoch, as Petastorm's own examples open it."""
+    """Opens a reader for each epoch, as in Petastorm's examples."""
 
     def read(_: int) -> int:
         reader = make_batch_reader(f"file://{entry.numbers}")

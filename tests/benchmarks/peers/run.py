@@ -1,14 +1,14 @@
-"""ringspark against what others offer for the same job: same rows, same network, same epochs, same run.
+"""Compares ringspark with other libraries on the same rows, network and epochs, in one run.
 
     make bench-peers
     make bench-peers ARGS="--chart docs/peers.png"
     make bench-peers ARGS="--tiny"
     make bench-peers ARGS="--only horovod.spark,TorchDistributor --repeats 1 --keep"
 
-Every contestant runs in a process of its own, which starts a session of its own, in the environment that it
-needs; in turns, `--repeats` rounds. One that fails or needs longer than `--limit` seconds has the reason in
-its row, and the others go on. `--only` takes those whose job and name contain one of the words; `--keep` adds
-to the results of earlier runs, which then share the table, but not one state of the machine.
+Every contestant runs in a separate process and environment and starts a new session, in `--repeats`
+interleaved rounds. If a contestant fails or exceeds `--limit` seconds, its row has the reason, and the run
+continues. `--only` selects contestants whose job and name contain one of the words. `--keep` adds to the
+results of earlier runs; the shared table then contains different states of the machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROOT = HERE.parents[2]
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who takes part in a job, by which program of this folder, in which environment of the checkout."""
+    """One contestant: its job, program in this folder, and environment."""
 
     job: str
     name: str
@@ -49,11 +49,11 @@ class Contestant:
 
     @property
     def python(self) -> Path:
-        """Its interpreter; for what needs no more than this process has, the one that runs here."""
+        """Path of its interpreter; this interpreter if it needs no other environment."""
         return Path(sys.executable) if self.environment == ".venv" else ROOT / self.environment / "bin/python"
 
 
-# The first of each job is what the others are held against.
+# The first contestant of each job is the reference.
 CONTESTANTS = (
     Contestant("network", "ringspark, torch and Arrow", "ours", "network:torch+arrow"),
     Contestant("network", "ringspark, Horovod and Petastorm", "ours", "network:horovod+petastorm"),
@@ -83,7 +83,7 @@ CONTESTANTS = (
 
 
 def options() -> Any:
-    """The command line."""
+    """Parses the command line."""
     parser = harness.parser(__doc__, rows=(1_000_000, 20_000), repeats=(5, 1), limit=(300, 300))
     parser.add_argument(
         "--only", default="", metavar="WORDS", help="contestants with one of these words, a,b"
@@ -94,10 +94,10 @@ def options() -> Any:
 
 
 def write_rows(args: Any, folder: Path) -> tuple[Path, Path]:
-    """Writes the rows of the jobs where they are not there yet; returns their folders."""
+    """Writes the rows of the jobs if they are missing. Returns their folders."""
     numbers = folder / f"numbers-{args.rows}"
     flights = folder / ("flights-tiny" if args.tiny else "flights")
-    # Each is complete where its last file is.
+    # A folder is complete if its last file exists.
     if (numbers / "_SUCCESS").exists() and (flights / "sizes.json").exists():
         return numbers, flights
     root = harness.flights_root(args)
@@ -108,7 +108,7 @@ def write_rows(args: Any, folder: Path) -> tuple[Path, Path]:
 
 
 def take_turn(contestant: Contestant, numbers: Path, flights: Path, args: Any) -> dict[str, Any]:
-    """Lets one contestant run; its figures, or the reason why there are none under "failed"."""
+    """Runs one contestant. Returns its results, or the reason under "failed"."""
     if not contestant.python.exists():
         return {"failed": f"{contestant.environment} is missing; `make bench-peers` builds it"}
     with tempfile.TemporaryDirectory(prefix="peers-") as scratch:
@@ -122,7 +122,7 @@ def take_turn(contestant: Contestant, numbers: Path, flights: Path, args: Any) -
         command = [str(contestant.python), str(HERE / f"{contestant.program}.py"), entry.to_json()]
         log_file = Path(args.results, re.sub(r"\W+", "-", f"{contestant.job} {contestant.name}") + ".log")
         with log_file.open("w+") as log:
-            # This process has had a session, and so has named its own Python for Spark's workers.
+            # This process had a session, which set the Python of Spark's workers to this interpreter.
             environment = os.environ | {"PYSPARK_PYTHON": str(contestant.python)}
             process = subprocess.Popen(
                 command,
@@ -143,13 +143,13 @@ def take_turn(contestant: Contestant, numbers: Path, flights: Path, args: Any) -
     if status == 0 and lines and lines[-1].startswith(contest.MARK):
         figures: dict[str, Any] = json.loads(lines[-1].removeprefix(contest.MARK))
         return figures
-    # A traceback of Spark ends with frames of Java, long after the error.
+    # Frames of Java follow the error in Spark's tracebacks.
     errors = [line for line in lines if re.match(r"\S*(Error|Exception)\b", line)] or lines
     return {"failed": f"{errors[-1][:200] if errors else f'exit status {status}'}, see {log_file}"}
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kills what still runs of a contestant: the program, its JVM, Spark's Python workers, their children."""
+    """Kills the remaining processes of a contestant: program, JVM, Python workers and children."""
     try:
         family = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -161,8 +161,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """Runs the rounds, and prints the tables after the last."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that no contestant outlives this
+    """Runs the rounds, then prints the tables."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # no contestant survives this process
     args = options()
     folder = Path(args.results).resolve()
     folder.mkdir(parents=True, exist_ok=True)

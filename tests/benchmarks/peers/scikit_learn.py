@@ -1,4 +1,4 @@
-"""scikit-learn on the flights, in one process with all cores: the variant is "boosting" or "perceptron"."""
+"""scikit-learn on the flights, in one process with all cores. The variant is "boosting" or "perceptron"."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ringspark.jobs import recipes, score
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The columns of one split: (rows, columns) each, and the labels."""
+    """Returns the columns of one split, each (rows, columns), and the labels."""
     table = pq.read_table(path)
     rows = {name: np.stack(table[name].to_numpy(zero_copy_only=False)) for name in ("categorical", "numeric")}
     return {**rows, "label": table["label"].to_numpy()}
 
 
 class Perceptron:
-    """MLPClassifier over one-hot categories, with the layers, rate and batches of jobs/recipes.py."""
+    """MLPClassifier over one-hot categories, with the layers, rate and batch size of jobs/recipes.py."""
 
     def __init__(self) -> None:
         self._encoder = OneHotEncoder(
@@ -33,13 +33,13 @@ class Perceptron:
         )
 
     def fit(self, rows: dict[str, Any]) -> Perceptron:
-        """Until a tenth of the rows, held out, gets no better."""
+        """Trains until a held-out tenth of the rows does not improve."""
         self._encoder.fit(rows["categorical"])
         self._network.fit(self._matrix(rows), rows["label"])
         return self
 
     def late(self, rows: dict[str, Any]) -> Any:
-        """Probabilities of class 1."""
+        """Returns probabilities of class 1."""
         return self._network.predict_proba(self._matrix(rows))[:, 1]
 
     def _matrix(self, rows: dict[str, Any]) -> Any:
@@ -47,7 +47,7 @@ class Perceptron:
 
 
 def contestant(entry: contest.Entry) -> contest.Figures:
-    """The rows are in memory before, as Spark's frames are cached."""
+    """Loads the rows into memory before the timing, as Spark's frames are cached."""
     train, test = (read(Path(entry.flights, f"{name}.parquet")) for name in ("train", "test"))
 
     def fit() -> Any:

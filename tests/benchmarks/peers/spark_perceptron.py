@@ -1,4 +1,4 @@
-"""Spark's own MultilayerPerceptronClassifier on the flights, with the hidden layers of jobs/recipes.py."""
+"""Spark's MultilayerPerceptronClassifier on the flights, with the hidden layers of jobs/recipes.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def with_columns(frame: DataFrame, cardinalities: list[int]) -> DataFrame:
-    """Each category a column of its own, the rare ones together in the last."""
+    """Returns the one-hot encoded categories; rare ones share the last column."""
     categories = {
         f"category{i}": F.least(F.col("categorical")[i], F.lit(min(size, contest.MAX_CATEGORIES) - 1))
         for i, size in enumerate(cardinalities)
@@ -31,7 +31,10 @@ def with_columns(frame: DataFrame, cardinalities: list[int]) -> DataFrame:
 
 
 def contestant(entry: contest.Entry) -> contest.Figures:
-    """It has no embeddings, so categories are one-hot. All but the layers are its defaults: L-BFGS."""
+    """Uses one-hot categories, because it has no embeddings.
+
+    Everything except the layers is default: L-BFGS.
+    """
     sizes = json.loads(Path(entry.flights, "sizes.json").read_text())
     cardinalities = sizes["cardinalities"]
     names = [f"category{i}" for i in range(len(cardinalities))]
@@ -39,7 +42,7 @@ def contestant(entry: contest.Entry) -> contest.Figures:
 
     def fit(frame: DataFrame) -> PipelineModel:
         rows = with_columns(frame, cardinalities)
-        # A category that no training row has is a row of zeros; the sizes are those of the training rows.
+        # A category without training rows becomes zeros, because the sizes come from the training rows.
         encoder = OneHotEncoder(inputCols=names, outputCols=hot, handleInvalid="keep").fit(rows)
         width = sum(encoder.categorySizes) + sizes["num_numeric"]
         assemble = VectorAssembler(inputCols=[*hot, "numbers"], outputCol="features")

@@ -1,4 +1,4 @@
-"""Turns the contestants' results into a table for each job, and a chart of all of them."""
+"""Prints a table per job from the contestants' results, and draws a chart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import harness
 
-# Job -> figure -> its heading, how it is written, and whether less of it is better.
+# Job -> figure -> its heading, its format, and whether lower is better.
 FIGURES: dict[str, dict[str, tuple[str, str, bool]]] = {
     "network": {
         "first_fit": ("first fit, s", "{:.1f}", True),
@@ -23,7 +23,7 @@ FIGURES: dict[str, dict[str, tuple[str, str, bool]]] = {
         "auc": ("test ROC AUC", "{:.4f}", False),
     },
 }
-# How many times as good the first contestant of the job is, for these; of AUC the ratio says nothing.
+# Figures with a ratio to the first contestant of the job. A ratio of AUCs has no meaning.
 COMPARED = {"network": ("first_fit", "slope"), "reading": ("rate",), "flights": ("fit",)}
 TITLES = {
     "network": f"MLP {harness.DIM}-128-128-1, SGD, 3 epochs, {harness.NUM_WORKERS} workers, 1,024 rows each",
@@ -31,12 +31,12 @@ TITLES = {
     "flights": "flights, trained on months 1 to 8, judged on 10 to 12",
 }
 
-# (job, name) -> its rounds that came to a result, and the reason of the last that did not.
+# (job, name) -> its successful rounds, and the reason of the last failure.
 Results = Mapping[tuple[str, str], tuple[list[dict[str, float]], str]]
 
 
 def by_contestant(found: Sequence[dict[str, Any]], order: Sequence[tuple[str, str]]) -> Results:
-    """Groups result lines by contestant, those in `order` that took part."""
+    """Groups result lines by contestant, in the order of `order`."""
     results: dict[tuple[str, str], tuple[list[dict[str, float]], str]] = {}
     for key in order:
         own = [line for line in found if (line["job"], line["name"]) == key]
@@ -47,12 +47,12 @@ def by_contestant(found: Sequence[dict[str, Any]], order: Sequence[tuple[str, st
 
 
 def values(results: Results, job: str, name: str, figure: str) -> list[float]:
-    """One figure of a contestant, round by round."""
+    """Returns one figure of a contestant by round."""
     return [line[figure] for line in results[job, name][0]]
 
 
 def times_better(results: Results, job: str, figure: str, ours: str, name: str) -> float | None:
-    """Median over the rounds: how many times as good the contestant `ours` is."""
+    """Returns the median ratio over the rounds; above 1 means that `ours` is better."""
     less = FIGURES[job][figure][2]
     pairs = zip(values(results, job, ours, figure), values(results, job, name, figure), strict=False)
     ratios = [theirs / own if less else own / theirs for own, theirs in pairs]
@@ -60,14 +60,14 @@ def times_better(results: Results, job: str, figure: str, ours: str, name: str) 
 
 
 def ours_of(results: Results, job: str) -> list[str]:
-    """Our contestants of a job that came to a result."""
+    """Returns ringspark's contestants of a job that have results."""
     return [
         name for (of, name), (rounds, _) in results.items() if of == job and "ringspark" in name and rounds
     ]
 
 
 def print_all(results: Results) -> None:
-    """One table a job."""
+    """Prints one table per job."""
     for job in FIGURES:
         names = [name for of, name in results if of == job]
         if not names:
@@ -88,7 +88,7 @@ def print_all(results: Results) -> None:
 
 
 def line(results: Results, job: str, name: str, ours: Sequence[str]) -> list[str]:
-    """A contestant's row: its medians, ours against them, and where it beats the first of ours."""
+    """Returns a row of a contestant: medians, ratios to ringspark, and where it beats the first variant."""
     rounds, reason = results[job, name]
     if not rounds:
         blanks = ["-"] * (len(FIGURES[job]) + len(COMPARED[job]))
@@ -109,7 +109,7 @@ def line(results: Results, job: str, name: str, ours: Sequence[str]) -> list[str
 
 
 def draw(path: str, results: Results) -> None:
-    """Bars of whole fits, slopes and reading; for the flights also the ROC AUC."""
+    """Draws bars of whole fits, slopes and reading, and of the ROC AUC for the flights."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -127,7 +127,7 @@ def draw(path: str, results: Results) -> None:
 
 
 def bars(axes: Any, results: Results, job: str, figure: str, title: str, beside: str = "") -> None:
-    """One bar a contestant, its median beside it, and that of the figure `beside`."""
+    """Draws a bar per contestant, labeled with its median and the median of the figure `beside`."""
     names = [name for of, name in results if of == job and results[of, name][0]]
     medians = [median(values(results, job, name, figure)) for name in names]
     axes.barh(names, medians, color=[color(name) for name in names])
@@ -143,5 +143,5 @@ def bars(axes: Any, results: Results, job: str, figure: str, title: str, beside:
 
 
 def color(name: str) -> str:
-    """Ours in blue."""
+    """Returns the color; blue for ringspark."""
     return "tab:blue" if "ringspark" in name else "0.6"

@@ -1,6 +1,6 @@
-"""Spark's TorchDistributor with DDP in job "network", over Parquet that Spark writes as part of the fit.
+"""Spark's TorchDistributor with DDP in job "network", on Parquet that Spark writes during the fit.
 
-The variant names the loader: "arrow", written here as its user would, or Petastorm's "batched" one.
+The variant names the loader: "arrow", written here as a user would, or Petastorm's "batched" loader.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     import torch
     from pyspark.sql import DataFrame
 
-ROW_GROUP_BYTES = 16 << 20  # small enough that every rank gets several, large enough to be read fast
+ROW_GROUP_BYTES = 16 << 20  # small enough for several per rank, large enough for fast reading
 
 
 def arrow_batches(folder: str, batch_size: int, epoch: int, rank: int, ranks: int) -> Iterator[Any]:
-    """One epoch of a rank: its row groups in a new order, the rows of each mixed. Runs on every rank."""
+    """Yields one epoch of a rank: row groups in random order, rows shuffled in each. Runs on every rank."""
     import pyarrow.dataset as ds
     import torch
 
@@ -42,7 +42,7 @@ def arrow_batches(folder: str, batch_size: int, epoch: int, rank: int, ranks: in
 
 
 def petastorm_batches(folder: str, batch_size: int, epoch: int, rank: int, ranks: int) -> Iterator[Any]:
-    """The same by Petastorm's reader and its faster loader. Runs on every rank."""
+    """Yields the same with Petastorm's reader and its faster loader. Runs on every rank."""
     from petastorm import make_batch_reader
     from petastorm.pytorch import BatchedDataLoader
 
@@ -55,7 +55,7 @@ def petastorm_batches(folder: str, batch_size: int, epoch: int, rank: int, ranks
 def train(
     module: torch.nn.Module, batches: Callable[..., Iterator[Any]], epochs: int, learning_rate: float
 ) -> dict[str, Any] | None:
-    """The training as in DDP's tutorial. Runs on every rank; returns rank 0's weights."""
+    """Trains as in DDP's tutorial. Runs on every rank; returns rank 0's weights."""
     import torch
     import torch.distributed as dist
     from torch.nn.functional import mse_loss
@@ -67,7 +67,7 @@ def train(
     model = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
     for epoch in range(epochs):
-        # A rank with fewer batches goes on answering the others.
+        # A rank with fewer batches still joins the collective calls of the other ranks.
         with model.join():
             for features, labels in batches(epoch=epoch, rank=rank, ranks=ranks):
                 optimizer.zero_grad()
@@ -78,7 +78,7 @@ def train(
 
 
 def contestant(entry: contest.Entry) -> contest.Figures:
-    """Two processes in a barrier stage; prediction by Spark's own `predict_batch_udf`."""
+    """Trains with two processes in a barrier stage, and predicts with Spark's `predict_batch_udf`."""
     loader = {"arrow": arrow_batches, "batched": petastorm_batches}[entry.variant]
     folder = f"{entry.scratch}/rows"
 

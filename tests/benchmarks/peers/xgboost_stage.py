@@ -1,4 +1,4 @@
-"""xgboost.spark's SparkXGBClassifier on the flights, by the boosting recipe of jobs/recipes.py."""
+"""xgboost.spark's SparkXGBClassifier on the flights, with the boosting recipe of jobs/recipes.py."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def with_features(frame: DataFrame) -> DataFrame:
-    """Categories as numbers, as the baseline of jobs/score.py takes them."""
+    """Encodes categories as numbers, like the baseline of jobs/score.py."""
     joined = F.concat(F.col("categorical").cast("array<float>"), "numeric")
     return frame.withColumn("features", joined)
 
 
 def contestant(entry: contest.Entry) -> contest.Figures:
-    """The recipe's words in xgboost's; leaves grow best first, as in scikit-learn."""
+    """Translates the recipe to xgboost's parameters. Leaves grow best first, as in scikit-learn."""
     classifier = SparkXGBClassifier(
         features_col="features",
         label_col="label",
