@@ -1,6 +1,6 @@
 """Tests one contract for every network in `MODELS`; a new entry needs only example arguments here.
 
-A name may have several examples: what comes behind a blank tells them apart.
+A name may have several examples, each with a suffix after a blank.
 """
 
 import pytest

@@ -23,7 +23,7 @@ SPECS = {
 
 
 class Own(nn.Module):
-    """Parameters that are tied, transposed, computed from others, changed twice, and constant."""
+    """Parameters that are tied, transposed, computed from other parameters, changed twice, and constant."""
 
     def __init__(self) -> None:
         super().__init__()

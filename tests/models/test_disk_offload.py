@@ -85,7 +85,7 @@ def words(*shape: int) -> torch.Tensor:
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[torch.Tensor]]]] = {
     "convolutions": (lambda: own("Residual"), lambda: [torch.randn(4, 3, 8, 8)]),
     "fused encoder": (lambda: own("Encoder"), lambda: [words(4, 5), torch.ones(4, 5)]),
-    # The second attention multiplies non-contiguous rows, which lets torch choose another kernel per weight.
+    # Cross-attention multiplies with slices of a weight, for which torch may choose another kernel.
     "encoder and decoder": (
         lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True),
         lambda: [torch.randn(4, 5, 8), torch.randn(4, 3, 8)],

@@ -49,7 +49,7 @@ def test_the_merged_network_is_a_plain_one_that_computes_the_same() -> None:
     merged.load_state_dict(state)
     assert (merged(IDS) - module(IDS)).abs().max() < 1e-6
     assert (merged(IDS) - base(IDS)).abs().max() > 0.01
-    # Merging a copy must use the copy's own matrices.
+    # A copy has its own matrices, so changing them changes its output.
     other = copy.deepcopy(module)
     with torch.no_grad():
         other.get_parameter("head.lora_B").zero_()

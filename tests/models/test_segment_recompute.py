@@ -278,8 +278,6 @@ def test_derivatives_of_derivatives() -> None:
 
 
 class Around(nn.Module):
-    """Runs the given blocks in a loop."""
-
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)

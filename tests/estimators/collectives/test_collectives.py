@@ -167,7 +167,7 @@ def test_tensors_of_any_length_are_gathered_by_rank(name: str, size: int) -> Non
 
 
 def _length(sender: int, receiver: int) -> int:
-    """Returns lengths that all differ: some are empty, and one exceeds a single message."""
+    """Returns uneven lengths: some are 0, and one exceeds a single message."""
     return 300_000 if (sender, receiver) == (0, 1) else (3 * sender + 5 * receiver) % 4
 
 

@@ -132,7 +132,7 @@ def _drawn(name: str, collective: Collective) -> dict[str, Any]:
         return {}
     drawing = _made(name, feedback=False, **DRAWN.get(name, {}))
     gradients = [_noise(r) for r in range(collective.size)]
-    # Projects on random directions, because a rarely sent element tells little alone.
+    # Projects on random directions, because a rarely sent element shows little alone.
     along = torch.randn(ELEMENTS, DIRECTIONS, generator=torch.Generator().manual_seed(9)).double()
     mine = gradients[collective.rank]
     found = torch.stack([drawing.sum(mine, collective, step).total @ along for step in range(DRAWS)])

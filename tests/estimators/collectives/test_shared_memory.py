@@ -109,7 +109,7 @@ def test_ranks_without_descriptors_share_no_memory_and_leak_none() -> None:
 
 
 def _reduces(collective: Collective) -> Any:
-    """Returns whether reductions longer than one slot are exact and leave their input unchanged."""
+    """Returns whether reductions of up to several slots are exact and leave their input unchanged."""
     memory = collective._memory  # type: ignore[attr-defined]
     rank, size = collective.rank, collective.size
     told = []

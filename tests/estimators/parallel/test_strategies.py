@@ -41,8 +41,6 @@ ROWS = [5, 4, 1, 7, 3] * (STEPS // 5)
 
 
 class Block(nn.Module):
-    """A residual block with several layers."""
-
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.norm, self.first, self.second = nn.LayerNorm(dim), nn.Linear(dim, dim), nn.Linear(dim, dim)

@@ -393,7 +393,7 @@ def test_a_checkpoint_of_another_schedule_is_refused(make_shards: MakeShards, tm
     _stopped(config, 14)
     with pytest.raises(ValueError, match=r"with 4 steps per epoch, this one has 3; give the same data"):
         train_here(replace(config, batch_size_schedule=((3, 30),)), _objects())
-    # This epoch has the same number of steps, and the epochs before have others.
+    # This epoch keeps its number of steps; an earlier epoch does not.
     with pytest.raises(
         ValueError, match=r"12 steps before epoch 3, this one has 10; give the same batchSizeS"
     ):

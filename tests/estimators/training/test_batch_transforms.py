@@ -41,8 +41,6 @@ class Noise(nn.Module):
 
 
 class Wider(nn.Module):
-    """Changes the shape of the rows."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x, x**2], 1)
 

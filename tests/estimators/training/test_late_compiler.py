@@ -1,4 +1,4 @@
-"""Creating an optimizer does not import torch's compiler; the original code returns with the compiler."""
+"""Creating an optimizer does not import torch's compiler; its import restores torch's own code."""
 
 from __future__ import annotations
 

@@ -56,7 +56,6 @@ def columns() -> dict[str, np.ndarray]:
 
 
 def _gang(config: TrainConfig, objects: UserObjects | None = None, workers: int = 2) -> list[TrainResult]:
-    """Trains on several ranks; returns their results."""
     return train_ranks(replace(config, num_workers=workers), objects)
 
 
@@ -542,7 +541,7 @@ def test_a_metric_without_a_value_is_no_best(
 
 
 class Auxiliary(nn.Module):
-    """Returns a second output in training mode only."""
+    """Network with a second output in training mode only."""
 
     def __init__(self) -> None:
         super().__init__()

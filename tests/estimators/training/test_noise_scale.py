@@ -25,7 +25,7 @@ _config = partial(config_of, task="any", optimizer="sgd", learning_rate=1e-12, n
 
 
 class Distance(nn.Module):
-    """Returns weights - row; half its square has the gradient weights - row."""
+    """Computes weights - row; half its square has the gradient weights - row."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -143,7 +143,7 @@ RATES = {
 def test_every_optimizer_solves_a_regression(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(256, 80, generator=generator)
-    true = torch.randn(80, 64, generator=generator)  # 5,120 weights: 8-bit moments need two bytes
+    true = torch.randn(80, 64, generator=generator)  # 5,120 weights: enough for 8-bit moments
     weights = nn.Parameter(torch.randn(80, 64, generator=generator) * 0.1)
     optimizer = make_optimizer(name, [weights], RATES.get(name, 0.03), weight_decay=0.0)
     losses = []
@@ -307,7 +307,7 @@ def test_the_rate_of_a_group_can_be_changed_between_steps(name: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_elementwise_optimizers_are_those_that_update_slices_alike(name: str) -> None:
     (whole,) = _parameters((80, 64))
-    cut = 80 * 64 - 4100  # the longer shard has 8-bit moments too
+    cut = 80 * 64 - 4100  # the longer shard is large enough for 8-bit moments
     parts = [nn.Parameter(part.clone()) for part in whole.detach().flatten().split([cut, 80 * 64 - cut])]
     optimizers = [make_optimizer(name, [p], 0.01, 0.1) for p in (whole, *parts)]
     generator = torch.Generator().manual_seed(2)
@@ -437,7 +437,7 @@ def test_quantized_values_are_the_nearest_levels_and_never_lose_a_second_moment(
     assert (table[0] < 0) is signed
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)) ** 3
     values = values if signed else values.abs()
-    values[:300] *= 1e-9  # a block with large neighbors, and one without
+    values[:300] *= 1e-9  # one block of tiny values, and one of tiny and large values
     quantizer = Quantizer(signed, torch.device("cpu"))
     codes, scales = quantizer.quantize(values)
     assert (codes.dtype, len(codes), len(scales)) == (torch.uint8, 1000, 4)

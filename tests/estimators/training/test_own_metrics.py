@@ -288,7 +288,7 @@ TRIALS: dict[str, tuple[Any, str]] = {
 
 
 class Joined(torchmetrics.Metric):  # type: ignore[misc,name-defined]
-    """Returns several numbers if it ran on several workers."""
+    """Metric with several numbers if several workers measured it."""
 
     def __init__(self) -> None:
         super().__init__()

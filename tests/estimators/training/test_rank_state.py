@@ -35,7 +35,7 @@ MakeShards = Callable[..., ShardManifest]
 
 
 def _peaks(config: TrainConfig, collective: Collective) -> dict[str, int]:
-    """Trains, fails and resumes; returns the peak bytes of `save` and `load`."""
+    """Trains one epoch, then resumes for another; returns the peak bytes of `save` and `load`."""
     found = {}
 
     def measure(name: str, function: Callable[..., None]) -> None:
@@ -73,7 +73,7 @@ def test_a_rank_holds_the_state_of_one_other_rank_at_most(make_shards: MakeShard
 
 
 def _state(rank: int) -> RankState:
-    """Returns the state of a rank; the state of rank 1 is too large to be gathered with others."""
+    """Returns the state of a rank; rank 1 has too many bytes to share a gather."""
     tensors = {
         "bytes": torch.full((5,), rank, dtype=torch.uint8),
         "flag": torch.tensor(True),

@@ -1,8 +1,7 @@
-"""Weights after 50 steps on 2 ranks are those that an earlier version of this package trained.
+"""Weights after 50 steps on 2 ranks equal the weights recorded by an earlier version.
 
-A change that should not alter numbers leaves these weights as they are, to the bit. The record also holds
-which processor trained it: vector units of another kind add in another order, so elsewhere the weights
-must agree to 1e-5 instead. With RINGSPARK_RECORD=1 these tests write the record instead of comparing.
+On the recorded processor the weights must be bit-identical. Other processors add in a different order, so
+there the weights must agree to 1e-5. RINGSPARK_RECORD=1 writes a new record instead of comparing.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_out_of_step_rows_of_weight_1_count_as_rows_without_a_weight(own_rows: i
 
 
 class Adds(nn.Module):
-    """Returns two outputs, and adds a loss per row."""
+    """Network with two outputs and an added loss per row."""
 
     def __init__(self, size: int | None = None) -> None:
         super().__init__()

@@ -146,7 +146,7 @@ BOTH = {"data": 2, "expert": 2}
 
 @pytest.mark.distributed
 def test_two_ranks_with_other_experts_train_what_one_process_trains() -> None:
-    """In some steps a rank has no rows, or fewer micro-batches than the other rank."""
+    """Sometimes a rank has no rows, or fewer micro-batches than the other rank."""
     _check({"mesh": TWO, "router": "switch", "optimizer": "sgd", "checkpoint": "sqrt"}, 2)
 
 

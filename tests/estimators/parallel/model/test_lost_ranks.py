@@ -153,7 +153,6 @@ class _Killer(threading.Thread):
                     break
 
     def end(self) -> None:
-        """Stops waiting."""
         self._over.set()
         self.join()
 

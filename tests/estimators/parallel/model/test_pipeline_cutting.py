@@ -114,7 +114,7 @@ def test_a_stage_keeps_its_own_tensors_under_their_names() -> None:
     for made in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
         for parameter in network.parameters():
             parameter.data.zero_()
-        # The hidden states travel with the row lengths; here there are none.
+        # The hidden states travel with data about the rows; here there is none.
         hidden, told = made(ids, stage=0)
         assert torch.equal(hidden, want)
         assert told is None

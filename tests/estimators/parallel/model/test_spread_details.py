@@ -135,8 +135,6 @@ def test_a_cut_parameter_may_have_a_slash_in_its_name(make_shards: MakeShards, t
 
 
 class Seeds(Callback):
-    """Records the random seed of each rank."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 

@@ -181,7 +181,7 @@ def test_twice_differentiated_relu_works() -> None:
         assert torch.equal(second(), expected)
 
 
-# ------------------------------------------------------------------------------ what is packed, and once
+# ------------------------------------------------------------------------------ packed tensors, stored once
 
 
 def _hooks(offload: str = "none", compression: str = "none", module: nn.Module | None = None):
@@ -315,7 +315,7 @@ def test_kept_tensor_that_changed_is_refused_as_by_autograd() -> None:
         y.sum().backward()
 
 
-# ------------------------------------------------------------------------------ nothing is left
+# ------------------------------------------------------------------------------ no leftovers
 
 
 @pytest.mark.parametrize(("offload", "compression"), [*EXACT, *LOSSY])

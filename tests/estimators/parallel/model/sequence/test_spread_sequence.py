@@ -33,7 +33,7 @@ VOCAB, MAX_SEQ = 11, 16
 
 
 class _Mixer(nn.Module):
-    """One attention head that calls `attend` without dropout or causal settings."""
+    """One attention head that declares only `attend`, without dropout or causality."""
 
     attend = staticmethod(attend)
 
