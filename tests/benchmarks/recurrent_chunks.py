@@ -1,9 +1,10 @@
-"""How long the ranks of a pipeline of recurrent layers wait, by chunks of time, and what smaller chunks cost.
+"""Bubbles of recurrent pipelines by sequence chunks, and the cost of smaller chunks.
 
-A layer for each rank sleeps instead of computing, as long as the chunk is: once forward, and twice as long
-back, under `gpipe`. So the timelines are those of as many devices however few cores there are, and what
-sending costs is in the measured waits. The second table is one process that computes a stack of GRU layers:
-the time of a step in chunks against whole rows, which is what smaller matrices cost.
+Each rank has one layer that sleeps instead of computing, in proportion to the chunk: once in the forward
+pass, and twice as long in the backward pass, with `gpipe`. So the timelines match those of separate devices
+on any number of cores, and the measured idle time includes sending. The second table is one process that
+computes a stack of GRU layers. It compares the time of a step in chunks with whole rows, which is the cost of
+smaller matrices.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from ringspark.models.chain import State, run_links
 
 TIMES = 64
 CHUNKS = (1, 2, 4, 8)
-# Ranks -> micro-batches of a step.
+# Ranks -> micro-batches per step.
 GANGS = {2: (1,), 4: (1, 4)}
 
 
 class Sleep(torch.autograd.Function):
-    """The identity, which takes time forward, and twice as long back."""
+    """The identity, which sleeps in the forward pass, and twice as long in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -52,7 +53,7 @@ class Sleep(torch.autograd.Function):
 
 
 class SleepingStack(nn.Module):
-    """Layers over time whose state is their last output."""
+    """Layers over time. The state of a layer is its last output."""
 
     def __init__(self, depth: int, seconds: float) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ def timelines(
     device: str,
     status: Status,
 ) -> str:
-    """Runs on every rank; returns its actions in each recorded step of each (micro-batches, chunks)."""
+    """Runs on every rank. Returns its actions in each recorded step of each (micro-batches, chunks)."""
     found = []
     for num_micro, chunks in cases:
         options = PipelineOptions(schedule="gpipe", time_chunks=chunks)
@@ -108,7 +109,7 @@ def timelines(
 
 
 def measured(ranks: int, cases: list[tuple[int, int]], seconds: float, repeats: int) -> list[list[str]]:
-    """Returns a line for each case: the median share of waits, and the median seconds of a step's passes."""
+    """Returns a line per case: the median idle share, and the median seconds of a step's passes."""
     task = partial(timelines, seconds, repeats, cases)
     told = [json.loads(text) for text in run_spawned(ranks, "torch", task, timeout_seconds=300)]
     table = []
@@ -128,7 +129,7 @@ def measured(ranks: int, cases: list[tuple[int, int]], seconds: float, repeats: 
 
 
 def computing(hidden: int, steps: int) -> list[list[str]]:
-    """One process runs two stages of a GRU stack one after the other, in turns by chunks."""
+    """Times two stages of a GRU stack in one process, which runs them alternately by chunks."""
     spec = ModelSpec("recurrent", {"in_features": hidden, "hidden": hidden, "depth": 4, "out_features": 1})
     x = torch.randn(32, TIMES, hidden)
     mesh = RankMesh.of(LocalCollective())
@@ -150,7 +151,7 @@ def computing(hidden: int, steps: int) -> list[list[str]]:
 
 
 def main() -> None:
-    """A gang for each number of ranks; then one process that computes."""
+    """Runs a gang for each number of ranks, then one process that computes."""
     options = harness.parse(__doc__, milliseconds=(480, 8), hidden=(256, 16), steps=(9, 1))
     table = []
     for ranks, micros in GANGS.items():

@@ -1,9 +1,9 @@
-"""Seconds in which up to 1,024 ranks join a rendezvous, synchronize and gather, without and with strangers.
+"""Rendezvous of up to 1,024 ranks: seconds to join, synchronize and gather, without and with strangers.
 
 The ranks are threads of one process, which also runs the server, and start at the same time. The strangers
 are another process. They attack the port from before the first rank connects until the last one has, and
-reconnect when they are disconnected. Rank 0 gathers one number from each rank.
-Target: no rank fails, and 1,024 ranks take at most 10 s on 2 cores, also with 200 strangers.
+reconnect when they are disconnected. Rank 0 gathers one number from each rank. Target: no rank fails, and
+1,024 ranks take at most 10 s on 2 cores, also with 200 strangers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SIZES, TINY_SIZES = (64, 256, 512, 1024), (4, 16)
 
 
 def main() -> None:
-    """Measures each size without and with strangers, in turns."""
+    """Measures each size without and with strangers, in interleaved rounds."""
     options = harness.parse(__doc__, strangers=(200, 20))
     cases = [
         (size, num_strangers)

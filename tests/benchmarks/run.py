@@ -1,13 +1,13 @@
-"""Runs the benchmarks, each in a process of its own, and prints their tables.
+"""Runs the benchmarks, each in a separate process, and prints their tables.
 
     python tests/benchmarks/run.py
     python tests/benchmarks/run.py fit_rate transform_rate --repeats 9
     python tests/benchmarks/run.py --tiny
     make bench ARGS="gang_startup"
 
-A benchmark is any other program of this folder. Options follow the names, and go to each of them; without a
-name all of them run, which takes many hours. Times are not asserted: they depend on the machine, and the
-tests hold the numbers that do not.
+Every other program of this folder is a benchmark. Options follow the names and go to each benchmark. Without
+names all benchmarks run, which takes many hours. Nothing asserts the times, because they depend on the
+machine; tests check the numbers that do not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OTHERS = ("harness", "run", "test_benchmarks")
 
 
 def benchmarks() -> dict[str, str]:
-    """Name -> the first line of its docstring, of every benchmark."""
+    """Returns name -> first line of the docstring, for every benchmark."""
     programs = {path.stem: path for path in sorted(HERE.glob("*.py")) if path.stem not in OTHERS}
     return {
         name: (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
@@ -32,7 +32,7 @@ def benchmarks() -> dict[str, str]:
 
 
 def main() -> int:
-    """Runs what the command line names; 1 if any of them failed."""
+    """Runs the benchmarks of the command line. Returns 1 if any of them failed."""
     known, words = benchmarks(), sys.argv[1:]
     listed = "\n".join(f"  {name:<19} {what}" for name, what in known.items())
     parser = argparse.ArgumentParser(

@@ -1,15 +1,15 @@
-"""40 trials on flights: with pruning, without it, against random search by Spark; after killed drivers.
+"""Hyperparameter search: 40 trials on flights, against random search in Spark; and killed drivers.
 
-All searches draw the same kind of settings of one network, and train on a sample of months 1 to 8. A trial's
-value is the ROC AUC of month 9. "random" draws by the seed alone, so its trials with and without pruning are
-the same but for their length. TrainValidationSplit of Spark fits the settings that "random" drew, with as
-many rows held out, by chance since it takes no column for it, and then the best ones once more on all rows; a
+All searches sample the same space of one network, and train on a sample of months 1 to 8. A trial's value is
+the ROC AUC of month 9. "random" samples from the seed alone, so its trials with and without pruning differ
+only in length. Spark's TrainValidationSplit fits the settings of "random". It holds out equally many rows,
+but at random because it accepts no split column, and trains the best settings again on all rows. A
 CrossValidator of k folds takes about k times as long. The last column is the best model's ROC AUC on a sample
-of months 10 to 12, which no search has seen. Then a population, and random search with as many epochs: both
-change learning rate and dropout alone, of the estimator's own network.
+of months 10 to 12, which no search has seen. Then a population, and random search with the same number of
+epochs, change only learning rate and dropout of the estimator's network.
 
-Then a smaller search whose driver is killed at `--kills` random moments, and started again each time, against
-one that nobody disturbed: the same trials, no value lost, none counted twice.
+The last table is a smaller search whose driver is killed at `--kills` random moments and restarted, against
+an undisturbed search. The trials must be the same, with no value lost and none counted twice.
 
     make bench ARGS="search"
 """
@@ -49,17 +49,17 @@ SPACE = {
     "model.hidden": Choice([[32], [128, 64], [256, 128]]),
     "model.dropout": Uniform(0.0, 0.5),
 }
-# What a training can change between two rounds.
+# Settings that a training can change between two rounds.
 CHANGEABLE = {name: SPACE[name] for name in ("learningRate", "model.dropout")}
 VALUE = "validation_auroc"
 
 
 def samples(spark: SparkSession, root: Path, rows: int, folder: Path) -> tuple[Path, Path]:
-    """Writes a sample of months 1 to 9 and one of the later months, as the features of the demo."""
+    """Writes a sample of months 1 to 9 and a sample of the later months, with the features of the demo."""
     raw = flights.unpack_raw_tables(folder / "raw")
     labelled = flights.label_rows(flights.join_tables(flights.read_tables(spark, raw)))
     features = PipelineModel.load(str(root / "features"))
-    # A hash chooses the rows: they are the same in each run.
+    # A hash selects the rows, so they are the same in each run.
     drawn = labelled.withColumn("draw", F.pmod(F.xxhash64(*flights.KEYS), F.lit(300_000))).where(
         F.col("draw") < rows
     )
@@ -74,7 +74,7 @@ def samples(spark: SparkSession, root: Path, rows: int, folder: Path) -> tuple[P
 
 
 def estimator(root: Path, folder: Path, epochs: int) -> TorchClassifier:
-    """The network of the demo, one of its ensemble, without what the search decides."""
+    """Returns the demo's estimator with one ensemble member, without the searched settings."""
     cardinalities, num_numeric = flights.feature_sizes(PipelineModel.load(str(root / "features")))
     spec = {
         "cardinalities": cardinalities,
@@ -97,7 +97,7 @@ def estimator(root: Path, folder: Path, epochs: int) -> TorchClassifier:
 
 
 def search(trainer: TorchClassifier, trials: int, **params: Any) -> OptunaSearch:
-    """A search of `SPACE`."""
+    """Returns a search of `SPACE`."""
     return OptunaSearch(
         **{
             "estimator": trainer,
@@ -114,13 +114,13 @@ def search(trainer: TorchClassifier, trials: int, **params: Any) -> OptunaSearch
 
 
 def settings_of(trial: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a line of `trials`, which has lists as JSON."""
+    """Returns the settings of a line of `trials`, which has lists as JSON."""
     values = {name: trial[name] for name in SPACE}
     return {name: json.loads(value) if isinstance(value, str) else value for name, value in values.items()}
 
 
 def by_spark(trainer: TorchClassifier, rows: DataFrame, drawn: list[dict[str, Any]]) -> Any:
-    """Spark's own search over the same settings; returns its result."""
+    """Runs Spark's search over the same settings. Returns its result."""
     trainer = trainer.copy()
     trainer.clear(trainer.validationIndicatorCol)
     trainer.clear(trainer.metrics)
@@ -146,12 +146,12 @@ def by_spark(trainer: TorchClassifier, rows: DataFrame, drawn: list[dict[str, An
 
 
 def in_an_own_driver(root: Path, folder: Path, options: list[str]) -> subprocess.Popen[bytes]:
-    """Starts the search that is to be killed, in a process of its own."""
+    """Starts the search to be killed in a new process."""
     return subprocess.Popen([sys.executable, __file__, "--driver", str(root), str(folder), *options])
 
 
 def driver(root: Path, folder: Path, epochs: int, trials: int) -> None:
-    """The search that is to be killed; the second meaning of this program."""
+    """Runs the search to be killed, in a driver process."""
     with cli.spark("search", harness.MASTER) as spark:
         trainer = estimator(root, folder, epochs)
         model = search(trainer, trials, runUri=str(folder / "search")).fit(
@@ -161,7 +161,7 @@ def driver(root: Path, folder: Path, epochs: int, trials: int) -> None:
 
 
 def killed(root: Path, folder: Path, options: Any, undisturbed: Any) -> list[str]:
-    """Kills the driver at random moments of one search; a line for the table."""
+    """Kills the driver at random moments of one search. Returns a line of the table."""
     moments = random.Random(SEED)
     began = time.perf_counter()
     arguments = [str(options.short_epochs), str(options.short_trials)]
@@ -170,7 +170,7 @@ def killed(root: Path, folder: Path, options: Any, undisturbed: Any) -> list[str
         process = in_an_own_driver(root, folder, arguments)
         try:
             known = set(trials.glob("*"))
-            # The session has begun, and trials of this driver train.
+            # The session has started, and trials of this driver train.
             while not set(trials.glob("*")) - known and process.poll() is None:
                 time.sleep(0.05)
             time.sleep(moments.uniform(0.0, 6.0))
@@ -194,7 +194,7 @@ def killed(root: Path, folder: Path, options: Any, undisturbed: Any) -> list[str
 
 
 def main() -> None:
-    """Runs the searches one after the other, and prints two tables."""
+    """Runs the searches one after another, and prints two tables."""
     if sys.argv[1:2] == ["--driver"]:
         root, folder, epochs, trials = sys.argv[2:]
         driver(Path(root), Path(folder), int(epochs), int(trials))
@@ -218,7 +218,7 @@ def main() -> None:
             rows, later = spark.read.parquet(str(train)), spark.read.parquet(str(test))
             trainer = estimator(root, folder, options.epochs)
             judge = BinaryClassificationEvaluator(rawPredictionCol="probability")
-            # Not measured: the first fit of a session starts its processes.
+            # Not measured, because the first fit of a session starts its processes.
             search(estimator(root, folder, 1), 2).fit(rows)
             first = 0.0
 

@@ -1,9 +1,9 @@
-"""The flights demo over `--repeats` seeds: does the network meet gradient boosting, and is that luck?
+"""The flights demo over `--repeats` seeds: the network against gradient boosting, with mean and deviation.
 
-Each seed trains with jobs/train.py and is measured by jobs/score.py on the test months, which chose neither
-recipe (see flights_tuning.py). The table that score prints is read.
-`--root` holds the shards and test rows of jobs/etl.py, which runs once where they are missing; the
-folder is not changed otherwise: models and reports go to a temporary one that links to its data.
+Each seed trains with jobs/train.py and is evaluated by jobs/score.py on the test months, which chose neither
+recipe (see flights_tuning.py). The benchmark reads the table that score prints. `--root` is the folder of the
+shards and test rows of jobs/etl.py, which runs once if they are missing. Models and reports go to a temporary
+folder that links to its data, so the folder is not changed otherwise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Scores = dict[str, tuple[float, ...]]
 
 
 def run_job(name: str, *options: str) -> str:
-    """Runs one job in a process of its own; what it printed.
+    """Runs one job in a new process. Returns its standard output.
 
     Raises:
         SystemExit: The job failed; with its messages.
@@ -41,7 +41,7 @@ def run_job(name: str, *options: str) -> str:
 
 
 def read_scores(text: str) -> Scores:
-    """Model -> its metrics, from what jobs/score.py printed.
+    """Returns model -> metrics from the output of jobs/score.py.
 
     Raises:
         SystemExit: There is no such table in it.
@@ -63,7 +63,7 @@ def score_seed(root: Path, seed: int, options: Namespace) -> Scores:
 
 
 def main() -> None:
-    """Runs the seeds one after the other, then prints them, their mean and spread."""
+    """Runs the seeds one after another, then prints them, their mean and deviation."""
     options = harness.parse(__doc__, repeats=(5, 1), epochs=(recipes.NETWORK.epochs, 1), members=(3, 1))
     root = harness.flights_root(options)
     scores = []

@@ -1,8 +1,9 @@
-"""What each sharding leaves on one of 2 ranks, what it sends and costs, against data parallelism.
+"""Sharding (ZeRO 1 and 2) on 2 ranks: memory, traffic and step rate, against data parallelism.
 
-A transformer with AdamW, without Spark. Bytes are counted when a step's last backward pass is over and its
-exchange has not begun: with ZeRO 1 all gradients are still there, with ZeRO 2 the rank's part is. Both
-ranks of a collective run all shardings in turns, so a rate's ratio is of one run on one machine.
+Trains a transformer with AdamW, without Spark. Bytes are counted after the last backward pass of a step and
+before the gradient synchronization. At that point ZeRO 1 still has all gradients, and ZeRO 2 has the rank's
+shard. Both ranks of a collective run all shardings in interleaved rounds, so ratios come from one run on one
+machine.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MIB = 2**20
 
 
 class Training:
-    """One sharding's network on one rank."""
+    """Network of one sharding on one rank."""
 
     def __init__(self, sharding: str, collective: Collective, rows: int) -> None:
         torch.manual_seed(0)
@@ -69,7 +70,7 @@ class Training:
         self.sent = self.collective.bytes_sent - before
 
     def rate(self, steps: int) -> float:
-        """Steps a second."""
+        """Returns steps per second."""
         return steps / harness.seconds_of(lambda: [self.step() for _ in range(steps)])
 
     def weights(self) -> torch.Tensor:
@@ -100,7 +101,7 @@ def measure(
 
 
 def lines(collective: str, options: Namespace) -> list[list[str]]:
-    """One line a sharding that runs on the collective."""
+    """Returns one line per sharding that the collective supports."""
     shardings = [s for s in SHARDINGS if (s, collective) != ("parameters", "horovod")]
     work = partial(measure, shardings, options)
     result = json.loads(run_spawned(harness.NUM_WORKERS, collective, work, timeout_seconds=300)[0])
@@ -117,7 +118,7 @@ def lines(collective: str, options: Namespace) -> list[list[str]]:
 
 
 def main() -> None:
-    """One gang a collective."""
+    """Runs one gang per collective."""
     options = harness.parse(__doc__, rows=(16, 4), steps=(4, 2))
     start = time.monotonic()
     table = [

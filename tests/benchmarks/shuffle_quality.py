@@ -1,16 +1,16 @@
-"""How far an epoch's order is from a full permutation, in numbers, for several shapes of row groups.
+"""Shuffle quality: distance of an epoch's order from a full permutation, for several shapes of row groups.
 
-The rows lie sorted in the files, which is the hardest case: what is left of the files' order shows.
+The rows are sorted in the files, which is the hardest case, because any remaining order is visible.
 
-* rank correlation: Spearman's, of the place in the files and the position in the epoch;
-* neighbours: share of the rows adjacent in the files that are adjacent in the epoch, either way round;
-* same batch: share of the rows adjacent in the files that are in one batch;
-* spread: standard deviation of the batches' mean value, the value being the place in the files, over
-  what independent draws would have. A batch is drawn from one row group per stream, so with many row groups
-  it is sqrt(batch / 48) times that of a full permutation for sorted data, and the same for data whose
-  row groups are alike.
+- rank correlation: Spearman's, between the position in the files and the position in the epoch;
+- neighbours: share of rows adjacent in the files that are adjacent in the epoch, in either order;
+- same batch: share of rows adjacent in the files that are in one batch;
+- spread: standard deviation of the batches' mean value, where the value is the position in the files, divided
+  by the standard deviation for independent samples. A batch takes rows from one row group per stream. So with
+  many row groups and sorted data, the spread is sqrt(batch / 48) times the spread of a full permutation. It
+  is equal if the row groups are alike.
 
-`--repeats` is the number of epochs that a figure is the mean of.
+`--repeats` is the number of epochs per mean.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringspark.pipelines.shuffle import permutation
 Order = npt.NDArray[np.int64]
 
 BATCH_SIZE = 1024
-# Name -> rows of the row groups.
+# Name -> sizes of the row groups.
 SHAPES = {
     "8 groups of 24,000": [24_000] * 8,
     "48 groups of 4,000": [4_000] * 48,
@@ -36,7 +36,7 @@ SHAPES = {
 
 
 def order_of(plan: EpochPlan) -> Order:
-    """For every position of the epoch, its row's place in the files: what the shards read, joined."""
+    """Returns each row's position in the files, in the order of the epoch."""
     order = np.full(plan.num_rows, -1, dtype=np.int64)
     first_rows = np.cumsum(plan.row_groups) - plan.row_groups
     for shard in range(plan.num_shards):
@@ -50,37 +50,37 @@ def order_of(plan: EpochPlan) -> Order:
 
 
 def group_order_only(plan: EpochPlan) -> Order:
-    """Whole row groups in the epoch's order, rows in the files' order: no streams."""
+    """Returns row groups in the epoch's order, with rows in the files' order: no streams."""
     stops = np.cumsum(plan.row_groups)
     groups = plan.group_order.tolist()
     return np.concatenate([np.arange(stops[g] - plan.row_groups[g], stops[g]) for g in groups])
 
 
 def rank_correlation(order: Order) -> float:
-    """Spearman's rank correlation of the place before and after; both are ranks already."""
+    """Returns Spearman's rank correlation of the positions before and after, which are ranks already."""
     return float(np.corrcoef(order, np.arange(len(order)))[0, 1])
 
 
 def neighbours(order: Order) -> float:
-    """Share of the pairs adjacent before that are adjacent after; 2 / rows is a full permutation's mean."""
+    """Returns the share of adjacent pairs that stay adjacent. The mean of a full permutation is 2 / rows."""
     return float(np.mean(np.abs(np.diff(order)) == 1))
 
 
 def same_batch(order: Order, batch_size: int) -> float:
-    """Share of the pairs adjacent before that are in one batch after."""
+    """Returns the share of adjacent pairs that are in one batch afterwards."""
     batch = np.empty(len(order), dtype=np.int64)
     batch[order] = np.arange(len(order)) // batch_size
     return float(np.mean(batch[1:] == batch[:-1]))
 
 
 def spread(order: Order, batch_size: int) -> float:
-    """Standard deviation of the full batches' means, over that of as many independent draws."""
+    """Returns the deviation of the full batches' means, divided by the deviation for independent samples."""
     means = order[: len(order) // batch_size * batch_size].reshape(-1, batch_size).mean(axis=1)
     return float(means.std() / (order.std() / np.sqrt(batch_size)))
 
 
 def orders(row_groups: list[int], epoch: int) -> dict[str, Order]:
-    """The orders that the table compares, of one epoch."""
+    """Returns the compared orders of one epoch."""
     plan = plan_epoch(row_groups, num_shards=1, batch_size=BATCH_SIZE, epoch=epoch, seed=0)
     return {
         "no shuffle": np.arange(plan.num_rows),
@@ -91,7 +91,7 @@ def orders(row_groups: list[int], epoch: int) -> dict[str, Order]:
 
 
 def main() -> None:
-    """A table for every shape."""
+    """Prints a table for every shape."""
     options = harness.parse(__doc__, shapes=(len(SHAPES), 2))
     for shape, row_groups in list(SHAPES.items())[: options.shapes]:
         figures: dict[str, list[list[float]]] = {}

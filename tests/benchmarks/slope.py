@@ -1,12 +1,12 @@
-"""Training rows/s of 2 ranks in steady state, beside the same network by hand with its batches in memory.
+"""Training rows/s of 2 ranks in steady state, against plain loops with batches in memory.
 
-The loops by hand are what anybody would write: two processes that exchange nothing, DDP, one flat all-reduce,
-Horovod a tensor at a time, in one group, and flat. "from memory" is this package's own training on batches
-that its reader read once, which leaves reading out; "from shards" is all of it. Steady state means the epochs
-after the first, by the history. Every process has one thread.
+The plain loops are two processes without communication, DDP, one flat all-reduce, and Horovod with a call per
+tensor, in one group, and flat. "from memory" is this package's training on batches that its reader read once,
+which excludes reading. "from shards" is the whole training. Steady state means the epochs after the first,
+from the history. Every process has one thread.
 
-With `--sweep` it measures instead where buckets that overlap with the backward pass begin to beat one flat
-exchange: both ways of each collective, over widths of the network.
+`--sweep` measures from which network width on buckets that overlap with the backward pass are faster than one
+flat all-reduce, for each collective.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ SWEEP_ROWS = 128
 DDP, FLAT, BARE = "DDP", "one flat all-reduce", "no exchange"
 HOROVOD = {"Horovod, a tensor at a time": 0, "Horovod, one group": 1, "Horovod, flat": None}
 OURS = {"torch + arrow": ("torch", "arrow"), "Horovod + petastorm": ("horovod", "petastorm")}
-# Ranks on one host all-reduce through shared memory; "network" means Gloo, or Horovod's own ring.
+# Ranks on one host all-reduce through shared memory. "network" means Gloo or Horovod's ring.
 SHARED_MEMORY = {"shared memory": "1", "network": "0"}
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 def flat_gradients(module: nn.Module) -> torch.Tensor:
-    """One buffer, of which every parameter's gradient is a view."""
+    """Returns one buffer; every parameter's gradient is a view of it."""
     parameters = list(module.parameters())
     buffer = torch.zeros(sum(p.numel() for p in parameters))
     for parameter, view in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
@@ -71,7 +71,7 @@ def flat_gradients(module: nn.Module) -> torch.Tensor:
 
 
 def make_step(name: str, module: nn.Module) -> Step:
-    """One step of a loop by hand: forward, backward, exchange, update."""
+    """Returns one step of a plain loop: forward, backward, all-reduce, update."""
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     buffer = flat_gradients(module) if name in (FLAT, "Horovod, flat") else None
     called: nn.Module = module
@@ -105,7 +105,7 @@ def make_step(name: str, module: nn.Module) -> Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A loop by hand on one rank, over rows of its own in memory; the text is its seconds for an epoch."""
+    """A plain loop on one rank over its rows in memory. The text is its seconds per epoch."""
 
     name: str
     rank_rows: int
@@ -130,11 +130,11 @@ class Loop:
 
 
 def loop_rate(name: str, rank_rows: int, rows: int) -> float:
-    """Rows/s of a loop by hand on 2 ranks."""
+    """Returns rows/s of a plain loop on 2 ranks."""
     steps = max(1, rows // (rank_rows * harness.NUM_WORKERS))
     library = "horovod" if name in HOROVOD else "torch"
     loop = Loop(name=name, rank_rows=rank_rows, steps=steps)
-    # Horovod's own defaults, because a loop by hand exchanges a tensor at a time, and by Horovod alone.
+    # Horovod's defaults, because a plain loop sends one tensor at a time and uses Horovod alone.
     with environment({"HOROVOD_FUSION_THRESHOLD": str(128 << 20), "HOROVOD_CYCLE_TIME": "1"}):
         texts = run_spawned(harness.NUM_WORKERS, library, loop, timeout_seconds=120)
     return steps * rank_rows * harness.NUM_WORKERS / max(map(json.loads, texts))
@@ -142,7 +142,7 @@ def loop_rate(name: str, rank_rows: int, rows: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepLoop:
-    """Steps of a network of some width by this package's exchange; the text is the seconds of one step."""
+    """Steps of a network of some width with this package's all-reduce. The text is the seconds per step."""
 
     width: int
     is_flat: bool
@@ -170,12 +170,12 @@ class SweepLoop:
 
 
 def wide(width: int) -> nn.Module:
-    """A network of 8 layers whose gradients are large beside its arithmetic."""
+    """Returns a network of 8 layers with large gradients relative to its arithmetic."""
     return ModelSpec("mlp", {"in_features": harness.DIM, "hidden": [width] * 8, "out_features": 1}).build()
 
 
 def sweep(options: argparse.Namespace) -> None:
-    """Prints the seconds of a step with one exchange, and with buckets, over sizes of the network."""
+    """Prints the seconds of a step with one all-reduce and with buckets, by network size."""
     lines = []
     for width in SWEEP_WIDTHS[: 1 if options.tiny else None]:
         gradient_bytes = num_bytes(wide(width).parameters())
@@ -203,7 +203,7 @@ def sweep(options: argparse.Namespace) -> None:
 
 
 class KeptReader:
-    """A reader that reads its first epoch from the shards and gives the same batches in all of them."""
+    """A reader that reads its first epoch from the shards, and returns the same batches in all epochs."""
 
     def __init__(self, reader: Any) -> None:
         self._reader = reader
@@ -213,20 +213,20 @@ class KeptReader:
         return getattr(self._reader, name)
 
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
-        """The batches of the first epoch."""
+        """Yields the batches of the first epoch."""
         self._batches = self._batches or list(self._reader.batches(0))
         yield from self._batches
 
 
 def from_memory(task: TrainTask, collective: Collective, device: str, status: Status) -> str:
-    """Trains, in a process of its own, with batches that are read once."""
+    """Trains in a new process with batches that are read once."""
     opened = worker.open_reader
     worker.open_reader = lambda *args, **options: KeptReader(opened(*args, **options))  # type: ignore[assignment,return-value]
     return task(collective, device, status)
 
 
 def training_rate(config: TrainConfig, in_memory: bool, objects: UserObjects | None = None) -> float:
-    """Rows/s of this package's training on 2 ranks, in the epochs after the first."""
+    """Returns rows/s of this package's training on 2 ranks, in the epochs after the first."""
     objects = objects or UserObjects()
     config = check_training(config, objects, ShardManifest.load(config.shards_uri)).config
     task = TrainTask(config=config, objects=user_code.dumps(objects))
@@ -237,7 +237,7 @@ def training_rate(config: TrainConfig, in_memory: bool, objects: UserObjects | N
 
 
 def config_of(shards_uri: str, folder: Path, rank_rows: int, epochs: int, name: str) -> TrainConfig:
-    """Everything that is measured, as the settings of a training."""
+    """Returns the settings of the measured training."""
     collective, reader = OURS[name]
     return TrainConfig(
         shards_uri=shards_uri,
@@ -258,7 +258,7 @@ def config_of(shards_uri: str, folder: Path, rank_rows: int, epochs: int, name: 
 
 
 def table_rows(rates: dict[str, list[float]]) -> list[list[str]]:
-    """Rates with their ratios to DDP and to the best loop by hand of the same library."""
+    """Returns rates with their ratios to DDP and to the best plain loop with the same library."""
     ratios = harness.rate_rows(rates, DDP)
     libraries = {
         False: [name for name in (DDP, FLAT) if name in rates],
@@ -296,7 +296,7 @@ def measure(options: argparse.Namespace, shards_uri: str, folder: Path, rank_row
 
 
 def count_operations(config: TrainConfig, folder: Path) -> list[str]:
-    """One line: the operations of one step of a rank, with ours beside those of the loop by hand."""
+    """Returns a line with the operations of one step of a rank, and of the plain loop."""
     path = folder / f"{uuid.uuid4().hex}.json"
     training_rate(config, True, UserObjects(callbacks=(StepCalls(path),)))
     operations, waits = calls_of(path)
@@ -305,17 +305,17 @@ def count_operations(config: TrainConfig, folder: Path) -> list[str]:
 
 
 def count(options: argparse.Namespace, shards_uri: str, folder: Path) -> None:
-    """Prints how many operations a step dispatches, and how many calls wait for a device."""
+    """Prints the number of operations that a step dispatches, and of calls that wait for a device."""
     rows, label = torch.rand(64, harness.DIM), torch.rand(64)
     bare = operations_of(partial(make_step(BARE, harness.MLP.build()), rows, label))
     lines = [["bare loop", str(len(bare)), str(len(waiting_operations(bare)))]]
-    rank_rows = options.rows // 20  # so that an epoch has some steps, and not many
+    rank_rows = options.rows // 20  # a few steps per epoch
     lines += [count_operations(config_of(shards_uri, folder, rank_rows, 2, name), folder) for name in OURS]
     harness.print_table("slope: one step of a rank", ["", "operations", "that wait for a device"], lines)
 
 
 def main() -> None:
-    """Writes the shards once, then measures each batch size in turns."""
+    """Writes the shards once, then measures each batch size in interleaved rounds."""
     parser = harness.parser(__doc__, rows=(1_000_000, 4_096), epochs=(3, 2))
     parser.add_argument(
         "--rank-rows", type=cli.positive_int, nargs="+", metavar="N", help="rows per rank and step"

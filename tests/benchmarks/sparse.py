@@ -1,9 +1,10 @@
-"""Linear models of hashed flights: 2^18 features kept sparse, 2^12 made dense, Spark's, scikit-learn's.
+"""Sparse features: linear models of hashed flights, sparse or dense, against Spark and scikit-learn.
 
-Spark's FeatureHasher hashes the flights' categories, their numbers in steps, and pairs of these. Training is
-on months 1 to 9, the ROC AUC on 10 to 12. Rows/s are of the training alone, rows x epochs or rows x
-iterations; "fit" is the whole call. The first three train in turns, the networks on 2 workers. The learning
-rate of the networks was chosen on month 9; their weights begin at zero, as those of the others do.
+Features are 2^18 sparse or 2^12 dense. Spark's FeatureHasher hashes the flights' categories, their binned
+numbers, and pairs of these. Models train on months 1 to 9, and the ROC AUC is that of months 10 to 12. Rows/s
+measures the training alone, as rows x epochs or rows x iterations; "fit" is the whole call. The first three
+train in interleaved rounds, the networks on 2 workers. Month 9 chose the learning rate of the networks. All
+weights begin at zero.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PAIRS = (
     ("origin", "hour"), ("dest", "carrier"), ("dest", "hour"), ("carrier", "hour"), ("origin", "weekday"),
     ("dest", "weekday"), ("origin", "wind"), ("origin", "rain"), ("origin", "clear"), ("hour", "clear"),
 )  # fmt: skip
-# Numbers in steps become categories, as a linear model of one weight a number could not bend.
+# Binned numbers are categories, because a linear model with one weight per number cannot be nonlinear.
 STEPS = {
     "wind": "wind_gust",
     "rain": "precip_3h * 20",
@@ -44,7 +45,7 @@ STEPS = {
 
 @dataclass(frozen=True)
 class Result:
-    """What one contestant took and reached."""
+    """Times and score of one contestant."""
 
     bytes_per_row: float | None
     fit: float
@@ -76,7 +77,7 @@ def auc_of(scored: DataFrame) -> float:
 
 
 def network(frame: DataFrame, kind: Kind, options: Namespace, folder: str) -> Result:
-    """Writes, trains and scores a linear network of one logit."""
+    """Writes shards, trains and scores a linear network with one logit."""
     from torch import nn
 
     from ringspark.estimators import TorchClassifier
@@ -111,7 +112,7 @@ def network(frame: DataFrame, kind: Kind, options: Namespace, folder: str) -> Re
 
 
 def spark_regression(frame: DataFrame, options: Namespace) -> Result:
-    """Spark's own logistic regression of the sparse vectors."""
+    """Trains and scores Spark's logistic regression on the sparse vectors."""
     from pyspark.ml.classification import LogisticRegression
 
     train = frame.where("split != 'test'")
@@ -128,7 +129,7 @@ def spark_regression(frame: DataFrame, options: Namespace) -> Result:
 
 
 def matrix_of(frame: DataFrame, uri: str) -> tuple[Any, Any]:
-    """Returns the sparse vectors and labels as scikit-learn takes them."""
+    """Returns the sparse vectors and labels in scikit-learn's format."""
     from scipy.sparse import csr_matrix, vstack
 
     manifest = write_shards(frame.select("features", "label"), uri, columns={"features": Sparse()})
@@ -142,7 +143,7 @@ def matrix_of(frame: DataFrame, uri: str) -> tuple[Any, Any]:
 
 
 def scikit_learn(frame: DataFrame, options: Namespace, folder: str) -> Result:
-    """scikit-learn's logistic regression of the same matrix, one process."""
+    """Trains and scores scikit-learn's logistic regression on the same matrix, in one process."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import roc_auc_score
 
@@ -155,7 +156,7 @@ def scikit_learn(frame: DataFrame, options: Namespace, folder: str) -> Result:
 
 
 def joined_rows(spark: SparkSession, folder: str, is_tiny: bool) -> DataFrame:
-    """Returns the flights with weather and plane, `label` and `split`."""
+    """Returns the flights joined with weather and planes, and `label` and `split`."""
     from pyspark.sql import functions as F
 
     tables = flights.read_tables(spark, flights.unpack_raw_tables(folder))
@@ -166,7 +167,7 @@ def joined_rows(spark: SparkSession, folder: str, is_tiny: bool) -> DataFrame:
 
 
 def main() -> None:
-    """Runs the contestants in turns and prints the table."""
+    """Runs the contestants in interleaved rounds and prints the table."""
     options = harness.parse(__doc__, repeats=(3, 1), epochs=(5, 1), iterations=(50, 5), c=(10, 10))
     with cli.spark("sparse", harness.MASTER) as spark, tempfile.TemporaryDirectory() as folder:
         rows = joined_rows(spark, folder, options.tiny)

@@ -1,9 +1,10 @@
-"""What workers gain that do not wait for a slow one: time to a loss by consistency, and loss by staleness.
+"""Asynchronous training with a slow worker: time to a loss by consistency, and loss by staleness.
 
-4 ranks fit a small network to the same rows; a step takes each a fixed time, by a sleep, and the last rank
-that many times longer, so the machine's cores do not matter. All take the same number of steps; rank 0 keeps
-the weights of each of its steps, and their losses are computed afterwards. The second table is one process:
-a server's table whose workers push in turn, so that each gradient is as many updates late as others push.
+4 ranks fit a small network to the same rows. A step takes a fixed time, by a sleep, and a multiple of it on
+the last rank, so the number of cores does not matter. All ranks take the same number of steps. Rank 0 keeps
+the weights after each of its steps, and their losses are computed afterwards. The second table is one
+process: a server's table whose workers push in round-robin order, so that the staleness of each gradient is
+the number of other workers.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ RANKS = 4
 STEP_SECONDS = 0.004
 ROWS, DIM, BATCH = 2000, 8, 32
 RATE = 0.1
-LATE_RATE = 0.02  # with gradients seven updates late, five times as much diverges
-# The loss to reach, as a share of the first.
+LATE_RATE = 0.02  # with staleness 7, a rate five times as large diverges
+# Target loss as a share of the first loss.
 TARGET = 0.1
 WAYS: dict[str, dict[str, Any]] = {
     "all-reduce": {"name": "bsp"},
@@ -46,7 +47,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Always:
-    """Takes every step."""
+    """Accepts every step."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
@@ -69,7 +70,7 @@ def loss_of(module: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> 
 
 
 def train(way: str, factor: int, steps: int, collective: Collective, device: str, status: Status) -> str:
-    """Runs on every rank; rank 0 returns seconds and loss after each of its steps, and of the end."""
+    """Runs on every rank. Rank 0 returns seconds and loss after each of its steps, and at the end."""
     features, labels = rows()
     exchange = SyncSettings(sync=sync_of(consistency=WAYS[way]), timeout_seconds=120)
     sync = STRATEGIES[exchange.sync.strategy]().prepare(
@@ -112,16 +113,16 @@ def curve_of(way: str, factor: int, steps: int) -> list[tuple[float, float]]:
 
 
 def seconds_to(curve: list[tuple[float, float]]) -> float:
-    """Time until the loss is reached; infinite if it never is."""
+    """Returns the time until the loss is reached, or infinity."""
     return next((seconds for seconds, loss in curve if loss <= TARGET), float("inf"))
 
 
 def late(workers: int, updates: int, corrects: bool, straggles: bool) -> float:
-    """The share of the first loss that is left after late gradients.
+    """Returns the remaining share of the first loss after training with stale gradients.
 
     Args:
-        workers: Those that push in turn: each gradient is workers - 1 updates late.
-        straggles: Whether the last worker pushes only in each tenth turn, so 10 turns late.
+        workers: Number of workers in round-robin order; each gradient has staleness workers - 1.
+        straggles: Whether the last worker pushes only in each tenth round, so 10 rounds late.
     """
     features, labels = rows()
     module = network()
@@ -141,7 +142,7 @@ def late(workers: int, updates: int, corrects: bool, straggles: bool) -> float:
         nn.utils.vector_to_parameters(seen[worker], trained)
         own = torch.randint(0, ROWS, (BATCH,), generator=generator)
         gradients = torch.autograd.grad(loss_of(module, features[own], labels[own]), trained)
-        # Without the server's division by the number of workers, to keep the size of an update.
+        # Without the server's division by the number of workers, so that updates keep their size.
         gradient = torch.cat([g.flatten() for g in gradients])
         table.push(worker, {0: gradient}, [{"lr": LATE_RATE * workers}], ends_step=True)
         seen[worker] = table.pull(worker, None, 0, None)[0]
@@ -154,7 +155,7 @@ def draw(chart: str, times: dict[str, list[float]], factors: list[int], curves: 
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
     for way, found in times.items():
-        # The target may not be reached, on a tiny run by nobody.
+        # The target may not be reached, and in a tiny run by no rank.
         seconds = [value if math.isfinite(value) else math.nan for value in found]
         left.plot(factors, seconds, marker="o", label=way)
         xs, ys = zip(*curves[way], strict=True)
@@ -176,7 +177,7 @@ def draw(chart: str, times: dict[str, list[float]], factors: list[int], curves: 
 
 
 def main() -> None:
-    """A gang a way and slowness, in turns; then the table of staleness."""
+    """Runs a gang per method and slowdown, in interleaved rounds; then prints the table of staleness."""
     options = harness.parse(__doc__, steps=(220, 4), updates=(3000, 40))
     factors = [1, 10] if options.tiny else [1, 2, 4, 10]
     times: dict[str, list[float]] = {way: [] for way in WAYS}

@@ -1,9 +1,9 @@
-"""A gang of two with strangers at every port it listens on, beside one that nobody calls.
+"""Security of the ports: a gang of two with strangers at every port, compared with an undisturbed gang.
 
 One stranger comes from another machine (on loopback: from 127.0.0.2) from before the ranks connect until the
-end, one from the same machine once they have. They send garbage, HTTP, the first messages of torch's and of
-our own rendezvous, Gloo's pair number and huge lengths, and keep their connections open.
-Target: in every run the weights are those of the quiet run, and nothing grows.
+end. One comes from the same machine after they have connected. They send garbage, HTTP, the first messages of
+torch's rendezvous and of ours, Gloo's pair number and huge lengths, and keep their connections open. Target:
+in every run the weights equal those of the quiet run, and no resource grows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ringspark.estimators import WorkerError
 
 
 def main() -> None:
-    """One quiet run and `--repeats` attacked ones of each collective."""
+    """Runs one quiet and `--repeats` attacked gangs of each collective."""
     options = harness.parse(__doc__, steps=(300, 20))
     rows = []
     for collective in ("horovod", "torch"):

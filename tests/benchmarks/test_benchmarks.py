@@ -1,6 +1,6 @@
-"""Every benchmark runs, in sizes that take seconds, by the command that measures.
+"""Every benchmark runs with its command line, in sizes that take seconds.
 
-A benchmark is found by being in the folder, see run.py. What it measures is of no meaning here.
+run.py finds the benchmarks in the folder. The measured values have no meaning here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from links import link_refusal
 RUN = Path(__file__).with_name("run.py")
 PEERS = RUN.parent / "peers" / "run.py"
 BENCHMARKS = runpy.run_path(str(RUN))["benchmarks"]()
-# Two columns and more, underlined; below the rows the machine, as harness.print_table closes every table.
+# Two or more columns, underlined; below the rows the machine, as in harness.print_table.
 TABLE = re.compile(r"^-+(  -+)+\n(.+\n)+\d+ cores, load average ", re.MULTILINE)
 NO_CUDA = re.compile(r"^\w+: skipped, there is no CUDA device here$", re.MULTILINE)
 NO_HOSTS = re.compile(r"^\w+: skipped, ", re.MULTILINE)
@@ -26,7 +26,7 @@ NO_HOSTS = re.compile(r"^\w+: skipped, ", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the flights, which the first benchmark that needs them makes."""
+    """Folder of the flights, created by the first benchmark that needs it."""
     return tmp_path_factory.mktemp("benchmarks") / "flights"
 
 
@@ -47,7 +47,7 @@ def test_a_tiny_run_prints_its_table(name: str, root: Path, tmp_path: Path) -> N
 
 
 def run_peers(root: Path, *options: str) -> str:
-    """What the peers' program prints, run tiny; its results lie beside the flights."""
+    """Output of a tiny run of the peers' program; its results are next to the flights."""
     folders = ["--root", str(root), "--results", str(root.parent / "peers")]
     done = subprocess.run(
         [sys.executable, str(PEERS), "--tiny", *folders, *options],
@@ -62,7 +62,7 @@ def run_peers(root: Path, *options: str) -> str:
 @pytest.mark.spark
 @pytest.mark.slow
 def test_the_peers_of_this_environment_take_part(root: Path, tmp_path: Path) -> None:
-    """The others, in environments that only `make bench-peers` builds, are left to it."""
+    """The other peers need environments that only `make bench-peers` builds."""
     chart = tmp_path / "chart.png"
     names = "torch and Arrow,Horovod and Petastorm,pyarrow loader,Multilayer,scikit-learn"
     printed = run_peers(root, "--only", names, "--chart", str(chart))

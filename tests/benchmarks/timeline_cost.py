@@ -1,18 +1,17 @@
-"""What the timeline costs: the steps that are recorded against those of the same training that are not.
+"""Timeline overhead: recorded steps compared with unrecorded steps of the same training.
 
-One training on one rank records every 4th step. What a recorded step costs lies between the end of the step
-before and the end of the step after it, so these two steps are compared with the next two, which nothing
-records: thousands of pairs of neighbours, so that what else happens on the machine happens to both. Beside
-the time by the clock stands the time of the training's thread on the processor, which varies less on a
-machine that others use too. The network is small, so that its step takes a few milliseconds: what is
-recorded costs the same in a longer step.
+One training on one rank records every 4th step. The cost of a recorded step lies between the end of the step
+before and the end of the step after it. So these two steps are compared with the next two, which are not
+recorded. There are thousands of such neighboring pairs, so that load of the machine affects both. The table
+has wall time and the CPU time of the training's thread, which varies less on a busy machine. The network is
+small, so that its step takes a few milliseconds; the overhead is the same in a longer step.
 
-The second table has the recording alone, around steps that do nothing, also for steps of which nothing is
-recorded, and for a training without a timeline. The third adds both up. The fourth is about the file, which
-a thread of its own writes.
+The second table measures the recording alone, around empty steps, also for unrecorded steps and for a
+training without a timeline. The third table adds both up. The fourth measures the file, which a separate
+thread writes.
 
-With `--chart` it also draws some steps of a training on 3 ranks in processes of their own, with every step
-recorded, and counts the events of the trace that Perfetto opens.
+With `--chart` it also draws some steps of a training on 3 ranks in separate processes, with every step
+recorded, and counts the events of the trace for Perfetto.
 
     python tests/benchmarks/timeline_cost.py --chart docs/timeline.png
 """
@@ -59,7 +58,7 @@ STEPS_AN_EPOCH = 1_000
 
 
 class StepSeconds(Callback):
-    """When each step ended, by the clock and by the time of this thread on the processor."""
+    """End of each step, in wall time and in CPU time of this thread."""
 
     def __init__(self) -> None:
         self.ends: dict[int, tuple[float, float]] = {}
@@ -69,7 +68,7 @@ class StepSeconds(Callback):
 
 
 def config_of(manifest: ShardManifest, folder: Path, **changes: Any) -> TrainConfig:
-    """A regression of the first feature."""
+    """Returns the config of a regression of the first feature."""
     config = TrainConfig(
         shards_uri=manifest.uri,
         run_uri=str(folder),
@@ -87,13 +86,13 @@ def config_of(manifest: ShardManifest, folder: Path, **changes: Any) -> TrainCon
 
 
 def pairs_of_steps(manifest: ShardManifest, folder: Path, epochs: int) -> list[list[tuple[float, float]]]:
-    """By clock and by processor: seconds of two steps of which one is recorded, and of the two after them."""
+    """Returns wall and CPU seconds of each two steps with a recorded one, and of the two steps after them."""
     seconds = StepSeconds()
     config = config_of(manifest, folder / "run", timeline_every_steps=EVERY, epochs=epochs)
     result = train_here(config, UserObjects(callbacks=(seconds,)))
     (spans,) = read_spans(result.run_uri)
     assert spans.every == EVERY, "the file was full, so the steps at the end were recorded less often"
-    # The first steps warm up, and in the last step of an epoch the reader begins anew.
+    # The first steps warm up, and the reader restarts in the last step of an epoch.
     per_epoch = result.steps // epochs
     recorded = range(min(10 * EVERY, result.steps // 2 // EVERY * EVERY), result.steps - 2, EVERY)
     chosen = [n for n in recorded if 0 < n % per_epoch <= per_epoch - 3]
@@ -105,7 +104,7 @@ def pairs_of_steps(manifest: ShardManifest, folder: Path, epochs: int) -> list[l
 
 
 def file_seconds(folder: Path) -> tuple[int, float]:
-    """Bytes of a rank's largest file, and the processor's seconds that one write of it takes."""
+    """Returns the bytes of a rank's largest file, and the CPU seconds of one write of it."""
     state = SimpleNamespace(epoch=1, step=0)
     full = RankTimeline(1, LocalCollective(), str(folder / "full"), torch.device("cpu"))
     batch = Batch(inputs=(), labels=(torch.zeros(1),), weight=None)
@@ -124,7 +123,7 @@ def file_seconds(folder: Path) -> tuple[int, float]:
 
 
 def recording_alone(folder: Path, every: int | None, num_steps: int) -> list[float]:
-    """Seconds per step that the calls of a step take, in several trials."""
+    """Returns the seconds per step of the timeline's calls, in several trials."""
     batch = Batch(inputs=(), labels=(torch.zeros(1),), weight=None)
     found = []
     for _ in range(TRIALS):
@@ -145,7 +144,7 @@ def recording_alone(folder: Path, every: int | None, num_steps: int) -> list[flo
 
 
 def train_ranks(manifest: ShardManifest, folder: Path) -> str:
-    """Trains on ranks in processes of their own, with every step recorded; returns the run's folder."""
+    """Trains on ranks in new processes with every step recorded. Returns the run's folder."""
     config = config_of(
         manifest,
         folder / "gang",
@@ -160,7 +159,7 @@ def train_ranks(manifest: ShardManifest, folder: Path) -> str:
 
 
 def main() -> None:
-    """Prints the ratios, and draws if it is asked to."""
+    """Prints the ratios, and draws with `--chart`."""
     args = harness.parse(__doc__, steps=(14_000, 40))
     torch.set_num_threads(1)
     per_epoch = min(args.steps, STEPS_AN_EPOCH)

@@ -1,10 +1,11 @@
-"""Prediction rows/s of a 3-layer MLP against bare `mapInArrow`s over the same cached frame.
+"""Prediction rows/s of a 3-layer MLP against plain `mapInArrow` functions over the same cached frame.
 
-The constant reads the array column, as the model does, and returns one number a row: the ceiling of whatever
-computes a column in Python. The bare network computes that number by the same layers, with nothing around
-them: the ceiling of whatever runs this network there. The identity sends all 32 numbers back. A vector
-column is held against the constant over arrays too: Spark hands vectors to `mapInArrow` as structs, far
-slower than any prediction. Results go to Spark's "noop" sink, which evaluates every column and keeps none.
+"Constant" reads the array column, as the model does, and returns one number per row: the upper bound of any
+Python function of the column. The plain network computes this number with the same layers and nothing else:
+the upper bound of any program that runs this network there. "Identity" returns all 32 numbers. A vector
+column is also compared with the constant over arrays, because Spark passes vectors to `mapInArrow` as
+structs, which is far slower than any prediction. Results go to Spark's "noop" sink, which evaluates every
+column and stores none.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ CONSTANT = "mapInArrow constant"
 
 
 def constant(batches: Iterable[Any]) -> Iterable[Any]:
-    """Gives a zero for every row that comes. Runs in a Spark task."""
+    """Yields a zero for every input row. Runs in a Spark task."""
     for batch in batches:
         yield pa.RecordBatch.from_arrays([pa.repeat(0.0, batch.num_rows)], ["prediction"])
 
 
 def bare_network(spec: ModelSpec, batches: Iterable[Any]) -> Iterable[Any]:
-    """Gives the network's output for every row, without names, checks and choices. Runs in a Spark task."""
+    """Yields the network's output for every row, without names and checks. Runs in a Spark task."""
     torch.set_num_threads(1)
     module = spec.build().eval()
     with torch.inference_mode():
@@ -47,17 +48,17 @@ def bare_network(spec: ModelSpec, batches: Iterable[Any]) -> Iterable[Any]:
 
 
 def identity(batches: Iterable[Any]) -> Iterable[Any]:
-    """Gives back what comes. Runs in a Spark task."""
+    """Yields its input. Runs in a Spark task."""
     return batches
 
 
 def evaluate(frame: DataFrame) -> None:
-    """Computes every row and column, keeps nothing."""
+    """Computes every row and column, and discards them."""
     frame.write.format("noop").mode("overwrite").save()
 
 
 def fit(estimator_class: type[Any], frame: DataFrame, folder: str) -> Any:
-    """A model with weights, whatever they are worth: one worker, few rows."""
+    """Returns a model with weights of any quality: one worker, few rows."""
     estimator = estimator_class(
         model=harness.MLP,
         collective="local",
@@ -69,7 +70,7 @@ def fit(estimator_class: type[Any], frame: DataFrame, folder: str) -> Any:
 
 
 def main() -> None:
-    """Caches the frame as arrays and as vectors, then measures in turns."""
+    """Caches the frame as arrays and as vectors, then measures in interleaved rounds."""
     options = harness.parse(__doc__, rows=(1_000_000, 4_000))
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -1,8 +1,9 @@
-"""Sums of two levels: what crosses the cable between two hosts of two workers each, and the time of a step.
+"""Hierarchical all-reduce on two hosts with two workers each: traffic between the hosts and step time.
 
-The workers of a host share memory, and the hosts a link of 100 Mbit/s, shaped inside namespaces of this
-machine. Each compression goes between all workers and between the hosts, in turns within one gang; the bytes
-are those of the first host's network interface, for both its workers.
+The workers of a host share memory, and a link of 100 Mbit/s connects the hosts, shaped inside network
+namespaces of this machine. Each compression is applied between all workers and between the hosts, in
+interleaved rounds in one gang. The bytes are those of the first host's network interface, for both its
+workers.
 
     OMP_NUM_THREADS=1 make bench ARGS="two_levels"
 """
@@ -19,7 +20,7 @@ NAMES = ("none", "powersgd, rank 2", "topk, 1 %", "sign", "fp16")
 
 
 def main() -> None:
-    """Steps over a shaped link, by compression and by its ends."""
+    """Measures steps over a shaped link, by compression and by its level."""
     options = harness.parse(__doc__, steps=(5, 1), gangs=(2, 1), rows=(32, 2), compressors=(len(NAMES), 1))
     if reason := link_refusal():
         print(f"two_levels: skipped, no shaped links: {reason}")

@@ -1,8 +1,8 @@
-"""Seconds of a whole small `fit`: 1,000 rows, one epoch, two workers, in a session that has fitted before.
+"""Warm start: seconds of a whole small `fit` of 1,000 rows, one epoch, two workers, after an earlier fit.
 
-What remains is launch: settings, one write of the shards, one barrier stage, one checkpoint. Spark's own
-share stands beside it: a bare barrier stage of two tasks, which wait for each other once, as a gang need not,
-and one plain job. Without the Python daemon that a local fit chooses by itself:
+The time consists of launch overhead: settings, one write of the shards, one barrier stage, one checkpoint.
+For comparison there is Spark's share: a plain barrier stage of two tasks that wait for each other once, which
+a gang does not need, and one plain job. To run it without the Python daemon of a local fit:
 
     conf="--conf spark.python.daemon.module=pyspark.daemon"
     PYSPARK_SUBMIT_ARGS="$conf pyspark-shell" python tests/benchmarks/warm_fit.py
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def meet(batches: Iterable[Any]) -> Iterable[Any]:
-    """Waits for the other task of the stage, and passes its rows on."""
+    """Waits for the other task of the stage, and returns its rows."""
     from pyspark import BarrierTaskContext
 
     BarrierTaskContext.get().barrier()
@@ -34,7 +34,7 @@ def meet(batches: Iterable[Any]) -> Iterable[Any]:
 
 
 def fit(frame: DataFrame, collective: str, folder: str) -> None:
-    """The whole call."""
+    """Fits once."""
     TorchRegressor(
         model=harness.MLP,
         numWorkers=harness.NUM_WORKERS,
@@ -46,7 +46,7 @@ def fit(frame: DataFrame, collective: str, folder: str) -> None:
 
 
 def cases(spark: SparkSession, frame: DataFrame, folder: str) -> dict[str, Callable[[], float]]:
-    """What is measured in turns."""
+    """Returns the measured cases."""
     workers = harness.NUM_WORKERS
     bare = spark.range(0, workers, 1, workers).mapInArrow(meet, "id long", barrier=True)
     gangs = [name for name in COLLECTIVES if name != "local"]
@@ -61,7 +61,7 @@ def cases(spark: SparkSession, frame: DataFrame, folder: str) -> dict[str, Calla
 
 
 def main() -> None:
-    """Measures in turns after one round of warming up."""
+    """Measures in interleaved rounds after a warm-up round."""
     options = harness.parse(__doc__, rows=(1_000, 200))
     with tempfile.TemporaryDirectory() as folder, cli.spark("ringspark warm fit", harness.MASTER) as spark:
         frame = harness.random_frame(spark, options.rows).cache()

@@ -1,8 +1,8 @@
-"""Seconds of a whole `fit` of a cached DataFrame: the first of its session, warm ones, and small ones.
+"""Seconds of a whole `fit` of a cached DataFrame: the first of its session, warm fits, and small fits.
 
-The floor stands beside them: Spark's own Parquet write of the same frame, and after it the bare loop, one
-process a core, each over its share of the rows in memory and without any exchange. Every round of a pair of
-collective and reader is a session in a process of its own. The second table says where the seconds went.
+The lower bound is Spark's Parquet write of the same frame, followed by a plain loop: one process per core,
+each over its share of the rows in memory, without communication. Every round of a pair of collective and
+reader is a session in a new process. The second table breaks the time down.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Seconds = dict[str, float]
 
 
 class Clock(Callback):
-    """Notes when the training began and ended; rank 0 stands for all."""
+    """Records when the training began and ended, on rank 0."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -107,7 +107,7 @@ def fit_parts(frame: DataFrame, pair: str, folder: str, **settings: Any) -> Seco
 
 
 def bare_loop(rows: int, epochs: int, batch_size: int, turns: Any) -> None:
-    """Trains over rows in memory whenever it is told, for as many epochs. Runs in a process of its own."""
+    """Trains on command over rows in memory for the given epochs. Runs in a new process."""
     torch.set_num_threads(1)
     features, label = torch.rand(rows, harness.DIM), torch.rand(rows)
     while turns.recv():
@@ -124,7 +124,7 @@ def bare_loop(rows: int, epochs: int, batch_size: int, turns: Any) -> None:
 
 @contextmanager
 def bare_loops(rows: int, epochs: int, batch_size: int) -> Iterator[Callable[[], float]]:
-    """Yields a function that runs the loops side by side and returns the seconds of the slowest."""
+    """Yields a function that runs the loops in parallel and returns the seconds of the slowest loop."""
     context = multiprocessing.get_context("spawn")
     share = harness.NUM_WORKERS
     pipes = [context.Pipe() for _ in range(share)]
@@ -143,7 +143,7 @@ def bare_loops(rows: int, epochs: int, batch_size: int) -> Iterator[Callable[[],
             pipe.recv()
         return time.perf_counter() - start
 
-    run()  # imports, and makes the rows
+    run()  # imports, and creates the rows
     yield run
     for (pipe, _), process in zip(pipes, processes, strict=True):
         pipe.send(False)
@@ -209,7 +209,7 @@ def print_tables(pair: str, rounds: list[dict[str, Any]], options: argparse.Name
 
 
 def main() -> None:
-    """Measures both pairs in turns, or with `--pair` one of them, once, as JSON."""
+    """Measures both pairs in interleaved rounds, or one pair once with `--pair`, and prints JSON."""
     parser = harness.parser(__doc__, rows=(1_000_000, 2_000), epochs=(3, 1), batch_size=(16_384, 512))
     parser.add_argument("--pair", choices=PAIRS, help="measure one session of this pair, and print JSON")
     options = parser.parse_args()

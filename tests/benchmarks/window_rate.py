@@ -1,9 +1,9 @@
-"""Rows a second of `SequenceWindows` over one long series, against other ways to write windows in Spark.
+"""`SequenceWindows` over one long series: rows/s and memory, against other ways to write windows in Spark.
 
-One key, so one task; four numbers a row. The others are bare: they know of no gaps, no nulls and no equal
-times. "A frame's list" is the `collect_list` over a frame of rows that `SequenceWindows` uses; the Arrow one
-cuts NumPy arrays in Python, where Spark has sorted, and returns the windows alone. Spark's heap is 1 GiB;
-"MiB" is the most memory that its process took so far.
+There is one key, so one task, with four numbers per row. The other ways are minimal, without gaps, nulls or
+equal times. "A frame's list" is the `collect_list` over a frame of rows that `SequenceWindows` uses. The
+Arrow one slices NumPy arrays in Python after Spark's sort, and returns only the windows. Spark's heap is 1
+GiB; "MiB" is the peak memory of its process so far.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VALUES = ["a", "b", "c", "d"]
 
 
 def series(spark: SparkSession, rows: int, folder: str) -> DataFrame:
-    """`rows` rows of one key, from Parquet."""
+    """Returns `rows` rows of one key, from Parquet."""
     from pyspark.sql import functions as F
 
     numbers = [F.rand(seed).alias(name) for seed, name in enumerate(VALUES)]
@@ -96,7 +96,7 @@ def by_arrow(frame: DataFrame, steps: int) -> DataFrame:
 
 @contextmanager
 def small_session() -> Iterator[SparkSession]:
-    """A session whose JVM has a heap of 1 GiB."""
+    """Returns a session whose JVM has a heap of 1 GiB."""
     from pyspark.sql import SparkSession
 
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
@@ -115,7 +115,7 @@ def small_session() -> Iterator[SparkSession]:
 
 
 def peak_mib(work: Callable[[], object]) -> int:
-    """The most memory that Spark's process took while `work` ran, in MiB."""
+    """Returns the peak memory of Spark's process during `work`, in MiB."""
     java = [child for child in psutil.Process().children(recursive=True) if "java" in child.name()]
     peak, is_over = 0, threading.Event()
 
@@ -133,7 +133,7 @@ def peak_mib(work: Callable[[], object]) -> int:
 
 
 def main() -> None:
-    """Writes the windows of each in turns, to nowhere, and prints rows a second and memory."""
+    """Writes the windows of each method to a noop sink in interleaved rounds. Prints rows/s and memory."""
     options = harness.parse(__doc__, rows=(1_000_000, 2_000), steps=(48, 4))
     memory: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder, small_session() as spark:

@@ -1,8 +1,8 @@
-"""How far 2 workers end from 1 on the same global batches, fp32, after 50 steps; and a rerun from itself.
+"""Reproducibility: distance of 2 workers from 1 on the same global batches after 50 steps, and of a rerun.
 
-The steps see the same rows, so the weights differ by the order of additions alone. Adam divides by
-the size of the gradient and so shows that order more than SGD. A rerun repeats every addition: its
-weights are expected to be equal to the bit.
+All use fp32. The steps see the same rows, so the weights differ only by the order of additions. Adam divides
+by the size of the gradient, so it shows this order more than SGD. A rerun repeats every addition, so its
+weights should be bitwise equal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GANGS = ("horovod", "torch")
 
 
 def trained_weights(config: TrainConfig, run_uri: Path) -> torch.Tensor:
-    """Trains, on ranks in processes of their own where there are several; all weights in one vector."""
+    """Trains, in new processes if there are several ranks. Returns all weights in one vector."""
     config = replace(config, run_uri=str(run_uri))
     result = train_here(config) if config.num_workers == 1 else train_gang(config)
     assert result.steps == EPOCHS * STEPS_PER_EPOCH
@@ -36,7 +36,7 @@ def trained_weights(config: TrainConfig, run_uri: Path) -> torch.Tensor:
 
 
 def compare(config: TrainConfig, folder: Path) -> list[list[str]]:
-    """One line for 1 worker, one for 2 of each collective."""
+    """Returns a line for 1 worker, and one for 2 workers of each collective."""
     gangs = [replace(config, collective=name, num_workers=harness.NUM_WORKERS) for name in GANGS]
     lines = []
     one = torch.empty(0)
@@ -58,7 +58,7 @@ def compare(config: TrainConfig, folder: Path) -> list[list[str]]:
 
 
 def main() -> None:
-    """Trains each gang twice with one seed, from the same shards."""
+    """Trains each gang twice with one seed from the same shards."""
     options = harness.parse(__doc__, rows=(6_350, 1_000), optimizers=(2, 1))
     batch_size = math.ceil(options.rows / STEPS_PER_EPOCH)
     if math.ceil(options.rows / batch_size) != STEPS_PER_EPOCH or batch_size < harness.NUM_WORKERS:

@@ -1,9 +1,9 @@
-"""Seconds of `write_shards` against Spark's own Parquet writer, of the same cached DataFrames.
+"""Seconds of `write_shards` against Spark's Parquet writer, on the same cached DataFrames.
 
-Both write all columns with zstd into a fresh folder, which is removed outside the timed part. Spark
-writes a vector as a struct of indices and float64 values; `write_shards` writes float32, dense unless
-`Sparse()` is asked for, and besides the rows takes statistics and digests. So the last line of the
-table compares unlike sizes: a sparse column made dense holds every zero.
+Both write all columns with zstd into a new folder; its removal is not timed. Spark writes a vector as a
+struct of indices and float64 values. `write_shards` writes float32, dense unless `Sparse()` is set, and also
+computes statistics and digests. So the last line of the table compares unequal sizes: a sparse column made
+dense contains every zero.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Comparison:
     """One line of the table.
 
     Attributes:
-        make: Makes the DataFrame, lazy.
-        target: Largest ratio of seconds to be content with.
-        columns: What `write_shards` is told about the columns.
+        make: Makes the lazy DataFrame.
+        target: Largest acceptable ratio of seconds.
+        columns: Column options of `write_shards`.
     """
 
     make: Callable[[SparkSession, int], DataFrame]
@@ -48,12 +48,12 @@ class Comparison:
 
 
 def arrays(spark: SparkSession, rows: int) -> DataFrame:
-    """An array column of `harness.DIM` floats."""
+    """Returns an array column of `harness.DIM` floats."""
     return harness.random_frame(spark, rows).select("features")
 
 
 def scalars(spark: SparkSession, rows: int) -> DataFrame:
-    """20 columns: 5 int, 5 bigint, 4 float, 4 double, 2 boolean; some whole numbers repeat, some do not."""
+    """Returns 20 columns: 5 int, 5 bigint, 4 float, 4 double, 2 boolean. Some integers repeat."""
     from pyspark.sql import functions as F
 
     columns = {}
@@ -70,14 +70,14 @@ def scalars(spark: SparkSession, rows: int) -> DataFrame:
 
 
 def dense_vectors(spark: SparkSession, rows: int) -> DataFrame:
-    """A column of dense vectors of `harness.DIM` values."""
+    """Returns a column of dense vectors of `harness.DIM` values."""
     from pyspark.ml.functions import array_to_vector
 
     return arrays(spark, rows).select(array_to_vector("features").alias("features"))
 
 
 def sparse_vectors(spark: SparkSession, rows: int) -> DataFrame:
-    """A column of sparse vectors: `SPARSE_WORDS` words a row, hashed to `SPARSE_DIM` counts."""
+    """Returns a column of sparse vectors: `SPARSE_WORDS` words per row, hashed to `SPARSE_DIM` counts."""
     from pyspark.ml.feature import HashingTF
     from pyspark.sql import functions as F
 
@@ -99,7 +99,7 @@ COMPARISONS = {
 
 
 class Writer:
-    """Times one way of writing one DataFrame, each time into a folder of its own.
+    """Times one way of writing one DataFrame, each time into a new folder.
 
     Attributes:
         num_bytes: Bytes of Parquet that the last call wrote.
@@ -111,7 +111,7 @@ class Writer:
         self.num_bytes = 0
 
     def seconds(self) -> float:
-        """Writes once."""
+        """Writes once. Returns the seconds."""
         folder = self._root / uuid.uuid4().hex
         try:
             seconds = harness.seconds_of(partial(self._write, str(folder)))
@@ -122,12 +122,12 @@ class Writer:
 
 
 def write_parquet(frame: DataFrame, uri: str) -> None:
-    """Spark's own writer."""
+    """Writes with Spark's Parquet writer."""
     frame.write.option("compression", "zstd").parquet(uri)
 
 
 def compare(spark: SparkSession, name: str, options: Namespace, root: Path) -> list[str]:
-    """Measures one comparison; returns its line of the table."""
+    """Measures one comparison. Returns its line of the table."""
     comparison = COMPARISONS[name]
     frame = comparison.make(spark, options.rows).cache()
     assert frame.count() == options.rows
@@ -147,7 +147,7 @@ def compare(spark: SparkSession, name: str, options: Namespace, root: Path) -> l
 
 
 def main() -> None:
-    """Measures one DataFrame after the other, the two writers in turns."""
+    """Measures one DataFrame after another, with the two writers in interleaved rounds."""
     options = harness.parse(__doc__, rows=(500_000, 2_000))
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -1,4 +1,4 @@
-"""The memory in which `hogwild` trains."""
+"""The shared memory of `hogwild`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringspark.extras.asynchronous.hogwild import share_memory
 
 
 class _Killed(LocalCollective):
-    """Rank 0 of two, which is killed when it first speaks to the other one."""
+    """Rank 0 of two, which is killed at its first message to the other rank."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Ranks that train by a parameter server, or in shared memory: against the all-reduce, and what goes wrong.
+"""Asynchronous training on real ranks, by parameter server or shared memory.
 
-The ranks of one gang run all cases in turn; each test looks at its own.
+The ranks of one gang run all cases, and each test checks its case.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ HOGWILD = {"name": "hogwild"}
 APART: dict[str, dict[str, Any]] = {"ssp": SSP2, "asp": ASP, "hogwild": HOGWILD}
 OPTIMIZERS = ("sgd", "adamw", "adam1bit")
 STEPS = 12
-# Of the last steps, single rows leave ranks without any.
+# In the last steps there are single rows, so some ranks have none.
 ROWS = [6, 5, 7, 1] * (STEPS // 4)
 
 
 class Net(nn.Module):
-    """Parameters of all sorts: of another order in memory, sometimes used, never used, frozen."""
+    """Parameters of all sorts: with another memory order, sometimes used, never used, frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def _weights(sync: GradientSync) -> list[float]:
 
 
 def _state(sync: GradientSync) -> list[float]:
-    """The optimizer's whole state on rank 0; runs on every rank."""
+    """Returns the optimizer's whole state on rank 0. Runs on every rank."""
     own = sync.optimizer_state()
     values = [
         v.double().flatten() for n in sorted(own) for _, v in sorted(own[n].items()) if torch.is_tensor(v)
@@ -125,7 +125,7 @@ def _in_step(collective: Collective, optimizer: str) -> dict[str, Any]:
 
 
 def _apart(collective: Collective, consistency: dict[str, Any]) -> dict[str, Any]:
-    """Trains, settles, saves; trains on, and once more from what was saved."""
+    """Trains, synchronizes and saves; trains on, and trains again from the saved state."""
     sync = _prepare(collective, consistency, "momentum")
     _train(collective, sync)
     sync.settle()
@@ -149,7 +149,7 @@ def _apart(collective: Collective, consistency: dict[str, Any]) -> dict[str, Any
 
 
 def _literal(collective: Collective) -> dict[str, Any]:
-    """`push(index, gradient)` and `pull(index)` of a parameter that lies on all servers in parts."""
+    """Runs `push(index, gradient)` and `pull(index)` on a parameter that is sharded over all servers."""
     sync = _prepare(collective, ASP, "sgd", rate=0.5, decay=0.0)
     assert isinstance(sync, ServedSync)
     client, parameters = sync.client, sync._shard.parameters
@@ -169,7 +169,7 @@ def _literal(collective: Collective) -> dict[str, Any]:
 
 
 def _convex(collective: Collective) -> dict[str, Any]:
-    """Least squares by Hogwild; then one rank writes, and the other reads it."""
+    """Solves least squares by Hogwild; then one rank writes, and the other one reads."""
     generator = torch.Generator().manual_seed(0)
     features, truth = torch.randn(600, 8, generator=generator), torch.linspace(-1, 1, 8)
     settings = SyncSettings(sync=sync_of(consistency=HOGWILD))
@@ -203,7 +203,7 @@ def _convex(collective: Collective) -> dict[str, Any]:
 
 
 def _left_over(collective: Collective) -> list[str]:
-    """Threads, memory and connections that there are once the rank has left; runs on every rank."""
+    """Returns threads, memory and connections after the rank has left. Runs on every rank."""
     assert isinstance(collective, ConnectedMember)
     before = _sockets()
     collective._release()
@@ -216,12 +216,12 @@ def _left_over(collective: Collective) -> list[str]:
 
 
 def _sockets() -> int:
-    """The TCP connections and ports of this process."""
+    """Returns the TCP connections and ports of this process."""
     return len(psutil.Process().net_connections("tcp"))
 
 
 class _Counting(torch.optim.SGD):
-    """Keeps a plain number for each parameter, as an optimizer of a user's own may."""
+    """Keeps a plain number for each parameter, as a user's optimizer may."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -230,7 +230,7 @@ class _Counting(torch.optim.SGD):
 
 
 class _Gaps(nn.Module):
-    """A parameter whose elements do not fill a range of memory, beside others."""
+    """A parameter whose elements are not contiguous in memory, and others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def _hogwild_of(collective: Collective) -> GradientSync:
 
 
 def _unusual(collective: Collective) -> dict[str, Any]:
-    """Hogwild with such a network, and such an optimizer, saved and loaded."""
+    """Trains with this network and this optimizer by Hogwild, saves and loads."""
     sync = _hogwild_of(collective)
     weights = _weights(sync)
     sync.step(LossScaler("fp32", torch.device("cpu")))
@@ -294,7 +294,7 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize(("size", "collective"), GANGS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_staleness_0_is_the_training_by_all_reduce(size: int, collective: str, optimizer: str) -> None:
-    """Two numbers have one sum whatever the order, and SGD one result whatever the part: to the bit."""
+    """Equality is bitwise: a sum of two numbers has one order, and SGD works per element."""
     results = _results(size, collective)
     server = [result[optimizer]["server"] for result in results]
     reduced = results[0][optimizer]["all-reduce"]
@@ -316,7 +316,7 @@ def test_settled_ranks_have_equal_weights_and_load_them_again(size: int, collect
 
 @pytest.mark.parametrize(("size", "collective"), GANGS)
 def test_push_and_pull_by_index(size: int, collective: str) -> None:
-    """Each worker pushes twice; each push moves by its share of the rate 0.5."""
+    """Each worker pushes twice. Each push moves the weights by its share of the rate 0.5."""
     gradient = torch.arange(35.0).reshape(5, 7)
     for result in _results(size, collective):
         literal = result["literal"]
@@ -324,7 +324,7 @@ def test_push_and_pull_by_index(size: int, collective: str) -> None:
         assert literal["stride"] == [1, 5]
         for clock, seen in enumerate(literal["seen"], 1):
             pushes = torch.tensor(seen).flatten()[1:] / gradient.flatten()[1:] * -2 * size
-            # Its own writes at least, and of the others' whatever has come.
+            # It includes at least its own writes, and any received writes of the other workers.
             assert torch.allclose(pushes, pushes.round(), atol=1e-4)
             assert pushes.min() >= clock - 1e-4
 
@@ -366,7 +366,7 @@ def test_an_optimizer_of_whole_parameters_is_refused() -> None:
 
 
 def _loses_rank_1(consistency: dict[str, Any], folder: str, collective: Collective, *_: Any) -> str:
-    """Rank 1 is gone after its step 3, as if killed: its connections end, and nothing is said."""
+    """Rank 1 disappears after its step 3, as if killed: its connections end without a message."""
     sync = _prepare(collective, consistency, "sgd")
     told = Path(folder) / "told"
     if collective.rank == 1:
@@ -401,7 +401,7 @@ def test_workers_that_connect_at_once_push_none_of_them_out() -> None:
     server, _ = _served(b"t" * 32, size=100)
     with ExitStack() as stack:
         stack.callback(server.close)
-        # No worker sends its proof before all have connected.
+        # No worker sends its proof until all have connected.
         workers = [
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
             for _ in range(99)
@@ -429,7 +429,7 @@ def test_a_stranger_is_disconnected_and_a_member_is_served() -> None:
         link.push({0: torch.ones(4)}, [{"lr": 1.0}], ends_step=True)
         link.ask(None, 1, None)
         assert link.answer(lambda: None)[0].tolist() == [-0.5] * 4
-        # All workers have come, so nobody else can.
+        # All workers have connected, so no other process may connect.
         with pytest.raises(CollectiveError):
             RemoteLink(0, address, b"t" * 32, 1, like, 5.0)
         link.close()
@@ -444,7 +444,10 @@ class _Fails(torch.optim.SGD):
 
 
 def test_an_error_of_the_optimizer_comes_to_all_workers() -> None:
-    """The server's own worker gets the error itself, others its text. No worker is blamed for leaving."""
+    """The server's own worker gets the error itself, and other workers get its text.
+
+    No worker is blamed for leaving.
+    """
     held = nn.Parameter(torch.zeros(4))
     table = ParameterTable({0: held}, _Fails([held], lr=1.0), 2, ParameterServer(), 5.0)
     server = ShardServer(table, "127.0.0.1", b"t" * 32, rank=0, size=2)

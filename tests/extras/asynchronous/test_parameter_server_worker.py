@@ -1,4 +1,4 @@
-"""`train_worker` with a parameter server: the model of a training without, checkpoints, slow workers."""
+"""`train_worker` with a parameter server: equality with synchronous training, checkpoints, slow workers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _shards(make_shards: MakeShards) -> ShardManifest:
 def test_staleness_0_is_the_training_by_all_reduce_to_the_bit(
     make_shards: MakeShards, tmp_path: Path
 ) -> None:
-    """Also with weighted rows, a schedule, and a last batch of one row, of which one rank has none."""
+    """Covers weighted rows, a schedule, and a last batch of one row, so that one rank has none."""
     changes: dict[str, Any] = {"optimizer": "momentum", "lr_schedule": "cosine", "weight_column": "w"}
     manifest = _shards(make_shards)
     plain = _config(manifest, tmp_path / "a", **changes)
@@ -63,7 +63,7 @@ def test_staleness_0_is_the_training_by_all_reduce_to_the_bit(
 
 
 class _Constant(nn.Module):
-    """Its gradient is 1 whatever the rows, and rank 0 takes its time to hand the weights out."""
+    """Its gradient is always 1, and rank 0 takes long to serve the weights."""
 
     def __init__(self, size: int = 1) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class _Constant(nn.Module):
 
     def _save_to_state_dict(self, *args: Any) -> None:
         super()._save_to_state_dict(*args)
-        # The driver looks at it too, outside a gang.
+        # The driver calls it too, outside a gang.
         if torch.distributed.is_initialized() and torch.distributed.get_rank() == 0:
             time.sleep(0.3)
 
@@ -105,7 +105,7 @@ def test_staleness_0_keeps_what_a_callback_does_to_the_weights(
 
 
 class _Adds(Callback):
-    """Adds to the weights at each event, each time another number."""
+    """Adds a different number to the weights at each event."""
 
     def on_train_start(self, state: TrainingState) -> None:
         self._add(state, 10_000)
@@ -137,7 +137,7 @@ def test_ranks_apart_keep_what_a_callback_does_to_the_weights(
         learning_rate=1.0,
     )
     result = train_gang(config, UserObjects(module=_Constant(4), losses=(_output,), callbacks=(_Adds(),)))
-    # Each rank serves a shard of the four weights; 8 steps move each weight by 1.
+    # Each rank serves a shard of the four weights. 8 steps move each weight by 1.
     assert weights_of(result, _Constant(4)).tolist() == [10_000 + 100 + 200 + 2 * 1_000 - 8] * 4
 
 
@@ -145,7 +145,7 @@ def test_ranks_apart_keep_what_a_callback_does_to_the_weights(
 def test_a_checkpoint_has_the_steps_before_it_and_none_after(
     make_shards: MakeShards, tmp_path: Path, name: str
 ) -> None:
-    """With a rate of 1 a weight is the number of steps; whoever trains on must wait for the copy."""
+    """With a rate of 1, a weight is the number of steps. A worker that trains on must wait for the copy."""
     manifest = make_shards({"x": np.zeros((256, 4), np.float32), "y": np.zeros(256, np.float32)})
     config = _config(
         manifest,
@@ -163,13 +163,13 @@ def test_a_checkpoint_has_the_steps_before_it_and_none_after(
         steps[int(folder.name[-10:])] = -load_file(folder / "model.safetensors")["weight"].item()
     assert list(steps) == [3, 6, 9, 12, 15]
     for step, found in steps.items():
-        # Two that write at the same time may lose an update, but none comes too early.
+        # Two concurrent writes may lose an update, but no update comes too early.
         assert found <= step
         assert name == "hogwild" or found == step
 
 
 def test_a_rank_without_rows_records_no_loss(make_shards: MakeShards, tmp_path: Path) -> None:
-    """Of some batches of two rows both go to rank 1."""
+    """In some batches of two rows, both rows go to rank 1."""
     config = _config(
         _shards(make_shards),
         tmp_path / "run",
@@ -184,7 +184,7 @@ def test_a_rank_without_rows_records_no_loss(make_shards: MakeShards, tmp_path: 
 
 
 class _Spoiled:
-    """Rank 1's third batch is not finite; rank 0 takes its time, and rank 2 more."""
+    """The third batch of rank 1 is not finite. Rank 0 is slow, and rank 2 slower."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -211,10 +211,10 @@ def test_a_rank_that_waits_is_blamed_for_its_own_loss(make_shards: MakeShards, t
 
 
 class _SlowOnRankOne:
-    """Sleeps on one rank: it is passed the step, not the rank, so it asks the process group."""
+    """Sleeps on one rank. It gets the rank from the process group, because it is only passed the step."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        # The driver tries it, outside a gang.
+        # The driver calls it too, outside a gang.
         if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
             time.sleep(0.03)
         return x
@@ -238,17 +238,17 @@ def test_workers_of_unequal_speed_learn_and_end_with_one_model(
     first, second = train_ranks(config, UserObjects(transform_batch=_SlowOnRankOne()))
     losses = [epoch.train_loss for epoch in first.history]
     assert losses[-1] < 0.3 * losses[0]
-    # The validation is of the weights that all ranks have settled on.
+    # The validation uses the weights on which all ranks have agreed.
     assert [e.validation_loss for e in first.history] == [e.validation_loss for e in second.history]
     assert not first.checkpoint_errors
-    # Rank 0's own losses, at its own pace.
+    # Rank 0's losses, at its own speed.
     assert [record.step for record in read_steps(config.run_uri)] == list(range(3, first.steps + 1, 3))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", APART)
 def test_a_training_goes_on_from_its_checkpoint(make_shards: MakeShards, tmp_path: Path, name: str) -> None:
-    """Also with another number of workers: no rank alone knows anything that matters."""
+    """This includes another number of workers, because no rank has state that the checkpoint lacks."""
     config = _config(
         _shards(make_shards),
         tmp_path / "run",

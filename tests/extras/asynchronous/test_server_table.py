@@ -1,4 +1,4 @@
-"""What a server promises, in one process: the bound of clocks, what a reader sees, which steps are taken."""
+"""Guarantees of a server in one process: bounded clocks, reads of one's own writes, and completed steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RATE = [{"lr": 1.0}]
 
 
 def _mark(worker: int, size: int) -> torch.Tensor:
-    """A gradient by which the weights count the worker's pushes: each adds 1 to its own element."""
+    """Returns a gradient that counts the worker's pushes. Each push adds 1 to the worker's weight."""
     gradient = torch.zeros(size, dtype=torch.double)
     gradient[worker] = -1.0
     return gradient
@@ -51,10 +51,10 @@ def _mark(worker: int, size: int) -> torch.Tensor:
 def test_no_order_of_the_workers_breaks_a_promise_to_a_reader(
     data: st.DataObject, size: int, bound: int | None
 ) -> None:
-    """A worker reads, pushes, reads: whoever may go on is drawn, and the weights count what a reader sees."""
+    """Workers read, push and read. The next worker is random, and the weights count what a reader sees."""
     table = _table(size, bound)
     in_step = bound == 0
-    let_through = [0] * size  # the clock at which each worker was last let through
+    let_through = [0] * size  # the clock at which each worker last continued
     has_read = [True] * size
     for _ in range(data.draw(st.integers(1, 60))):
         able = [
@@ -64,7 +64,7 @@ def test_no_order_of_the_workers_breaks_a_promise_to_a_reader(
         assert able, "nobody may go on"
         worker = data.draw(st.sampled_from(able))
         if has_read[worker]:
-            gradient = _mark(worker, size) * (1 if in_step else size)  # the rate is divided out of step
+            gradient = _mark(worker, size) * (1 if in_step else size)  # the rate cancels out in step
             table.push(worker, {0: gradient}, RATE, ends_step=True)
             has_read[worker] = False
             continue
@@ -118,7 +118,7 @@ def test_staleness_0_is_one_sum_a_step_bitwise_whatever_the_order_of_arrival(dat
 def test_asynchronous_workers_in_turn_are_one_process_that_applies_gradients_late(
     make: MakeOptimizer,
 ) -> None:
-    """Delayed SGD: with N workers in turn, each gradient is of the weights N - 1 updates before."""
+    """Delayed SGD: with N round-robin workers, each gradient belongs to the weights N - 1 updates before."""
     size, updates = 3, 30
     matrix = torch.diag(torch.tensor([1.0, 0.3, 0.05]))
     start = torch.ones(3)
@@ -139,12 +139,12 @@ def test_asynchronous_workers_in_turn_are_one_process_that_applies_gradients_lat
         optimizer.step()
         past.append(plain.detach().clone())
         assert torch.equal(seen[worker], past[-1])
-    # The first pushes follow on the first weights, which all workers have.
+    # All workers have the initial weights, so the first pushes apply to these.
     assert table.staleness == {size - 1: updates - size + 1} | dict.fromkeys(range(size - 1), 1)
 
 
 def test_a_late_gradient_moves_less_by_its_staleness() -> None:
-    """Worker 1 reads, worker 0 pushes 6 steps, then worker 1 pushes: 6 steps of the one other late."""
+    """Worker 1 reads, worker 0 pushes 6 steps, then worker 1 pushes with a staleness of 6."""
     moved = []
     for corrects in (False, True):
         table = _table(2, None, correction="staleness" if corrects else "none")
@@ -157,7 +157,7 @@ def test_a_late_gradient_moves_less_by_its_staleness() -> None:
 
 
 def test_several_pushes_of_one_step_are_one() -> None:
-    """As by `push(index, gradient)`; parameters of one step may come one by one, and one may come twice."""
+    """As by `push(index, gradient)`: parameters of one step may come separately, and one may come twice."""
     table = _table(2, 0)
     table.push(0, {0: torch.tensor([1.0, 0.0], dtype=torch.double)}, RATE, ends_step=False)
     table.push(0, {0: torch.tensor([1.0, 0.0], dtype=torch.double)}, RATE, ends_step=True)
@@ -193,7 +193,7 @@ def test_who_takes_no_step_is_named_after_the_timeout_and_who_does_is_waited_for
     goes_on = threading.Semaphore(0)
 
     def walk() -> None:
-        """Takes the next step when the reader has noticed the one before; three in all."""
+        """Takes the next step when the reader has noticed the previous one; three in all."""
         for _ in range(3):
             goes_on.acquire()
             table.push(1, {}, RATE, ends_step=True)
@@ -218,7 +218,10 @@ def test_who_takes_no_step_is_named_after_the_timeout_and_who_does_is_waited_for
 
 
 def test_a_reader_whose_messages_are_not_read_keeps_nobody_waiting() -> None:
-    """It is told of each step, as over a connection that is full: the others push and read meanwhile."""
+    """The reader gets a message per step, as over a full connection.
+
+    Other workers push and read meanwhile.
+    """
     table = _table(3, None)
     is_full, drains = threading.Event(), threading.Event()
 

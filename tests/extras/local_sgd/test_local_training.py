@@ -1,6 +1,6 @@
-"""Local training on real ranks against one process that computes the same by the papers' formulas, in fp64.
+"""Local SGD and DiLoCo on real ranks, compared with one fp64 process that follows the papers' formulas.
 
-The ranks of one collective run all cases in turn; each test looks at its own.
+The ranks of one collective run all cases, and each test checks its case.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SIMULATED = [name for name in CASES if name not in ("synchronous", "never local"
 
 
 class Net(nn.Module):
-    """A chain of two layers, and a statistic of the rows that a rank saw."""
+    """Two layers, and a statistic of the rows that a rank saw."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,10 @@ def _flat(network: nn.Module) -> list[float]:
 
 
 def _steps(sync: GradientSync, collective: Collective, first: int, last: int) -> list[list[float]]:
-    """The trainer's steps; an epoch ends with `settle`. Returns the weights after each step and epoch."""
+    """Runs the trainer's steps; an epoch ends with `settle`.
+
+    Returns the weights after each step and epoch.
+    """
     scaler = LossScaler("fp32", torch.device("cpu"))
     history = []
     for step in range(first, last):
@@ -116,7 +119,7 @@ def _steps(sync: GradientSync, collective: Collective, first: int, last: int) ->
 
 
 def _resumed(collective: Collective, setting: Any, optimizer: str, at: int) -> list[list[float]]:
-    """As a training that a checkpoint after step `at` interrupts: the rest of the history."""
+    """Interrupts a training by a checkpoint after step `at`. Returns the rest of the history."""
     before = _sync(collective, setting, optimizer)
     _steps(before, collective, 0, at)
     own = gather_bytes(collective, save(before.rank_state()))
@@ -124,7 +127,7 @@ def _resumed(collective: Collective, setting: Any, optimizer: str, at: int) -> l
     first = json.loads(gather_bytes(collective, json.dumps(saved[0]).encode())[0])
     after = _sync(collective, setting, optimizer)
     torch.nn.utils.vector_to_parameters(torch.tensor(first, dtype=torch.float64), after.network.parameters())
-    # Rank 0's optimizer is in the checkpoint; the others must bring their own.
+    # The checkpoint contains rank 0's optimizer; the other ranks must restore theirs.
     if collective.rank == 0:
         after.load_optimizer_state(saved[1])  # type: ignore[arg-type]
     after.load_rank_states([load(text) for text in own], is_same=True)
@@ -144,7 +147,7 @@ def _work(collective: Collective) -> Any:
             "mask": repr(sync.network.mask.tolist()),
         }
         if name not in ("synchronous", "never local"):
-            # In the middle of a period, and while a fragment is under way; and where an epoch has ended.
+            # In the middle of a period, while a fragment is in flight, and at the end of an epoch.
             results[name]["resumed"] = {at: _resumed(collective, setting, optimizer, at) for at in (8, 9, 7)}
     results["compact"] = {}
     for form in ("fp32", "fp16", "int8"):
@@ -173,7 +176,7 @@ def _work(collective: Collective) -> Any:
 
 def _outer_gradient(rank: int) -> torch.Tensor:
     values = torch.randn(400, generator=torch.Generator().manual_seed(rank))
-    values[:300] *= 1e-6  # beside larger ones, which have a scale of their own
+    values[:300] *= 1e-6  # next to larger ones, which have another scale
     values[300] = 0.0
     return values
 
@@ -184,7 +187,7 @@ def _results(collective: str) -> list[dict[str, Any]]:
 
 
 def _simulated(setting: Any, optimizer: str) -> list[list[list[float]]]:
-    """The weights of each rank after each step and epoch, by the formulas alone."""
+    """Returns the weights of each rank after each step and epoch, from the formulas alone."""
     given: Mapping[str, Any] = setting if isinstance(setting, dict) else {"steps": setting}
     name, steps, after = given.get("name", "average"), given["steps"], given.get("after", 0)
     networks = [Net() for _ in range(SIZE)]
@@ -348,7 +351,10 @@ def test_statistics_are_averaged_and_constants_left_alone() -> None:
 
 @pytest.mark.distributed
 def test_the_bytes_are_those_of_the_meetings() -> None:
-    """A ring of 2 sends a vector once: 21 weights of 8 bytes, and 7 bytes x 4 of statistics a meeting."""
+    """A ring of 2 sends a vector once.
+
+    It has 21 weights of 8 bytes, and per synchronization 7 bytes x 4 of statistics.
+    """
     weights, statistics = 21 * 8, (3 + 2 * 2) * 4
     meetings = {"average": 3 * EPOCHS, "epoch": EPOCHS, "one-shot": EPOCHS, "diloco": 3 * EPOCHS}
     for result in _results("torch"):
@@ -374,11 +380,11 @@ def test_outer_gradients_in_fewer_bits_are_within_the_documented_error() -> None
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", ["torch", "horovod"])
 def test_over_a_network_an_average_is_that_in_shared_memory(collective: str) -> None:
-    """As between hosts: libraries differ in what they sum, and in the maximum of NaN and a number."""
+    """Between hosts, libraries differ in data types for sums, and in the maximum with NaN."""
     for result in _results(collective):
         for form, average in result["by network"].items():
             shared = torch.tensor(result["compact"][form]["average"])
-            # Sums of 16 bits may be rounded elsewhere.
+            # 16-bit sums may round differently.
             rtol = 2e-3 if form == "fp16" else 0
             assert torch.allclose(torch.tensor(average), shared, rtol=rtol, atol=1e-9)
 
@@ -405,14 +411,14 @@ def test_statistics_of_64_bits_are_averaged_in_64() -> None:
     network = nn.Module()
     network.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
     statistics = Statistics(network, LocalCollective())
-    network.seen += 2.0**25 + 1  # no number of 32 bits
+    network.seen += 2.0**25 + 1  # not representable in 32 bits
     statistics.average()
     assert network.seen.tolist() == [2.0**25 + 1]
 
 
 # pytorch/torchft (BSD), fixtures test_diloco_mocked_updates_<n>.json: two fragments of one weight 1.0,
-# gradients of 2 at rate 1, outer rate 2, a fragment every 3 steps; (delay, alpha) -> both weights
-# at the start of steps 3, 6, 9, 12, and the outer optimizer's own at 12.
+# gradients of 2 at rate 1, outer rate 2, a fragment every 3 steps; (delay, alpha) -> both weights at the
+# start of steps 3, 6, 9, 12, and the weights of the outer optimizer at 12.
 TORCHFT: dict[tuple[int, float], list[list[float]]] = {
     (0, 0.0): [[-11, -5], [-17, -23], [-35, -29], [-41, -47], [-35, -47]],
     (0, 0.5): [[-8, -5], [-14, -17], [-24.5, -23], [-30.5, -32], [-29, -35]],
@@ -431,7 +437,7 @@ class _TwoWeights(nn.Module):
 
 @pytest.mark.parametrize(("delay", "alpha"), TORCHFT)
 def test_streaming_fragments_have_the_numbers_of_torchft(delay: int, alpha: float) -> None:
-    """All replicas of the fixtures take the same steps, so one rank has their numbers."""
+    """All replicas of the fixtures take the same steps, so one rank is enough."""
     setting = {"name": "diloco", "steps": 6, "fragments": 2, "delay": delay, "alpha": alpha}
     exchange = SyncSettings(sync=sync_of(localSteps={**setting, "outerRate": 2.0, "outerMomentum": 0.0}))
     make: Callable[[nn.Module], Any] = lambda module: torch.optim.SGD(module.parameters(), lr=1.0)  # noqa: E731
@@ -451,7 +457,7 @@ def test_streaming_fragments_have_the_numbers_of_torchft(delay: int, alpha: floa
 
 
 class _Doubles(LocalCollective):
-    """One of two ranks that hold equal values."""
+    """One of two ranks with equal values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -463,7 +469,7 @@ class _Doubles(LocalCollective):
 
 
 def test_a_constant_at_the_end_of_its_range_is_left_alone() -> None:
-    """An attention mask, for example: the sum over two ranks would be infinite."""
+    """An attention mask is an example. The sum over two ranks would be infinite."""
     network = nn.Module()
     network.register_buffer("mask", torch.full((2,), torch.finfo(torch.float32).min))
     statistics = Statistics(network, _Doubles())
@@ -472,7 +478,7 @@ def test_a_constant_at_the_end_of_its_range_is_left_alone() -> None:
 
 
 class _Branches(nn.Module):
-    """Applies one of two layers; the first row's first number chooses it."""
+    """Applies one of two layers, which the first row's first number selects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -492,7 +498,7 @@ class _Rank(LocalCollective):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_whose_last_steps_moved_different_weights_resume_to_the_bit(rank: int) -> None:
-    """The next step has no rows, so it moves the weights that the rank's own last rows moved."""
+    """The next step has no rows, so it moves the weights that the rank's last rows moved."""
     exchange = SyncSettings(sync=sync_of(localSteps="training"))
     make = partial(build_optimizer, "momentum", groups=None, learning_rate=0.05, weight_decay=0.01)
     scaler = LossScaler("fp32", torch.device("cpu"))
@@ -527,14 +533,14 @@ def test_ranks_whose_last_steps_moved_different_weights_resume_to_the_bit(rank: 
 
 
 class _Sends(_Doubles):
-    """A rank that sends gradients while it computes, so that a large network has hooks."""
+    """A rank that sends gradients during the backward pass, so that a large network has hooks."""
 
     def sends_at_once(self, device: torch.device) -> bool:
         return True
 
 
 def test_local_steps_hold_no_buffer_of_the_synchronous_ones() -> None:
-    """It has the size of the network."""
+    """Such a buffer has the size of the network."""
     exchange = SyncSettings(sync=sync_of(localSteps={"steps": 3, "after": 1}))
     make = partial(build_optimizer, "sgd", groups=None, learning_rate=0.1, weight_decay=0.0)
     sync: Any = STRATEGIES[exchange.sync.strategy]().prepare(nn.Linear(1024, 600), make, _Sends(), exchange)

@@ -1,4 +1,4 @@
-"""`train_worker` with `localSteps`: what a gang resumes after it stopped inside of a period."""
+"""`train_worker` with `localSteps`: a gang resumes after it stopped in the middle of a period."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAYS: list[Any] = [
 
 
 class _Stops(Callback):
-    """Raises after step `at`, in the middle of a period, a step behind the checkpoint."""
+    """Raises after step `at`, in the middle of a period, one step after the checkpoint."""
 
     def __init__(self, at: int | None) -> None:
         self.at = at
@@ -95,7 +95,7 @@ class _Still(nn.Module):
 def test_what_a_callback_does_to_the_equal_weights_lasts(
     make_shards: MakeShards, tmp_path: Path, way: Any
 ) -> None:
-    """It lasts over a resume too, because the first epoch's checkpoint contains the change."""
+    """It must survive a resume too, because the first epoch's checkpoint contains the change."""
     config = _config(make_shards, tmp_path, way, "run")
     config = replace(config, model=None, optimizer="sgd", checkpoint_every_epochs=1)
     objects = UserObjects(module=_Still(), callbacks=(_Adds(),))

@@ -1,4 +1,4 @@
-"""The measured steps of the benchmarks, for the tests that compare a plan with them."""
+"""Measured steps of the benchmarks, for tests that compare a plan with them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +16,6 @@ def benchmark_step() -> Iterator[Any]:
 
 @pytest.fixture
 def benchmark_meshes() -> Iterator[Any]:
-    """tests/benchmarks/plan_parallelism.py as a module, which ranks find too."""
+    """tests/benchmarks/plan_parallelism.py as a module that ranks can import."""
     with imported_benchmark("plan_parallelism") as module:
         yield module

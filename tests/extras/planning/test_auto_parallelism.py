@@ -38,7 +38,7 @@ def manifest(make_shards: MakeShards) -> ShardManifest:
 
 @pytest.fixture(autouse=True)
 def _estimated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a step that is too long to be measured: a gang would take most of the time of these tests."""
+    """Replaces the measurement by an estimate. A gang would take most of the time of these tests."""
     monkeypatch.setattr(automatic, "MOST_SECONDS", 0.0)
 
 
@@ -60,7 +60,8 @@ def test_a_small_network_stays_whole_and_nothing_is_measured(manifest: ShardMani
 
 def test_a_network_that_does_not_fit_is_cut_and_trains(manifest: ShardManifest, tmp_path: Path) -> None:
     config = _config(manifest, tmp_path)
-    # About 13,000 parameters, gradients, two moments of each and the sum; half a network has half of them.
+    # About 13,000 parameters, gradients, two moments of each and the sum; half of the network has half of
+    # them.
     budget = 200_000
     choice = choose_parallelism(config, NOTHING, manifest, budget=budget)
     found = choice.config
@@ -69,7 +70,7 @@ def test_a_network_that_does_not_fit_is_cut_and_trains(manifest: ShardManifest, 
     assert "needs 2" in choice.explanation
     assert "data parallelism is not possible: needs" in choice.explanation
     assert replace(found, parallelism={}, gradient_accumulation=1) == config
-    # The limit of the machine counts where the user set none.
+    # The limit of the machine applies if the user sets none.
     limits = [None, Available(num_bytes=budget, source="here")]
     assert choose_parallelism(config, NOTHING, manifest, limits=limits).config == found
     with pytest.raises(
@@ -98,7 +99,7 @@ def test_batch_normalization_keeps_the_micro_batches_of_the_user(
 
 
 class Mixing(nn.Module):
-    """Mixes features although its plan leaves each rank only some of them."""
+    """Mixes features, although its plan leaves each rank only some of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ def test_a_run_keeps_its_mesh_unless_it_has_other_workers(manifest: ShardManifes
         replace(config, num_workers=4), NOTHING, manifest, begun=begun, budget=200_000
     ).config
     assert more.cuts_network
-    # The run's identity holds it, and what batch normalisation sees.
+    # The run's identity contains the mesh, because batch normalization depends on it.
     assert more.gradient_accumulation == 8
     refused = choose_parallelism(replace(config, noise_scale=True), NOTHING, manifest, begun=begun)
     assert refused.config.parallelism == Mesh()

@@ -1,4 +1,4 @@
-"""The memory of networks that a mesh cuts: exact parts, live micro-batches, one rank as by `plan_memory`."""
+"""Memory plans of sharded networks: exact shards, live micro-batches, and one rank as in `plan_memory`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_one_rank_with_everything_needs_what_the_memory_plan_says(
     plan = plan_memory(
         SPEC, BATCH, gradientAccumulation=micro, precision=changes.get("precision", "fp32"), **settings
     )
-    # The loss of each micro-batch is kept, and the plan runs but two of them.
+    # The loss of each micro-batch is kept, and the plan runs only two of them.
     kept = 4 * max(0, micro - 2)
     assert peak_of_steps(rank, alternate_passes(micro), "none").total == plan.peak + kept
     assert rank.update.state == plan.optimizer_state
@@ -77,16 +77,16 @@ def test_a_stage_and_a_cut_matrix_have_the_bytes_of_their_parameters() -> None:
         parts = [2 if name.endswith(cut) else 1 for name in names]
         held = 4 * sum(whole[name] // by for name, by in zip(names, parts, strict=True))
         assert rank.parts["parameters"] == rank.parts["gradients"] == held
-        # AdamW: two moments of each number, and a step count for each tensor.
+        # AdamW: two moments per number, and a step count per tensor.
         assert rank.parts["optimizer_state"] == 2 * held + 4 * len(names)
-    # Tied: the table of embeddings is in the first stage and in the last.
+    # Tied embeddings: the table is in the first stage and in the last.
     names = [{name for name, _ in part.module.named_parameters()} for part in network.parts]
     assert names[0] | names[1] == set(whole)
     assert names[0] & names[1] == {"tokens.weight"}
 
 
 def test_a_block_exchanges_twice_forward_and_twice_backward() -> None:
-    """Beside them the table of embeddings sums once, and the loss of cut logits three numbers a token."""
+    """The embedding table adds one all-reduce, and the loss of sharded logits three numbers per token."""
     _, (rank,) = _measured(_config({"tensor": 2}, 2), ROWS)
     hidden, tokens = 4 * ROWS * SEQ * DIM, 4 * ROWS * SEQ
     forward = [(m.kind, m.num_bytes) for m in rank.passes[0, True].messages["tensor"]]
@@ -97,7 +97,7 @@ def test_a_block_exchanges_twice_forward_and_twice_backward() -> None:
 
 
 def test_spread_rows_pass_keys_and_values_on_and_keep_a_part_of_what_whole_ones_do() -> None:
-    """The ring of two: keys and values go once forward, and once backward with their gradients home."""
+    """In a ring of two, keys and values are sent once forward, and once backward with their gradients."""
     _, (whole,) = _measured(_config({}, 1), ROWS)
     _, (rank,) = _measured(_config({"sequence": 2}, 2), ROWS)
     own = 4 * ROWS * SEQ // 2 * DIM
@@ -113,7 +113,7 @@ def test_spread_rows_pass_keys_and_values_on_and_keep_a_part_of_what_whole_ones_
 
 
 def test_each_live_micro_batch_keeps_its_activations() -> None:
-    """1F1B: the first stage of p holds p micro-batches, the last one; or as many as there are."""
+    """1F1B: the first stage of p holds p micro-batches and the last one holds one, at most their number."""
     config = _config({"pipeline": 4, "cuts": ["blocks.1", "blocks.2", "blocks.3"]}, 4, 8)
     network, ranks = _measured(config, 1)
     middle = network.parts[2]
@@ -125,7 +125,7 @@ def test_each_live_micro_batch_keeps_its_activations() -> None:
     live = {m: count_live(orders_of(config, m))[2] for m in peaks}
     assert live == {1: 1, 2: 2, 3: 3, 4: 3, 8: 3}
     batch = {m: m * rank.batch for m in peaks}
-    # Beside what is kept, at most a few values and gradients are on their way.
+    # Besides, at most a few values and gradients are in flight.
     places = 4 * rank.arriving[1]
     assert 0 <= peaks[3].total - batch[3] - (peaks[2].total - batch[2]) - kept <= places
     assert 0 <= peaks[8].total - batch[8] - (peaks[4].total - batch[4]) <= places < kept
@@ -137,7 +137,7 @@ def test_each_live_micro_batch_keeps_its_activations() -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("hidden", [[128] * 4, [2048] * 5], ids=["one exchange", "buckets"])
 def test_two_whole_copies_need_what_the_memory_plan_says(hidden: list[int], benchmark_meshes: Any) -> None:
-    """In the backward pass of a large network, the memory of a gradient is free once a bucket has it."""
+    """In the backward pass of a large network, a gradient's memory is free after its copy to a bucket."""
     few_rows = benchmark_meshes.networks(32, tiny=True)[1]
     spec = ModelSpec("mlp", {"in_features": 256, "hidden": hidden, "out_features": 1})
     network = replace(few_rows, spec=spec)
@@ -161,7 +161,7 @@ def test_a_plan_of_a_mesh_is_that_of_its_fullest_rank() -> None:
     assert plan.peak == max(peaks) < plan_memory(SPEC, BATCH, gradientAccumulation=4).peak
     assert sum(plan.at_peak.values()) == plan.peak
     assert plan.fits
-    # A part of the state for each rank with other rows.
+    # One shard of the state for each rank with other rows.
     shared = {"parallelism": {"data": 2, "tensor": 2}, "numWorkers": 4, "collective": "torch"}
     whole, split = (plan_memory(SPEC, BATCH, sharding=s, **shared) for s in ("none", "optimizer"))
     assert split.optimizer_state == whole.optimizer_state // 2
