@@ -266,7 +266,7 @@ def test_strings_and_nulls_are_refused_on_the_driver_by_name(spark: Any, tmp_pat
 
 
 def test_fewer_row_groups_than_shards_are_fine(make_shards: MakeShards, engine: str) -> None:
-    """Petastorm refuses shards without a row group of their own: "row groups must be >= shards"."""
+    """Petastorm refuses shards without their own row group: "row groups must be >= shards"."""
     manifest = make_shards({"id": np.arange(60)}, num_files=1, row_group_rows=60)
     assert len(manifest.row_groups) == 1
     parts = [_read(manifest, engine=engine, shard=n, num_shards=8, batch_size=16) for n in range(8)]

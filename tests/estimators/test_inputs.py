@@ -445,7 +445,7 @@ def test_a_served_classifier_of_strings_names_its_classes(tmp_path: Path) -> Non
         str(tmp_path), [(3,)], None, columns=columns, label_columns=["label"]
     )
     found = ServedModel(model).predict(pd.DataFrame({"features": [[-2.0], [0.0], [2.0]]}))
-    # The last class stands for all unknown strings.
+    # The last class represents all unknown strings.
     assert found["predictedLabel"].tolist() == ["no", "maybe", None]
     outputs = ["rawPrediction", "probability", "prediction", "predictedLabel"]
     assert list(found.columns) == outputs

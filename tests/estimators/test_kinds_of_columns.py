@@ -22,7 +22,7 @@ from ringspark.pipelines import Array, Column, HashBuckets, Padded, Ragged, Spar
 pytestmark = pytest.mark.spark
 
 CITIES = ["Bern", "Oslo", "Rome"]
-# Only the city determines the class. A rare city has an id of its own only if `columns` sets no bound.
+# Only the city determines the class. A rare city gets its own id only if `columns` sets no bound.
 CLASSES = {"Bern": "cold", "Oslo": "cold", "Rome": "warm", "Lima": "warm"}
 TABULAR = ModelSpec("tabular", {"cardinalities": [5], "num_numeric": 1, "hidden": [8], "out_features": 2})
 
