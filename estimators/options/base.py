@@ -150,6 +150,12 @@ class Options:
         if variants and isinstance(value, str):
             value = {"name": value}
         if cls.SHORTHAND and value is not None and not isinstance(value, Mapping | Options):
+            hint = _hints(cls)[cls.SHORTHAND]  # type: ignore[arg-type]
+            if _convert(hint, value, subject) is _MISMATCH:
+                known = [*_type_rules(hint), cls.__name__]
+                raise TypeError(
+                    f"{subject} must be {_either(known)}, or a dict of its options, got {value!r}"
+                )
             value = {cls.SHORTHAND: value}
         if not isinstance(value, Mapping):
             known = [variant.__name__ for variant in variants.values()] or [cls.__name__]

@@ -21,7 +21,7 @@ from s3_server import S3Server
 
 from ringspark.estimators.training.checkpoint.weights import replacing
 from ringspark.pipelines import ShardManifest, cached_shards, open_reader, storage, write_shards
-from ringspark.pipelines.readers import Batch, ShardReader, range_file, retry
+from ringspark.pipelines.readers import Batch, base, range_file, retry
 
 s3fs = pytest.importorskip("s3fs")
 pytest.importorskip("moto")
@@ -81,7 +81,7 @@ def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     monkeypatch.setattr(retry, "FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     # Readers hold only a few blocks, so a later failure does not prevent the first batch.
-    monkeypatch.setattr(ShardReader, "_block_steps", lambda reader, batch_size: 1)
+    monkeypatch.setattr(base, "block_steps", lambda widths, num_shards, batch_size: 1)
     server.tell("clear")
     yield server
     server.tell("clear")

@@ -87,7 +87,7 @@ def expected_bytes(config: TrainConfig, layers: int, width: int) -> dict[str, fl
     weights = (layers + 1) * width * width * 4 / (sizes["tensor"] * sizes["pipeline"])
     sharers = sizes["shard"] if sizes["shard"] > 1 else sizes["data"]
     found: dict[str, float] = {"parameters": weights, "gradients": weights, "optimizer": 2 * weights}
-    for kind in CUT[config.sharding]:
+    for kind in CUT[config.sync.sharding]:
         found[kind] /= sharers
     micro = config.gradient_accumulation
     rows = config.batch_size / (sizes["data"] * sizes["shard"]) / micro

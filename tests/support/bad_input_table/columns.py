@@ -102,7 +102,7 @@ COLUMNS = [
 # fmt: off
 TEXTS = [
     R("text: no tokenizer there", lambda p: Tokens.of(p.prepared()),
-      "there is no .*/tokenizer.json", "give the folder"),
+      "there is no .*/tokenizer.json", "pass the folder"),
     R("text: a damaged tokenizer", lambda p: p.write("text", columns={"text": Tokens('{"model": ', 8)}),
       "tokenizer of Tokens cannot be read", "save it again"),
     R("text: no bound", lambda p: words_of(p), "has no maximum length", "set one, e.g."),

@@ -46,7 +46,7 @@ NETWORKS = [
     R("spec: wrong argument", lambda p: ModelSpec("linear", {"width": 2}).build(),
       "'linear' does not take", "it takes in_features"),
     R("spec: experts that choose, causal", lambda p: with_experts(num_experts=2, router="expert_choice"),
-      "router 'expert_choice' has later tokens", "take 'switch' or 'gshard'"),
+      "router 'expert_choice' lets later tokens", "use 'switch' or 'gshard'"),
     R("spec: experts without a number", lambda p: with_experts(router="switch"),
       "experts must give num_experts", "such as"),
     R("spec: no network", lambda p: ModelSpec("json:loads").build(),

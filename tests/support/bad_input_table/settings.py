@@ -149,7 +149,7 @@ SETTINGS = [
       "cannot be written", "choose a folder"),
     R("fit: shards gone", lambda p: p.on_damaged(gone), "parquet' is missing", "write the shards again"),
     R("fit: shards cut", lambda p: p.on_damaged(cut),
-      r"parquet' has \d+ bytes where", "write the shards again"),
+      r"parquet' has \d+ bytes, but", "write the shards again"),
     R("fitOnShards: part of a column as weights", part_as_weights,
       "have no column 'uneven.length'", "known: uneven, label"),
     R("fit: no shards", lambda p: p.fit(run=lambda e: e.fitOnShards(p.storage)),

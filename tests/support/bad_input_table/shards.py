@@ -96,7 +96,7 @@ READING = [
       r"shard file '.*\.parquet' is missing", "write the shards again"),
     R("read: shard cut",
       lambda p: ShardManifest.load(p.prepared("shards", cut("_shards*/*.parquet"))).verify(),
-      r"shard file '.*\.parquet' has \d+ bytes where", "write the shards again"),
+      r"shard file '.*\.parquet' has \d+ bytes, but", "write the shards again"),
     R("read: a path", lambda p: open_reader(p.prepared("shards")),
       "takes a manifest, got", "ShardManifest.load"),
     R("read: unknown column", lambda p: reader(p, columns=["x"]), "no column 'x'", "known: features, label"),

@@ -131,8 +131,8 @@ def _counts(collective: Collective) -> Any:
         shard_layers(block, region, PAIRS)
         tokens = 8
         if between == "parts":
-            assert isinstance(region.between, SequenceBoundary)
-            region.between.length = tokens
+            assert isinstance(region.boundary, SequenceBoundary)
+            region.boundary.length = tokens
             tokens //= collective.size
         x = torch.randn(3, tokens, 16, requires_grad=True)
         out = counting.noted(lambda: block(x))  # noqa: B023
@@ -183,7 +183,7 @@ def _cut_loss(collective: Collective) -> Any:
     found["forward"] = counting.found
     counting.noted(lambda: rows.sum().backward())
     found["backward"] = counting.found
-    (whole,) = criterion.whole([logits])
+    (whole,) = criterion.gather_classes([logits])
     reference = F.cross_entropy(whole, label, reduction="none").mean(1)
     found["loss"] = float((rows[:, 0] - reference).detach().abs().max())
     with criterion.gather_in_forward():
