@@ -1,7 +1,7 @@
-"""`fit` with every way for workers to run apart (`localSteps`, `consistency`), on Spark from shards on disk.
+"""`fit` with local SGD and asynchronous training (`localSteps`, `consistency`), on Spark from shards on disk.
 
-Each fit is trained once more from its own stored config by a gang without Spark: what is deterministic must
-be the same to the bit, the rest must count and learn the same.
+A gang without Spark repeats each training from its stored config. Deterministic methods must be bitwise
+equal; the other methods must take the same steps and learn equally well.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 ROWS, HELD_OUT, BATCH, EPOCHS = 230, 37, 32, 4
-STEPS = -(-(ROWS - HELD_OUT) // BATCH)  # of an epoch; the last batch has one row: one worker has none
+STEPS = -(-(ROWS - HELD_OUT) // BATCH)  # per epoch; the last batch has one row, so one worker has none
 SPEC = ModelSpec("mlp", {"in_features": 3, "hidden": [8], "out_features": 1, "dropout": 0.1})
 
 LOCAL: dict[str, Any] = {
@@ -58,7 +58,7 @@ APART: dict[str, Any] = {
 }
 WAYS = [(name, "localSteps", value) for name, value in LOCAL.items()]
 WAYS += [(name, "consistency", value) for name, value in APART.items()]
-ORDERED = {*LOCAL, "ssp of 0"}  # a rerun is the same to the bit
+ORDERED = {*LOCAL, "ssp of 0"}  # a rerun is bitwise equal
 FAST = {"ssp"}
 
 
@@ -112,7 +112,7 @@ def test_a_fit_of_workers_that_run_apart(
     assert history["learning_rate"].tolist() == [0.01] * EPOCHS
     assert history["train_loss"].iloc[-1] < history["train_loss"].iloc[0]
 
-    # The held-out rows' loss is that of the model that came out.
+    # The validation loss is that of the final model.
     weights = torch.cat([p.detach().flatten() for p in model.module().parameters()])
     rows = model.transform(table).orderBy("id").collect()
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_a_fit_of_workers_that_run_apart(
     if name in ORDERED:
         assert torch.equal(weights_of(results[0], SPEC.build()), weights)
     else:
-        # Their order is another each time; of a smooth problem the end is not.
+        # The order of updates varies between runs, but the result of a smooth problem does not.
         assert results[0].history[-1].train_loss < results[0].history[0].train_loss
-    # Whatever the order, each step pushes as much and reads as much.
+    # In any order, each step pushes and reads the same amount.
     assert results[0].bytes_sent == summary.bytes_sent

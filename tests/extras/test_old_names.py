@@ -1,4 +1,4 @@
-"""Modules that moved to extras keep their old names: imports work, and stages saved under them load."""
+"""Modules that moved to extras keep their old names: imports work, and saved stages load."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_old_name_is_the_same_object(module: str) -> None:
 
 
 def _named_as_before(path: Path) -> None:
-    """Gives saved stages the class names that they had before the move."""
+    """Writes the class names from before the move into saved stages."""
     for metadata in path.rglob("metadata/part-*"):
         text = metadata.read_text()
         metadata.write_text(

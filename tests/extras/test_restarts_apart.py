@@ -1,6 +1,6 @@
-"""Gangs whose ranks run apart, hit under the real supervisor: they end as if nothing had come.
+"""Gangs with local SGD or asynchronous training, hit by faults under the real supervisor, recover.
 
-Each training is hit once, at a step drawn from its name; its ranks keep diaries of the rows they saw.
+Each training is hit once, at a step that its name determines. Its ranks log the rows that they saw.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "elastic": {"localSteps": {"name": "elastic", "steps": 3}},
 }
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-# Each rank serves a part of the table, so each is killed once; rank 0 writes the checkpoints besides.
+# Each rank serves a shard of the table, so each is killed once. Rank 0 also writes the checkpoints.
 HITS = [
     ("ssp", KILL, 0, "torch"),
     ("asp", KILL, 1, "torch"),
@@ -112,7 +112,7 @@ def _beat(run: Path, rank: int) -> Beat | None:
 
 @contextmanager
 def _hit(root: Path, rank: int, number: signal.Signals, draw: random.Random) -> Iterator[list[Beat]]:
-    """Sends a signal to the process of a rank at a step that is drawn; yields the beats of those hit."""
+    """Sends a signal to a rank's process at a random step. Yields the heartbeats of the hit ranks."""
     hits: list[Beat] = []
     diaries = rows.Diaries(root / "diary")
     step = draw.randrange(EVERY + 2, int(0.8 * EPOCHS * EPOCH_STEPS))
@@ -136,11 +136,11 @@ def _hit(root: Path, rank: int, number: signal.Signals, draw: random.Random) -> 
 
 
 def _left_over(pids: list[int], collective: str) -> list[str]:
-    """Ports, and connections with each other, of ranks whose training has ended."""
+    """Returns ports and mutual connections of ranks whose training has ended."""
     found = []
     for pid in pids:
         process = psutil.Process(pid)
-        # A worker inherits the port of the daemon that has forked it.
+        # A worker inherits the port of the daemon that forked it.
         daemon = process.parent()
         inherited = {c.laddr.port for c in daemon.net_connections("tcp")} if daemon is not None else set()
         found += [
@@ -149,7 +149,7 @@ def _left_over(pids: list[int], collective: str) -> list[str]:
             if c.status == psutil.CONN_LISTEN and c.laddr.port not in inherited
         ]
     if collective == "horovod":
-        return found  # it keeps Gloo's connections after its shutdown, also of ranks in step
+        return found  # it keeps Gloo's connections after its shutdown, also with synchronous ranks
     with sockets.between(pids) as connections:
         found += [f"{c.getsockname()} with {c.getpeername()}" for c in connections]
     return found
@@ -183,7 +183,7 @@ def test_a_rank_that_is_hit_costs_no_row(
 
 
 class _Slow(Callback):
-    """Rank 1 takes longer for all steps of an epoch than a rank may be silent, but for none of them."""
+    """Rank 1 takes longer for an epoch than the heartbeat timeout, but not for one step."""
 
     def on_step_end(self, state: TrainingState) -> None:
         if state.rank == 1:

@@ -1,4 +1,4 @@
-"""A standalone Spark cluster: a master and workers as processes of this machine, as on three nodes."""
+"""A standalone Spark cluster: a master and workers as processes of this machine, like three nodes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pathlib import Path
 import processes
 from waiting import wait_for
 
-# After which the master gives a silent worker up, instead of a minute.
+# Timeout after which the master removes a silent worker; Spark's default is a minute.
 WORKER_TIMEOUT_SECONDS = 15
 
 
 class Cluster:
-    """One master and `num_workers` workers; each has room for one executor more than it needs.
+    """A master and `num_workers` workers; each has room for one more executor than needed.
 
-    A driver gets its executors spread over the workers; when one is lost, its executor starts on another.
+    A driver's executors are spread over the workers. A lost executor restarts on another worker.
 
     Attributes:
-        url: For `spark.master`.
-        mark: See `processes`: executors inherit it from their worker.
+        url: URL for `spark.master`.
+        mark: See `processes`; executors inherit it from their worker.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -42,11 +42,11 @@ class Cluster:
         self.heal()
 
     def pids(self) -> list[int]:
-        """Master and workers that live."""
+        """Process ids of live master and workers."""
         return [process.pid for process in self._started if process.poll() is None]
 
     def heal(self) -> None:
-        """Starts workers until there are as many as at first; returns when the master knows them."""
+        """Restarts missing workers, and returns when the master has registered them."""
         missing = self._num_workers + 1 - len(self.pids())
         known = self._registered()
         for _ in range(missing):
@@ -54,7 +54,7 @@ class Cluster:
         wait_for("the workers", lambda: self._registered() >= known + missing)
 
     def close(self) -> None:
-        """Ends all of it."""
+        """Ends all processes of the cluster."""
         for process in self._started:
             processes.send(process.pid, signal.SIGKILL)
             process.wait()
@@ -81,7 +81,7 @@ class Cluster:
                     "SPARK_WORKER_DIR": str(Path(folder, "work")),
                     "SPARK_LOCAL_DIRS": str(Path(folder, "local")),
                     "TMPDIR": folder,
-                    # Of the master's patience, and of a worker's beats: four in that time.
+                    # The master's timeout; a worker sends four heartbeats in this time.
                     "SPARK_MASTER_OPTS": f"-Dspark.worker.timeout={WORKER_TIMEOUT_SECONDS}",
                     "SPARK_WORKER_OPTS": f"-Dspark.worker.timeout={WORKER_TIMEOUT_SECONDS}",
                 },

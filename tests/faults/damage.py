@@ -1,4 +1,4 @@
-"""Damage to files on the local disk: what a bad disk, a bad copy or a colleague does."""
+"""Damage to files on the local disk, as by a bad disk, a bad copy or a user."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def flip(path: Path, draw: random.Random) -> None:
-    """Inverts one bit, in place: the size stays, and text stays ASCII."""
+    """Inverts one bit in place. The size does not change, and text stays ASCII."""
     position = draw.randrange(path.stat().st_size)
     with path.open("r+b") as file:
         file.seek(position)
@@ -18,16 +18,16 @@ def flip(path: Path, draw: random.Random) -> None:
 
 
 def truncate(path: Path, draw: random.Random) -> None:
-    """Cuts off the end."""
+    """Truncates the file."""
     os.truncate(path, draw.randrange(path.stat().st_size))
 
 
 def delete(path: Path, draw: random.Random) -> None:
-    """Removes it."""
+    """Deletes the file."""
     path.unlink()
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """The folder of the last committed checkpoint, None where there is none yet."""
+    """Returns the folder of the last committed checkpoint, or None."""
     folders = sorted(path.parent for path in run.glob("checkpoints/step-*/checkpoint.json"))
     return folders[-1] if folders else None

@@ -1,8 +1,8 @@
-"""A driver program as a user would write one; `trainings.Driver` runs it and tells it what to fit.
+"""A driver program like a user's. `trainings.Driver` starts it and sends it commands.
 
-It reads JSON commands from standard input, one a line, and answers each by a line of JSON that begins
-with `ANSWER`. Every rank writes which rows it saw in which step to a file of its own on the local disk,
-so that the harness can tell afterwards whether every row was seen once an epoch (see `rows.py`).
+It reads JSON commands from standard input, one per line, and answers each with a line of JSON that begins
+with `ANSWER`. Every rank writes the rows of each step to a separate file on the local disk, so that the
+harness can check afterwards whether every row was seen once per epoch (see `rows.py`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.models import ModelSpec
 
 ANSWER = "ANSWER "
-# In the folder of the lines: the fault has come, or none will.
+# A file in the diary's folder: the fault has happened, or there is none.
 STRUCK = "struck"
 LONGEST_WAIT_SECONDS = 120.0
 NUM_FEATURES = 8
-# The first tokens of a row are the digits of its number plus one, the last digit first.
+# The first tokens of a row are the digits of its number plus one, in reverse order.
 BASE, NUM_DIGITS, NUM_TOKENS = 22, 3, 8
 
 
 class Network(nn.Module):
-    """A small network that remembers which rows it was last trained on."""
+    """A small network that records the rows of its last training step."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -50,11 +50,11 @@ class Network(nn.Module):
 
 
 class Diary(Callback):
-    """Writes a line for every step of this rank, takes its time, and fails if the harness asks for it.
+    """Writes a line for every step of this rank, sleeps, and fails if the harness requests it.
 
     Args:
-        folder: Local folder of the lines; a file `raise-<rank>` in it is the request to fail.
-        pause_seconds: Sleep after each step: a training of a few hundred small steps then lasts seconds.
+        folder: Local folder of the lines; a file `raise-<rank>` in it requests a failure.
+        pause_seconds: Sleep after each step, so that a training of a few hundred small steps lasts seconds.
     """
 
     def __init__(self, folder: str, pause_seconds: float) -> None:
@@ -82,7 +82,7 @@ class Diary(Callback):
         return ids
 
     def _wait_for_the_fault(self, request: Path) -> None:
-        # A busy harness may be late: the training does not end before the fault has come.
+        # The harness may be late on a busy machine, so the training must wait for the fault before it ends.
         end = time.monotonic() + LONGEST_WAIT_SECONDS
         struck = Path(self.folder, STRUCK)
         while not struck.exists() and not request.exists() and time.monotonic() < end:
@@ -99,16 +99,16 @@ class Diary(Callback):
             "time": time.time(),
             **more,
         }
-        # Opened each time: one write of one line, which a kill can cut but never mix with another.
+        # Opens the file for each line and writes once. So a kill can cut a line, but not mix two.
         with open(os.path.join(self.folder, f"rank-{state.rank}-{os.getpid()}.jsonl"), "a") as file:
             file.write(json.dumps(line) + "\n")
 
 
 class MeshDiary(Diary):
-    """The diary of a rank that has a part of the network: notes the rows where they are read.
+    """The diary of a rank with a shard of the network. It records the rows when they are read.
 
     Args:
-        parallelism: The setting; ranks that are one copy of the network are to read the same rows.
+        parallelism: The setting; all ranks of a replica should read the same rows.
     """
 
     def __init__(self, folder: str, pause_seconds: float, parallelism: dict[str, int]) -> None:
@@ -117,9 +117,9 @@ class MeshDiary(Diary):
         self._ids: list[int] = []
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """For `transformBatch`, which sees the rows on every rank; returns them as they are."""
+        """Records the rows for `transformBatch`, which runs on every rank. Returns them unchanged."""
         numbers = (tokens[:, :NUM_DIGITS] - 1) @ torch.tensor([BASE**k for k in range(NUM_DIGITS)])
-        # Of a rank without rows, one of zeros stands for their shape.
+        # A rank without rows gets a row of zeros for its shape.
         self._ids = [number for number in numbers.tolist() if number >= 0]
         return tokens
 
@@ -132,7 +132,7 @@ class MeshDiary(Diary):
 
 
 def session(conf: dict[str, str]) -> Any:
-    """The Spark session; `conf` has the master."""
+    """Returns the Spark session; `conf` contains the master."""
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder.appName("ringspark-faults")
@@ -144,11 +144,11 @@ def session(conf: dict[str, str]) -> Any:
 
 
 def watch_executors(spark: Any, path: str) -> None:
-    """Notes every change of the number of registered executors: how long Spark needs to replace one."""
+    """Records every change of the number of registered executors, to measure Spark's replacement time."""
     context, last = spark.sparkContext._jsc.sc(), -1
     while True:
         try:
-            number = context.getExecutorMemoryStatus().size() - 1  # without the driver's own
+            number = context.getExecutorMemoryStatus().size() - 1  # without the driver's
         except Exception:
             return  # the session has ended
         if number != last:
@@ -159,8 +159,8 @@ def watch_executors(spark: Any, path: str) -> None:
 
 
 def fit(command: dict[str, Any]) -> dict[str, Any]:
-    """One `fitOnShards`; what became of it."""
-    torch.manual_seed(0)  # the first weights
+    """Calls `fitOnShards` once. Returns its result."""
+    torch.manual_seed(0)  # the initial weights
     settings = {
         "loss": "mse",
         "inputCols": ["features", "id"],
@@ -195,7 +195,7 @@ def fit(command: dict[str, Any]) -> dict[str, Any]:
             "checkpoint_errors": model.summary.checkpoint_errors,
             "restart_reasons": model.summary.restart_reasons,
         }
-    # Ctrl-C ends the fit, not this program: the harness asks for a resume next.
+    # Ctrl-C ends the fit, not this program, because the harness asks for a resume next.
     except (Exception, KeyboardInterrupt) as error:
         return {
             "ok": False,
@@ -207,9 +207,9 @@ def fit(command: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(spark: Any, command: dict[str, Any]) -> dict[str, Any]:
-    """Shards of `rows` rows; `id` counts them, the label is a function of the features.
+    """Writes shards of `rows` rows; `id` numbers them, and the label is a function of the features.
 
-    What nobody reads makes the files large: of a small one, a reader keeps all that it has read once.
+    An unused column makes the files large. A reader would read a small file once and keep it.
     """
     from pyspark.sql import functions as F
 
@@ -234,7 +234,7 @@ def write(spark: Any, command: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Answers commands until standard input ends."""
     options = json.loads(sys.argv[1])
-    # A harness that ignores Ctrl-C must not teach that to its children.
+    # If the harness ignores Ctrl-C, its children must not inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     spark = session(options["conf"])
     if options["conf"]["spark.master"] != "local":

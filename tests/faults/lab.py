@@ -1,4 +1,4 @@
-"""What trainings need: drivers, clusters, stores and reference runs, each made when it is needed first."""
+"""Resources of the trainings: drivers, clusters, stores and reference runs, created on first use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainings import (
 
 STORE_TIMEOUT_SECONDS = 30.0
 
-# Which driver serves a place; the others have "local".
+# The driver of each place; other places use "local".
 _DRIVERS: dict[Place, str] = {
     "standalone": "standalone",
     "s3 run": "s3",
@@ -35,12 +35,12 @@ _DRIVERS: dict[Place, str] = {
     "no shared memory": "network",
     "four slots": "mesh",
 }
-# Nothing of Spark's is hit there, so one JVM will do.
+# No process of Spark is hit there, so one JVM is enough.
 MESH_MASTER = "local[4]"
 
 
 def names_below(folder: Path) -> set[str]:
-    """The files of a folder, hidden ones too."""
+    """Returns the files of a folder, including hidden ones."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
@@ -52,12 +52,12 @@ def _reference(plan: Plan, place: Place) -> str:
 
 
 class Lab:
-    """Drivers, clusters, stores and reference runs, made when they are needed first; a context manager.
+    """Drivers, clusters, stores and reference runs, created on first use; a context manager.
 
     Args:
-        epochs: Of every training.
-        timeout_seconds: Of every training; a busy machine takes longer to start a rank than a quiet one may
-            be silent.
+        epochs: Epochs of every training.
+        timeout_seconds: Timeout of every training; on a busy machine, starting a rank takes longer than the
+            timeout of a quiet machine.
     """
 
     def __init__(self, epochs: int = EPOCHS, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
@@ -89,13 +89,13 @@ class Lab:
         self._stack.close()
 
     def start_anew(self) -> None:
-        """Ends all drivers, whatever they do."""
+        """Kills all drivers."""
         for name in list(self._drivers):
             self._drivers[name].kill()
             self._end(name)
 
     def reason_not_to(self, fault: Fault) -> str | None:
-        """Why this machine cannot do it; None where it can."""
+        """Returns why this machine cannot run the fault, or None."""
         if fault.target.startswith("network"):
             return sockets.reason_not_to()
         if fault.place == "small disk":
@@ -106,17 +106,17 @@ class Lab:
         return None
 
     def driver(self, place: Place = "local-cluster") -> Driver:
-        """The living driver of a place, with all its executors."""
+        """Returns the live driver of a place, with all its executors."""
         name = _DRIVERS.get(place, "local")
         if name in self._drivers and not self._drivers[name].lives:
             if name == "standalone":
-                self._end(name)  # the next one will bear the same mark
+                self._end(name)  # the next driver gets the same mark
             else:
-                # The next one does not wait until everything of the last one is gone.
+                # The next driver does not wait for all processes of the last one to end.
                 self._dead.append(self._drivers.pop(name))
         self.heal(place)
         if name not in self._drivers:
-            # One at a time: each has four JVMs.
+            # Start one at a time, because each has four JVMs.
             for other in list(self._drivers):
                 self._end(other)
             self._drivers[name] = self._start(name)
@@ -125,38 +125,41 @@ class Lab:
         return driver
 
     def heal(self, place: Place) -> None:
-        """Starts Spark workers anew that a fault has ended."""
+        """Restarts Spark workers that a fault has ended."""
         if place == "standalone":
             self._cluster = self._cluster or Cluster(NUM_WORKERS)
             self._cluster.heal()
 
     def closed(self) -> list[str]:
-        """Ends what is left of drivers that died; what had not ended by itself."""
+        """Ends the remaining processes of dead drivers.
+
+        Returns the processes that had not ended without help.
+        """
         left = []
         while self._dead:
             left += self._dead.pop().close()
         return left
 
     def bucket(self) -> stores.Bucket:
-        """The S3 server."""
+        """Returns the S3 server."""
         self._bucket = self._bucket or stores.Bucket()
         return self._bucket
 
     def disk(self) -> Path:
-        """A folder of 4 MiB."""
+        """Returns a folder of 4 MiB."""
         if self._disk is None:
             self._disk = self._stack.enter_context(stores.small_disk(self.root / "disk", 4 << 20))
         return self._disk
 
     def shards(self) -> Path:
-        """The data of all trainings, on the local disk; they may be copied, not changed."""
+        """Returns the shards of all trainings on the local disk. They may be copied but not changed."""
         folder = self.root / "shards"
         if not folder.exists():
             next(iter(self._drivers.values())).write_shards(str(folder))
         return folder
 
     def reference(self, driver: Driver, like: Plan, place: Place) -> dict[str, Any]:
-        """The weights of the undisturbed training, whose ranks sum in the same order."""
+        """Returns the weights of the undisturbed training, whose ranks add in the same order."""
         key = _reference(like, place)
         if key not in self._references:
             folder = self.root / key
@@ -170,14 +173,14 @@ class Lab:
         return self._references[key]
 
     def names(self, plan: Plan, place: Place) -> set[str]:
-        """What the undisturbed training has left in its run's folder."""
+        """Files in the undisturbed run's folder."""
         return names_below(self.root / _reference(plan, place) / "run")
 
     def plan(self, name: str, collective: str, max_restarts: int = 3, mesh: str = "") -> Plan:
-        """A training with files of its own.
+        """Returns a training with separate files.
 
         Args:
-            mesh: A key of `meshes.MESHES`; without one, every rank has the whole of a small network.
+            mesh: A key of `meshes.MESHES`; if empty, every rank has a whole small network.
         """
         folder = self.root / name
         more: dict[str, Any] = {}
@@ -200,9 +203,9 @@ class Lab:
         )
 
     def placed(self, plan: Plan, fault: Fault, name: str) -> Plan:
-        """The plan with the files where the fault wants them."""
+        """Returns the plan with the files at the fault's location."""
         if fault.place == "s3 run":
-            # Signs of life go there too: the store's fault and the client's patience are to pass for no hang.
+            # Heartbeats go there too. The store's fault and the client's retries must not look like a hang.
             patience = max(plan.timeout_seconds, STORE_TIMEOUT_SECONDS)
             return replace(plan, run=f"s3://bucket/{name}", timeout_seconds=patience)
         if fault.place == "s3 shards":

@@ -1,7 +1,7 @@
-"""Trainings whose network is spread over four ranks, and the parts that the ranks have in them.
+"""Trainings whose network is sharded over four ranks, and the roles of the ranks.
 
-Ranks are numbered as in `ringspark.estimators.parallel.mesh`: the last stage of a pipeline has the first of
-them, and rank 0 writes the checkpoints.
+Ranks are numbered as in `ringspark.estimators.parallel.mesh`: the last stage of a pipeline has the first
+ranks, and rank 0 writes the checkpoints.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NUM_WORKERS = 4
-# Fewer and larger steps than those of small networks: ranks of a mesh talk several times in each.
+# Fewer and larger steps than for small networks, because ranks of a mesh communicate several times per step.
 BATCH, EVERY_STEPS = 48, 5
 TRANSFORMER: dict[str, Any] = {
     "vocab_size": 23,
@@ -26,12 +26,12 @@ TRANSFORMER: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MeshTraining:
-    """One of them.
+    """One training over a mesh.
 
     Attributes:
-        roles: What ranks are in it -> these ranks, of which one is hit.
-        model: Arguments of the network beside those of all.
-        micro_batches: For `gradientAccumulation`: what passes through a pipeline one after the other.
+        roles: Role in the mesh -> ranks, of which one is hit.
+        model: Arguments of the network besides the common ones.
+        micro_batches: For `gradientAccumulation`: micro-batches that pass through a pipeline.
     """
 
     parallelism: Mapping[str, int]
@@ -40,7 +40,7 @@ class MeshTraining:
     micro_batches: int = 1
 
     def settings(self) -> dict[str, Any]:
-        """For the estimator."""
+        """Settings of the estimator."""
         return {
             "parallelism": dict(self.parallelism),
             "gradientAccumulation": self.micro_batches,
@@ -81,5 +81,5 @@ MESHES = {
 
 
 def target_of(mesh: str, role: str) -> str:
-    """The name of a row of the matrix."""
+    """Returns the name of a row of the matrix."""
     return f"{mesh}: {role}"

@@ -1,4 +1,4 @@
-"""One training, hit once or many times: hit, see that it trains again, hit again; then look at everything."""
+"""One training with one or more faults: injects each, waits until it trains again, then checks everything."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from scenarios import Fault, Scene
 from trainings import END_SECONDS, NUM_ROWS, Driver, Plan, difference
 from waiting import wait_for
 
-# Steps without a fault at either end of a training: a checkpoint before, and room to train on after.
+# Steps without a fault at both ends of a training: for a checkpoint before, and training after.
 FIRST_STEPS, LAST_STEPS = 5, 10
-# By how much longer than a fault a part of the training lasts.
+# Ratio of the duration of a part of the training to the fault's.
 MARGIN = 1.3
 
 
 @cache
 def _commit() -> str:
-    """The last that changed the packages; ends in "-dirty" where they were changed since, "" without git."""
+    """Returns the last commit that changed the packages.
+
+    It ends in "-dirty" for uncommitted changes, and is "" without git.
+    """
     root = Path(__file__).resolve().parents[2]
 
     def git(*command: str) -> str:
@@ -42,19 +45,18 @@ def _commit() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """What became of one fault.
+    """Outcome of one fault.
 
     Attributes:
-        step: The last of rank 0 when the fault came.
-        ended: The error's first line where the fit failed and was resumed, "" where it went through.
-        starts: How often the ranks were started after it.
-        repeated: Steps trained twice, of all ranks together once.
-        pause_seconds: See `rows.longest_pause`; includes the wait for `timeoutSeconds` where a hang had to
-            be noticed.
-        spark_seconds: Of these, Spark's own: starting an executor, or the driver's session.
-        problems: What must not be; empty in a good run. What is wrong at a training's end stands with all
-            of its moments.
-        commit: Of the packages.
+        step: Last step of rank 0 before the fault.
+        ended: First line of the error if the fit failed and was resumed, else "".
+        starts: Number of starts of the ranks after it.
+        repeated: Steps trained twice, counted once for all ranks.
+        pause_seconds: See `rows.longest_pause`; includes `timeoutSeconds` if a hang had to be detected.
+        spark_seconds: Spark's share of the pause: starting an executor, or the driver's session.
+        problems: Violations; empty in a good run. Violations at a training's end are added to all of its
+            moments.
+        commit: Commit of the packages.
     """
 
     target: str
@@ -70,38 +72,38 @@ class Moment:
     commit: str = field(default_factory=_commit)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Returns plain values."""
         return asdict(self)
 
 
 def most_hits(lab: Lab, fault: Fault, hits: int) -> int:
-    """How many of `hits` one training can take."""
+    """Returns how many of `hits` fit into one training."""
     return min(hits, lab.epochs - 1) if fault.an_epoch_each else hits
 
 
 def run(lab: Lab, fault: Fault, seeds: Sequence[int], collective: str | None = None) -> list[Moment]:
-    """One training that is hit once for each seed, at a random step of as many equal parts.
+    """Runs one training with a fault per seed, at a random step in each of equal parts.
 
     Args:
-        seeds: No more than `most_hits`.
-        collective: Drawn from the first seed if not given.
+        seeds: At most `most_hits`.
+        collective: Chosen from the first seed if not given.
     """
     draws = [random.Random(f"{fault.target}, {fault.kind}, {seed}") for seed in seeds]
     drawn = draws[0].choice(["torch", "horovod"])
     if fault.mesh:
-        collective = "torch"  # Horovod has no parts of a gang
+        collective = "torch"  # Horovod has no subgroups
     driver = lab.driver(fault.place)
     name = f"{fault.target}-{fault.kind}-{seeds[0]}-{time.monotonic_ns()}".replace(" ", "-")
     lab.shards()
     plan = lab.plan(name, collective or drawn, max_restarts=len(seeds) + 2, mesh=fault.mesh)
     reference = lab.reference(driver, plan, fault.place)
     if fault.an_epoch_each:
-        # Early enough in each for the harness to be late.
+        # Early enough in each epoch for a late harness.
         steps = [int((number + 0.8 * draw.random()) * plan.epoch_steps) for number, draw in enumerate(draws)]
     else:
         part = (lab.epochs * plan.epoch_steps - FIRST_STEPS - LAST_STEPS) / len(seeds)
         steps = [FIRST_STEPS + int((number + draw.random()) * part) for number, draw in enumerate(draws)]
-        # Where training goes on meanwhile, its end must not come before the last fault has.
+        # If training continues during a fault, it must not end before the last fault.
         plan = replace(plan, pause_seconds=max(plan.pause_seconds, fault.lasts * MARGIN / part))
     training = Training(lab, fault, lab.placed(plan, fault, name), driver)
     answer = training.go(list(zip(seeds, draws, steps, strict=True)))
@@ -110,7 +112,7 @@ def run(lab: Lab, fault: Fault, seeds: Sequence[int], collective: str | None = N
 
 @dataclass(kw_only=True)
 class _Hit:
-    """A fault that has come; times are seconds since the epoch."""
+    """An injected fault; times are seconds since the epoch."""
 
     seed: int
     step: int
@@ -123,7 +125,7 @@ class _Hit:
 
 
 class Training:
-    """One fit and its resumptions."""
+    """One fit and its resumes."""
 
     def __init__(self, lab: Lab, fault: Fault, plan: Plan, driver: Driver) -> None:
         self._lab = lab
@@ -132,11 +134,11 @@ class Training:
         self._driver = driver
         self._diaries = rows.Diaries(plan.diary)
         self._hits: list[_Hit] = []
-        # Repairs what the last hit broke for good.
+        # Repairs the permanent damage of the last fault.
         self._undo = ExitStack()
 
     def go(self, hits: list[tuple[int, random.Random, int]]) -> dict[str, Any]:
-        """Trains, hit at each (seed, draw, step), to the end; the last fit's answer."""
+        """Trains to the end with a fault at each (seed, draw, step). Returns the last fit's answer."""
         with self._undo:
             self._driver.begin(self._plan)
             try:
@@ -155,7 +157,7 @@ class Training:
                 self._resume(answer)
 
     def moments(self, answer: dict[str, Any], reference: dict[str, Any]) -> list[Moment]:
-        """What became of each hit."""
+        """Returns the outcome of each fault."""
         problems = self._problems_after(answer, reference)
         lines = self._diaries.read()
         moments = []
@@ -206,7 +208,10 @@ class Training:
         hit.done, hit.rank = time.time(), scene.stopped
 
     def _wait_for_step(self, step: int) -> dict[int, int]:
-        """Until that step is trained, by ranks that have got over the last hit; their process ids."""
+        """Waits until ranks that have recovered from the last fault have trained the step.
+
+        Returns their process ids.
+        """
         pids: dict[int, int] = {}
 
         def reached() -> bool:
@@ -216,14 +221,17 @@ class Training:
                 self._resume(answer)
             pids.clear()
             pids.update(self._pids_that_train(step))
-            time.sleep(0.1)  # reading all lines costs the ranks' time
+            time.sleep(0.1)  # reading all lines slows the ranks down
             return bool(pids)
 
         wait_for(f"step {step}", reached, END_SECONDS)
         return pids
 
     def _pids_that_train(self, step: int) -> dict[int, int]:
-        """Of each rank; empty while they have not got over the last hit or not come to that step."""
+        """Returns a pid per rank.
+
+        It is empty until they have recovered from the last fault and reached the step.
+        """
         lines = self._diaries.read()
         if self._hits:
             lines = [line for line in lines if line["time"] > self._hits[-1].done]
@@ -231,7 +239,7 @@ class Training:
                 starts = [line["time"] for line in lines if line["what"] == "start" and line["rank"] == 0]
                 lines = [line for line in lines if starts and line["time"] > starts[-1]]
         size = self._plan.num_workers
-        # Two: the ranks that are left may still end the step in which one was hit.
+        # Two, because the remaining ranks may complete the step in which one was hit.
         if any(len(rows.steps_of(lines, rank)) < 2 for rank in range(size)):
             return {}
         if max(line["step"] for line in lines) < step:
@@ -240,7 +248,7 @@ class Training:
         return pids if all(processes.pid_lives(pid) for pid in pids.values()) else {}
 
     def _answer(self, seconds: float) -> dict[str, Any] | None:
-        """Of the fit that runs; None where it has not ended."""
+        """Returns the answer of the running fit, or None if it has not ended."""
         try:
             return self._driver.answer(seconds)
         except AssertionError as error:
@@ -251,7 +259,7 @@ class Training:
             return {"ok": False, "type": "DriverDied", "message": str(error).splitlines()[0]}
 
     def _may_resume(self) -> bool:
-        """Whether no fit has ended since the last hit."""
+        """Returns whether no fit has ended since the last fault."""
         return bool(self._hits) and not self._hits[-1].ended
 
     def _resume(self, answer: dict[str, Any]) -> None:
@@ -267,17 +275,17 @@ class Training:
         self._driver.begin(self._plan, resume=True)
 
     def _note_executors(self) -> None:
-        """Counts what Spark took to replace an executor after the last hit, if this driver saw it."""
+        """Adds the time in which Spark replaced an executor after the last fault, if this driver saw it."""
         if self._hits and not self._hits[-1].spark_seconds:
             self._hits[-1].spark_seconds = self._driver.executor_seconds(self._hits[-1].began)
 
     def _problems_after(self, answer: dict[str, Any], reference: dict[str, Any]) -> list[str]:
-        """What is wrong with the training, now that it has ended."""
+        """Returns violations after the end of the training."""
         plan = self._plan
         if not answer["ok"]:
             return [f"the resumed fit failed: {answer['type']}: {answer['message'][:500]}"]
         problems = rows.check(self._diaries.read(), NUM_ROWS).problems
-        # Horovod joins gradients as they come: with three ranks the order of additions varies by itself.
+        # Horovod merges gradients as they arrive, so with three ranks the order of additions varies.
         allowed = 1e-5 if plan.collective == "horovod" else 0.0
         distance = difference(answer["weights"], reference)
         if not distance <= allowed:
@@ -286,19 +294,19 @@ class Training:
             problems.append("no checkpoint met the full disk")
         problems += self._driver.left_over()
         problems += [f"left over after the driver: {line}" for line in self._lab.closed()]
-        # The temporary files of this process's own, and what a committed run must not hold.
+        # Temporary files of this process, and files that a committed run must not contain.
         if Path(plan.run).is_absolute():
             left = names_below(Path(plan.run)) - self._lab.names(plan, self._fault.place)
-            # What a rank said of its end, and the losses of one more start, are to stay.
+            # A rank's last message and the losses of one more start are expected to remain.
             left = {name for name in left if not name.startswith(("logs/rank-", "steps/"))}
             problems += [f"left over in the finished run: {name}" for name in sorted(left)]
-            # The diaries are small, the runs are not needed any more.
+            # Keep the diaries, which are small, and delete the runs.
             shutil.rmtree(plan.run, ignore_errors=True)
         return problems
 
 
 def _problems_of(answer: dict[str, Any], fault: Fault) -> list[str]:
-    """What is wrong with the way in which a fit failed."""
+    """Returns violations in the failure of a fit."""
     problems = []
     if fault.must_survive:
         problems.append(f"the fit did not survive: {answer['type']}: {answer['message'][:1000]}")

@@ -1,7 +1,7 @@
-"""The real processes of a training: who is who, signals to them, and who is left over.
+"""The real processes of a training: their roles, signals to them, and leftovers.
 
-Everything that a `Driver` starts inherits an environment variable with a random value, through all JVMs
-and daemons, and is found by it: also what has lost its parent.
+Every process that a `Driver` starts inherits an environment variable with a random value, through all JVMs
+and daemons. This also finds processes that have lost their parent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MARK = "RINGSPARK_FAULT_RUN"
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """The living processes of one run."""
+    """Returns the live processes of one run."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -27,7 +27,7 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def cmdline(process: psutil.Process) -> list[str]:
-    """Of a process that may have gone."""
+    """Returns the command line, also if the process has ended."""
     try:
         line: list[str] = process.cmdline()
     except psutil.Error:
@@ -36,7 +36,7 @@ def cmdline(process: psutil.Process) -> list[str]:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether it runs; a zombie, whose parent has not asked yet, has ended."""
+    """Returns whether it runs. A zombie, whose parent has not waited yet, has ended."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -44,7 +44,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 def pid_lives(pid: int) -> bool:
-    """Whether that process runs and is not stopped."""
+    """Returns whether the process runs and is not stopped."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
     except psutil.Error:
@@ -52,7 +52,7 @@ def pid_lives(pid: int) -> bool:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether that process runs no more; a stopped one has not ended."""
+    """Returns whether the process has ended; a stopped one has not."""
     try:
         return not lives(psutil.Process(pid))
     except psutil.NoSuchProcess:
@@ -60,7 +60,7 @@ def has_ended(pid: int) -> bool:
 
 
 def of_session(session: int) -> list[psutil.Process]:
-    """The living processes of a session: what its leader started, and what that started."""
+    """Returns the live processes of a session."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -72,7 +72,7 @@ def of_session(session: int) -> list[psutil.Process]:
 
 
 def executor_jvm(pid: int) -> psutil.Process:
-    """The executor that a Python worker belongs to: the JVM in its parent chain."""
+    """Returns the executor of a Python worker: the JVM among its ancestors."""
     for parent in psutil.Process(pid).parents():
         if "CoarseGrainedExecutorBackend" in " ".join(cmdline(parent)):
             return parent
@@ -80,7 +80,7 @@ def executor_jvm(pid: int) -> psutil.Process:
 
 
 def send(process: psutil.Process | int, number: int) -> None:
-    """Sends a signal; a process that has gone needs none."""
+    """Sends a signal; ignores ended processes."""
     pid = process if isinstance(process, int) else process.pid
     try:
         os.kill(pid, number)
@@ -89,7 +89,7 @@ def send(process: psutil.Process | int, number: int) -> None:
 
 
 def describe(process: psutil.Process) -> str:
-    """A line about a process that should not be there."""
+    """Returns a line about an unexpected process."""
     try:
         return f"{process.pid} ({process.status()}): {' '.join(process.cmdline())[-160:]}"
     except psutil.Error:
@@ -97,7 +97,7 @@ def describe(process: psutil.Process) -> str:
 
 
 def orphans(mark: str, owners: Sequence[int]) -> list[psutil.Process]:
-    """Processes of the run that are stopped, or that none of the living owners has started."""
+    """Returns processes of the run that are stopped, or that no live owner has started."""
     left = []
     for process in marked(mark):
         try:
@@ -110,12 +110,12 @@ def orphans(mark: str, owners: Sequence[int]) -> list[psutil.Process]:
 
 
 def ranks_that_listen(mark: str) -> list[str]:
-    """Ports on which Python workers of the run wait, while none trains."""
+    """Returns ports on which Python workers of the run still listen without a training."""
     found = []
     for process in marked(mark):
         try:
             above = [" ".join(cmdline(parent)) for parent in process.parents()]
-            # The daemon itself listens for its executor; a rank is a worker below it.
+            # The daemon listens for its executor; a rank is a worker below it.
             if any("pyspark.worker" in line for line in above):
                 connections = process.net_connections("tcp")
                 found += [
@@ -129,7 +129,7 @@ def ranks_that_listen(mark: str) -> list[str]:
 
 
 def shared_memory_of(mark: str) -> set[str]:
-    """Files of /dev/shm that the processes of a run have open or mapped now."""
+    """Returns files of /dev/shm that the processes of a run have open or mapped."""
     found = set()
     for process in marked(mark):
         try:
@@ -142,6 +142,6 @@ def shared_memory_of(mark: str) -> set[str]:
 
 
 def _is_inherited(process: psutil.Process, port: int) -> bool:
-    """Whether the daemon that forked this worker has the port open too."""
+    """Returns whether the daemon that forked this worker also has the port open."""
     parent = process.parent()
     return parent is not None and any(c.laddr.port == port for c in parent.net_connections("tcp"))

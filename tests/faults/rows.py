@@ -1,7 +1,7 @@
-"""Which rows were trained, in which step, how often: the ranks' diaries put together.
+"""The trained rows by step, from the diaries of all ranks.
 
-A step that was trained again after a restart counts as it was trained last. Where the gang had the same
-size, the repeated step must have seen the same rows on every rank.
+If a step was trained again after a restart, its last training counts. If the gang had the same size, the
+repeated step must have the same rows on every rank.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-# Ranks that are one copy of a network have the same `share` of the rows; without one, each has its own.
+# Ranks of one replica have the same `share` of the rows; without the key, each rank has its own share.
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What the diaries say about one training.
+    """Summary of the diaries of one training.
 
     Attributes:
-        problems: Sentences; empty where every epoch saw every row once.
-        steps: Different steps trained.
-        repeated: Steps trained more than once, each time counted.
+        problems: Messages; empty if every epoch saw every row once.
+        steps: Distinct trained steps.
+        repeated: Repetitions of steps.
     """
 
     problems: list[str]
@@ -34,7 +34,7 @@ class Trained:
 
 
 class Diaries:
-    """The lines of one training while it writes them; what was read is not read again."""
+    """The lines of a running training; each line is read once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -42,7 +42,7 @@ class Diaries:
         self._lines: list[Line] = []
 
     def read(self) -> list[Line]:
-        """All complete lines by time; a kill may have cut the last of a file."""
+        """Returns all complete lines by time. A kill may have cut the last line of a file."""
         for path in self._folder.glob("rank-*.jsonl"):
             with path.open("rb") as file:
                 file.seek(self._offsets.get(path, 0))
@@ -55,21 +55,21 @@ class Diaries:
 
 
 def steps_of(lines: Iterable[Line], rank: int = 0) -> list[Line]:
-    """The lines of one rank's steps."""
+    """Returns the lines of one rank's steps."""
     return [line for line in lines if line["what"] == "step" and line["rank"] == rank]
 
 
 def longest_pause(lines: Iterable[Line], fault: float, end: float = math.inf) -> float:
-    """Seconds until training again: the longest time without a step of rank 0 between fault and end.
+    """Returns the longest time without a step of rank 0 between fault and end, in seconds.
 
-    It begins at the fault itself where no step ends between the fault and the pause.
+    The pause begins at the fault if no step ends between the fault and the pause.
     """
     times = [fault, *(line["time"] for line in steps_of(lines) if fault < line["time"] <= end)]
     return max((after - before for before, after in pairwise(times)), default=0.0)
 
 
 def repeated(lines: Iterable[Line], fault: float, end: float = math.inf) -> int:
-    """Steps of rank 0 between fault and end that had been trained before them or are trained twice there."""
+    """Returns steps of rank 0 between fault and end that were trained before, or twice there."""
     known = {line["step"] for line in steps_of(lines) if line["time"] <= fault}
     count = 0
     for line in steps_of(lines):
@@ -80,12 +80,12 @@ def repeated(lines: Iterable[Line], fault: float, end: float = math.inf) -> int:
 
 
 def check(lines: list[Line], num_rows: int) -> Trained:
-    """Whether each epoch that was trained saw rows 0..num_rows-1, each exactly once."""
+    """Checks that each trained epoch saw rows 0..num_rows-1, each exactly once."""
     trained: dict[tuple[int, int], list[dict[int, Line]]] = {}
-    began: dict[int, float] = {}  # of a rank, its last start
-    before: dict[int, float] = {}  # of a rank, its last line before that start
+    began: dict[int, float] = {}  # rank -> its last start
+    before: dict[int, float] = {}  # rank -> its last line before that start
     last: dict[int, float] = {}
-    begun: dict[int, float] = {}  # of a line by its identity, the start before it
+    begun: dict[int, float] = {}  # id of a line -> the start before it
     for line in lines:
         rank = line["rank"]
         if line["what"] == "start":
@@ -95,8 +95,8 @@ def check(lines: list[Line], num_rows: int) -> Trained:
             continue
         begun[id(line)] = began.get(rank, -math.inf)
         tries = trained.setdefault((line["epoch"], line["step"]), [{}])
-        # Of an earlier gang: one that was ended in this step may have only some ranks' lines of it. A rank of
-        # the same gang may be steps ahead where they run apart, but it started after this one's last line.
+        # An earlier gang that ended in this step may have only some ranks' lines of it. With local SGD, a
+        # rank of the same gang may be steps ahead, but it started after this rank's last line.
         of_others = any(
             other["size"] != line["size"]
             or (other["time"] < began.get(rank, 0.0) and begun[id(other)] < before.get(rank, -math.inf))
@@ -130,7 +130,7 @@ def check(lines: list[Line], num_rows: int) -> Trained:
 
 
 def _differences(step: int, tries: list[dict[int, Line]]) -> list[str]:
-    """Ranks that saw other rows when a step was repeated by as many ranks."""
+    """Returns ranks that saw other rows when the same number of ranks repeated a step."""
     last = tries[-1]
     return [
         f"rank {rank} saw other rows in the repetition of step {step}"

@@ -1,7 +1,7 @@
-"""What can be hit and how: each fault is a function that gets the scene of a running training.
+"""Faults and their targets: each fault is a function of the scene of a running training.
 
-`FAULTS` is the matrix of tests/benchmarks/fault_matrix.py; (target, kind) pairs that are not in it make no
-sense: nobody kills a file, and TCP's checksums and the store's see to corrupted packets.
+`FAULTS` is the matrix of tests/benchmarks/fault_matrix.py. Other (target, kind) pairs make no sense: files
+cannot be killed, and checksums of TCP and of the store handle corrupted packets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from waiting import wait_for
 
 Kind = Literal["kill", "hang", "error", "corruption"]
 KINDS: tuple[Kind, ...] = ("kill", "hang", "error", "corruption")
-# Where the training runs, and where its files are.
+# The training's location, and its files' location.
 Place = Literal[
     "local-cluster", "standalone", "s3 run", "s3 shards", "small disk", "no shared memory", "four slots"
 ]
@@ -38,13 +38,13 @@ Place = Literal[
 
 @dataclass(kw_only=True)
 class Scene:
-    """A training that runs, at the moment of the fault.
+    """A running training at the moment of the fault.
 
     Attributes:
-        pids: Of each rank's process.
-        draw: What the fault draws from: the same seed hits the same thing.
-        undo: Closed before the training is resumed or hit again: repairs what was broken for good.
-        stopped: The rank that was stopped, where the reason of the restart must name it.
+        pids: Process id by rank.
+        draw: Random generator of the fault; the same seed hits the same target.
+        undo: Closed before the training is resumed or hit again; repairs permanent damage.
+        stopped: The stopped rank, if the reason of the restart must name it.
     """
 
     driver: Driver
@@ -56,7 +56,7 @@ class Scene:
     stopped: int | None = None
 
     def some_rank(self) -> int:
-        """A rank other than 0."""
+        """Returns a rank other than 0."""
         return self.draw.randrange(1, self.plan.num_workers)
 
 
@@ -65,13 +65,14 @@ class Fault:
     """One cell of the matrix.
 
     Attributes:
-        what: What is done, in a few words.
-        must_survive: The fit goes through by itself; else it may also end, as one error, and be resumed.
-        blamed: What the error must name; the fit must end with one.
-        restarts: The ranks cannot go on: whoever trains after the fault was started after it.
-        lasts: Seconds for which training may go on until the fault is over or told.
-        mesh: What the network is spread over, a key of `meshes.MESHES`; "" for a whole one on each rank.
-        an_epoch_each: The next epoch's beginning meets it: one an epoch, none in the last.
+        what: Short description.
+        must_survive: The fit must succeed without help; otherwise it may also fail with one error and be
+            resumed.
+        blamed: Text in the error with which the fit must end.
+        restarts: The ranks cannot continue, so the ranks that train after the fault must be new.
+        lasts: Seconds for which training may continue until the fault has ended or was reported.
+        mesh: A key of `meshes.MESHES`; "" for a whole network on each rank.
+        an_epoch_each: The start of the next epoch triggers it: one per epoch, none in the last.
     """
 
     target: str
@@ -93,7 +94,7 @@ FAULTS: list[Fault] = []
 def fault(
     target: str, kind: Kind, what: str, **more: Any
 ) -> Callable[[Callable[[Scene], None]], Callable[[Scene], None]]:
-    """Lists the function below; `more` are attributes of `Fault`."""
+    """Registers the decorated function; `more` are attributes of `Fault`."""
 
     def add(act: Callable[[Scene], None]) -> Callable[[Scene], None]:
         FAULTS.append(Fault(target=target, kind=kind, what=what, act=act, **more))
@@ -103,7 +104,7 @@ def fault(
 
 
 def find(target: str, kind: str) -> Fault:
-    """The fault of a cell."""
+    """Returns the fault of a cell."""
     return next(one for one in FAULTS if (one.target, one.kind) == (target, kind))
 
 
@@ -149,7 +150,7 @@ def _(scene: Scene) -> None:
     send(_some_executor(scene), signal.SIGKILL)
 
 
-# Its rank trains on until Spark gives the executor up, which it asks nothing: spark.network.timeout.
+# The rank trains on until Spark removes the executor, which needs no contact with it: spark.network.timeout.
 @fault("executor JVM", "hang", "SIGSTOP, for ever", lasts=35)
 def _(scene: Scene) -> None:
     send(_some_executor(scene), signal.SIGSTOP)
@@ -160,7 +161,7 @@ def _(scene: Scene) -> None:
     send(_some_executor(scene), signal.SIGTERM)
 
 
-# Until a new Spark worker is there, which the harness starts before the next fault.
+# The harness starts a new Spark worker before the next fault.
 HEAL_SECONDS = 20.0
 
 
@@ -187,7 +188,7 @@ def _(scene: Scene) -> None:
 def _(scene: Scene) -> None:
     worker = _some_worker(scene)
     scene.undo.callback(send, worker, signal.SIGCONT)
-    # The master looks once in that time.
+    # The master checks once in this time.
     _stop_for([worker], 2 * WORKER_TIMEOUT_SECONDS + 5)
 
 
@@ -197,8 +198,8 @@ def _(scene: Scene) -> None:
     session = os.getsid(worker.pid)
     send(worker, signal.SIGTERM)
     wait_for("the worker's end", lambda: not processes.lives(worker))
-    # While it shuts down, Spark's master may have it start one more executor (its log says "Launching
-    # executor" on the worker that it removes next), which never learns that the worker is gone.
+    # During the shutdown, Spark's master may have the worker start one more executor (its log says "Launching
+    # executor" on the worker that it removes next). This executor never learns that the worker has ended.
     for process in processes.of_session(session):
         send(process, signal.SIGKILL)
 
@@ -226,7 +227,7 @@ def _stop_for(stopped: list[psutil.Process], seconds: float) -> None:
         send(process, signal.SIGCONT)
 
 
-# Ranks that have a part of the network, or of the rows: nobody else has it, and all others wait for it.
+# Ranks with a shard of the network or of the rows. No other rank has it, and all wait for it.
 
 
 def _rank_of(scene: Scene, ranks: tuple[int, ...]) -> int:
@@ -249,12 +250,12 @@ for _mesh, _training in meshes.MESHES.items():
         )
 
 
-# Stores. What a training waits for, or goes on from, must have met a fault of writes.
+# Stores. Faults of writes must hit a write that the training waits for or resumes from.
 
 WRITES = "^(PUT|POST) "
 CHECKPOINTS = "^(PUT|POST) .*/checkpoints/"
 READS = "^GET .*parquet"
-# As many steps as lie between two checkpoints take less.
+# The steps between two checkpoints take less time.
 FAILS_SECONDS = 6.0
 
 
@@ -272,7 +273,7 @@ def _for_seconds(scene: Scene, kind: str) -> None:
 
 
 def _next_requests(scene: Scene, kind: str, pattern: str) -> None:
-    """The next 3 of them; before the next fault, or the end, they must have come."""
+    """The next 3 requests; they must come before the next fault or the end."""
     assert scene.bucket is not None
     bucket = scene.bucket
     bucket.tell("fault", kind=kind, times=3, pattern=pattern, skip=scene.draw.randrange(3))
@@ -343,7 +344,7 @@ for _kind, _break, _words in _BROKEN_READS:
     )
 
 
-# Network between the ranks: all connections of one rank. They exchange all by them, as on several hosts.
+# Network between the ranks: all connections of one rank. They carry all communication, as on several hosts.
 
 
 _BY_NETWORK: Place = "no shared memory"
@@ -383,7 +384,7 @@ def _(scene: Scene) -> None:
     _of_one_rank(scene, delay)
 
 
-# Files: damaged while the training runs; then a rank is killed, so that somebody reads them.
+# Files: damaged during the training; then a rank is killed, so that the files are read.
 
 
 def _damage_checkpoint(scene: Scene, how: Callable[[Path, random.Random], None]) -> None:
@@ -392,7 +393,7 @@ def _damage_checkpoint(scene: Scene, how: Callable[[Path, random.Random], None])
     try:
         how(scene.draw.choice(sorted(path for path in folder.iterdir() if path.is_file())), scene.draw)
     except FileNotFoundError:
-        # A newer one came and the old one went, in between.
+        # A newer checkpoint came and the old one was removed.
         _damage_checkpoint(scene, how)
         return
     send(scene.pids[0], signal.SIGKILL)
@@ -403,7 +404,7 @@ def _damage_shards(scene: Scene, pattern: str, how: Callable[[Path, random.Rando
     good = path.with_name(f".{path.name}.good")
     shutil.copyfile(path, good)
     scene.undo.callback(good.replace, path)
-    # A new file in the place of the old one: what a reader has open or mapped stays as it was.
+    # Replaces the old file by a new one, so that readers with open or mapped files are not affected.
     bad = path.with_name(f".{path.name}.bad")
     shutil.copyfile(path, bad)
     how(bad, scene.draw)

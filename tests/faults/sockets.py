@@ -1,14 +1,13 @@
-"""Faults of the network between ranks, put into the ranks' own TCP connections.
+"""Network faults between ranks, injected into their TCP connections.
 
-Gloo connects every rank to every other by itself, on addresses it finds out by itself, so there is no
-place for a proxy between them. The faults are the kernel's instead: `pidfd_getfd` (Linux 5.6) gives this
-process a copy of a rank's socket, and
+Gloo connects every rank to every other one at addresses that it finds out, so no proxy fits between them.
+Instead, `pidfd_getfd` (Linux 5.6) gives this process a copy of a rank's socket, and
 
-- `cut` resets the connection with RST, as a router does that has forgotten it;
-- `drop` attaches a packet filter that takes no packet: silence, as behind a pulled cable;
-- `heal` detaches it: the retransmissions get through, nothing is lost but time.
+- `cut` resets the connection with RST, like a router that has lost its state;
+- `drop` attaches a packet filter that accepts no packet: silence, like an unplugged cable;
+- `heal` detaches it: the retransmissions arrive, and only time is lost.
 
-It needs the right to trace the rank (root, or its ancestor where /proc/sys/kernel/yama/ptrace_scope is 1).
+It needs permission to trace the rank (root, or an ancestor if /proc/sys/kernel/yama/ptrace_scope is 1).
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from contextlib import contextmanager, suppress
 import psutil
 
 Socket = socket.socket
-_PIDFD_GETFD = 438  # the same number on every architecture
+_PIDFD_GETFD = 438  # same on all architectures
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def reason_not_to() -> str | None:
-    """Why this machine cannot do it; None where it can."""
+    """Returns why this machine cannot inject these faults, or None."""
     try:
         with socket.socket() as own, _copies(os.getpid(), [own.fileno()]) as (copy,):
             _filter(copy, drops=True)
@@ -40,10 +39,10 @@ def reason_not_to() -> str | None:
 
 @contextmanager
 def between(pids: Sequence[int], of: int | None = None) -> Iterator[list[Socket]]:
-    """Copies of both ends of all connections that join two of the processes; closed afterwards.
+    """Yields copies of both ends of all connections between the processes; closes them afterwards.
 
     Args:
-        of: Only those of this process with the others.
+        of: Restricts to the connections of this process.
     """
     ends: dict[tuple[object, object], tuple[int, int]] = {}
     for pid in pids:
@@ -67,24 +66,24 @@ def between(pids: Sequence[int], of: int | None = None) -> Iterator[list[Socket]
 
 
 def cut(connections: Sequence[socket.socket]) -> None:
-    """Resets them: both sides get an error at once."""
+    """Resets the connections, so that both sides get an error at once."""
     for one in connections:
-        # Connecting to "no address" makes the kernel send RST; Python has no name for it.
+        # Connecting to "no address" makes the kernel send RST; Python has no constant for it.
         address = struct.pack("=H14x", socket.AF_UNSPEC)
         _libc.connect(one.fileno(), address, len(address))
-        # Which leaves this end without the end of stream that an RST from elsewhere brings, and Gloo waiting.
+        # This end does not get the end of stream that a remote RST causes, and Gloo would wait.
         with suppress(OSError):
             one.shutdown(socket.SHUT_RDWR)
 
 
 def drop(connections: Sequence[socket.socket]) -> None:
-    """No packet arrives any more; nobody is told."""
+    """Drops all incoming packets, without a message to anybody."""
     for one in connections:
         _filter(one, drops=True)
 
 
 def heal(connections: Sequence[socket.socket]) -> None:
-    """Packets arrive again."""
+    """Lets packets arrive again."""
     for one in connections:
         _filter(one, drops=False)
 
@@ -93,7 +92,7 @@ def _filter(one: socket.socket, *, drops: bool) -> None:
     if not drops:
         one.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
         return
-    # One instruction of the classic packet filter, "return 0 bytes".
+    # Returns one instruction of the classic packet filter, "return 0 bytes".
     program = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
     header = struct.pack("@HP", 1, ctypes.addressof(program))
     one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, header)
@@ -117,6 +116,6 @@ def _copies(pid: int, fds: Sequence[int]) -> Iterator[list[socket.socket]]:
 
 
 def _plain(address: object) -> tuple[str, int]:
-    """IPv4 in IPv6 as IPv4: the two ends may see the same address differently."""
+    """Returns IPv4-mapped IPv6 as IPv4, because the two ends may see the same address differently."""
     ip, port = address  # type: ignore[misc]
     return str(ip).removeprefix("::ffff:"), int(port)

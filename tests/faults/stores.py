@@ -1,4 +1,4 @@
-"""Stores that fail: an S3 server behind a proxy that breaks requests, and a small disk that is full."""
+"""Failing stores: an S3 server behind a proxy that breaks requests, and a small full disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from s3_server import S3Server
 
 
 class Bucket(S3Server):
-    """The server as a training meets it: the client tries again, as users' do."""
+    """The S3 server with the client's retries, as users configure it."""
 
     def __init__(self) -> None:
         super().__init__({"read_timeout": 2, "connect_timeout": 2, "retries": {"max_attempts": 2}})
@@ -22,12 +22,12 @@ class Bucket(S3Server):
 
     @property
     def environment(self) -> dict[str, str]:
-        """The settings as fsspec reads them in every process that inherits it."""
+        """Returns the settings that fsspec reads in every process that inherits them."""
         return {"FSSPEC_S3": json.dumps(self.settings)}
 
     def upload(self, folder: Path, name: str) -> str:
-        """Copies a folder into the bucket, past the proxy and once for each name; returns its URI."""
-        if name not in self._uploaded:  # whoever is not the owner may not replace it
+        """Uploads a folder to the bucket, past the proxy and once per name. Returns its URI."""
+        if name not in self._uploaded:  # only the owner may replace it
             for path in folder.rglob("*"):
                 if path.is_file():
                     self.put(quote(f"/bucket/{name}/{path.relative_to(folder)}"), path.read_bytes())
@@ -36,7 +36,7 @@ class Bucket(S3Server):
 
 
 def reason_not_to_mount() -> str | None:
-    """Why a small disk cannot be made here; None where it can."""
+    """Returns why a small disk cannot be mounted, or None."""
     if os.geteuid() != 0:
         return "only root mounts a small disk"
     return None
@@ -44,7 +44,7 @@ def reason_not_to_mount() -> str | None:
 
 @contextmanager
 def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """A tmpfs of that size at `folder`; OSError where this container may not mount."""
+    """Mounts a tmpfs of this size at `folder`. Raises OSError if the container may not mount."""
     folder.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "ringspark-faults", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -57,10 +57,10 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """Takes all the room that is left; returns the file that has it, whose removal gives it back."""
+    """Fills the disk. Returns the file, whose removal frees the space."""
     path = folder / "filler"
     with path.open("wb", buffering=0) as file:
-        for block in (1 << 16, 1 << 12, 1):  # down to the last byte: the files of a run are small
+        for block in (1 << 16, 1 << 12, 1):  # to the last byte, because the files of a run are small
             with suppress(OSError):
                 while file.write(bytes(block)):
                     pass

@@ -1,7 +1,7 @@
-"""A seeded selection of the fault matrix, and the harness's own instruments.
+"""A seeded selection of the fault matrix, and tests of the harness.
 
-All moments: `make faults`. Each scenario asserts what `moments.run` looks at: every row once an epoch,
-the weights of the undisturbed run, no process, port, temporary file or shared memory left.
+`make faults` runs all moments. Each scenario checks as `moments.run` does: every row once per epoch, the
+weights of the undisturbed run, and no leftover process, port, temporary file or shared memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scenarios import FAULTS, KINDS, find
 from trainings import END_SECONDS, NUM_ROWS, Driver, Plan, difference
 from waiting import wait_for
 
-# Each with a seed whose moment comes after several checkpoints; torch and horovod in turn.
+# Each seed's moment comes after several checkpoints; torch and Horovod alternate.
 SELECTION = [
     ("another rank", "kill", 1),
     ("another rank", "hang", 0),
@@ -33,7 +33,7 @@ SELECTION = [
     ("driver", "kill", 2),
     ("pipeline2 x data2: first stage", "kill", 0),
 ]
-# `make test` kills a rank, in test_resume.py, and a rank of a pipeline, in test_lost_ranks.py.
+# `make test` kills a rank in test_resume.py, and a rank of a pipeline in test_lost_ranks.py.
 ALSO_IN_CORE = ("another rank", "pipeline2 x data2: first stage")
 CASES = [
     pytest.param(
@@ -49,7 +49,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    """One driver for the scenarios that leave it alive; what its end leaves behind is looked at too."""
+    """One driver for the scenarios that leave it alive; its leftovers are checked, too."""
     # Two epochs: the fault comes in either, and the training stays short.
     with Lab(epochs=2, timeout_seconds=20.0) as made:
         yield made
@@ -74,7 +74,7 @@ def test_a_fault_costs_steps_and_nothing_else(lab: Lab, target: str, kind: str, 
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_fewer_workers_go_on_where_a_machine_is_gone(tmp_path: Path) -> None:
-    # Two machines with two slots each; nobody replaces the one that is lost.
+    # Two machines with two slots each; nothing replaces the lost one.
     with ExitStack() as stack:
         cluster = Cluster(2)
         stack.callback(cluster.close)
@@ -82,7 +82,7 @@ def test_fewer_workers_go_on_where_a_machine_is_gone(tmp_path: Path) -> None:
         stack.callback(driver.close)
         driver.write_shards(str(tmp_path / "shards"))
         driver.wait_for_executors(2)
-        # Other numbers of ranks draw other dropout, and Adam divides by numbers close to zero.
+        # Dropout depends on the number of ranks, and Adam divides by numbers close to zero.
         more = {"minWorkers": 2, "optimizer": "sgd"}
         plans = [
             Plan(
@@ -195,18 +195,18 @@ def test_the_diaries_tell_lost_and_repeated_rows() -> None:
     other = rows.check([*good, *_lines([[0, 1], [2, 3]], first=10.0)], 4)
     assert other.problems == [f"rank 0 saw other rows in the repetition of step {step}" for step in (1, 2)]
     assert rows.check(_lines([[0, 2], [1, 1]]), 4).problems == ["epoch 1 saw 1 rows twice and 1 not at all"]
-    # Rank 0 alone had ended step 2 when its gang was ended; the next one trains it whole.
+    # Only rank 0 had completed step 2 when its gang ended; the next gang repeats it on all ranks.
     starts = [{"what": "start", "rank": rank, "time": 9.5} for rank in (0, 1)]
     next_gang = [*_lines([[0], [2]], 1, 2, 10.0), *_lines([[1], [3]], 0, 2, 10.1)]
     both = [*_lines([[1], [3]], 0, 2), *_lines([[0]], 1, 2), *starts, *next_gang]
     assert rows.check(sorted(both, key=lambda line: line["time"]), 4).problems == []
-    # Of a gang that runs apart, one rank has ended two steps when the other starts.
+    # With local SGD, one rank has completed two steps before the other one starts.
     early = [{"what": "start", "rank": 1, "time": 9.0}, *_lines([[1], [3]], 1, 2, 9.1)]
     apart = [*early, {"what": "start", "rank": 0, "time": 11.0}, *_lines([[0], [2]], 0, 2, 11.1)]
     assert rows.check(apart, 4).problems == []
     after = [*_lines([[0]], 0, 2), *_lines([[1]], 1, 2, 0.5), *apart]
     assert rows.check(after, 4) == rows.Trained(problems=[], steps=2, repeated=1)
-    # Of two copies of two ranks each, each copy reads its rows once, and all of it the same ones.
+    # With two replicas of two ranks, each replica reads its rows once, the same on all its ranks.
     copies = [
         {**line, "share": rank // 2}
         for rank in range(4)

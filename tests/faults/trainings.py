@@ -1,7 +1,7 @@
-"""Trainings in real processes: a driver program with its cluster, one fit of it, and what must hold after.
+"""Trainings in real processes: a driver program with its cluster, one fit, and the checks afterwards.
 
-The same driver serves one fit after the other, because Spark's start takes longer than most fits; one
-that was killed is started anew.
+One driver serves several fits, because Spark's start takes longer than most fits. A killed driver is
+restarted.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ import rows
 from waiting import wait_for
 
 HERE = Path(__file__).resolve().parent
-# As driver.py, which imports torch, has them.
+# The same values as in driver.py, which imports torch.
 ANSWER, STRUCK = "ANSWER ", "struck"
 NUM_ROWS, BATCH, EPOCHS = 1447, 24, 3
 EVERY_STEPS = 10
 NUM_WORKERS = 3
 TIMEOUT_SECONDS = 8.0
-# Deadlines of a machine that others use too.
+# Deadlines for a shared machine.
 START_SECONDS, END_SECONDS = 300.0, 240.0
 LOCAL_CLUSTER = f"local-cluster[{NUM_WORKERS},1,1024]"
 CONF = {
@@ -42,23 +42,23 @@ CONF = {
     "spark.ui.showConsoleProgress": "false",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.sql.shuffle.partitions": "2",
-    # Spark gives a silent executor two minutes: too long to wait for in a test.
+    # Spark waits two minutes for a silent executor, which is too long for a test.
     "spark.network.timeout": "30s",
     "spark.executor.heartbeatInterval": "3s",
     "spark.network.timeoutInterval": "3s",
-    # Ranks that are started anew need not import torch again.
+    # Restarted ranks need not import torch again.
     "spark.python.daemon.module": "ringspark.estimators.launch.python_daemon",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One training as the driver is told it.
+    """One training as a command for the driver.
 
     Attributes:
         run: Folder or URI of the run.
-        diary: Local folder that the ranks write their steps to.
-        more: Params beside these.
+        diary: Local folder of the ranks' diaries.
+        more: Additional Params.
         network: Arguments of a transformer over tokens, see `meshes`; None for the small network.
     """
 
@@ -78,11 +78,11 @@ class Plan:
 
     @property
     def epoch_steps(self) -> int:
-        """Steps of an epoch."""
+        """Steps per epoch."""
         return -(-NUM_ROWS // int(self.more.get("batchSize", BATCH)))
 
     def command(self, resume: bool) -> dict[str, Any]:
-        """What the driver reads."""
+        """Returns the command for the driver."""
         settings = {
             "runUri": self.run,
             "resume": resume,
@@ -110,23 +110,23 @@ class Plan:
         }
 
     def nothing_comes(self) -> None:
-        """Lets the training end: see `Diary`."""
+        """Lets the training end without a fault: see `Diary`."""
         self.diary.mkdir(parents=True, exist_ok=True)
         (self.diary / STRUCK).touch()
 
     def lines(self) -> list[rows.Line]:
-        """The steps so far."""
+        """Returns the lines of the steps so far."""
         return rows.Diaries(self.diary).read()
 
 
 class Driver:
-    """The driver's process and everything that it starts.
+    """The driver's process and all processes that it starts.
 
     Args:
-        master: Of Spark.
-        environment: Variables on top of this process's, for executors too.
-        keepers: Processes that were there before, bear the same mark, and stay: a cluster's.
-        mark: See `processes`; a new one, unless the driver's cluster has one.
+        master: Spark's master URL.
+        environment: Additional environment variables, for executors too.
+        keepers: Existing processes with the same mark that must survive: a cluster's.
+        mark: See `processes`; new unless the driver's cluster has one.
     """
 
     def __init__(
@@ -169,10 +169,10 @@ class Driver:
                 "PYSPARK_PYTHON": sys.executable,
                 "SPARK_LOCAL_IP": "127.0.0.1",
                 "TMPDIR": str(self.temporary),
-                # Executors leave their logs where Spark is installed, unless told.
+                # By default, executors write their logs where Spark is installed.
                 "SPARK_WORKER_DIR": str(folder / "work"),
             },
-            # Ctrl-C in the terminal is the harness's own.
+            # Ctrl-C in the terminal is for the harness.
             start_new_session=True,
         )
         self._answers: Queue[dict[str, Any]] = Queue()
@@ -187,16 +187,16 @@ class Driver:
 
     @property
     def lives(self) -> bool:
-        """Whether the Python driver runs."""
+        """True if the Python driver runs."""
         return self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Of the Python driver."""
+        """Process id of the Python driver."""
         return self._process.pid
 
     def jvms(self) -> list[psutil.Process]:
-        """The driver's JVM, one unless it has just been started."""
+        """The driver's JVM; just after a start there may be several or none."""
         children = psutil.Process(self.pid).children(recursive=True)
         return [p for p in children if "org.apache.spark.deploy.SparkSubmit" in processes.cmdline(p)]
 
@@ -211,7 +211,7 @@ class Driver:
         self._tell(plan.command(resume))
 
     def answer(self, seconds: float) -> dict[str, Any]:
-        """Waits for the end of what was begun."""
+        """Waits for the end of the command. Returns the answer."""
         end = time.monotonic() + seconds
         while True:
             try:
@@ -226,17 +226,17 @@ class Driver:
                 raise AssertionError(f"{reason}: {self.tail()}") from None
 
     def fit(self, plan: Plan, *, resume: bool = False) -> dict[str, Any]:
-        """A whole fit; the answer of driver.py."""
+        """Runs a fit. Returns the answer of driver.py."""
         self.begin(plan, resume=resume)
         return self.answer(END_SECONDS)
 
     def tail(self) -> str:
-        """The end of what the driver wrote to standard error."""
+        """Returns the end of the driver's standard error."""
         self._errors.flush()
         return Path(self._errors.name).read_text()[-2000:]
 
     def executor_seconds(self, fault: float) -> float:
-        """How long Spark was short of an executor after the fault: its own restart, not ours."""
+        """Returns how long Spark lacked an executor after the fault. This is not ringspark's time."""
         lost, last = None, 0.0
         notes = self.executors.read_text().splitlines() if self.executors.exists() else []
         most = 0
@@ -249,7 +249,7 @@ class Driver:
         return last
 
     def wait_for_executors(self, number: int) -> None:
-        """Until Spark has that many: the next fit is refused before."""
+        """Waits until Spark has this many executors, because it would reject the next fit before."""
 
         def there() -> bool:
             notes = self.executors.read_text().splitlines() if self.executors.exists() else []
@@ -258,11 +258,11 @@ class Driver:
         wait_for(f"{number} executors", there, START_SECONDS)
 
     def note_memory(self) -> None:
-        """Remembers the shared memory that is in use now, which `left_over` looks for."""
+        """Records the shared memory in use, for `left_over`."""
         self._memory |= processes.shared_memory_of(self.mark)
 
     def left_over(self, seconds: float = 15.0) -> list[str]:
-        """What a fit has left behind in the living driver; empty where nothing is, at the latest then."""
+        """Returns the leftovers of a fit in the live driver, after a wait; empty if there are none."""
 
         def look() -> list[str]:
             return [
@@ -275,7 +275,7 @@ class Driver:
         return _until_empty(look, seconds)
 
     def kill(self) -> None:
-        """SIGKILL for the driver and its JVM, as when their machine is lost; the executors notice it."""
+        """Kills the driver and its JVM with SIGKILL, like a lost machine; the executors detect it."""
         if not self.lives:
             return
         jvms = self.jvms()
@@ -285,7 +285,7 @@ class Driver:
         self._process.wait()
 
     def close(self) -> list[str]:
-        """Ends the driver if it lives, then everything else; returns what had not ended by itself."""
+        """Ends the driver and then everything else. Returns the processes that had not ended without help."""
         if self._process.stdin is not None:
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
@@ -305,7 +305,7 @@ class Driver:
         return left
 
     def _others(self) -> list[psutil.Process]:
-        """What runs of this driver's beside what was there before."""
+        """Returns the processes of this driver that did not exist before."""
         return [process for process in processes.marked(self.mark) if process.pid not in self._keepers()]
 
     def _tell(self, command: dict[str, Any]) -> None:
@@ -321,7 +321,7 @@ class Driver:
 
 
 def difference(weights: Mapping[str, Any], others: Mapping[str, Any]) -> float:
-    """The largest difference between two state dicts, as the driver sends them."""
+    """Returns the largest difference between two state dicts in the driver's format."""
     import torch
 
     assert weights.keys() == others.keys()

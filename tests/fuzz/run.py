@@ -1,7 +1,7 @@
-"""The parsers' fuzzing for as long as one likes: `python tests/fuzz/run.py --minutes 10`.
+"""Fuzzes the parsers for a chosen time: `python tests/fuzz/run.py --minutes 10`.
 
-Every target in turns, each turn with new random inputs; prints how many were taken, how many refused, and
-every error that is not documented, with the smallest input that hypothesis found for it.
+Each round runs every target with new random inputs. It prints the numbers of accepted and rejected inputs,
+and every undocumented error with the smallest input that hypothesis found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROUND = 200
 
 
 def fuzz(target: Any, counts: Counter[str], number: int) -> str | None:
-    """One turn; the undocumented error, if one came out."""
+    """Runs one round. Returns the undocumented error, if any."""
     inputs = mutations.damaged_bytes(target.good)
     if target.is_json:
         inputs = st.one_of(mutations.damaged_json(target.good), inputs)
@@ -50,7 +50,7 @@ def fuzz(target: Any, counts: Counter[str], number: int) -> str | None:
 
 
 def main() -> None:
-    """Prints a table; the exit code is 1 where something undocumented came out."""
+    """Prints a table. The exit code is 1 after an undocumented error."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=None, help="default: a new one, which is printed")

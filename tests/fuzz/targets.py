@@ -1,4 +1,4 @@
-"""What is fuzzed: for each parser a good input, and the only errors that may come out."""
+"""Fuzz targets: a valid input and the documented errors of each parser."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class Target:
     """One parser.
 
     Attributes:
-        good: What it takes.
-        parse: Gets bytes.
-        errors: Documented; anything else is a defect.
-        is_json: Whether `good` can be changed as JSON, too.
+        good: Valid input.
+        parse: Parses bytes.
+        errors: Documented errors; any other error is a defect.
+        is_json: Whether `good` can also be changed as JSON.
     """
 
     good: bytes
@@ -67,7 +67,7 @@ PIECES = [torch.zeros(6, 4), torch.zeros(3, 4)]
 
 
 def _of_parts(record: Record) -> bytes:
-    """A matrix of three blocks, of which one rank has two rows each, and the other one."""
+    """Returns a matrix of three blocks: one rank has two rows of each, the other one has one."""
     spread = CheckpointShards(ShardSpec("tensor", 0, blocks=3), (9, 4), (0, 1))
     files = {name: FileSum(bytes=8, sha256="00") for name in name_files("model.safetensors", 2, "abc")}
     spreads = {"model.safetensors": {"w": spread}}
@@ -75,14 +75,14 @@ def _of_parts(record: Record) -> bytes:
 
 
 def _joined(text: bytes) -> None:
-    """What says that it makes up a whole can be put together."""
+    """Joins the shards if they claim to be complete."""
     spreads = Record.from_json(text).spreads.get("model.safetensors", {})
     places = locate_tensors([{"w": (piece.dtype, tuple(piece.shape))} for piece in PIECES], spreads)
     assert join_shards([PIECES[part] for part in places["w"]], spreads["w"].cut).shape == spreads["w"].shape
 
 
 def targets(folder: Path) -> dict[str, Target]:
-    """All of them. Args: folder: For those that read files."""
+    """Returns all targets. Args: folder: For parsers that read files."""
     config = TrainConfig(
         shards_uri="/s", run_uri="/r", input_columns=("x",), label_columns=("y",), model=SPEC.to_json()
     )
@@ -175,7 +175,7 @@ def _tensors() -> bytes:
 
 def _tensor_file(folder: Path) -> Callable[[bytes], object]:
     def parse(data: bytes) -> object:
-        # A new name each time: the tensors of the last one may still map the old file.
+        # A new name each time, because the last tensors may still map the old file.
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".safetensors") as file:
             file.write(data)
             file.flush()
@@ -199,7 +199,7 @@ def _file(path: Path, read: Callable[[], object]) -> Callable[[bytes], object]:
 
 
 def _stages(folder: Path) -> dict[str, Target]:
-    """The files of a saved estimator and of a saved model."""
+    """Returns the files of a saved estimator and of a saved model."""
     estimator, model = folder / "estimator", folder / "model"
     TorchRegressor(model=SPEC, featuresCol="x", labelCol="y").write().overwrite().save(str(estimator))
     save_checkpoint(str(folder / "weights"), SPEC.build())

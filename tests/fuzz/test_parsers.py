@@ -1,4 +1,4 @@
-"""Whatever is in a file, its parser returns or raises what it documents. `run.py` does this for longer."""
+"""For any file content, a parser returns or raises a documented error. `run.py` runs longer."""
 
 from __future__ import annotations
 

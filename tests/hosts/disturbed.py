@@ -1,4 +1,4 @@
-"""A training over several hosts that is disturbed at a step, and what became of it."""
+"""A training over several hosts with a disturbance at a step, and its outcome."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from namespaces import Host
 from spark_hosts import SparkHosts
 from waiting import wait_for
 
-# The training lasts longer than what happens to it: 60 steps of a tenth of a second and more.
+# 60 steps of 0.1 s or more, so that the training lasts longer than the disturbance.
 SETTINGS: dict[str, Any] = {"checkpointEverySteps": 10, "timeoutSeconds": 20.0}
 DATA = {"rows": 1280, "pause": 0.1}
 AT_STEP = 15
@@ -22,14 +22,14 @@ AT_STEP = 15
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the driver told, and how long after the disturbance rank 0 made no step."""
+    """The driver's report, and rank 0's longest time without a step after the disturbance."""
 
     told: dict[str, Any]
     pause_seconds: float
 
 
 def train(cluster: SparkHosts, disturb: Callable[[Host], None], *, rank: int = 1, **settings: Any) -> Outcome:
-    """Trains, and calls `disturb` with the host of that rank when it has made some steps."""
+    """Trains, and calls `disturb` with the rank's host after some steps."""
     diary = cluster.folder / f"steps-{uuid.uuid4().hex[:8]}"
     driver = cluster.drive(SETTINGS | settings, **DATA, steps=str(diary))
     wait_for("the first steps", lambda: driver.poll() is not None or _last(diary, rank) >= AT_STEP)
@@ -45,7 +45,7 @@ def train(cluster: SparkHosts, disturb: Callable[[Host], None], *, rank: int = 1
 
 
 def drop(cluster: SparkHosts, seconds: float) -> Callable[[Host], None]:
-    """Returns what takes a host's cable out for so long."""
+    """Returns a disturbance that unplugs a host's cable for some seconds."""
 
     def disturb(host: Host) -> None:
         cluster.network.unplug(host)

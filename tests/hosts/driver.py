@@ -1,8 +1,8 @@
 """The driver of a test over several hosts: `driver.py OPTIONS`; prints one line of JSON.
 
-It trains a small regression and predicts, once for each of `fits`, the settings of a stage. Other OPTIONS,
-as JSON: `conf` of the session, `rows`, `dim`, `hidden`, and `steps`, a file to which the ranks write a line
-after each step, with `pause`, their seconds of sleep then.
+It trains a small regression and predicts, once for each entry of `fits`, the settings of a stage. Other
+OPTIONS, as JSON: `conf` of the session, `rows`, `dim`, `hidden`, `steps`, a file to which the ranks write a
+line after each step, and `pause`, the seconds of sleep after it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ringspark.estimators.training.callbacks import Callback, TrainingState
 
 
 class Steps(Callback):
-    """Writes a line for each step: the time on the clock that all hosts here share, rank, step and host."""
+    """Writes a line per step: time (all hosts here share the clock), rank, step and host."""
 
     def __init__(self, path: str, pause_seconds: float) -> None:
         self.path, self.pause_seconds = path, pause_seconds
@@ -44,7 +44,7 @@ def main() -> None:
     from ringspark.models import ModelSpec
 
     dim = options.get("dim", 2)
-    # As many files on every cluster, so that every training sees the same batches.
+    # The same number of files on every cluster, so that every training sees the same batches.
     frame = spark.range(0, options.get("rows", 4000), 1, 2).selectExpr(
         f"array({', '.join(f'float(id % {7 + 4 * i} / {7 + 4 * i})' for i in range(dim))}) as features"
     )

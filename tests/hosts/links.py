@@ -3,14 +3,14 @@
     with shaped_hosts(2, mbit=100) as hosts:
         results = hosts.run(steps, 30, ranks_per_host=1, collective="torch")
 
-`steps(collective, 30)` runs on every rank, each a process of its own on its host, and returns what JSON can
-hold; `results` has one entry for each rank, in rank order. In there `wire_bytes()` tells what the rank's host
-has sent so far, by the counter of its network card: with headers, and for all its ranks. `link_refusal()`
-says why it cannot be done here. A killed program leaves its hosts to the next one, which removes them.
+`steps(collective, 30)` runs on every rank, in a new process on its host, and returns a JSON value. `results`
+has one entry per rank, in rank order. `wire_bytes()` returns the bytes that the rank's host has sent so far,
+from the counter of its network card: with headers, for all ranks of the host. `link_refusal()` returns why
+links cannot be shaped here. If a program is killed, the next one removes its hosts.
 
-Each host is on a cable of its own to one switch. Both ends of the cable send at most `mbit` million bits a
-second, by `tc`'s token bucket, so a link is full duplex. Many kernels lack `netem`, so a process delays the
-packets; it carries some 100 Mbit/s, not 1 Gbit/s.
+Each host has a cable to one switch. Both ends of the cable send at most `mbit` million bits per second,
+limited by `tc`'s token bucket, so a link is full duplex. Many kernels lack `netem`, so a process delays the
+packets. It can carry about 100 Mbit/s, but not 1 Gbit/s.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from typing import Any
 import cloudpickle
 from namespaces import Host, Network, refusal
 
-# Rates below this share of what was asked for, or above its inverse, mean that the link is not shaped.
+# The link is not shaped if the measured rate is below this share of the target, or above its inverse.
 _TRUE_SHARE = 0.8
 _TRIES = 5
-# Of the first gang, each later one takes the next: in a namespace of its own every port is free, but one
-# that a gang has used stays taken for a minute.
+# The first gang's port; each later gang takes the next. In a new namespace every port is free, but a used
+# port stays taken for a minute.
 _FIRST_PORT = 20_000
 
 _RECEIVE = """
@@ -84,7 +84,7 @@ def link_refusal() -> str:
 
 
 def wire_bytes() -> int:
-    """Bytes that this host has sent so far by its network card, headers included."""
+    """Returns the bytes that this host's network card has sent so far, including headers."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "eth0":
@@ -96,12 +96,12 @@ def wire_bytes() -> int:
 def shaped_hosts(
     num_hosts: int, *, mbit: float | None = None, delay_ms: float = 0.0
 ) -> Iterator[ShapedHosts]:
-    """Makes hosts, shapes their links, and checks with a transfer that the shape holds.
+    """Makes hosts, shapes their links, and verifies the shape with a transfer.
 
     Args:
         num_hosts: Number of hosts.
-        mbit: Rate of each link and direction, in million bits a second; None for what the machine can.
-        delay_ms: Time that a packet and its answer take more between two hosts, in milliseconds.
+        mbit: Rate of each link and direction, in million bits per second; None for no limit.
+        delay_ms: Additional round-trip time between two hosts, in milliseconds.
 
     Raises:
         RuntimeError: A transfer found another rate or delay.
@@ -124,8 +124,8 @@ class ShapedHosts:
     """Hosts on which gangs run.
 
     Attributes:
-        mbit: Rate that the check measured between the first two hosts, in million bits a second.
-        round_trip_ms: Least time of a byte and its answer, in milliseconds.
+        mbit: Measured rate between the first two hosts, in million bits per second.
+        round_trip_ms: Smallest round-trip time of a byte, in milliseconds.
     """
 
     def __init__(self, network: Network) -> None:
@@ -145,7 +145,7 @@ class ShapedHosts:
             RuntimeError: Rate or delay are not what was asked for.
         """
         for _ in range(_TRIES):
-            # A busy machine sends less for a while; a link that is not shaped always carries too much.
+            # A busy machine sends less for a while, but an unshaped link always carries too much.
             self._measure(mbit)
             if mbit is None or _TRUE_SHARE < self.mbit / mbit < 1 / _TRUE_SHARE:
                 break
@@ -182,10 +182,10 @@ class ShapedHosts:
         """Runs `work(collective, *args)` on a gang of `ranks_per_host` ranks on each host.
 
         Args:
-            work: Returns what JSON can hold.
-            timeout_seconds: The longest a rank waits for another.
-            limit_seconds: When the ranks are killed.
-            environment: More environment variables of the ranks.
+            work: Returns a JSON value.
+            timeout_seconds: Longest wait of a rank for another one.
+            limit_seconds: Time after which the ranks are killed.
+            environment: Additional environment variables of the ranks.
 
         Returns:
             What each rank returned, in rank order.
@@ -202,7 +202,7 @@ class ShapedHosts:
         meeting = RendezvousInfo(
             address=address, secret=secrets.token_bytes(32), timeout_seconds=timeout_seconds
         )
-        # Modules beside the caller's are found by the ranks as by the caller.
+        # Ranks find the modules next to the caller's.
         inherited = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         inherited |= {"OMP_NUM_THREADS": "1"} | (environment or {})
         with tempfile.TemporaryDirectory() as folder:
@@ -228,7 +228,7 @@ class ShapedHosts:
 
 
 def _wait(ranks: list[subprocess.Popen[Any]], limit_seconds: float) -> None:
-    """Returns once all ranks have ended, or one has failed and the others had a moment to say why.
+    """Returns when all ranks have ended, or when one has failed and others had time to report.
 
     Raises:
         RuntimeError: None has failed, and some are not done in time.
@@ -247,15 +247,15 @@ def _wait(ranks: list[subprocess.Popen[Any]], limit_seconds: float) -> None:
 
 def _shape(space: str, interface: str, mbit: float) -> list[str]:
     """Returns the command that limits what an interface sends."""
-    # Bytes that go at once: what the rate sends in a millisecond, at least one large segment.
+    # Burst size: the bytes per millisecond at this rate, at least one large segment.
     burst = max(1 << 16, int(mbit * 1e6 / 8 / 1000))
-    limit = burst + int(mbit * 1e6 / 8 * 0.02)  # 20 ms wait in the queue, more is dropped
+    limit = burst + int(mbit * 1e6 / 8 * 0.02)  # packets wait up to 20 ms in the queue, then they are dropped
     words = f"tc -n {space} qdisc add dev {interface} root tbf rate {mbit}mbit burst {burst} limit {limit}"
     return words.split()
 
 
 def _rank(stem: Path) -> None:
-    """Is one rank."""
+    """Runs one rank."""
     import torch
 
     from ringspark.estimators.collectives import collective_class

@@ -1,8 +1,8 @@
-"""Hosts of their own on this machine: network namespaces, each with a host name and a table of names.
+"""Hosts on this machine: network namespaces, each with a host name and a hosts file.
 
-A process in one sees its own interfaces and host name, and reaches the others over a switch or a router.
-The file system is shared. Needs the right to make namespaces (root, or CAP_SYS_ADMIN and CAP_NET_ADMIN):
-`refusal` says why not.
+A process in a namespace sees the interfaces and the host name of its host, and reaches other hosts over a
+switch or a router. The file system is shared. Namespaces need permissions (root, or CAP_SYS_ADMIN and
+CAP_NET_ADMIN); `refusal` returns what is missing.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# `ip netns exec NAME` gives a process the table NAME/hosts in here.
+# `ip netns exec NAME` gives a process the file NAME/hosts in this folder.
 _TABLES = Path("/etc/netns")
 _SLOW_CABLE = Path(__file__).with_name("slow_cable.py")
-# What Docker gives its bridge: on every host the same address, and no way to another host.
+# Docker's bridge has the same address on every host, and no route to another host.
 _DECOY = "172.17.0.1"
 
 
@@ -52,7 +52,7 @@ class Host:
 
     Attributes:
         name: Its host name.
-        address: Its address towards the others.
+        address: Its address for other hosts.
         space: Name of its network namespace.
     """
 
@@ -62,7 +62,7 @@ class Host:
 
     @property
     def port(self) -> str:
-        """The switch's end of this host's cable."""
+        """Switch end of this host's cable."""
         return f"port-{self.name}"
 
     def command(self, arguments: Sequence[str]) -> list[str]:
@@ -71,7 +71,7 @@ class Host:
         return ["ip", "netns", "exec", self.space, "unshare", "-u", "sh", "-c", named, "sh", *arguments]
 
     def start(self, arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Starts a process on this host, in a session of its own."""
+        """Starts a process on this host in a new session."""
         return subprocess.Popen(self.command(arguments), start_new_session=True, **options)
 
 
@@ -108,24 +108,24 @@ class Network:
             _remove(space)
 
     def unplug(self, host: Host) -> None:
-        """Takes the host's cable out of the switch (not the router, whose addresses would go with it)."""
+        """Unplugs the host's cable from the switch (a router would lose its addresses)."""
         assert not self.is_routed
         _run("ip", "-n", self.switch, "link", "set", host.port, "down")
 
     def plug_in(self, host: Host) -> None:
-        """Puts the cable back."""
+        """Plugs the cable in again."""
         _run("ip", "-n", self.switch, "link", "set", host.port, "up")
 
     def vanish(self, host: Host) -> None:
-        """Ends the host as a power failure does: no peer gets an end of its connections."""
+        """Ends the host like a power failure: peers get no end of their connections."""
         self.unplug(host)
         _end_processes(host.space)
 
     @contextmanager
     def slowed_down(self, host: Host, seconds: float) -> Iterator[None]:
-        """Holds back each packet that the host sends or gets for half of `seconds`.
+        """Delays each packet that the host sends or receives by half of `seconds`.
 
-        Many kernels lack what `tc ... netem` needs, so a process carries the packets.
+        Many kernels lack `netem`, so a process carries the packets.
         """
         inside = ["ip", "netns", "exec", self.switch]
         slow, fast = (f"{kind}-{host.name}" for kind in ("slow", "fast"))
@@ -200,7 +200,7 @@ class Network:
         cable = f"{host.port} type veth peer name eth0 netns {host.space}"
         _run(*f"ip -n {self.switch} link add {cable}".split())
         bits = 24 if self.version == 4 else 64
-        # IPv6 lets nobody use an address in its first second, in which it looks for another owner.
+        # IPv6 blocks an address in its first second, for duplicate detection.
         flags = "" if self.version == 4 else "nodad"
         _run(*f"ip -n {host.space} addr add {host.address}/{bits} dev eth0 {flags}".split())
         _run(*f"ip -n {host.space} link set eth0 up".split())
@@ -214,7 +214,7 @@ class Network:
 
 
 def _sweep() -> None:
-    """Removes what a test left that was killed: a namespace bears the process number of its test."""
+    """Removes namespaces of killed tests. Their names contain the process number of the test."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
     for space, pid in re.findall(r"^(rs(\d+)x\w+)", listed.stdout, re.MULTILINE):
         if not Path("/proc", pid).exists():
@@ -228,7 +228,7 @@ def _remove(space: str) -> None:
 
 
 def _end_processes(space: str) -> None:
-    """Kills every process of a namespace, also those that have left their parents' groups."""
+    """Kills every process of a namespace, also without its parent's group."""
     for _ in range(100):
         found = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False)
         if not (pids := found.stdout.split()):

@@ -1,4 +1,4 @@
-"""A cable between two interfaces that holds back each packet: `slow_cable.py INTERFACE INTERFACE SECONDS`."""
+"""A cable between two interfaces that delays each packet: `slow_cable.py INTERFACE INTERFACE SECONDS`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from contextlib import suppress
 _ALL_PROTOCOLS = 0x0003
 _SO_RCVBUFFORCE = 33
 _SOL_PACKET, _PACKET_IGNORE_OUTGOING, _PACKET_VNET_HDR = 263, 23, 15
-# Whole segments of TCP that no hardware has cut yet, each behind a header which says how to.
+# Whole TCP segments that no hardware has split yet, each after a header with the offload information.
 _LONGEST_PACKET = 1 << 17
 
 
 def opened(interface: str) -> socket.socket:
-    """Returns a socket that gets every packet which comes to the interface, and can send any."""
+    """Returns a socket that receives every packet of the interface, and can send any packet."""
     packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     packets.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     packets.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
@@ -27,7 +27,7 @@ def opened(interface: str) -> socket.socket:
 
 
 def carry(source: socket.socket, target: socket.socket, seconds: float) -> None:
-    """Sends what comes from `source` to `target`, each packet that much later."""
+    """Sends packets from `source` to `target` after the delay."""
     under_way: deque[tuple[float, bytes]] = deque()
     has_more = threading.Semaphore(0)
 
@@ -42,13 +42,13 @@ def carry(source: socket.socket, target: socket.socket, seconds: float) -> None:
         has_more.acquire()
         due, packet = under_way.popleft()
         time.sleep(max(0.0, due - time.monotonic()))
-        # As on any cable: what cannot be delivered is lost.
+        # Undeliverable packets are lost, as on any cable.
         with suppress(OSError):
             target.send(packet)
 
 
 def main() -> None:
-    """Carries both ways, until it is killed; writes a line when it begins."""
+    """Carries packets in both directions until it is killed; writes a line at the start."""
     one, other = opened(sys.argv[1]), opened(sys.argv[2])
     print("carrying", flush=True)
     seconds = float(sys.argv[3])

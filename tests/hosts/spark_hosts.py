@@ -16,9 +16,9 @@ from s3_server import S3Server
 from waiting import wait_for
 
 HERE = Path(__file__).parent
-# Whatever of this machine's Spark speaks of addresses has no meaning on the hosts.
+# This machine's Spark settings of addresses are wrong on the hosts.
 _FOREIGN = ("SPARK_LOCAL_IP", "SPARK_LOCAL_HOSTNAME", "SPARK_PUBLIC_DNS", "PYSPARK_SUBMIT_ARGS")
-# How long the master, and a driver, wait for a silent host, instead of one minute and two.
+# Timeouts of master and driver for a silent host; Spark's defaults are one minute and two.
 PATIENCE_SECONDS = 20
 
 
@@ -26,11 +26,11 @@ class SparkHosts:
     """A context that runs the cluster; `drive` runs a driver on the first host.
 
     Args:
-        is_first_a_worker: Whether the first host, that of master and drivers, has a worker too.
-        secret: The secret of all Spark processes; empty for none.
-        clocks: Host name -> the seconds that the clock of its Spark worker is ahead.
-        has_bucket: Whether an S3 server on the first host is the only store, instead of a shared folder.
-        worker_cores: Cores of each worker; an executor takes one.
+        is_first_a_worker: Whether the host of master and drivers also has a worker.
+        secret: Secret of all Spark processes; empty for none.
+        clocks: Host name -> seconds by which the clock of its Spark worker is ahead.
+        has_bucket: Whether the only store is an S3 server on the first host, instead of a shared folder.
+        worker_cores: Cores per worker; an executor takes one.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class SparkHosts:
         return f"spark://{_in_url(self.network.hosts[0])}:7077"
 
     def revive(self, host: Host) -> None:
-        """Starts a host that has vanished."""
+        """Restarts a vanished host."""
         self.network.plug_in(host)
         self._start_worker(host)
         self._wait_for_worker(host)
@@ -90,12 +90,12 @@ class SparkHosts:
         return file.read_text() if file.exists() else ""
 
     def logs(self) -> str:
-        """What the executors wrote, for the message of a test that failed."""
+        """Returns the executors' logs for the message of a failed test."""
         files = sorted(self.folder.glob("work-*/*/*/stderr"))
         return "\n".join(f"--- {file}\n{file.read_text()[-3000:]}" for file in files)
 
     def drive(self, *fits: Mapping[str, Any], **data: Any) -> subprocess.Popen[str]:
-        """Starts a driver on the first host; `data` are other options of `driver.py`."""
+        """Starts a driver on the first host; `data` contains more options of `driver.py`."""
         store = "s3://bucket/store" if self._bucket else str(self.folder / "store")
         options = {**data, "conf": self._conf(), "fits": [{"storageUri": store, **fit} for fit in fits]}
         first = self.network.hosts[0]
@@ -108,7 +108,7 @@ class SparkHosts:
         )
 
     def results(self, driver: subprocess.Popen[str]) -> list[dict[str, Any]]:
-        """Returns what the driver told of each fit; fails with its last words and the executors' logs."""
+        """Returns the driver's report of each fit. Fails with its last output and the executors' logs."""
         try:
             out, err = driver.communicate(timeout=900)
         except subprocess.TimeoutExpired:
@@ -132,7 +132,7 @@ class SparkHosts:
     def _environment(self, host: Host) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
         if self.network.own_names == "unknown" or self.network.has_decoys:
-            # Without it Spark itself does not start on such a host, or takes the wrong interface.
+            # Without it, Spark does not start on such a host, or uses the wrong interface.
             kept["SPARK_LOCAL_IP"] = host.address
         if self.network.version == 6:
             kept |= {
@@ -166,7 +166,7 @@ class SparkHosts:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    # What it has started ends with its host.
+    # Its child processes end with its host.
     process.kill()
     process.wait()
 
@@ -176,7 +176,7 @@ def _in_url(host: Host) -> str:
 
 
 def _clock(folder: Path, seconds: int) -> dict[str, str]:
-    """The environment of a process whose clock, and that of all it starts, is ahead."""
+    """Returns the environment for a process and its children whose clock is ahead."""
     library = folder / "shifted_clock.so"
     if not library.exists():
         source = HERE / "shifted_clock.c"

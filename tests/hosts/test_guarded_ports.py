@@ -1,4 +1,4 @@
-"""The guard of Gloo's ports against machines that are not members'; skipped where no hosts can be made."""
+"""The guard of Gloo's ports rejects machines without members; skipped if no hosts can be made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from namespaces import Host, Network, refusal
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=f"no hosts here: {refusal()}")
 
-# Listens on argument 1, admits arguments 2 and on, and prints the port.
+# Listens on argument 1, admits the remaining arguments, and prints the port.
 LISTEN = """
 import socket, sys
 from ringspark.estimators.collectives.rendezvous import own_sockets
@@ -27,7 +27,7 @@ CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.ar
 def test_only_members_machines_reach_a_guarded_port(version: int) -> None:
     with Network(num_hosts=3, version=version) as network:
         one, member, stranger = network.hosts
-        # A member's machine has addresses of both kinds.
+        # A member's machine has IPv4 and IPv6 addresses.
         admitted = [member.address, "10.9.9.9", "fd99::9"]
         family = {4: "2", 6: "10"}[version]
         server = one.start(

@@ -1,6 +1,6 @@
-"""Hosts that vanish, links that drop or are slow, in a training whose only store is on one of the hosts.
+"""Lost hosts and broken or slow links in a training with its only store on one host.
 
-The first host has the master, the driver and the store; three others have a worker each.
+The first host has the master, the driver and the store; each of three other hosts has a worker.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkHosts]:
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: SparkHosts) -> list[float]:
-    """The weights of a training to which nothing happens."""
+    """Weights of an undisturbed training."""
     (told,) = cluster.results(cluster.drive(disturbed.SETTINGS | {"collective": "torch"}, **disturbed.DATA))
     weights: list[float] = told["weights"]
     return weights
@@ -40,7 +40,7 @@ def undisturbed(cluster: SparkHosts) -> list[float]:
 
 @pytest.fixture
 def revived(cluster: SparkHosts) -> Iterator[Callable[[Host], None]]:
-    """Makes a host vanish, and starts it anew when the test has ended."""
+    """Makes a host vanish, and restarts it after the test."""
     vanished = []
 
     def vanish(host: Host) -> None:

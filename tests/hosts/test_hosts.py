@@ -1,4 +1,4 @@
-"""A gang whose ranks are on hosts of their own, over a network; skipped where none can be made."""
+"""A gang over a network of hosts; skipped if no hosts can be made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(refusal()), reason=f"no hosts here: {refusal()}"),
 ]
-# By what is unlike the others: options of the network and of Spark on it.
+# Cases by their difference: options of the network and of Spark on it.
 PLACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "own names mean 127.0.1.1": ({"num_hosts": 2}, {}),
     "own names mean nothing": ({"num_hosts": 2, "own_names": "unknown"}, {}),

@@ -1,4 +1,4 @@
-"""The shaped links between hosts hold what they promise; skipped where none can be made."""
+"""The shaped links between hosts have the specified rate and delay; skipped if none can be made."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_transfer_takes_the_rate_and_the_delay_that_were_asked_for() -> None:
 
 
 def summed(collective: Any, length: int) -> dict[str, Any]:
-    """Adds a tensor over the ranks, and tells what went over the wire."""
+    """All-reduces a tensor, and returns the bytes on the wire."""
     before = wire_bytes()
     total = collective.all_reduce(torch.full((length,), collective.rank + 1.0))
     collective.barrier()
@@ -50,7 +50,7 @@ def test_a_gang_on_two_hosts_sums_and_sends_its_bytes_over_their_link() -> None:
             assert [rank["place"] for rank in told] == [
                 [0, 0, 2, 0, 2], [1, 1, 2, 0, 2], [2, 0, 2, 1, 2], [3, 1, 2, 1, 2],
             ]  # fmt: skip
-            # In the ring each host sends what one of its ranks does: 2 (N - 1) / N of the tensor.
+            # In a ring, each host sends as much as one of its ranks: 2 (N - 1) / N of the tensor.
             assert all(rank["bytes"] >= 1.5 * 4 * length for rank in told)
         with pytest.raises(RuntimeError, match="this rank fails"):
             hosts.run(failing)

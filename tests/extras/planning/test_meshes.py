@@ -1,4 +1,4 @@
-"""What is predicted of meshes: closed forms, what grows with what, and refusals in a sentence."""
+"""Predicted step time and memory of meshes: closed forms, trends, and error messages."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from ringspark.extras.planning.meshes.work import Work
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 
-# Four equal matrices, of which 'tensor' cuts pairs; a head that is next to nothing.
+# Four equal matrices, of which tensor parallelism shards pairs, and a tiny head.
 ROWS, WIDTH, DEPTH = 16, 64, 4
 SPEC = ModelSpec("mlp", {"in_features": WIDTH, "hidden": [WIDTH] * DEPTH, "out_features": 1})
 BATCH = (((ROWS, WIDTH), "float32"), ((ROWS, 1), "float32"))
 LINK = Link(alpha=1e-3, beta=1e-6)
-# Of products alone, so that what is divided can be told by hand.
+# Only matrix products, so that the expected time is easy to compute.
 FLOPS = OperatorRates(launch=0.0, flop=1e-6, byte=0.0)
 
 
@@ -77,33 +77,34 @@ def _time(training: Training, machine: Machine, micro: int = 1, **mesh: Any) -> 
 def test_a_step_is_what_its_axes_divide_and_what_they_exchange(training: Training) -> None:
     free = _machine(inside={2: Link(alpha=0, beta=0)}, wire=Link(alpha=0, beta=0))
     one = _time(training, free).total
-    # The inputs want no gradient: 3 products a matrix, 2 of the first.
+    # The inputs need no gradient: 3 products per matrix, 2 for the first.
     layer = 2 * ROWS * WIDTH**2 * 1e-6
     assert one == pytest.approx((3 * DEPTH - 1) * layer + 3 * layer / WIDTH, rel=1e-6)
     assert _time(training, free, data=4).total == pytest.approx(one / 4)
-    # The head is not cut: its pair is the layer before it only if their number is odd.
+    # The head is not sharded. It pairs with the layer before it only if the number of layers is odd.
     assert _time(training, free, tensor=2).total == pytest.approx(one / 2, rel=0.02)
     parameters = DEPTH * (WIDTH**2 + WIDTH) + WIDTH + 1
     both = _time(training, _machine(), data=4)
     assert both.exposed == pytest.approx(ring_seconds(4, 4 * parameters, LINK))
     assert both.total == pytest.approx(one / 4 + both.exposed)
-    # Each of the two pairs sums once forward; backward the first has inputs that want no gradient.
+    # Each of the two pairs has one all-reduce forward, and one backward except the first, whose inputs need
+    # no gradient.
     hidden = ring_seconds(2, 4 * ROWS * WIDTH, LINK)
     assert _time(training, _machine(), tensor=2).exposed == pytest.approx(3 * hidden)
 
 
 def test_a_pipeline_waits_as_its_schedule_says(training: Training) -> None:
-    """Three units a stage, two of the first, whose inputs want no gradient: m+p-1 times three, less one."""
+    """Each stage takes three units, the first one two, as inputs need no gradient: 3 (m+p-1) - 1 in total."""
     free = _machine(wire=Link(alpha=0, beta=0))
     cuts = ["trunk.1", "trunk.2", "trunk.3"]
     for micro in (4, 8):
         found = _time(training, free, micro, pipeline=4, schedule="1f1b", cuts=cuts)
         assert found.bubble == pytest.approx(1 - 11 / 4 * micro / (3 * (micro + 3) - 1), abs=0.01)
-    # Ranks that share one core fill each other's gaps: all work, and nobody waits.
+    # Ranks that share one core fill each other's gaps, so the core is never idle.
     crowded = _time(training, replace(free, cores_per_host=1), 4, pipeline=4, schedule="1f1b", cuts=cuts)
     assert crowded.bubble == pytest.approx(0, abs=1e-9)
     assert crowded.total == pytest.approx(_time(training, free).total, rel=0.01)
-    # The two halves of a split backward pass take as long as the whole one.
+    # The two halves of a split backward pass take as long as the whole backward pass.
     split = _time(training, replace(free, cores_per_host=1), 4, pipeline=4, schedule="zero_bubble", cuts=cuts)
     assert split.total == pytest.approx(crowded.total)
     sent = _time(training, _machine(), 4, pipeline=4, schedule="1f1b", cuts=cuts)
@@ -123,7 +124,7 @@ def test_ranks_that_share_cores_fill_the_gaps_that_there_are(ranks: int, micro: 
     work = 3.0 * ranks * micro
     assert simulate_makespan(orders, ranks, cost, 1) == pytest.approx(work)
     assert simulate_makespan(orders, ranks, cost, 0.5) == pytest.approx(2 * work)
-    # At the ends of a step only some have something to do: between both bounds (Graham 1969).
+    # At the ends of a step only some ranks have work, so the time is between both bounds (Graham 1969).
     two = simulate_makespan(orders, ranks, cost, 2)
     assert max(free, work / 2) <= two <= work / 2 + free / 2
 
@@ -135,7 +136,7 @@ def test_more_micro_batches_need_less_and_slower_links_take_longer(training: Tra
     assert (
         _time(training, _machine(cores_per_host=2), data=4).total > _time(training, _machine(), data=4).total
     )
-    # Two hosts: the sum goes over the network, what tensor ranks exchange stays where it is.
+    # With two hosts the data all-reduce crosses the network, and tensor parallelism stays within a host.
     hosts = _machine(between=Link(alpha=1e-2, beta=1e-5), ranks_per_host=2)
     assert _time(training, hosts, data=4).total > _time(training, _machine(), data=4).total
     assert _time(training, hosts, tensor=2).total == _time(training, _machine(), tensor=2).total
@@ -146,10 +147,10 @@ def test_messages_of_each_kind_are_parts_of_a_ring() -> None:
     ring = ring_seconds(4, 8e6, LINK)
     for kind, share in (("all_reduce", 1.0), ("all_gather", 0.5), ("reduce_scatter", 0.5)):
         assert machine.exchange([Message(kind, int(8e6))] * 3, 4, 4) == pytest.approx(3 * share * ring)
-    # Each of 4 ranks has 2 MB, of which 1.5 MB are for others.
+    # Each of 4 ranks has 2 MB, of which 1.5 MB go to other ranks.
     expected = 3 * LINK.alpha + 1.5e6 * LINK.beta
     assert machine.exchange([Message("all_to_all", int(8e6))], 4, 4) == pytest.approx(expected)
-    # Each sends to one other.
+    # Each rank sends to one other rank.
     expected = LINK.alpha + 2e6 * LINK.beta
     assert machine.exchange([Message("shift", int(2e6))], 4, 4) == pytest.approx(expected)
 
@@ -162,7 +163,7 @@ def test_rates_take_what_two_steps_took() -> None:
     rates = ASSUMED.fit({4: (few, 0.02), 16: (many, 0.05)})
     assert rates.seconds(few) == pytest.approx(0.02)
     assert rates.seconds(many) == pytest.approx(0.05)
-    # The larger step took no longer: then both are its work, and no operator has a time of its own.
+    # The larger step took no longer. Then the whole time counts as work, and operators have no overhead.
     noise = ASSUMED.fit({4: (few, 0.05), 16: (many, 0.05)})
     assert noise.launch == 0
     assert noise.seconds(many) == pytest.approx(0.05)
@@ -174,7 +175,7 @@ def test_every_product_of_sizes_is_a_candidate(training: Training) -> None:
     assert len(found) == len(shapes) == 6
     assert all(math.prod(c.sizes.values()) == 4 for c in found)
     both = candidates(training.spreadable(), 4)
-    # Four links for two stages a worker on two workers; not for four.
+    # Four layers are enough for two stages per worker on two workers, but not on four.
     assert [c.sizes["pipeline"] for c in both if c.options.get("virtual")] == [2, 2]
     (whole, *_) = found
     assert dict(whole.sizes) == {"data": 4}
@@ -202,7 +203,7 @@ def test_each_axis_says_how_far_a_network_can_be_spread(training: Training) -> N
 
 
 def test_mixtures_are_spread_over_experts_and_other_networks_are_not(training: Training) -> None:
-    """A mixture sends its tokens away and gets them back, forward and backward, and tells how many before."""
+    """A mixture sends its tokens and gets them back, forward and backward. Before, it sends their number."""
     sizes = {"vocab_size": 8, "max_seq_len": 4, "dim": 8, "depth": 1, "num_heads": 2}
     spec = ModelSpec("transformer_lm", sizes | {"experts": {"num_experts": 4, "every": 1}})
     ids = ((ROWS, 4), "int64")
@@ -216,15 +217,16 @@ def test_mixtures_are_spread_over_experts_and_other_networks_are_not(training: T
     sharded = replace(mixed.spreadable(), config=replace(config, sync=Zero(stage=1)))
     assert "not planned with sharding='optimizer'" in AXIS_RULES["expert"](sharded, 2)
     profile = mixed.profiles.of(Candidate(sizes={"expert": 2}))
-    tokens = 4 * ROWS * 4 * 8  # bytes of those of one rank
+    tokens = 4 * ROWS * 4 * 8  # bytes of one rank's tokens
     forward, backward = (profile.messages(0, 0, way, ROWS)["expert"] for way in (True, False))
     counts = Message("all_gather", 2 * 4 * 8)
     assert forward == [counts, *[Message("all_to_all", 2 * tokens)] * 2]
     assert backward == [Message("all_to_all", 2 * tokens)] * 2
-    # Of rows that are spread, each rank sends its own tokens alone.
+    # With sequence-sharded rows, each rank sends only its tokens.
     spread = mixed.profiles.of(Candidate(sizes={"expert": 2, "sequence": 2}))
     assert Message("all_to_all", tokens) in spread.messages(0, 0, True, ROWS)["expert"]
-    # Each rank has half of the rows. Experts' gradients are summed over none but their like: one rank.
+    # Each rank has half of the rows. Experts' gradients are all-reduced only over ranks with the same
+    # experts: one.
     link = replace(LINK, alpha=0.0)
     named = dict(mixed.network.named_parameters())
     experts = 4 * sum(p.numel() for n, p in named.items() if ".experts." in n)
@@ -242,7 +244,7 @@ def test_a_plan_tells_memory_time_and_the_choice() -> None:
     assert len(plan.meshes) == 6
     assert all(mesh.fits for mesh in plan.meshes)
     assert plan.meshes[0].step_seconds == min(mesh.step_seconds for mesh in plan.meshes)
-    # As `plan_memory` has it, with the rows of a copy.
+    # As in `plan_memory`, with the rows of a replica.
     inputs, labels = (((ROWS // 4, *shape[1:]), dtype) for shape, dtype in BATCH)
     alone = plan_memory(SPEC, (inputs, labels), numWorkers=4, collective="torch")
     assert plan.of(data=4).peak == pytest.approx(alone.peak, rel=0.02)

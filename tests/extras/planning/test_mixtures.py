@@ -1,4 +1,4 @@
-"""Plans of memory and of work for networks whose shapes depend on numbers that a plan does not have."""
+"""Memory and work plans of networks whose shapes depend on values that a plan does not have."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def spec(experts: dict[str, Any] | None) -> ModelSpec:
 def test_a_plan_of_memory_knows_the_weights_of_all_experts() -> None:
     plans = [plan_memory(spec(e), BATCH, loss="cross_entropy") for e in (None, {"num_experts": 8})]
     dense, mixed = (plan.parameters for plan in plans)
-    # 7 more perceptrons of width 4 * 32, and the router.
+    # 7 more MLPs of width 4 * 32, and the router.
     assert mixed - dense == 4 * (7 * (2 * 128 * 32 + 128 + 32) + 8 * 32)
 
 
@@ -51,7 +51,10 @@ def test_experts_cost_the_operations_of_the_perceptron_they_replace(experts: dic
 def test_the_plan_of_ranks_with_other_experts_is_within_a_tenth_of_the_fullest_ones_peak(
     mesh: dict[str, int], benchmark_meshes: Any
 ) -> None:
-    """The plan deals tokens evenly and drops none, the router as it likes: 256 tokens a rank, 8 experts."""
+    """The plan assumes an even load without dropped tokens, but the router may be uneven.
+
+    There are 256 tokens per rank and 8 experts.
+    """
     workers = prod(mesh.values())
     network = benchmark_meshes.networks(4 * workers, tiny=True)[-1]
     rounds = benchmark_meshes.Rounds(network, [network.config(mesh, 1, workers)], 0, 0)
@@ -61,7 +64,7 @@ def test_the_plan_of_ranks_with_other_experts_is_within_a_tenth_of_the_fullest_o
     settings = {"numWorkers": workers, "collective": "torch", "loss": network.loss}
     plan = plan_memory(network.spec, (inputs, labels), parallelism=mesh, **settings)
     assert 0.9 < plan.peak / measured < 1.1
-    # Each rank has half of the experts and all else.
+    # Each rank has half of the experts and all other layers.
     whole = plan_memory(network.spec, (inputs, labels), **settings)
     experts = sum(p.numel() for n, p in network.spec.build().named_parameters() if ".experts." in n)
     assert whole.parameters - plan.parameters == 4 * experts // 2

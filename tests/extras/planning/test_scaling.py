@@ -1,4 +1,4 @@
-"""What is predicted of numbers of workers: closed forms, a published table, layers, a gang that measures."""
+"""Predicted scaling with workers: closed forms, a published table, layers, and a measuring gang."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ringspark.extras.planning.exchange_time import hierarchical_seconds, ring_s
 from ringspark.extras.planning.layers import count_layers
 from ringspark.models import ModelSpec
 
-# Minutes an epoch of a measured BERT training, by GPUs.
+# Minutes per epoch of a measured BERT training, by number of GPUs.
 BERT = {1: 399.0, 2: 214.0, 4: 118.0, 8: 61.0}
 SPEC = ModelSpec("mlp", {"in_features": 8, "hidden": [16], "out_features": 1})
 ROWS = (((64, 8), "float32"), ((64,), "float32"))
-STEPS = {16: 0.02, 64: 0.05}  # 10 ms and 0.625 ms a row
+STEPS = {16: 0.02, 64: 0.05}  # 10 ms and 0.625 ms per row
 LINK = Link(alpha=1e-3, beta=1e-6)
 
 
 def test_two_rows_of_the_bert_table_tell_the_others() -> None:
-    """By the rounds of a tree from 1 and 2 GPUs within 4 %, and within 7 % from any two but the largest."""
+    """Tree rounds fitted to 1 and 2 GPUs predict within 4 %, and any two rows but the largest within 7 %."""
     assert [round(BERT[1] / (n * BERT[n]), 3) for n in (2, 4, 8)] == [0.932, 0.845, 0.818]
     worst = {}
     for form in FORMS:
@@ -36,7 +36,7 @@ def test_two_rows_of_the_bert_table_tell_the_others() -> None:
     assert max(error for (form, pair), error in worst.items() if form == "tree" and pair != (4, 8)) < 0.07
     assert worst["ring", (1, 2)] < 0.08
     assert max(error for (form, pair), error in worst.items() if form == "ring" and 1 in pair) < 0.08
-    # What one rank does after the other is not what the table shows.
+    # Sequential work of one rank does not explain the table.
     assert worst["latency", (1, 2)] > 0.2
     fit = fit_scaling({1: 399, 2: 214}, "tree")
     for workers, efficiency in ((2, 0.932), (4, 0.845), (8, 0.818)):
@@ -76,13 +76,13 @@ def test_times_that_say_nothing_are_refused(measured: dict[int, float], words: s
 
 
 def test_numbers_of_a_table_are_fitted_as_plain_ones() -> None:
-    """A column of pandas holds NumPy's."""
+    """A pandas column contains NumPy numbers."""
     table = dict(zip(np.array([1, 2]), np.array([399.0, 214.0]), strict=True))
     assert str(fit_scaling(table, "tree")) == str(fit_scaling({1: 399, 2: 214}, "tree"))
 
 
 def test_a_step_that_costs_more_a_row_with_more_rows_has_its_measured_time() -> None:
-    """Out of a cache, for example; there is no fixed time below 0."""
+    """An example is a working set larger than the cache. The fixed time must not be negative."""
     plan = plan_scaling(SPEC, ROWS, [1], stepSeconds={16: 0.005, 64: 0.05}, link=LINK)
     assert plan.fixed_seconds == 0
     assert plan.of(1).step_seconds == pytest.approx(0.05)
@@ -132,7 +132,7 @@ def test_a_plan_of_given_figures_is_their_arithmetic() -> None:
     assert four.step_seconds == pytest.approx(0.05 + exchange)
     assert four.efficiency == pytest.approx(0.05 / (0.05 + exchange))
     assert four.cost == pytest.approx(1e6 / 64 * (0.05 + exchange))
-    # Compression takes bytes away, not messages; overlap hides a share, cores are shared.
+    # Compression reduces bytes, not messages. Overlap hides a share, and ranks share cores.
     assert plan_scaling(SPEC, ROWS, [4], compression=100, **given).of(4).exchange_seconds == pytest.approx(
         6e-3 + 1.5 * 4 * parameters * 1e-8
     )
@@ -142,7 +142,8 @@ def test_a_plan_of_given_figures_is_their_arithmetic() -> None:
     assert plan_scaling(SPEC, ROWS, [4], coresPerHost=2, **given).of(4).step_seconds == pytest.approx(
         2 * (0.05 + exchange)
     )
-    # One global batch: each of 4 workers has 16 of 64 rows. 17 are left out, as the batch has 16 rows.
+    # One global batch: each of 4 workers has 16 of 64 rows. 17 workers are not planned, as one batch has 16
+    # rows.
     shared = plan_scaling(SPEC, ROWS, [4, 17], batchSize=16, pricePerWorkerHour=3.6, **given)
     assert [p.workers for p in shared.predictions] == [4]
     assert shared.of(4).compute_seconds == pytest.approx(0.01 + 4 * 0.000625)
@@ -164,7 +165,7 @@ def test_a_slow_link_between_hosts_is_told_in_the_verdict() -> None:
 
 
 class Branches(nn.Module):
-    """A long and a short way from the input to a sum."""
+    """A long and a short path from the input to a sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +188,7 @@ def test_work_is_counted_and_of_two_branches_the_longer_one_is_the_depth() -> No
         "short": 2 * 10 * 16 * 16,
         "": 10 * 16,
     }
-    # 1 + log2 of the terms: 16, an element at a time, 32.
+    # 1 + log2 of the terms: 16 terms, 1 for an element-wise operator, 32 terms.
     depths = {name: layer.depth for name, layer in layers.items()}
     assert depths == {"long.0": 5, "long.1": 1, "long.2": 6, "short": 5, "": 1}
     assert found.depth == 5 + 1 + 6 + 1
@@ -202,7 +203,7 @@ def test_a_gang_measures_what_is_not_given() -> None:
     plan = plan_scaling(SPEC, batch, [1, 2], repeats=3)
     assert set(plan.step_seconds) == {16, 64}
     assert all(seconds > 0 for seconds in plan.step_seconds.values())
-    # On a busy machine the line through the times of the exchanges may begin at 0.
+    # On a busy machine the line through the times of the all-reduces may begin at 0.
     assert plan.link.alpha + plan.link.beta > 0
     assert plan.of(2).exchange_seconds > 0
     assert plan.network is not None

@@ -1,4 +1,4 @@
-"""Reports of three data sets, opened in a browser: flights by class, a table of numbers, digits as images."""
+"""Reports of three data sets in a browser: flights by class, a table of numbers, and images of digits."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_the_page_fits_a_browser_and_asks_it_for_nothing(
 
 
 def test_the_browser_would_say_what_is_wrong(tmp_path: Path) -> None:
-    """Of a page that loads a script and is too wide, the questions above get other answers."""
+    """For a page that loads a script and is too wide, the checks above give other answers."""
     program = chromium()
     if program is None:
         pytest.skip("Chromium is not installed, so nobody looks at the page")

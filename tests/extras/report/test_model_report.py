@@ -29,7 +29,7 @@ EVIL = "<script>alert(1)</script>"
 
 @pytest.fixture(scope="module")
 def frame(spark: Any) -> Any:
-    """`copy` is the label, `noise` tells nothing, and `city` names the class in strings."""
+    """`copy` equals the label, `noise` has no information, and `city` is the class as a string."""
     drawn = np.random.default_rng(0)
     label = drawn.integers(0, 2, ROWS)
     rows = [
@@ -49,7 +49,7 @@ def _spec(outputs: int) -> ModelSpec:
 
 @pytest.fixture(scope="module")
 def classifier(frame: Any) -> Any:
-    """Trained a little, so that it is sometimes wrong."""
+    """A model with little training, so that it has some errors."""
     return TorchClassifier(model=_spec(2), labelCol="city", epochs=2, learningRate=0.02, batchSize=64).fit(
         frame
     )
@@ -67,7 +67,7 @@ def test_the_page_of_a_summary_has_its_numbers_whatever_became_of_the_folder(
     assert {"settings", "data", "environment"} <= set(page.tables)
     saved = tmp_path / "model"
     classifier.write().save(str(saved))
-    # The run's folder is another machine's, or gone.
+    # The run's folder is on another machine or deleted.
     loaded = TorchClassificationModel.load(str(saved))
     object.__setattr__(loaded.summary, "run_uri", str(tmp_path / "gone"))
     loaded.summary.report(tmp_path / "again.html")
@@ -96,7 +96,7 @@ def test_held_out_rows_give_the_confusion_matrix_of_spark(
     )
     assert page.cards["log loss"] == show(log_loss)
     (features,) = page.tables["features"]
-    # Names of the assembler's columns; the label's copy decides, noise does not.
+    # The assembler provides the names. The label's copy is important, and noise is not.
     assert features.column("feature") == [EVIL, "noise"]
     copy, noise = (float(value) for value in features.rows[0][1:2] + features.rows[1][1:2])
     assert copy > 0.1

@@ -1,4 +1,4 @@
-"""What a notebook shows, without Spark: a summary's plot, and the HTML of stages, shards and plans."""
+"""Notebook output without Spark: a summary's plot, and the HTML of stages, shards and plans."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_stage_shows_the_settings_that_are_not_at_their_defaults() -> None:
     assert ">0.5</td>" in html
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
     assert "<script" not in html
-    # Set to its default, so nothing to tell.
+    # This setting has its default value, so it is not shown.
     assert "epochs" not in html
     assert stage.uid in html
     assert "All settings are at their defaults." in TorchClassifier()._repr_html_()

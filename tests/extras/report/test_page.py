@@ -1,4 +1,4 @@
-"""The page about a run: what it says is what the run's folder holds, and it stands alone."""
+"""The report page of a run: it shows the data of the run's folder, and needs no other file."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_page_stands_alone_and_is_small(make_shards: MakeShards, tmp_path: P
     html = (tmp_path / "page.html").read_text("utf-8")
     assert page.addresses == []
     assert page.tags["svg"] == html.count("<svg") >= 4
-    # Names of XML's spaces are no addresses, and nothing else begins like one.
+    # XML namespaces are not loaded, and nothing else looks like an address.
     assert "//" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", html)
     assert not {"script", "link", "iframe", "img", "object", "image"} & set(page.tags)
     assert len(html.encode()) < 600_000
@@ -165,7 +165,7 @@ def test_a_damaged_or_missing_file_leaves_only_its_part_out(
     file.unlink()
     missing = _report(config, tmp_path)
     assert "could not be read" not in missing.text["headline"]
-    # The shards are still there, and tell what data.json had told.
+    # The shards still exist, and replace the missing data of data.json.
     assert set(missing.tables) == (whole if name == "data.json" else whole - set(section.split()))
     if name not in ("history.json", "result.json"):
         assert f"does not hold: {name}" in missing.text["headline"]

@@ -1,4 +1,4 @@
-"""What a report tells of held-out rows, against scikit-learn; features whose weight is known."""
+"""Scores on held-out rows in a report, compared with scikit-learn; features of known importance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 
 
 def _classified(classes: int, rows: int = 500) -> tuple[Array, Array]:
-    """Probabilities of few different values, so that many are equal, and labels that follow them."""
+    """Returns probabilities with many ties, and labels that depend on them."""
     drawn = np.random.default_rng(5)
     logits = np.round(drawn.normal(size=(rows, classes)), 1)
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
@@ -85,7 +85,7 @@ def test_numbers_are_compared_as_scikit_learn_compares_them() -> None:
 
 
 def _table(rows: int = 400) -> Array:
-    """The label, noise that the network reads, and noise that it does not."""
+    """Returns the label, noise that the network reads, and noise that it does not read."""
     return np.random.default_rng(2).normal(size=(rows, 3)).astype(np.float32)
 
 
@@ -109,7 +109,7 @@ def test_permutation_finds_the_label_among_noise() -> None:
     features = features_of(["f"], [table], [["copy", "noise", "unread"]])
     found = permutation_importance(rmse, [table], features, unit="RMSE", seed=4)
     values = dict(zip(found.features, found.values, strict=True))
-    # Of independent values with deviation 1 the difference has deviation sqrt(2).
+    # The difference of independent values with deviation 1 has deviation sqrt(2).
     assert values["copy"] == pytest.approx(2**0.5, rel=0.1)
     assert abs(values["noise"]) < 0.01
     assert values["unread"] == 0

@@ -1,4 +1,4 @@
-"""Schedules without a flush: complete gradients, a full pipeline, and how late each stage is."""
+"""Schedules without a flush: complete gradients, a full pipeline, and the delay of each stage."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_late_gradients_are_complete_when_they_are_released(
         step = backlog.step(0 if is_drain else counts[number], is_drain=is_drain)
         assert step.number == number
         micros_of[number] = step.micros
-        with_arrivals(step.orders, owners, progress)  # fails where the ranks would wait for each other
+        with_arrivals(step.orders, owners, progress)  # fails on a deadlock
         progress.forget(step.finished)
         for stage in range(ranks):
             made[stage] += step.orders[stage]
@@ -48,7 +48,7 @@ def test_late_gradients_are_complete_when_they_are_released(
                 assert step.released[stage] == number - delays[stage]
                 assert set(micros_of[step.released[stage]]) <= backs
                 released[stage].append(step.released[stage])
-            # And no more is kept than the pipeline is deep.
+            # The number of live micro-batches is at most the depth of the pipeline.
             forwards = {action.micro for action in made[stage] if action.kind is PassType.FORWARD}
             assert len(forwards - backs) <= max(ranks - 1 - stage, 0)
         number += 1
@@ -64,7 +64,8 @@ def test_without_a_flush_no_rank_waits_once_the_pipeline_is_full() -> None:
         backlog = Backlog(delays)
         steps = [backlog.step(4) for _ in range(20)]
         orders = [[action for step in steps for action in step.orders[s]] for s in range(4)]
-        # Only while it fills, of 80 micro-batches; with a flush after every 4 it is 3 / (4 + 3).
+        # Ranks are idle only at the start, for 80 micro-batches. With a flush after every 4 it is 3 / (4 +
+        # 3).
         assert bubble_share(simulate(orders, 4)) < 3 / 80
 
 

@@ -1,4 +1,4 @@
-"""Recurrent layers pipelined in time compute what one process computes, in whatever chunks."""
+"""Recurrent layers with pipelined sequence chunks equal one process, for any chunk size."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NETWORKS: dict[str, ModelSpec] = {
 
 
 class Between(nn.Module):
-    """Links that need whole rows stand before, between and behind those over time, which sum up."""
+    """Layers that need whole rows come before, between and after the layers over time."""
 
     def __init__(self, *, adds: bool = False) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Between(nn.Module):
         self._adds = adds
 
     def links(self) -> list[Link]:
-        # Of the list a stage keeps some, under other numbers.
+        # A stage keeps some of the list, under other numbers.
         layers = list(self.layers)
 
         def whole(i: int, x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ class Between(nn.Module):
 
 def _network(name: str) -> nn.Module:
     torch.manual_seed(5)
-    # Its sums are long: their rounding in single precision would be more than what is looked for.
+    # Its sums have many terms, so rounding in single precision would hide real differences.
     return Between().double() if name == "between" else NETWORKS[name].build()
 
 
@@ -93,7 +93,7 @@ def _loss(y: torch.Tensor) -> torch.Tensor:
 
 
 def _compare(whole: nn.Module, passes: PipelinePasses, rows: list[tuple[torch.Tensor, ...]]) -> float:
-    """Returns the largest difference of gradients, and of what evaluation gives."""
+    """Returns the largest difference of gradients and of evaluation outputs."""
     whole.zero_grad()
     passes.network.zero_grad()
     for own in rows:
@@ -131,17 +131,18 @@ def _gradients(collective: Collective, *, cases: Sequence[Any]) -> Any:
         passes = build_pipeline(cut, mesh, chosen)
         apply_activation_checkpoint(passes.network, recomputes)
         for number, rows in enumerate([(2, 2, 1), (3,)]):
-            # The second step has rows of other lengths, some of fewer times than chunks.
+            # The second step has rows of other lengths, some shorter than the number of chunks.
             micros = _rows(name, rows, TIMES if number == 0 else 2, number)
             passes.record()
             key = f"{name} {schedule} {chunks} {recomputes} {options} {number}"
             found[key] = _compare(whole, passes, micros)
             assert passes.timeline is not None
-            # The first rank has the last stage, the last one the first, which gives its chunks one by one.
+            # The first rank has the last stage. The last rank has the first stage, which sends its chunks one
+            # by one.
             if name != "between" and passes.num_stages == 2 and not collective.rank:
                 num = len(rows) * min(chunks, micros[0][0].shape[1])
                 forward = [t for t in passes.timeline if t.action.kind is PassType.FORWARD]
-                assert len(forward) == num + 2 * len(rows) * (chunks > 1)  # each chunk, the head and its loss
+                assert len(forward) == num + 2 * len(rows) * (chunks > 1)  # chunks, and the head with loss
     return found
 
 
@@ -189,7 +190,10 @@ def test_more_stages_in_chunks_have_the_gradients_of_one_process(size: int) -> N
 
 
 def _late(collective: Collective, *, schedule: str) -> Any:
-    """Trains with late gradients, on whole rows and in chunks; returns the largest difference of weights."""
+    """Trains with delayed gradients on whole rows and in chunks.
+
+    Returns the largest difference of weights.
+    """
     mesh = RankMesh.of(collective, {"pipeline": collective.size})
     weights = []
     for chunks in (1, 3):
@@ -216,7 +220,7 @@ def test_late_gradients_are_the_same_in_chunks(schedule: str) -> None:
         assert text < 1e-6
 
 
-@pytest.mark.slow  # Torch's orders bring its compiler along.
+@pytest.mark.slow  # Some imports of torch import its compiler.
 def test_stages_of_one_rank_hand_chunks_to_each_other() -> None:
     mesh = RankMesh.of(LocalCollective())
     for name, cuts in (("gru", ["layers.0", "layers.2", "layers.3"]), ("between", ["2", "5", "7"])):
@@ -255,7 +259,7 @@ def test_losses_of_layers_that_work_in_chunks_are_refused() -> None:
 
 
 class Added(nn.Module):
-    """A layer over time that adds its input's mean of each row to the loss, once for each chunk."""
+    """A layer over time that adds its input's mean per row to the loss, once per chunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +293,7 @@ class Pair(nn.Module):
 
 
 class Along(Added):
-    """The same without the loss; it gives a value that has no time if it is to."""
+    """The same without the loss. It can return a value without a time dimension."""
 
     def __init__(self, *, sums: bool = False) -> None:
         super().__init__()
@@ -335,7 +339,7 @@ def test_a_layers_products_count_in_the_cut(kind: str) -> None:
     network = ModelSpec("recurrent", {**IDS, "hidden": 64, "kind": kind}).build()
     links = links_of(network)
     costs = measure_costs(network, links, [torch.ones(4, 16, dtype=torch.long)])
-    # At least each weight once for each row and time, beside the parameters themselves.
+    # At least each weight once per row and time step, besides the parameters.
     for link, cost, own in zip(links[1:5], costs[1:5], count_parameters(network, links)[1:5], strict=True):
         assert cost > 4 * 16 * own, link.name
 

@@ -32,7 +32,7 @@ class Score(Evaluator):
 def test_the_trial_with_the_worse_monitor_is_pruned(
     is_monitor_larger_better: bool, is_score_larger_better: bool | None
 ) -> None:
-    """This must hold for either direction of the evaluator, which is the study's direction too."""
+    """The direction of the evaluator is also the direction of the study."""
     objective = Objective(
         monitor="train_loss",
         monitor_is_larger_better=is_monitor_larger_better,

@@ -36,7 +36,7 @@ def test_the_worst_take_over_from_the_best_and_the_others_go_on_as_they_are() ->
             assert member.copied_from in (2, 5)
         else:
             assert member.settings == members[member.number].settings
-    # For a loss the order is the other way round.
+    # For a loss the order is reversed.
     after = population(is_larger_better=False).after(0, members, values)
     assert {m.number for m in after if m.copied_from != m.number} == {2, 5}
     assert {after[2].copied_from, after[5].copied_from} <= {1, 4}
@@ -47,7 +47,7 @@ def test_a_member_that_failed_goes_on_from_one_that_did_not() -> None:
     members = rules.first()
     after = rules.after(0, members, [None, None, 0.1, None])
     assert [m.copied_from for m in after] == [2, 2, 2, 2]
-    # No member is both: what is among the best stays, also where it is among the worst.
+    # The best members stay, even if they are also among the worst. So no member is both.
     assert [m.copied_from for m in population(size=2).after(0, members[:2], [0.3, 0.3])] == [0, 0]
     with pytest.raises(ValueError, match="all members of the population have failed"):
         rules.after(0, members, [None] * 4)
@@ -94,7 +94,7 @@ def test_numbers_are_multiplied_or_divided_and_some_are_drawn_anew() -> None:
         best, worst = Member(number=0, settings={"rate": 1.0}), Member(number=1, settings={"rate": 7.0})
         rate = rules.after(0, [best, worst], [1.0, 0.0])[1].settings["rate"]
         seen["up" if math.isclose(rate, 1.5) else "down" if math.isclose(rate, 1 / 1.5) else "new"] += 1
-    # Binomial: 100 of 400 with a deviation of 9, then halves of the rest.
+    # Binomial: 100 of 400 with a deviation of 9, then half of the rest.
     assert 60 < seen["new"] < 140
     assert 100 < seen["up"] < 200
     assert 100 < seen["down"] < 200

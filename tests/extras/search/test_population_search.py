@@ -1,4 +1,4 @@
-"""`PopulationSearch` in a real session: what is carried over, going on, saving, refusals."""
+"""`PopulationSearch` in a real session: copied members, resume, saving, error messages."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_mistake_is_refused_before_anything_starts(
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["none", "optimizer"])
 def test_a_member_goes_on_as_if_it_had_never_paused(table: Any, tmp_path: Path, sharding: str) -> None:
-    """All members are equal here, so those that copied one and those that did not are one long training."""
+    """All members are equal here, so copies and others are one long training."""
     network = ModelSpec("mlp", {**MLP.kwargs, "dropout": 0.2})
     trainer = estimator(
         tmp_path,
@@ -134,7 +134,7 @@ def test_a_killed_search_goes_on_to_the_rounds_of_an_undisturbed_one(table: Any,
     states = [model.bestModel.module().state_dict() for model in (resumed, expected)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
-    # The course of the best member's rate is that of the members it went on from.
+    # The history of the best member's rate includes the members from which it was copied.
     trials = resumed.trials.set_index(["round", "member"])
     last = trials.loc[3]
     member, rates = int(last["value"].idxmax()), []
@@ -146,7 +146,7 @@ def test_a_killed_search_goes_on_to_the_rounds_of_an_undisturbed_one(table: Any,
     assert resumed.bestModel.summary.history["validation_auroc"].iloc[-1] == last["value"].max()
     assert (trials["copied_from"].dropna() != trials.dropna().index.get_level_values("member")).sum() >= 3
 
-    # A finished search trains nothing; its result is saved without pickle.
+    # A finished search trains nothing, and its result is saved without pickle.
     once_more = search.fit(table)
     pd.testing.assert_frame_equal(once_more.trials, resumed.trials, check_exact=True)
     assert sorted(path.name for path in folder.glob("round-*/*")) == [

@@ -1,4 +1,4 @@
-"""`OptunaSearch` in a real session: trials on gangs, one write, pruning, going on, saving, refusals."""
+"""`OptunaSearch` in a real session: trials on gangs, one write, pruning, resume, saving, error messages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def table(spark: Any) -> Any:
 
 
 def small_table(spark: Any) -> Any:
-    """240 rows of two numbers and a class, a fifth to be held out: the same bytes in every session."""
+    """Returns 240 rows of two numbers and a class, with a fifth held out; the same bytes in every session."""
     plain = spark.range(0, 240, 1, 2).selectExpr(
         "id", "sin(id) as a", "cos(1.7 * id) as b", "id % 5 = 0 as held"
     )
@@ -69,7 +69,7 @@ def estimator(folder: Path, **params: Any) -> TorchClassifier:
 
 @pytest.fixture(scope="module")
 def found(table: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[OptunaSearch, SearchModel, Path]:
-    """A search, its result and the folder that it wrote into."""
+    """A search, its result and its folder."""
     folder = tmp_path_factory.mktemp("search")
     writes: list[str] = []
 
@@ -220,7 +220,7 @@ def test_without_optuna_a_sentence_says_what_to_install(
 
 
 class Paced(Callback):
-    """Epochs that last, and a file for each of rank 0."""
+    """Makes epochs slow, and writes a file per start of rank 0."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -261,7 +261,7 @@ def test_a_pruned_trial_stops_its_gang_and_leaves_its_slots(
 
 
 class WaitsForTheNextTrial(Paced):
-    """The trial of rate 0.1 does not end before the one of rate 0.2 has begun."""
+    """Keeps the trial of rate 0.1 running until the trial of rate 0.2 has begun."""
 
     def on_epoch_end(self, state: TrainingState) -> None:
         super().on_epoch_end(state)
@@ -284,7 +284,7 @@ def test_the_next_trial_starts_on_a_pruned_one_s_slots_while_its_neighbour_train
     trainer = estimator(
         tmp_path / "runs",
         epochs=24,
-        numWorkers=2,  # two gangs take the session's four slots
+        numWorkers=2,  # two gangs use the session's four slots
         collective="torch",
         callbacks=[WaitsForTheNextTrial(str(epochs))],
     )
@@ -319,7 +319,7 @@ def test_a_trial_that_fails_is_counted_and_the_search_goes_on(table: Any, tmp_pa
 
 @pytest.mark.slow
 def test_an_evaluator_judges_rows_that_no_trial_trained_on(table: Any, tmp_path: Path) -> None:
-    # Its own fraction has the search's seed, and is drawn from the rest all the same.
+    # The trial's fraction uses the search's seed, but is sampled from the remaining rows.
     trainer = estimator(tmp_path, seed=3, validationFraction=0.25)
     trainer.clear(trainer.validationIndicatorCol)
     search = OptunaSearch(
@@ -333,7 +333,7 @@ def test_an_evaluator_judges_rows_that_no_trial_trained_on(table: Any, tmp_path:
     model = Pipeline(stages=[search]).fit(table).stages[0]
     with search._split(table, CheckedFit.of(trainer, table)) as parts:
         kept = [{row.id for row in part.collect()} for part in parts]
-        # Also where Spark has the rows in another order.
+        # This holds even if Spark returns the rows in another order.
         with search._split(table.repartition(5, "a"), CheckedFit.of(trainer, table)) as again:
             assert [{row.id for row in part.collect()} for part in again] == kept
     assert not kept[0] & kept[1]
@@ -410,7 +410,7 @@ def test_a_killed_search_goes_on_to_the_trials_of_an_undisturbed_one(table: Any,
     states = [model.bestModel.module().state_dict() for model in (resumed, expected)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
-    # A finished search trains nothing, and gives the same model.
+    # A finished search trains nothing, and returns the same model.
     once_more = search.fit(table)
     pd.testing.assert_frame_equal(once_more.trials, resumed.trials, check_exact=True)
     more = search.copy({search.numTrials: 7}).fit(table)

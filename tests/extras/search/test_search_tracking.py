@@ -16,7 +16,7 @@ pytest.importorskip("optuna")
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 
-@pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries, about each other's next versions
+@pytest.mark.filterwarnings("ignore")  # MLflow's libraries warn about each other's next versions
 def test_trials_are_runs_below_the_run_that_was_active_at_fit(spark: Any, tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     uri = f"sqlite:///{tmp_path}/mlflow.db"

@@ -1,4 +1,4 @@
-"""The journal of a search: file systems without links, its lock, and damage."""
+"""The journal of a search: file systems without hard links, its lock, and damage."""
 
 from __future__ import annotations
 

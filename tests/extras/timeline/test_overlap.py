@@ -1,4 +1,4 @@
-"""How much of the communication is hidden: the arithmetic, what ranks note, what a training tells."""
+"""Hidden communication: the arithmetic, the records of ranks, and the report of a training."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MakeShards = Callable[..., ShardManifest]
 
 @pytest.fixture
 def manifest(make_shards: MakeShards) -> ShardManifest:
-    """26 steps of at most 32 rows an epoch."""
+    """26 steps of at most 32 rows per epoch."""
     x = np.random.default_rng(0).normal(size=(803, 4)).astype(np.float32)
     return make_shards({"x": x, "y": x.sum(1)})
 
@@ -87,11 +87,11 @@ def _operation(begin: int, end: int, *blocked: tuple[int, int]) -> OperationTime
 @pytest.mark.parametrize(
     ("operations", "computing", "expected"),
     [
-        # Two sums at a time count once; half of their time is beside the backward pass.
+        # Two concurrent all-reduces count once. Half of their time overlaps with the backward pass.
         ([_operation(10, 30), _operation(20, 50)], [(0, 30)], (20, 40)),
-        # What is waited for within the backward pass is not hidden there.
+        # Waiting within the backward pass is not hidden.
         ([_operation(10, 40, (25, 40))], [(0, 60)], (15, 30)),
-        # Nor does a second sum, waited for, hide the first.
+        # A second all-reduce that is waited for does not hide the first one.
         ([_operation(10, 40), _operation(20, 30, (20, 30))], [(0, 40)], (20, 30)),
         ([], [(0, 40)], (0, 0)),
     ],
@@ -106,7 +106,7 @@ def test_what_a_rank_waits_for_is_not_hidden(
 def test_measured_steps_are_spread_over_an_epoch_and_a_short_one_has_one(
     num_steps: int, expected: int
 ) -> None:
-    """Where the ranks meet now and then, all are measured; where a library sends past them, none."""
+    """If ranks synchronize rarely, all steps are measured. If a library bypasses the records, none is."""
     for in_every_step, sees_all in ((True, True), (False, True), (True, False)):
         collective = LocalCollective()
         collective.operations.in_every_step = in_every_step
@@ -129,12 +129,12 @@ def test_measured_steps_are_spread_over_an_epoch_and_a_short_one_has_one(
 BucketBytes = int | Literal["chosen"] | None
 WIDTH = 300
 LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)
-# Six layers have a little more than 2 MiB, so over a network they go in buckets of a little more than 1 MiB.
+# Six layers have a little more than 2 MiB, so over a network they form buckets of a little more than 1 MiB.
 CASES: dict[str, BucketBytes] = {"buckets": 2 * LAYER_BYTES, "flat": None, "chosen": "chosen"}
 
 
 class Training:
-    """A network whose gradients go in buckets, or in one message."""
+    """A network whose gradients are sent in buckets or in one message."""
 
     def __init__(self, collective: Collective, bucket_bytes: BucketBytes) -> None:
         torch.manual_seed(0)
@@ -144,7 +144,7 @@ class Training:
         self._x = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(collective.rank))
 
     def step(self) -> list[tuple[int, int]]:
-        """Takes a step; returns when it computed."""
+        """Takes a step; returns when its kernels have finished."""
         begin = now_ns()
         with self._sync.micro_batch(last=True):
             self._sync.module(self._x).square().mean().backward()
@@ -155,7 +155,7 @@ class Training:
 
 
 def _noted_steps(collective: Collective) -> Any:
-    """What trainings note, in buckets and flat, and whether their weights are those of unwatched ones."""
+    """Returns records of trainings with and without buckets, and whether weights equal unmeasured ones."""
     told: dict[str, Any] = {}
     for name, bucket_bytes in CASES.items():
         watched, alone = Training(collective, bucket_bytes), Training(collective, bucket_bytes)
@@ -208,7 +208,7 @@ def test_ranks_note_each_bucket_and_sum_the_same_bits(
                 0 <= hidden <= total for hidden, total in zip(case["hidden"], case["total"], strict=True)
             )
             assert min(case["total"]) > 0
-        # The first bucket's gradients are complete while the backward pass goes on.
+        # The first bucket's gradients are complete during the backward pass.
         assert buckets["ready"][0] < buckets["backward"][1]
         assert min(buckets["hidden"]) > 0
         assert flat["hidden"] == [0, 0, 0]
@@ -218,7 +218,7 @@ def test_ranks_note_each_bucket_and_sum_the_same_bits(
 
 @pytest.mark.distributed
 def test_through_shared_memory_nothing_is_hidden() -> None:
-    """There a sum takes place when it is waited for."""
+    """Through shared memory an all-reduce only runs while it is waited for."""
     for told in run_ranks(2, "torch", _noted_steps):
         assert told["buckets"]["hidden"] == told["flat"]["hidden"] == [0, 0, 0]
         assert told["chosen"]["names"] == ["gradients.0"]
@@ -231,10 +231,14 @@ def _sockets() -> int:
 
 
 def _leaves_a_sum(path: str, notes: bool, collective: Collective) -> str:
-    """Rank 0 leaves with a sum under way that rank 1 never begins; it writes down what it holds then."""
+    """Rank 0 leaves during an all-reduce that rank 1 never starts.
+
+    It writes its remaining threads and sockets.
+    """
     collective.barrier()
     if collective.rank == 1:
-        # Any call would be the sum that rank 0 has begun. Gloo keeps who leaves until a peer leaves too.
+        # Any call would match the all-reduce that rank 0 has started. Gloo blocks the leaving rank until a
+        # peer leaves, too.
         wait_for("rank 0 to leave", Path(f"{path}-leaves").exists, 60)
         raise CollectiveError("rank 0 leaves")
     if notes:
@@ -285,7 +289,7 @@ def test_a_training_tells_the_share_and_its_timeline_shows_the_sums(
     )
     result = train_ranks(config)[0]
     for row in TrainingSummary.of(result).history.itertuples():
-        # A few steps stand for all: on a loaded machine that may be more than the epoch took.
+        # A sample of the steps is extrapolated. On a loaded machine the result may exceed the epoch's time.
         assert row.communication_seconds > 0
         assert 0 <= row.communication_hidden <= 1
     ranks = load_spans(result.run_uri)
@@ -295,7 +299,7 @@ def test_a_training_tells_the_share_and_its_timeline_shows_the_sums(
             backward = max(end for kind, _, end in step.spans if kind == "backward")
             for name, ready, begin, end in step.operations:
                 assert step.begin_ns <= ready <= begin <= end <= step.end_ns
-                # All of it goes in one message, after the pass.
+                # Everything is sent in one message after the backward pass.
                 assert name != "gradients.0" or begin >= backward
     pieces = make_slices(ranks)
     assert {piece.kind for piece in pieces if piece.lane} >= {"gradients.0"}
@@ -312,7 +316,7 @@ def test_a_training_tells_the_share_and_its_timeline_shows_the_sums(
 def test_a_pipeline_does_not_pass_for_a_training_without_communication(
     manifest: ShardManifest, tmp_path: Path
 ) -> None:
-    """Its stages send, and no sum is under way: that was told as 0 seconds."""
+    """Its stages send without all-reduces. An earlier version reported 0 seconds for this."""
     config = config_of(
         manifest,
         tmp_path / "run",
@@ -329,7 +333,7 @@ def test_a_pipeline_does_not_pass_for_a_training_without_communication(
 
 
 def _spans(*operations: OperationSpan) -> RankSpans:
-    """One step of one rank."""
+    """Returns one step of one rank."""
     step = StepSpans(epoch=1, step=1, rows=8, begin_ns=0, end_ns=100, spans=(), operations=operations)
     return RankSpans(
         rank=0,
@@ -346,7 +350,7 @@ def _spans(*operations: OperationSpan) -> RankSpans:
 
 
 def test_sums_at_a_time_have_threads_of_their_own_in_the_trace() -> None:
-    """Perfetto drops a slice that overlaps another one of its thread in part."""
+    """Perfetto drops a slice that partly overlaps another slice of its thread."""
     spans = _spans(("a", 0, 10, 40), ("b", 5, 20, 50), ("c", 30, 40, 60), ("d", 45, 45, 70))
     lanes = {piece.kind: piece.lane for piece in make_slices([spans]) if piece.lane}
     assert lanes == {"a": 1, "b": 2, "c": 1, "d": 3}

@@ -1,4 +1,4 @@
-"""The timeline of a training: what each rank records, and what it leaves alone."""
+"""The timeline of a training: the records of each rank, and no side effects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ringspark.extras.timeline.trace import OTHER, TraceSlice, load_spans, make_
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, storage
 
-# What a rank records is the same with each collective, so one of them is enough in the fast tests.
+# The records are the same with each collective, so the fast tests use one.
 GANGS = [
     pytest.param(name, marks=() if name == "torch" else pytest.mark.slow)
     for name in COLLECTIVES
@@ -46,7 +46,7 @@ _config = partial(config_of, model=SPEC.to_json())
 
 @pytest.fixture
 def manifest(make_shards: MakeShards) -> ShardManifest:
-    """23 steps of at most 32 rows an epoch, and held-out rows."""
+    """23 steps of at most 32 rows per epoch, and held-out rows."""
     x = np.random.default_rng(0).normal(size=(803, 4)).astype(np.float32)
     return make_shards({"x": x, "y": x.sum(1)}, validation=np.arange(803) % 10 == 0)
 
@@ -55,7 +55,7 @@ def manifest(make_shards: MakeShards) -> ShardManifest:
 
 
 def _compare_shifted(collective: Collective) -> Any:
-    """Rank 1's clock is 5 s ahead, and rank 2's 10 s behind."""
+    """Shifts rank 1's clock by 5 s, and rank 2's by -10 s."""
     shift = (0, SHIFT_NS, -2 * SHIFT_NS)[collective.rank]
     found, moment = measure_offset(collective, lambda: now_ns() + shift)
     return [found.offset_ns - shift, found.error_ns, moment.unix_ns]
@@ -64,7 +64,7 @@ def _compare_shifted(collective: Collective) -> Any:
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", GANGS)
 def test_a_shifted_clock_is_found_within_its_own_bound(collective: str) -> None:
-    """The ranks of one host have one clock, so the shift is the whole difference."""
+    """The ranks of one host share a clock, so the shift is the whole difference."""
     first, *others = run_ranks(3, collective, _compare_shifted)
     assert first[:2] == [0, 0]
     for wrong_by, error, unix in others:
@@ -105,7 +105,7 @@ def test_every_nth_step_of_every_rank_is_on_one_axis(
     pieces = make_slices(ranks)
     for rank in range(3):
         _check_nesting([piece for piece in pieces if piece.rank == rank])
-    # Nobody leaves an exchange before the last has come, as far as the clocks can tell.
+    # No rank leaves a collective call before the last one has entered, within the clocks' accuracy.
     error = 2 * max(offset.error_ns for spans in ranks for offset in spans.offsets)
     for step in range(5, 47, 5):
         exchanges = [piece for piece in pieces if piece.step == step and piece.kind == "exchange"]
@@ -122,7 +122,10 @@ def test_every_nth_step_of_every_rank_is_on_one_axis(
 
 
 def _check_nesting(own: list[TraceSlice]) -> None:
-    """Spans of one kind follow each other; parts lie inside of their step, a wait inside of its exchange."""
+    """Spans of one kind follow each other.
+
+    Parts are inside their step, and waits inside their communication.
+    """
     for kind in {piece.kind for piece in own if not piece.lane}:
         same = [piece for piece in own if piece.kind == kind]
         assert all(before.end_ns <= after.begin_ns for before, after in pairwise(same)), kind
@@ -139,7 +142,7 @@ def _check_nesting(own: list[TraceSlice]) -> None:
 
 
 class _LateRank(nn.Module):
-    """A network of which one rank computes for longer."""
+    """A network that computes longer on one rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +194,7 @@ def test_a_wait_follows_the_exchange_that_encloses_it() -> None:
     assert [piece.kind for piece in pieces if piece.rank == 0] == ["step 1", "exchange", "wait"]
 
 
-# ------------------------------------------------------------------------------ what it leaves alone
+# ------------------------------------------------------------------------------ no side effects
 
 
 @pytest.mark.distributed
@@ -218,7 +221,7 @@ def test_a_store_that_refuses_the_files_ends_no_training(
 ) -> None:
     (tmp_path / "run").mkdir()
     for name in (run_layout.TIMELINE, run_layout.PROFILE):
-        # A file where the folder should be: the file system refuses to write below it.
+        # A file in place of the folder, so that the file system cannot write below it.
         (tmp_path / "run" / name).write_bytes(b"")
     result = train_here(_config(manifest, tmp_path / "run", timeline_every_steps=1, profile_steps=(2, 3)))
     assert result.steps == 46
@@ -257,7 +260,7 @@ def test_a_resumed_run_writes_a_file_of_its_own(manifest: ShardManifest, tmp_pat
         manifest, tmp_path / "run", num_workers=2, collective="torch", epochs=1, checkpoint_every_steps=10
     )
     first = train_ranks(replace(config, timeline_every_steps=2))[0]
-    # The checkpoint of step 20 is there, as `train_ranks` is no fit that would remove it.
+    # The checkpoint of step 20 exists, because `train_ranks`, unlike a fit, does not remove it.
     again = train_ranks(replace(config, timeline_every_steps=1))[0]
     assert again.resumed_steps == (20,)
     early, late = ([spans for spans in read_spans(first.run_uri) if spans.every == every] for every in (2, 1))

@@ -1,4 +1,4 @@
-"""The timeline of a fit on Spark one of whose workers is killed, as the file that Perfetto opens."""
+"""The timeline of a fit on Spark with a killed worker, as a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 class KilledOnce(Callback):
-    """Takes its time for each step; kills rank 1 in a step for as long as `path` is there."""
+    """Makes each step slow, and kills rank 1 in a step if `path` exists."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -76,7 +76,7 @@ def test_the_trace_has_all_ranks_of_both_starts(trained: Any, events: list[dict[
         steps.setdefault((names[event["tid"]], event["args"]["start"]), []).append(event["args"]["step"])
     second = {rank: found for (rank, start), found in steps.items() if start == 2}
     assert second == {f"rank {rank}": list(range(resumed + 1, STEPS + 1)) for rank in range(RANKS)}
-    # What the killed rank held in its memory is gone, unless ten seconds had passed.
+    # The killed rank loses its records in memory, unless ten seconds have passed.
     first = {rank: found for (rank, start), found in steps.items() if start == 1}
     assert {"rank 0", "rank 2"} <= first.keys()
     for found in first.values():
@@ -89,7 +89,7 @@ def test_the_trace_has_all_ranks_of_both_starts(trained: Any, events: list[dict[
 def test_the_spans_of_a_thread_lie_within_each_other_or_one_after_the_other(
     events: list[dict[str, Any]],
 ) -> None:
-    """Perfetto drops a slice that overlaps another one of its thread in part."""
+    """Perfetto drops a slice that partly overlaps another slice of its thread."""
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) > RANKS * STEPS * 5
     for thread in {(e["pid"], e["tid"]) for e in spans}:
@@ -98,7 +98,7 @@ def test_the_spans_of_a_thread_lie_within_each_other_or_one_after_the_other(
         open_ends: list[float] = []
         for event in own:
             begin, end = event["ts"], event["ts"] + event["dur"]
-            # A thousandth of a microsecond is what the numbers are rounded to.
+            # Numbers are rounded to a thousandth of a microsecond.
             while open_ends and open_ends[-1] <= begin + 2e-3:
                 open_ends.pop()
             assert not open_ends or end <= open_ends[-1] + 2e-3, event
@@ -106,7 +106,7 @@ def test_the_spans_of_a_thread_lie_within_each_other_or_one_after_the_other(
 
 
 def test_every_event_has_the_fields_of_its_kind(events: list[dict[str, Any]]) -> None:
-    """As the JSON trace format has them, for complete events and for metadata."""
+    """The JSON trace format defines these fields for complete events and for metadata."""
     for event in events:
         assert {"ph", "name", "pid"} <= event.keys()
         assert isinstance(event["pid"], int)
@@ -126,7 +126,7 @@ def test_the_shares_of_the_time_are_those_of_all_starts(trained: Any) -> None:
     assert sorted(shares) == list(range(RANKS))
     for own in shares.values():
         assert sum(own.values()) == pytest.approx(1)
-        # The callback sleeps, and so does nothing that has a name.
+        # The callback sleeps, and its time has no name of its own.
         assert own["other"] > 0.3
         assert own["checkpoint"] > 0
 
@@ -134,7 +134,7 @@ def test_the_shares_of_the_time_are_those_of_all_starts(trained: Any) -> None:
 def test_the_history_has_the_cost_of_each_epoch(trained: Any) -> None:
     history = trained.summary.history
     assert (history.rows_per_second > 0).all()
-    # A checkpoint was in the midst of its epoch: what had been sent before in it, nobody knows any more.
+    # The checkpoint was in the middle of its epoch, so the bytes sent before it are not known.
     (resumed,) = trained.summary.resumed_steps
     in_its_midst = resumed // (STEPS // EPOCHS)
     assert list(history.bytes_sent.isna()) == [number == in_its_midst for number in range(EPOCHS)]

@@ -1,4 +1,4 @@
-"""What a history with noise scales says about the batch size."""
+"""Batch size advice from a history with noise scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`batch_that_fits` finds the micro-batch that a real limit on memory leaves room for."""
+"""`batch_that_fits` finds the micro-batch that fits into a real memory limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 class Hungry(nn.Module):
-    """Needs 64 MiB of addresses for each row, where its process has 600 MiB left: 8 rows fit, 16 do not."""
+    """Needs 64 MiB of address space per row in a process with 600 MiB left: 8 rows fit, 16 do not."""
 
     def __init__(self, per_row: int = 64 * MIB, room: int = 600 * MIB) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Hungry(nn.Module):
         self.per_row, self.room = per_row, room
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if type(x) is torch.Tensor and x.device.type == "cpu":  # not the plan's
+        if type(x) is torch.Tensor and x.device.type == "cpu":  # unlike the plan's
             before = resource.getrlimit(resource.RLIMIT_AS)
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + self.room, before[1]))
@@ -125,7 +125,7 @@ def test_bad_input_is_refused_in_one_sentence(spark: Any, tmp_path: Path) -> Non
 
 
 def allocation_errors() -> dict[str, BaseException]:
-    """Errors of real allocations that no machine can serve."""
+    """Returns errors of real allocations that no machine can satisfy."""
     found: dict[str, BaseException] = {}
     for name, allocate in {
         "Python": lambda: bytearray(1 << 60),

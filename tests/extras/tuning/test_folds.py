@@ -1,4 +1,4 @@
-"""Folds on real Spark: their promises, that they do not depend on order or partitions, and refusals."""
+"""Folds on real Spark: guarantees, independence of order and partitions, and error messages."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_training_ends_more_than_the_gap_before_validation(table: Any, name: str
         assert max(train) < min(validation) - gap
         assert last is None or last < min(validation)
         last = max(validation)
-        # About a fifth of the rows each: as near as rows of one time allow.
+        # About a fifth of the rows each, as far as equal times allow.
         assert 30 <= len(validation) <= 50
         assert sorted(train) == sorted(_times(other.train, name))
         assert sorted(validation) == sorted(_times(other.validation, name))
@@ -212,7 +212,7 @@ def test_cross_validation_removes_what_it_fitted_and_nothing_else(classes: Any, 
     pair = (classes, classes)
     cross_validate(Pipeline(stages=[mine, search]), [pair], BinaryClassificationEvaluator())
     assert mine.transform(classes).count() == classes.count()
-    # What Spark's own search leaves of its trials, which are not its best model, is known to nobody.
+    # Spark's search leaves files of trials other than its best model, which this package cannot identify.
     assert len(list((tmp_path / "theirs").iterdir())) <= 1
 
 

@@ -1,4 +1,4 @@
-"""Batch sizes by epoch and scaled rates as a user of the stages meets them."""
+"""Batch sizes by epoch and scaled learning rates in the stages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_params_are_kept_in_one_form(spark: Any, tmp_path: Path) -> None:
     estimator = regressor()
     assert estimator.getBatchSizeSchedule() == PAIRS
     assert estimator.getScaleLearningRate() == SCALING
-    # A job's file has no numbers as keys.
+    # JSON of a job has no numbers as keys.
     assert regressor(batchSizeSchedule={"2": 32, "4": 64}).getBatchSizeSchedule() == PAIRS
     estimator.save(str(tmp_path / "stage"))
     loaded = TorchRegressor.load(str(tmp_path / "stage"))
@@ -136,6 +136,6 @@ def test_a_batch_that_fits_is_the_largest(spark: Any, tmp_path: Path) -> None:
         "gradientAccumulation=1"
     )
     assert whole.estimator.getBatchSizeSchedule() == PAIRS
-    # No more parts than the smallest batch has rows.
+    # The number of micro-batches is at most the rows of the smallest batch.
     with pytest.raises(ValueError, match=r"the smallest micro-batch, of 4 rows on a worker, does not fit"):
         batch_that_fits(estimator, rows, budget=1)

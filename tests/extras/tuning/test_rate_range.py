@@ -1,4 +1,4 @@
-"""The learning-rate range test finds a known largest stable rate, and suggests one that trains."""
+"""The learning-rate range test finds a known largest stable rate, and suggests a rate that trains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringspark.models import ModelSpec
 def test_the_judgement_of_a_sweep_with_noise() -> None:
     rates = np.geomspace(1e-5, 10, 120)
     noise = np.random.default_rng(0).normal(0, 0.02, 120)
-    # Falls around 1e-3, is level to 0.5, then rises.
+    # The loss falls around 1e-3, is flat to 0.5, then rises.
     losses = 0.3 + 0.7 / (1 + (rates / 1e-3) ** 2) + (rates / 0.5) ** 4 + noise
     found = rate_range(list(rates), list(losses))
     assert found.suggestion is not None
@@ -41,7 +41,7 @@ def test_the_judgement_of_a_sweep_with_noise() -> None:
 @pytest.mark.slow
 def test_a_quadratic_diverges_where_it_must(spark: Any, tmp_path: Path) -> None:
     rows = spark.range(0, 512, 1, 2).selectExpr("id", "2.0 * sin(id) AS a", "cos(1.7 * id) AS b")
-    # Noise keeps the weights moving; without it nothing is left to grow once the rate is too large.
+    # Noise keeps the weights moving. Without it they converge, and nothing remains to grow at large rates.
     rows = rows.withColumn("label", F.expr("3 * a - 2 * b + 1 + 0.5 * sin(7.3 * id * id)")).cache()
     x = np.array([[r.a, r.b, 1.0] for r in rows.collect()])
     stable = 2 / np.linalg.eigvalsh(2 * x.T @ x / len(x)).max()

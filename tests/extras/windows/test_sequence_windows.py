@@ -1,4 +1,4 @@
-"""`SequenceWindows` against windows that NumPy cuts, and what it refuses."""
+"""`SequenceWindows` compared with windows sliced by NumPy, and its error messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ START = datetime(2024, 10, 26, 12)  # a day before Europe's clocks go back
 
 
 def runs(rows: list[dict[str, Any]], max_gap: int | None) -> list[list[dict[str, Any]]]:
-    """The rows by key and in time order, cut where two are further apart than `max_gap`."""
+    """Returns the rows by key and in time order, split at gaps larger than `max_gap`."""
     found: list[list[dict[str, Any]]] = []
     ordered = sorted(rows, key=lambda row: (row["k"], row["t"]))
     for _, series in itertools.groupby(ordered, key=lambda row: row["k"]):
@@ -39,7 +39,7 @@ def runs(rows: list[dict[str, Any]], max_gap: int | None) -> list[list[dict[str,
 def expected(
     rows: list[dict[str, Any]], *, steps: int, stride: int, horizon: int, max_gap: int | None, keeps: bool
 ) -> list[tuple[Any, ...]]:
-    """The windows by hand: id of the last row, history, label."""
+    """Returns the expected windows: id of the last row, history, label."""
     windows: list[tuple[Any, ...]] = []
     for run in runs(rows, max_gap):
         if len(run) < steps:
@@ -57,7 +57,7 @@ def expected(
 
 
 def random_rows(seed: int, *, nulls: bool) -> list[dict[str, Any]]:
-    """Series of several lengths, some empty but for a row, with gaps of 1 to 4 hours."""
+    """Returns series of several lengths, some with a single row, with gaps of 1 to 4 hours."""
     rng = np.random.default_rng(seed)
     rows = []
     for key in range(5):
@@ -109,7 +109,7 @@ def test_the_windows_are_those_of_numpy(
     wanted = expected(rows, steps=steps, stride=stride, horizon=horizon, max_gap=limit, keeps=keeps)
     assert len(wanted) > 3
     assert [(row.id, row.features, row.label) for row in found] == wanted
-    # A label is later than all of its window.
+    # A label is later than its whole window.
     assert all((row.until is None) == (row.label is None) for row in found)
     assert all(row.until > row.time for row in found if row.until is not None)
     counts = stage.countWindows(given)
@@ -119,7 +119,7 @@ def test_the_windows_are_those_of_numpy(
 
 @pytest.mark.parametrize("kind", ["timestamp", "timestamp_ntz", "date", "bigint", "smallint"])
 def test_gaps_of_every_type_of_time(spark: Any, kind: str) -> None:
-    """Three neighbours, a gap, two neighbours; meanwhile the clock of the session's zone is set back."""
+    """Three neighbors, a gap, two neighbors, across a clock change in the session's time zone."""
     steps = [0, 1, 2, 4, 5]
     if kind in ("timestamp", "timestamp_ntz"):
         times: list[Any] = [START + timedelta(hours=12 + step) for step in steps]
@@ -148,7 +148,7 @@ def test_gaps_of_every_type_of_time(spark: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("gap", ["1 day", "1 day 30 minutes", timedelta(days=1), "24 hours"])
 def test_a_day_of_max_gap_is_a_day_of_the_calendar(spark: Any, gap: Any) -> None:
-    """Checks rows at midnight and rows every 24 hours, in weeks when clocks are set back or forward."""
+    """Tests rows at midnight and rows every 24 hours, in weeks with clock changes."""
     zone = spark.conf.get("spark.sql.session.timeZone")
     spark.conf.set("spark.sql.session.timeZone", "Europe/Berlin")
     try:
@@ -175,7 +175,7 @@ def test_a_day_of_max_gap_is_a_day_of_the_calendar(spark: Any, gap: Any) -> None
 
 @pytest.fixture(scope="module")
 def table(spark: Any) -> Any:
-    """Two series of 30 hours: a number, its double as a vector part, its parity, a text."""
+    """Two series of 30 hours: a number, a vector with its double, its parity, and a text."""
     plain = spark.range(0, 60, 1, 2).selectExpr(
         "id",
         "concat('s', id % 2) as k",
@@ -205,7 +205,7 @@ def test_a_pipeline_of_windows_and_a_network_is_fitted_saved_and_loaded(
         storageUri=str(tmp_path),
         showProgress=False,
     )
-    # One pipeline trains on the windows with a label, and forecasts behind the newest row as well.
+    # One pipeline trains on the windows with labels, and also forecasts after the newest row.
     windows = _stage(valueCols=["v", "n"], targetCol="v", horizon=2, handleUnlabeled="keep")
     Pipeline(stages=[windows, network]).save(str(tmp_path / "pipeline"))
     model = Pipeline.load(str(tmp_path / "pipeline")).fit(table)
@@ -259,7 +259,7 @@ def test_numbers_of_all_kinds_join_and_keep_their_type_alone(table: Any) -> None
     assert first.w_even == [True] * 3
     assert first.w_n == [given[number].n for number in (54, 56, 58)]
     assert np.shape(first.w_vector) == (3, 2)
-    # Whole numbers stay whole, for an nn.Embedding; single precision stays single.
+    # Integers stay integers for an nn.Embedding, and single precision stays single.
     types = {
         ("n", "id"): "bigint",
         ("n", "v"): "double",
@@ -308,7 +308,7 @@ def test_rows_that_no_series_can_hold_are_refused(
     name = change.rpartition(" ")[2]
     rows = table.select(*(c for c in table.columns if c != name), F.expr(change))
     windows = _stage(targetCol="v").transform(rows)
-    # Also where nothing of the windows is asked for.
+    # This also applies if no column of the windows is used.
     for action in (windows.count, windows.select("id").collect):
         with pytest.raises(Exception, match=sentence):
             action()
