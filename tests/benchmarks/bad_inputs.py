@@ -47,7 +47,7 @@ def main() -> int:
                 misses.append((row.name, problem, said))
     harness.print_table(
         f"bad_inputs: {len(lines)} inputs, {len(misses)} misses",
-        ["", "seconds", "what is said".ljust(SHOWN)],
+        ["", "seconds", "message".ljust(SHOWN)],
         [
             [name, f"{seconds:.2f}", textwrap.shorten(said, SHOWN).ljust(SHOWN)]
             for seconds, name, said in lines

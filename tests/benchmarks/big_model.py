@@ -126,7 +126,7 @@ def main() -> None:
         info = json.loads((Path(folder) / "model" / "weights" / "checkpoint.json").read_text())
         harness.print_table(
             f"big_model: {size:.2f} GiB in {info['num_tensors']} tensors, spark.driver.memory=1g; "
-            "peaks in GiB, own = not shared with other processes",
+            "peaks in GiB, own = anonymous memory",
             [
                 *("step", "seconds", "driver own", "driver RSS", "worker own"),
                 *("worker RSS", "JVM own", "JVM RSS"),

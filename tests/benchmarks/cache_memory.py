@@ -5,7 +5,7 @@ check rejects "memory", so this cache is measured again without the limit.
 
 - own: largest growth of the process's anonymous memory, sampled every 5 ms.
 - mapped: largest growth of mapped file pages; the kernel reclaims these when memory is short.
-- said: the minimum that the memory check computes, in bytes.
+- check: the minimum that the memory check computes, in bytes.
 
     python tests/benchmarks/cache_memory.py --given-mib 256
 """
@@ -139,9 +139,9 @@ def main() -> None:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             lines.append(_line(cache, is_limited, given, json.loads(done.stdout.splitlines()[-1])))
     harness.print_table(
-        f"cache_memory: {rows:,} rows, {TIMES * args.given_mib} MiB, of which a rank was given "
+        f"cache_memory: {rows:,} rows, {TIMES * args.given_mib} MiB, rank limit "
         f"{args.given_mib} MiB; {args.epochs} epochs, batches of 8192, linear network",
-        ["cache", "own MiB", "of given", "mapped MiB", "said MiB", "rows/s, epoch 1", "later epochs"],
+        ["cache", "own MiB", "of limit", "mapped MiB", "check MiB", "rows/s, epoch 1", "later epochs"],
         lines,
     )
 

@@ -73,18 +73,18 @@ def main() -> None:
     low, high = interval(ratios)
     harness.print_table(
         f"checkpoint_overhead: flights, {args.members} members, {result.steps:,} steps, "
-        f"{len(ratios)} checkpoints, {1000 * median(clock.seconds.values()):.0f} ms a step",
+        f"{len(ratios)} checkpoints, {1000 * median(clock.seconds.values()):.0f} ms per step",
         [f"seconds of {stretch} steps, ratio", "median", "95 % interval", "lowest", "highest"],
         [
             [
-                "with a checkpoint to those before and after",
+                "with a checkpoint / before and after it",
                 f"{median(ratios):.3f}",
                 f"{low:.3f} to {high:.3f}",
                 f"{min(ratios):.3f}",
                 f"{max(ratios):.3f}",
             ],
             [
-                "those after to those before, both without",
+                "after / before, both without one",
                 f"{median(alike):.3f}",
                 "{:.3f} to {:.3f}".format(*interval(alike)),
                 f"{min(alike):.3f}",

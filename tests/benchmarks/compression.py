@@ -1,9 +1,9 @@
 """Gradient compression: loss, traffic, and step time over a slow link.
 
 First, 2 workers train flights and digits with every compressor and `--repeats` seeds. The table compares the
-validation metrics with those of uncompressed gradients, and gives the ratio of the bytes that the ranks sent
-in an epoch. All messages count, also uncompressed ones. The optimizer is SGD with momentum, because error
-feedback is not sound with Adam's variance.
+validation metrics with uncompressed gradients, and gives the ratio of the bytes that the ranks sent in an
+epoch. All messages count, also uncompressed ones. The optimizer is SGD with momentum, because error feedback
+is not sound with Adam's variance.
 
 Then two hosts train a network of 5 million parameters over a link of 100 Mbit/s and of 1 Gbit/s. The table
 has the step times, measured in interleaved rounds in one gang. The link is shaped inside network namespaces
@@ -196,8 +196,8 @@ def print_losses(options: Namespace, names: list[str]) -> None:
             line for job, make in jobs for line in convergence(job, make, names, options.repeats, folder)
         ]
     harness.print_table(
-        f"compression: validation rows after the last epoch, means over {options.repeats} seeds, in brackets "
-        f"against none; {NUM_WORKERS} workers; bytes that a step sends, times fewer",
+        f"compression: validation rows after the last epoch, means over {options.repeats} seeds, change "
+        f"in parentheses; {NUM_WORKERS} workers; reduction of bytes per step",
         ["", "metrics", "bytes"],
         lines,
     )
@@ -211,8 +211,8 @@ def print_links(options: Namespace, names: list[str]) -> None:
     size = sum(p.numel() for p in SPEC.build().parameters())
     harness.print_table(
         f"compression: a step of {size:,} parameters by a worker on each of two hosts, {options.rows} rows "
-        f"each, median of {options.steps}; bytes are those of the network interface",
-        ["", "ms", "faster", "bytes sent", "fewer"],
+        f"each, median of {options.steps}; bytes of the network interface",
+        ["", "ms", "speedup", "bytes sent", "bytes, 1 /"],
         step_times({name: COMPRESSIONS[name] for name in names}, options),
     )
 

@@ -194,9 +194,9 @@ def main() -> None:
                 ]
             )
     harness.print_table(
-        f"efficiency: {SPEC.kwargs}, {BATCH} rows a rank and step, {options.rows:,} rows a rank, "
+        f"efficiency: {SPEC.kwargs}, {BATCH} rows per rank and step, {options.rows:,} rows per rank, "
         f"{len(CORES)} cores, {options.repeats} rounds",
-        ["ranks", "rows/s", "efficiency", "of what the machine allows"],
+        ["ranks", "rows/s", "efficiency", "of the machine's limit"],
         rows,
     )
 

@@ -4,7 +4,7 @@ Causal language models over the bytes of Python's docstrings, cut into rows; eve
 every second block, 8 experts replace the MLP. With top-1 routing an expert is as wide as the MLP, with top-2
 half as wide. So each byte costs the same operations as in the MLP, plus the router. The operations are those
 of a forward pass without dropped tokens, because the history counts them only in the first batch, which drops
-the most. The loss is that of the held-out rows after the last epoch, in bits per byte, as a mean over
+the most. The loss is measured on the held-out rows after the last epoch, in bits per byte, as a mean over
 `--repeats` seeds. All networks train with the same settings. `--networks 4` adds one that drops no tokens.
 
     OMP_NUM_THREADS=1 make bench ARGS="experts --chart docs/experts.png"

@@ -52,7 +52,7 @@ def arrays(spark: SparkSession, rows: int) -> Any:
 
 TITLES = {narrow: "two doubles", arrays: f"{harness.DIM} float32 in one array"}
 HEADER = [
-    "", "row groups", "read in", "look or write, s", "median", "min", "max", "ratio to shards", "MiB",
+    "", "row groups", "read in", "scan or write, s", "median", "min", "max", "ratio to shards", "MiB",
 ]  # fmt: skip
 
 

@@ -141,7 +141,7 @@ def report(cells: Cells, skipped: dict[tuple[str, str], str], left: list[str]) -
     """Prints three tables with the same rows and columns, and the problems."""
     rows = [target for target in TARGETS if any(key[0] == target for key in [*cells, *skipped])]
     for title, text_of in (
-        ("survived by itself + after resume", outcome),
+        ("survived + after resume", outcome),
         ("steps trained twice: median, worst", steps),
         ("seconds until training again: median, worst", seconds),
     ):

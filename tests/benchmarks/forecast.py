@@ -32,7 +32,7 @@ RECENT = 24  # hours of all values; a model gets the departures of the whole win
 TRAINED_UNTIL = "2013-09-01"
 SCORED = "hour >= timestamp'2013-10-01' - interval 1 hour"  # hours of the last row of a window
 WEATHER = {"temp": 20.0, "wind_speed": 10.0, "precip": 0.1, "visib": 10.0}
-# Values of a window. Each is divided by about its deviation, and the label by that of the departures.
+# Values of a window. Each is divided by about its deviation; the label has the scale of the departures.
 VALUES = ["departures", "delay", *WEATHER, "hour_of_week", "airport"]
 FLIGHTS = 20.0
 
@@ -207,7 +207,7 @@ def main() -> None:
         lines.append([name, f"{mae:.3f}", f"{rmse:.3f}", f"{mae / best:.3f}", f"{seconds:.1f}"])
     harness.print_table(
         f"departures of the next {HORIZON} hours, October to December, windows of {options.steps} hours",
-        ["", "MAE", "RMSE", "MAE to the best", "seconds"],
+        ["", "MAE", "RMSE", "MAE / best", "seconds"],
         lines,
     )
 

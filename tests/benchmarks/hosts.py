@@ -128,8 +128,8 @@ def main() -> None:
                 table.append(hit(collective))
                 print(*table[-1], flush=True)  # progress
     harness.print_table(
-        "hosts: 2 workers on 3 hosts (with a delay 3), 60 steps and a checkpoint every 10",
-        ["", "collective", "seconds", "starts anew", "weights"],
+        "hosts: 2 workers on 3 hosts (3 with a delay), 60 steps and a checkpoint every 10",
+        ["", "collective", "seconds", "restarts", "weights"],
         table,
     )
 

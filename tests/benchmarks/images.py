@@ -204,7 +204,7 @@ def main() -> None:
         ],
     )
     harness.print_table(
-        f"images a second of {options.photos} JPEGs, {given / options.photos / 1000:,.0f} kB each, as "
+        f"images/s of {options.photos} JPEGs, {given / options.photos / 1000:,.0f} kB each, as "
         f"3 x 224 x 224; {stored / options.photos / 1000:,.0f} kB each in the shards",
         ["", "median", "lowest", "highest", "ratio"],
         harness.rate_rows(rates, "files decoded in the reader, one thread"),

@@ -107,7 +107,7 @@ def main() -> None:
     harness.print_table(
         f"inference_offload: weights of {size:,.0f} MiB, the largest tensor "
         f"{options.width**2 * 4 / MIB:,.1f} MiB, {options.repeats} rounds of {options.passes} passes",
-        ["inferenceOffload", "rows a pass", "rows/s", "ratio", "MiB resident", "MiB address space"],
+        ["inferenceOffload", "rows per pass", "rows/s", "ratio", "MiB resident", "MiB address space"],
         lines,
     )
 

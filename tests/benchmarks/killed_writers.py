@@ -84,7 +84,7 @@ def main() -> int:
         spark.stop()
     harness.print_table(
         f"{len(kills)} writes killed with SIGKILL",
-        ("case", "killed after", "of the write", "left behind", "a reader finds", "the next writer's"),
+        ("case", "killed after", "share of write", "left behind", "reader finds", "next writer"),
         [
             [k.case, f"{k.seconds:.2f} s", f"{k.share:.0%}", k.left, k.found, k.later]
             for k in sorted(kills, key=lambda k: (k.case, k.share))

@@ -87,7 +87,7 @@ def main() -> None:
     harness.print_table(
         f"local_steps: flights, {compression.NUM_WORKERS} workers, {options.epochs} epochs of batches of "
         f"{options.batch_size}, means over {options.repeats} seeds",
-        ["", "log loss", "ROC AUC", "bytes a step", "fewer"],
+        ["", "log loss", "ROC AUC", "bytes per step", "bytes, 1 /"],
         lines,
     )
     if options.chart:
@@ -109,9 +109,7 @@ def draw(path: str, losses: Mapping[str, list[float]], sent: Mapping[str, list[f
         axes.plot(*zip(*points, strict=True), "o-", color=color, label=kind)
         for name, point in zip(names, points, strict=True):
             axes.annotate(name.split(", ")[1], point, xytext=(4, 6), textcoords="offset points")
-    axes.set(
-        xscale="log", xlabel="bytes sent in a step, both workers", ylabel="log loss of the validation rows"
-    )
+    axes.set(xscale="log", xlabel="bytes sent per step, both workers", ylabel="validation log loss")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=130)

@@ -2,9 +2,9 @@
 
 Trains a causal transformer with AdamW on longer and longer rows, without Spark. Every rank is pinned to a
 core. One rank with whole rows, while the other ranks wait, is compared with all ranks and sequence-sharded
-rows, in interleaved rounds in one gang. Wall time and CPU time are those of the slowest rank; other programs
-of the machine disturb CPU time less. `held` is the memory that a rank keeps between forward and backward
-pass, without weights. `peak` is the peak of torch's allocations in one step on the first rank, counted by
+rows, in interleaved rounds in one gang. Wall time and CPU time belong to the slowest rank; other programs of
+the machine disturb CPU time less. `held` is the memory that a rank keeps between forward and backward pass,
+without weights. `peak` is the peak of torch's allocations in one step on the first rank, counted by
 `peak_memory`. Both exclude earlier allocations. `sent` is the bytes per rank and step, with gradients.
 
     OMP_NUM_THREADS=1 python tests/benchmarks/long_rows.py
@@ -161,8 +161,8 @@ def main() -> None:
             )
     harness.print_table(
         f"long_rows: a step of {options.rows} row, causal transformer of {SIZES['depth']} blocks of width "
-        f"{SIZES['dim']}, median of {options.repeats}; MiB a rank",
-        ["", "held", "of 1", "peak", "of 1", "sent", "ms", "faster", "CPU ms", "of 1"],
+        f"{SIZES['dim']}, median of {options.repeats}; MiB per rank",
+        ["", "held", "of 1", "peak", "of 1", "sent", "ms", "speedup", "CPU ms", "of 1"],
         rows,
     )
 

@@ -84,8 +84,8 @@ def count(folder: Path, layers: int, width: int, rows: int, most_ranks: int) -> 
         cells = [f"{most[kind] / MIB:.2f} ({most[kind] / expected[kind] - 1:+.1%})" for kind in KINDS]
         table.append([told(mesh, changes), *cells])
     harness.print_table(
-        f"MiB on the fullest rank (against theory): {layers + 1} layers of {width} x {width}, AdamW, fp32, "
-        f"{rows} rows a step",
+        f"MiB on the rank with the most (and theory): {layers + 1} layers of {width} x {width}, AdamW, fp32, "
+        f"{rows} rows per step",
         ["", *KINDS],
         table,
     )
@@ -123,8 +123,8 @@ def limit(folder: Path, layers: int, width: int, *, is_tiny: bool) -> None:
         table.append([name, f"{state / times / MIB:,.0f}", f"{times:.2f}", *fewer])
         print(f"found: {table[-1]}", flush=True)
     harness.print_table(
-        f"{layers} layers of {width} x {width}: AdamW's state is {state / MIB:,.0f} MiB",
-        ["4 workers", "MiB a worker that suffice", "the state is times that", "2 workers", "1 worker"],
+        f"{layers} layers of {width} x {width}: AdamW state of {state / MIB:,.0f} MiB",
+        ["4 workers", "sufficient MiB per worker", "state / limit", "2 workers", "1 worker"],
         table,
     )
 

@@ -91,9 +91,9 @@ def main() -> None:
         ]
         size = sum(p.numel() for p in network.spec.build().parameters())
         harness.print_table(
-            f"mesh_speed: {network.name} of {size:,} parameters, {network.rows} rows of {SEQ} tokens a step "
-            f"on {RANKS} pinned ranks, medians of {options.repeats} rounds of {options.steps} steps",
-            ["mesh", "step, ms", "of whole copies'", "peak, MiB"],
+            f"mesh_speed: {network.name} of {size:,} parameters, {network.rows} rows of {SEQ} tokens "
+            f"per step on {RANKS} pinned ranks, medians of {options.repeats} rounds of {options.steps} steps",
+            ["mesh", "step, ms", "relative to data parallelism", "peak, MiB"],
             lines,
         )
 

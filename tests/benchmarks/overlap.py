@@ -127,7 +127,15 @@ def table_of(
                         what = f"{collective}, {megabits:g} Mbit/s{delay}{size}, {name}"
                         lines.append(line_of(what, own, results[0]["off"]))
                         print(*lines[-1], flush=True)
-    header = ["", "step, ms", "faster", "communication, ms", "hidden", "exposed, ms", "measured / not"]
+    header = [
+        "",
+        "step, ms",
+        "speedup",
+        "communication, ms",
+        "hidden",
+        "exposed, ms",
+        "measured / unmeasured",
+    ]
     harness.print_table(title, header, lines)
 
 
@@ -148,7 +156,7 @@ def main() -> None:
     links = [(megabits, 0.0) for megabits in options.megabits]
     links += [(100.0, options.delay_ms)] if options.delay_ms else []
     links = links[:1] if options.tiny else links
-    told = f"{options.rows} rows a rank, medians of {options.repeats}"
+    told = f"{options.rows} rows per rank, medians of {options.repeats}"
     if options.only != "sizes":
         size = num_parameters(options.width)
         table_of(f"overlap: {size:,} parameters, {told}", links, [options.width], OFF_AND_ON, options)

@@ -1,9 +1,9 @@
 """Pipeline bubbles by schedule: measured idle time against the closed forms, with a chart.
 
-4 ranks run 8 layers that sleep instead of computing, so that the timelines match those of 4 devices on any
-number of cores. A layer sleeps once in the forward pass, once for the gradient of its input, and once for the
-gradient of its weight. The measured idle time includes sending. The second table compares 2 ranks that
-compute with one process.
+4 ranks run 8 layers that sleep instead of computing, so that the timelines match 4 devices on any number of
+cores. A layer sleeps once in the forward pass, once for the gradient of its input, and once for the gradient
+of its weight. The measured idle time includes sending. The second table compares 2 ranks that compute with
+one process.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def main() -> None:
         theory = THEORY[schedule](RANKS, virtual, MICROS)
         share = median(shares)
         drawn[way] = rounds[shares.index(min(shares))]
-        titles[way] = f"{way}: {share:.1%} waiting, {theory:.1%} in theory"
+        titles[way] = f"{way}: {share:.1%} idle, {theory:.1%} in theory"
         length = max(t.end for rank in drawn[way] for t in rank) - min(
             t.begin for rank in drawn[way] for t in rank
         )
@@ -251,7 +251,7 @@ def main() -> None:
     harness.print_table(
         f"pipeline_bubbles: {RANKS} ranks, {LAYERS} layers that sleep {options.milliseconds} ms, "
         f"{MICROS} micro-batches",
-        ["schedule", "share of waits", "theory", "seconds a step", "live, by rank", "expected"],
+        ["schedule", "idle share", "theory", "seconds per step", "live, by rank", "expected"],
         table,
     )
     if options.chart:
@@ -264,9 +264,9 @@ def main() -> None:
             texts = run_spawned(2, "torch", partial(computing, way, options.width, options.steps))
             ratios[way].append(alone / json.loads(texts[0]))
     harness.print_table(
-        f"2 ranks of one core each that compute, {LAYERS} layers of {options.width}, "
+        f"2 computing ranks with one core each, {LAYERS} layers of {options.width}, "
         f"{MICROS} micro-batches of 64 rows",
-        ["schedule", "times as fast as one process", "at most"],
+        ["schedule", "speedup to one process", "at most"],
         [
             [way, f"{median(found):.2f}", f"{2 * (1 - THEORY[WAYS[way][0]](2, WAYS[way][1], MICROS)):.2f}"]
             for way, found in ratios.items()

@@ -253,7 +253,7 @@ def report(network: Network, plan: ParallelismPlan, seconds: list[list[float]], 
                 f"{mesh.peak / peak:.3f}",
             ]
         )
-    header = ["mesh", "micro-batches", "step, ms", "measured", "of whole copies", "measured", "ratio"]
+    header = ["mesh", "micro-batches", "step, ms", "measured", "of data parallelism", "measured", "ratio"]
     header += ["peak, MiB", "measured", "ratio"]
     harness.print_table(
         f"plan_parallelism: {network.name}, {network.rows} rows on {RANKS} ranks", header, lines
@@ -282,7 +282,7 @@ def draw(path: str, results: Sequence[tuple[Network, ParallelismPlan, list[list[
         predicted_shares = [m.step_seconds / plan.meshes[whole].step_seconds for m in plan.meshes]
         measured_shares = [harness.median_ratio(own, seconds[whole]) for own in seconds]
         for at, predicted, measured, title in (
-            (times, predicted_shares, measured_shares, "step, as a share of whole copies'"),
+            (times, predicted_shares, measured_shares, "step, relative to data parallelism"),
             (sizes, [m.peak / 2**20 for m in plan.meshes], [p / 2**20 for p in peaks], "peak of a rank, MiB"),
         ):
             at.barh([y - 0.2 for y in places], predicted, height=0.4, label="predicted")

@@ -72,7 +72,7 @@ def published() -> None:
         errors = [f"{fit.time(n) / BERT[n] - 1:+.1%}" if n not in pair else "" for n in BERT]
         rows.append([f"{form}, from {pair[0]} and {pair[1]}", *errors])
     header = ["form", *(f"{n}: {minutes:g} min" for n, minutes in BERT.items())]
-    harness.print_table("plan_scaling: errors of a BERT training's epochs", header, rows)
+    harness.print_table("plan_scaling: errors of predicted BERT epochs", header, rows)
 
 
 def draw(path: str, measured: Mapping[int, float], plan: ScalingPlan) -> None:
@@ -146,9 +146,9 @@ def main() -> None:
             ]
         )
     harness.print_table(
-        f"plan_scaling: {SPEC.kwargs}, {options.rows} rows a rank and step, {CORES} cores, "
+        f"plan_scaling: {SPEC.kwargs}, {options.rows} rows per rank and step, {CORES} cores, "
         f"{options.repeats} rounds, {time.perf_counter() - start:.0f} s",
-        ["ranks", "step, ms", "from 1 rank and messages", "ratio", "from 1 and 2 ranks", "ratio"],
+        ["ranks", "step, ms", "from 1 rank and all-reduces", "ratio", "from 1 and 2 ranks", "ratio"],
         rows,
     )
     print(plan.facts)

@@ -227,8 +227,8 @@ def main() -> None:
         runs = {job.title: train(job, args.repeats, folder) for job in jobs}
     lines = [line for job in jobs for line in table(job, runs[job.title])]
     harness.print_table(
-        f"precision: validation rows after the last epoch (no test: the flights recipe was chosen by them), "
-        f"means over {args.repeats} seeds, in brackets against fp32",
+        f"precision: validation rows after the last epoch (no test set: they chose the flights recipe), "
+        f"means over {args.repeats} seeds, change to fp32 in parentheses",
         ["", "metrics", "skipped steps"],
         lines,
     )

@@ -2,9 +2,9 @@
 
 One kill in `--whole-every` is SIGKILL for the driver, its JVM and all Python workers at once, as in a power
 failure. The other kills are SIGKILL for one rank, and the fit, which has no restarts, fails. The next fit
-uses `resume=True` and another number of workers. The final weights must equal those of an undisturbed
-training up to the order of additions, within 1e-5. There is no dropout, because the masks depend on the
-number of ranks. The optimizer is plain SGD, because Adam divides the last digits by numbers close to zero.
+uses `resume=True` and another number of workers. The final weights must equal an undisturbed training up to
+the order of additions, within 1e-5. There is no dropout, because the masks depend on the number of ranks. The
+optimizer is plain SGD, because Adam divides the last digits by numbers close to zero.
 
     python tests/benchmarks/random_kills.py --repeats 100    # kills
 
@@ -98,15 +98,15 @@ def main() -> int:
         for one, other in zip(values, disturbed["weights"][name], strict=True)
     )
     harness.print_table(
-        f"a flights training of {steps} steps, killed {life} times, by {NUM_WORKERS} workers in turn",
+        f"a flights training of {steps} steps, killed {life} times, alternately by {NUM_WORKERS} workers",
         ("", "value"),
         [
             ["kills", str(life)],
-            ["of these the driver and all of its processes", str(life // options.whole_every)],
-            ["largest difference of a weight", f"{distance:.1e}"],
-            ["steps lost by a kill, median", f"{median(lost[1:] or [0]):.0f}"],
-            ["steps lost by a kill, worst", str(max(lost[1:] or [0]))],
-            ["processes left behind", str(len(wrong))],
+            ["kills of the driver and all its processes", str(life // options.whole_every)],
+            ["largest weight difference", f"{distance:.1e}"],
+            ["steps lost per kill, median", f"{median(lost[1:] or [0]):.0f}"],
+            ["steps lost per kill, worst", str(max(lost[1:] or [0]))],
+            ["leftover processes", str(len(wrong))],
         ],
     )
     return 1 if wrong or distance > TOLERANCE or life < options.repeats else 0

@@ -1,10 +1,10 @@
 """Bubbles of recurrent pipelines by sequence chunks, and the cost of smaller chunks.
 
 Each rank has one layer that sleeps instead of computing, in proportion to the chunk: once in the forward
-pass, and twice as long in the backward pass, with `gpipe`. So the timelines match those of separate devices
-on any number of cores, and the measured idle time includes sending. The second table is one process that
-computes a stack of GRU layers. It compares the time of a step in chunks with whole rows, which is the cost of
-smaller matrices.
+pass, and twice as long in the backward pass, with `gpipe`. So the timelines match separate devices on any
+number of cores, and the measured idle time includes sending. The second table is one process that computes a
+stack of GRU layers. It compares the time of a step in chunks with whole rows, which is the cost of smaller
+matrices.
 """
 
 from __future__ import annotations
@@ -158,14 +158,14 @@ def main() -> None:
         cases = [(num_micro, chunks) for num_micro in micros for chunks in CHUNKS]
         table += measured(ranks, cases, options.milliseconds / 1000, min(options.repeats, 3))
     harness.print_table(
-        f"recurrent_chunks: one layer a rank that sleeps {options.milliseconds} ms for a row's {TIMES} times "
-        "and twice as long back, gpipe",
-        ["ranks", "micro-batches", "chunks", "share of waits", "theory", "seconds a step"],
+        f"recurrent_chunks: one layer per rank that sleeps {options.milliseconds} ms for {TIMES} time steps "
+        "and twice as long backward, gpipe",
+        ["ranks", "micro-batches", "chunks", "idle share", "theory", "seconds per step"],
         table,
     )
     harness.print_table(
-        f"one process, 4 GRU layers of {options.hidden} in 2 stages, 32 rows of {TIMES} times, a step",
-        ["chunks", "seconds a step", "times whole rows"],
+        f"one process, 4 GRU layers of {options.hidden} in 2 stages, 32 rows of {TIMES} time steps",
+        ["chunks", "seconds per step", "ratio to whole rows"],
         computing(options.hidden, options.steps),
     )
 

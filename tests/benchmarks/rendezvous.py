@@ -50,7 +50,7 @@ def main() -> None:
         )
     harness.print_table(
         f"rendezvous: seconds, median of {options.repeats} runs",
-        ["ranks", "strangers", "attacks", "failed", "join", "meet", "gather", "sum", "max sum"],
+        ["ranks", "strangers", "attacks", "failed", "join", "synchronize", "gather", "sum", "max sum"],
         rows,
     )
     for failure in failures:

@@ -270,13 +270,20 @@ def main() -> None:
             short = estimator(root, folder, options.short_epochs)
             undisturbed = search(short, options.short_trials).fit(rows)
         harness.print_table(
-            f"search: {options.trials} trials of {options.epochs} epochs, {PARALLELISM} beside each other",
-            ["search", "epochs trained", "seconds", "ratio", "best AUC, held out", "AUC, later months"],
+            f"search: {options.trials} trials of {options.epochs} epochs, {PARALLELISM} in parallel",
+            [
+                "search",
+                "epochs trained",
+                "seconds",
+                "ratio",
+                "best ROC AUC, held out",
+                "ROC AUC, later months",
+            ],
             lines,
         )
         harness.print_table(
             "search: killed drivers",
-            ["search", "trials complete", "largest difference of a value", "seconds"],
+            ["search", "trials complete", "largest value difference", "seconds"],
             [killed(root, folder, options, undisturbed)],
         )
 

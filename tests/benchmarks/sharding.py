@@ -126,16 +126,16 @@ def main() -> None:
     ]
     harness.print_table(
         f"sharding: 2 ranks, transformer of {SIZES['depth']} blocks, dim {SIZES['dim']}, AdamW, fp32, "
-        f"{options.rows} rows of {SEQ} tokens a step, {options.repeats} rounds of {options.steps} steps "
+        f"{options.rows} rows of {SEQ} tokens per step, {options.repeats} rounds of {options.steps} steps "
         f"({time.monotonic() - start:.0f} s)",
         [
-            "MiB of one rank",
+            "MiB per rank",
             "parameters",
             "gradients",
             "optimizer",
-            "sent a step",
-            "steps/s to none",
-            "largest difference to none",
+            "sent per step",
+            "steps/s / none",
+            "largest difference from none",
         ],
         table,
     )

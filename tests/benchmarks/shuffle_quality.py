@@ -5,7 +5,7 @@ The rows are sorted in the files, which is the hardest case, because any remaini
 - rank correlation: Spearman's, between the position in the files and the position in the epoch;
 - neighbours: share of rows adjacent in the files that are adjacent in the epoch, in either order;
 - same batch: share of rows adjacent in the files that are in one batch;
-- spread: standard deviation of the batches' mean value, where the value is the position in the files, divided
+- spread: standard deviation of the batches' mean value, which is the position in the files, divided
   by the standard deviation for independent samples. A batch takes rows from one row group per stream. So with
   many row groups and sorted data, the spread is sqrt(batch / 48) times the spread of a full permutation. It
   is equal if the row groups are alike.

@@ -195,9 +195,9 @@ def sweep(options: argparse.Namespace) -> None:
                 [f"{library}, {size} MiB of gradients", f"{flat:.1f}", f"{buckets:.1f}", f"{ratio:.2f}"]
             )
     harness.print_table(
-        f"slope --sweep: ms of a step, {harness.NUM_WORKERS} ranks, {SWEEP_ROWS} rows each, "
+        f"slope --sweep: ms per step, {harness.NUM_WORKERS} ranks, {SWEEP_ROWS} rows each, "
         f"{options.repeats} rounds",
-        ["", "one exchange", "buckets", "ratio"],
+        ["", "one all-reduce", "buckets", "ratio"],
         lines,
     )
 
@@ -290,7 +290,7 @@ def measure(options: argparse.Namespace, shards_uri: str, folder: Path, rank_row
     harness.print_table(
         f"slope: rows/s over {harness.NUM_WORKERS} ranks, {rank_rows:,} rows per rank and step, "
         f"{options.rows:,} rows x {harness.DIM} fp32, MLP 32-128-128-1, SGD, {options.repeats} rounds",
-        ["", "median", "min", "max", "to DDP", "to the library's best loop"],
+        ["", "median", "min", "max", "ratio to DDP", "ratio to the library's best loop"],
         table_rows(rates),
     )
 
@@ -311,7 +311,7 @@ def count(options: argparse.Namespace, shards_uri: str, folder: Path) -> None:
     lines = [["bare loop", str(len(bare)), str(len(waiting_operations(bare)))]]
     rank_rows = options.rows // 20  # a few steps per epoch
     lines += [count_operations(config_of(shards_uri, folder, rank_rows, 2, name), folder) for name in OURS]
-    harness.print_table("slope: one step of a rank", ["", "operations", "that wait for a device"], lines)
+    harness.print_table("slope: one step of a rank", ["", "operations", "device synchronizations"], lines)
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
 """Sparse features: linear models of hashed flights, sparse or dense, against Spark and scikit-learn.
 
 Features are 2^18 sparse or 2^12 dense. Spark's FeatureHasher hashes the flights' categories, their binned
-numbers, and pairs of these. Models train on months 1 to 9, and the ROC AUC is that of months 10 to 12. Rows/s
-measures the training alone, as rows x epochs or rows x iterations; "fit" is the whole call. The first three
-train in interleaved rounds, the networks on 2 workers. Month 9 chose the learning rate of the networks. All
-weights begin at zero.
+numbers, and pairs of these. Models train on months 1 to 9, and are scored by ROC AUC on months 10 to 12.
+Rows/s measures the training alone, as rows x epochs or rows x iterations; "fit" is the whole call. The first
+three train in interleaved rounds, the networks on 2 workers. Month 9 chose the learning rate of the networks.
+All weights begin at zero.
 """
 
 from __future__ import annotations

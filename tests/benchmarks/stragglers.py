@@ -160,7 +160,9 @@ def draw(chart: str, times: dict[str, list[float]], factors: list[int], curves: 
         left.plot(factors, seconds, marker="o", label=way)
         xs, ys = zip(*curves[way], strict=True)
         right.plot(xs, ys, label=way)
-    left.set(xlabel="one worker slower by", ylabel=f"seconds to {TARGET:.0%} of the first loss", xscale="log")
+    left.set(
+        xlabel="slowdown of one worker", ylabel=f"seconds to {TARGET:.0%} of the first loss", xscale="log"
+    )
     if any(math.isfinite(value) for found in times.values() for value in found):
         left.set_yscale("log")
     left.set_xticks(factors, [f"{factor} x" for factor in factors])
@@ -190,7 +192,7 @@ def main() -> None:
             ends[way].append(curves[way][-1][0])
     harness.print_table(
         f"stragglers: {RANKS} ranks, {options.steps} steps of {STEP_SECONDS * 1000:.0f} ms, one rank slower; "
-        f"seconds to {TARGET:.0%} of the first loss, and loss left at the end",
+        f"seconds to {TARGET:.0%} of the first loss, and final loss",
         ["consistency", *(f"{factor} x" for factor in factors), f"end at {factors[-1]} x", "loss left"],
         [
             [way, *(f"{s:.2f}" for s in times[way]), f"{ends[way][-1]:.2f}", f"{curves[way][-1][1]:.4f}"]
@@ -199,7 +201,7 @@ def main() -> None:
     )
     late_by = (1, 2, 4, 8, 16, 32)
     harness.print_table(
-        f"staleness: loss left after {options.updates} updates, by the updates that a gradient is late",
+        f"staleness: loss left after {options.updates} updates, by staleness of the gradients",
         ["correction", *(f"{workers - 1}" for workers in late_by), "7, one worker 10 x later"],
         [
             [

@@ -3,7 +3,7 @@
 One stranger comes from another machine (on loopback: from 127.0.0.2) from before the ranks connect until the
 end. One comes from the same machine after they have connected. They send garbage, HTTP, the first messages of
 torch's rendezvous and of ours, Gloo's pair number and huge lengths, and keep their connections open. Target:
-in every run the weights equal those of the quiet run, and no resource grows.
+in every run the weights equal the quiet run's, and no resource grows.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def main() -> None:
                     ]
                 )
     harness.print_table(
-        f"strangers: gang of 2, {options.steps} steps, bytes to the quiet run's weights",
-        ["", "weights", "let in", "turned away", "MiB grown", "descriptors", "s (quiet)"],
+        f"strangers: gang of 2, {options.steps} steps, weights against the quiet run",
+        ["", "weights", "admitted", "rejected", "MiB grown", "descriptors", "s (quiet)"],
         rows,
     )
 

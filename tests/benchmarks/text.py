@@ -120,7 +120,7 @@ def main() -> None:
     harness.print_table(
         f"{len(rows):,} docstrings of {options.packages} packages, {options.repeats} splits, "
         f"{options.epochs} epochs: means",
-        ["", "accuracy", "macro-F1", "seconds", "of the regression's errors", "of its seconds"],
+        ["", "accuracy", "macro-F1", "seconds", "errors / regression", "seconds / regression"],
         [
             [
                 name,

@@ -180,18 +180,18 @@ def main() -> None:
                 ]
             )
         harness.print_table(
-            f"timeline_cost: {SPEC.kwargs}, {BATCH} rows a step, {len(found[0]):,} recorded steps and "
-            "their neighbours",
-            ["time by", "ms a step", "more of a recorded step, us", "95 % interval"],
+            f"timeline_cost: {SPEC.kwargs}, {BATCH} rows per step, {len(found[0]):,} recorded steps and "
+            "their neighbors",
+            ["time by", "ms per step", "overhead of a recorded step, us", "95 % interval"],
             table,
         )
         step_seconds = median(other for _, other in found[1]) / 2
         alone = {every: recording_alone(folder, every, max(50, args.steps)) for every in (None, 10**9, 50, 1)}
         names = ("off", "on, but none", "every 50th", "every")
         harness.print_table(
-            f"timeline_cost: the calls alone, processor's time, median of {TRIALS} times {args.steps:,} "
+            f"timeline_cost: the calls alone, CPU time, median of {TRIALS} trials of {args.steps:,} "
             "empty steps",
-            ["recorded steps", "us a step", "of a step", "95 % interval"],
+            ["recorded steps", "us per step", "of a step", "95 % interval"],
             [
                 [
                     case,
@@ -205,8 +205,8 @@ def main() -> None:
         more = [recorded - other for recorded, other in found[1]]
         idle = median(alone[10**9]) - median(alone[None])
         harness.print_table(
-            "timeline_cost: a training with a timeline against one without, from both tables",
-            ["recorded steps", "of its time", "95 % interval"],
+            "timeline_cost: overhead of a timeline in a training, from both tables",
+            ["recorded steps", "overhead", "95 % interval"],
             [
                 [
                     case,
@@ -220,8 +220,8 @@ def main() -> None:
         )
         size, written = file_seconds(folder)
         harness.print_table(
-            f"timeline_cost: a full file of a rank, median of {TRIALS} writes",
-            ["MB", "CPU ms a write", "share of the time at most"],
+            f"timeline_cost: full file of a rank, median of {TRIALS} writes",
+            ["MB", "CPU ms per write", "largest share of time"],
             [[f"{size / 1e6:.2f}", f"{1e3 * written:.1f}", f"{WRITE_SHARE:.2%}"]],
         )
         if args.chart:

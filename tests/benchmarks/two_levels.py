@@ -2,8 +2,7 @@
 
 The workers of a host share memory, and a link of 100 Mbit/s connects the hosts, shaped inside network
 namespaces of this machine. Each compression is applied between all workers and between the hosts, in
-interleaved rounds in one gang. The bytes are those of the first host's network interface, for both its
-workers.
+interleaved rounds in one gang. Bytes are counted at the first host's network interface, for both its workers.
 
     OMP_NUM_THREADS=1 make bench ARGS="two_levels"
 """
@@ -34,8 +33,8 @@ def main() -> None:
     size = sum(p.numel() for p in compression.SPEC.build().parameters())
     harness.print_table(
         f"two_levels: a step of {size:,} parameters by two workers on each of two hosts, {options.rows} rows "
-        f"each, median of {options.steps}; bytes are those of the first host's network interface",
-        ["", "ms", "faster", "bytes sent", "fewer"],
+        f"each, median of {options.steps}; bytes of the first host's network interface",
+        ["", "ms", "speedup", "bytes sent", "bytes, 1 /"],
         compression.step_times(cases, options, rates=(100,), ranks=2),
     )
 

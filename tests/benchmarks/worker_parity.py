@@ -92,7 +92,7 @@ def main() -> None:
     harness.print_table(
         f"worker_parity: weights after {EPOCHS * STEPS_PER_EPOCH} steps, fp32, MLP 32-128-128-1, "
         f"{options.rows:,} rows, global batch {batch_size}",
-        ["", "largest difference to 1 worker", "of the largest weight", "rerun bitwise equal"],
+        ["", "largest difference from 1 worker", "relative to the largest weight", "rerun bitwise equal"],
         lines,
     )
 

@@ -112,7 +112,7 @@ def test_a_fit_of_workers_that_run_apart(
     assert history["learning_rate"].tolist() == [0.01] * EPOCHS
     assert history["train_loss"].iloc[-1] < history["train_loss"].iloc[0]
 
-    # The validation loss is that of the final model.
+    # The validation loss belongs to the final model.
     weights = torch.cat([p.detach().flatten() for p in model.module().parameters()])
     rows = model.transform(table).orderBy("id").collect()
     with torch.no_grad():

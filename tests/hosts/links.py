@@ -142,7 +142,7 @@ class ShapedHosts:
         """Measures transfers from the first host to the second.
 
         Raises:
-            RuntimeError: Rate or delay are not what was asked for.
+            RuntimeError: Rate or delay differ from the requested values.
         """
         for _ in range(_TRIES):
             # A busy machine sends less for a while, but an unshaped link always carries too much.
@@ -228,7 +228,7 @@ class ShapedHosts:
 
 
 def _wait(ranks: list[subprocess.Popen[Any]], limit_seconds: float) -> None:
-    """Returns when all ranks have ended, or when one has failed and others had time to report.
+    """Returns when all ranks have ended, or when one has failed and the remaining ones had time to report.
 
     Raises:
         RuntimeError: None has failed, and some are not done in time.

@@ -83,7 +83,7 @@ class Network:
         own_names: How each host resolves its own name: "loopback" (127.0.1.1, as Debian writes it),
             "unknown" (not at all) or "address".
         version: 4 or 6; with 6 the hosts have no other IPv4 address than 127.0.0.1.
-        is_routed: Each host is in a subnet of its own (10.77.1.1, 10.77.2.1, ...), with a router between.
+        is_routed: Each host is in a separate subnet (10.77.1.1, 10.77.2.1, ...), with a router between.
         has_decoys: Each host has one interface more, before the true one, with the same address on all.
     """
 

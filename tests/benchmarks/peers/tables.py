@@ -77,10 +77,10 @@ def print_all(results: Results) -> None:
         size = "" if job == "flights" else f", {int(rows):,} rows x {harness.DIM} fp32"
         counts = sorted({len(results[job, name][0]) for name in names})
         header = ["", *(heading for heading, _, _ in FIGURES[job].values())]
-        header += [f"{figure.replace('_', ' ')}: ours is x times as good" for figure in COMPARED[job]]
+        header += [f"{figure.replace('_', ' ')}: speedup of ringspark" for figure in COMPARED[job]]
         harness.print_table(
             f"bench-peers, {job}: {TITLES[job]}{size}; medians of {'/'.join(map(str, counts))} rounds",
-            [*header, "better than ours in"],
+            [*header, "better than ringspark in"],
             [line(results, job, name, ours) for name in names],
         )
         if len(ours) > 1:

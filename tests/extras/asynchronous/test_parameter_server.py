@@ -230,7 +230,7 @@ class _Counting(torch.optim.SGD):
 
 
 class _Gaps(nn.Module):
-    """A parameter whose elements are not contiguous in memory, and others."""
+    """A parameter with gaps between its elements, and contiguous ones."""
 
     def __init__(self) -> None:
         super().__init__()

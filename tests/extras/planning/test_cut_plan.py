@@ -106,7 +106,7 @@ def test_spread_rows_pass_keys_and_values_on_and_keep_a_part_of_what_whole_ones_
     assert forward == [("shift", 2 * own)] * DEPTH + [("all_gather", 4 * ROWS * SEQ * VOCAB)]
     assert backward == [("shift", 4 * own), ("shift", 2 * own)] * DEPTH
     assert rank.parts == whole.parts
-    # The outputs and their loss are those of whole rows.
+    # The outputs and their loss have whole rows.
     outputs = 2 * 4 * ROWS * SEQ * VOCAB
     kept, least = (r.passes[0, True].kept for r in (whole, rank))
     assert 0.4 * (kept - outputs) < least - outputs < 0.6 * (kept - outputs)

@@ -59,7 +59,7 @@ def test_a_mistake_is_refused_before_anything_starts(
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["none", "optimizer"])
 def test_a_member_goes_on_as_if_it_had_never_paused(table: Any, tmp_path: Path, sharding: str) -> None:
-    """All members are equal here, so copies and others are one long training."""
+    """All members are equal here, so each is one long training, copied or not."""
     network = ModelSpec("mlp", {**MLP.kwargs, "dropout": 0.2})
     trainer = estimator(
         tmp_path,

@@ -126,7 +126,7 @@ def test_the_shares_of_the_time_are_those_of_all_starts(trained: Any) -> None:
     assert sorted(shares) == list(range(RANKS))
     for own in shares.values():
         assert sum(own.values()) == pytest.approx(1)
-        # The callback sleeps, and its time has no name of its own.
+        # The callback sleeps, and no span covers its time.
         assert own["other"] > 0.3
         assert own["checkpoint"] > 0
 
