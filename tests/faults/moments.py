@@ -143,7 +143,7 @@ class Training:
             self._driver.begin(self._plan)
             try:
                 self._wait_for_step(1)
-                self._driver.note_memory()  # takes as long as many steps
+                self._driver.note_memory()  # takes the time of many steps
                 for seed, draw, step in hits:
                     self._hit(seed, draw, self._wait_for_step(step))
             finally:

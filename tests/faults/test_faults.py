@@ -66,7 +66,7 @@ def test_a_fault_costs_steps_and_nothing_else(lab: Lab, target: str, kind: str, 
         pytest.skip(reason)
     (moment,) = moments.run(lab, fault, [seed])
     assert not moment.problems, moment
-    # Not from the first step again.
+    # It must not restart from the first step.
     assert moment.repeated < moment.step, moment
 
 

@@ -117,7 +117,7 @@ class Network:
         _run("ip", "-n", self.switch, "link", "set", host.port, "up")
 
     def vanish(self, host: Host) -> None:
-        """Ends the host like a power failure: peers get no end of their connections."""
+        """Ends the host like a power failure, without closing its connections."""
         self.unplug(host)
         _end_processes(host.space)
 

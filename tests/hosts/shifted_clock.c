@@ -1,4 +1,4 @@
-/* Preloaded into the processes of a host whose clock is CLOCK_SHIFT_SECONDS ahead of the others'. */
+/* Preloaded into the processes of a host whose clock must be CLOCK_SHIFT_SECONDS ahead. */
 
 #define _GNU_SOURCE
 #include <stdlib.h>
