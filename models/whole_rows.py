@@ -92,16 +92,16 @@ class WholeRows:
         return x
 
 
-def read(told: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+def read(known: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor | None, int]:
     """Returns the real tokens, (batch, seq) booleans or None without padding, and the number of all tokens.
 
     Args:
-        told: Result of `WholeRows.told`: (batch, seq); (0, seq), which gives the length alone; or None.
+        known: Result of `WholeRows.told`, (batch, seq); (0, seq), which gives the length alone; or None.
         x: (batch, own tokens, ...).
     """
-    if told is None:
+    if known is None:
         return None, x.shape[1]
-    return (told.to(x.device) if told.shape[0] == x.shape[0] else None), told.shape[1]
+    return (known.to(x.device) if known.shape[0] == x.shape[0] else None), known.shape[1]
 
 
 def attend(

@@ -70,7 +70,7 @@ class OuterSync(LocalSync):
         super().__init__(module, optimizer, collective, settings)
         if settings.delay:
             collective.operations.sees_all = False  # an exchange takes several steps
-        # An error keeps this object alive, and an exchange under way would keep the connections open.
+        # An error keeps this object alive, and a synchronization in progress would keep the connections open.
         collective.on_leave(self._drop)
 
     def _begin_local(self) -> None:

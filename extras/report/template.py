@@ -1,6 +1,6 @@
 """The page as a jinja2 template; as Python code, it is in the wheel and in the zip.
 
-jinja2 escapes all text; only our SVG is inserted unescaped. The browser is told to load nothing from the
+jinja2 escapes all text; only our SVG is inserted unescaped. The page forbids the browser to load anything from the
 network.
 """
 

@@ -48,7 +48,7 @@ KEEP_CHECKPOINTS = Setting(
                 or given["checkpointEveryEpochs"]
             )
         ),
-        "no checkpoints are asked for",
+        "no checkpoint interval is set",
     ),
 )
 ON_NON_FINITE = Setting[NonFinite](
