@@ -1,7 +1,7 @@
 """The page as a jinja2 template; as Python code, it is in the wheel and in the zip.
 
-jinja2 escapes all text; only our SVG is inserted unescaped. The page forbids the browser to load anything from the
-network.
+jinja2 escapes all text; only our SVG is inserted unescaped. The page forbids the browser to load anything
+from the network.
 """
 
 PAGE = """<!DOCTYPE html>

@@ -383,6 +383,7 @@ OVER_EXPERTS = [
     _slow({"data": 2, "sequence": 2}, gradient_accumulation=3),
     _slow({"data": 2, "pipeline": 2}, gradient_accumulation=3, sync=Zero(stage=1)),
     _slow({"data": 2, "sequence": 2}, sync=Zero(stage=1)),
+    _slow({"data": 2, "tensor": 2}, gradient_accumulation=3),
     _slow({"expert": 2, "tensor": 2}),
     _slow({"expert": 2, "pipeline": 2}, gradient_accumulation=3),
     _slow({"expert": 2, "sequence": 2}, gradient_accumulation=3),
