@@ -36,7 +36,7 @@ from namespaces import Host, Network, refusal
 _TRUE_SHARE = 0.8
 _TRIES = 5
 # The first gang's port; each later gang takes the next. In a new namespace every port is free, but a used
-# port stays taken for a minute.
+# port stays in use for a minute.
 _FIRST_PORT = 20_000
 
 _RECEIVE = """
