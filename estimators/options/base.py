@@ -114,6 +114,13 @@ class Options:
         # `dataclass` keeps a method that the class has itself.
         type.__setattr__(cls, "__repr__", Options.__repr__)
 
+    def __new__(cls, *_: Any, **options: Any) -> Options:
+        names = [each.name for each in fields(cls)]
+        if unknown := [name for name in options if name not in names]:
+            known = ", ".join(names) or "no options"
+            raise TypeError(f"{cls.__name__} takes {known}, got {unknown[0]!r}{nearest(unknown[0], names)}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         hints = _hints(type(self))  # type: ignore[arg-type]
         for each in fields(self):

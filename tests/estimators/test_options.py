@@ -161,6 +161,11 @@ def test_every_class_of_options_keeps_the_promises(kind: type[Options]) -> None:
         options.other = 1  # type: ignore[attr-defined]
 
 
+def test_a_misspelled_option_names_the_nearest_one() -> None:
+    with pytest.raises(TypeError, match=r"Mesh takes .*, got 'tensors'; did you mean 'tensor'"):
+        Mesh(tensors=2)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(("earlier", "present"), FORMS[:9])
 def test_an_earlier_setting_and_sync_answer_for_each_other(earlier: Any, present: Any) -> None:
     one, other = TorchRegressor(**earlier), TorchRegressor(**present)
