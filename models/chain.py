@@ -38,7 +38,7 @@ class Link:
         name: Name of the link; for a submodule the submodule's name.
         run: A submodule or a method of the network, so that a copy of the network runs its own.
         parts: Names of the submodules and parameters that it uses.
-        over_time: (state, *sequence chunk) -> (chunk of the result, state), for a link whose result depends
+        over_time: (state, sequence chunk) -> (chunk of the result, state), for a link whose result depends
             on earlier time steps alone, such as a recurrent layer. Chunks are (batch, time, ...). The state
             is a tuple of tensors; None at the start of a row, and for a link that treats each time step
             alone. All chunks in order give the result of `run`. Like `run`, a method of the object that holds

@@ -258,7 +258,8 @@ def _write_sharding(value: Any) -> Sync:
 def _write_local_steps(value: Any) -> Sync:
     if not isinstance(value, int | str | Mapping):
         raise TypeError(
-            f"localSteps must be a number of steps, 'epoch', 'training' or a dict of options, got {value!r}"
+            "localSteps' steps must be a whole number, 'epoch' or 'training', or a dict of options, "
+            f"got {value!r}"
         )
     given = dict(value) if isinstance(value, Mapping) else {"steps": value}
     name = given.pop("name", "average")

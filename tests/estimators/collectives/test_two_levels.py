@@ -22,6 +22,7 @@ from ringspark.estimators.launch.gang_task import assign_ranks
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import STRATEGIES, SyncSettings
+from ringspark.estimators.parallel.mesh import RankMesh
 
 SHAPES = [torch.Size((40, 30)), torch.Size((33, 40))]
 ELEMENTS = sum(shape.numel() for shape in SHAPES)
@@ -164,7 +165,7 @@ def _sync(collective: Collective, compression: dict[str, Any]) -> Any:
     whole = Compression.of({"least": 1, "between": "hosts", **compression})
     exchange = SyncSettings(sync=AllReduce(compression=whole), seed=3)
     return STRATEGIES[exchange.sync.strategy]().prepare(
-        Net(), lambda m: torch.optim.SGD(m.parameters(), 0.1), collective, exchange
+        Net(), lambda m: torch.optim.SGD(m.parameters(), 0.1), RankMesh.of(collective), exchange
     )
 
 

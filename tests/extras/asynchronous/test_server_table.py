@@ -211,7 +211,8 @@ def test_who_takes_no_step_is_named_after_the_timeout_and_who_does_is_waited_for
     for thread in threads:
         thread.start()
     with pytest.raises(
-        WorkerLeftError, match="rank 1 has taken no step for 1 s after its step 3, and step 4"
+        WorkerLeftError,
+        match="rank 1 has taken no step for 1 s after its step 3, and other workers wait for its step 4",
     ):
         table.pull(0, None, 4, 0, progress)
     assert seen == [1, 2, 3]

@@ -26,6 +26,7 @@ from ringspark.estimators.collectives.network_collective import NetworkCollectiv
 from ringspark.estimators.collectives.traffic import Member
 from ringspark.estimators.parallel import STRATEGIES, SyncSettings
 from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.extras.local_sgd.compact_sum import start_average
@@ -86,7 +87,7 @@ def _loss(network: nn.Module, mine: torch.Tensor, rows: int, factor: float) -> t
 def _sync(collective: Collective, setting: Any, optimizer: str) -> GradientSync:
     exchange = SyncSettings(sync=sync_of(localSteps=setting))
     make = partial(build_optimizer, optimizer, groups=None, learning_rate=0.05, weight_decay=0.01)
-    return STRATEGIES[exchange.sync.strategy]().prepare(Net(), make, collective, exchange)
+    return STRATEGIES[exchange.sync.strategy]().prepare(Net(), make, RankMesh.of(collective), exchange)
 
 
 def _flat(network: nn.Module) -> list[float]:
@@ -441,7 +442,9 @@ def test_streaming_fragments_have_the_numbers_of_torchft(delay: int, alpha: floa
     setting = {"name": "diloco", "steps": 6, "fragments": 2, "delay": delay, "alpha": alpha}
     exchange = SyncSettings(sync=sync_of(localSteps={**setting, "outerRate": 2.0, "outerMomentum": 0.0}))
     make: Callable[[nn.Module], Any] = lambda module: torch.optim.SGD(module.parameters(), lr=1.0)  # noqa: E731
-    sync: Any = STRATEGIES[exchange.sync.strategy]().prepare(_TwoWeights(), make, LocalCollective(), exchange)
+    sync: Any = STRATEGIES[exchange.sync.strategy]().prepare(
+        _TwoWeights(), make, RankMesh.of(LocalCollective()), exchange
+    )
     found = []
     for step in range(1, 13):
         with sync.micro_batch(last=True):
@@ -505,7 +508,9 @@ def test_ranks_whose_last_steps_moved_different_weights_resume_to_the_bit(rank: 
 
     def made(of: int) -> Any:
         torch.manual_seed(0)
-        return STRATEGIES[exchange.sync.strategy]().prepare(_Branches(), make, _Rank(of), exchange)
+        return STRATEGIES[exchange.sync.strategy]().prepare(
+            _Branches(), make, RankMesh.of(_Rank(of)), exchange
+        )
 
     def step(sync: Any, branch: int | None) -> None:
         sync.optimizer.zero_grad()
@@ -543,7 +548,9 @@ def test_local_steps_hold_no_buffer_of_the_synchronous_ones() -> None:
     """Such a buffer has the size of the network."""
     exchange = SyncSettings(sync=sync_of(localSteps={"steps": 3, "after": 1}))
     make = partial(build_optimizer, "sgd", groups=None, learning_rate=0.1, weight_decay=0.0)
-    sync: Any = STRATEGIES[exchange.sync.strategy]().prepare(nn.Linear(1024, 600), make, _Sends(), exchange)
+    sync: Any = STRATEGIES[exchange.sync.strategy]().prepare(
+        nn.Linear(1024, 600), make, RankMesh.of(_Sends()), exchange
+    )
     buffers = [weakref.ref(bucket.buffer) for bucket in sync._synchronous._buckets]
     for _ in range(2):
         sync.optimizer.zero_grad()

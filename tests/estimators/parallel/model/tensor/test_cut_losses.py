@@ -51,7 +51,7 @@ def test_logits_stay_cut_only_for_plain_cross_entropy_of_a_known_network(
     Criterion([Head(label="y", loss=loss) for loss in losses], network=module)
     scores = scores_of(module)
     assert scores is not None
-    assert scores.joins is joins
+    assert scores.gathers is joins
 
 
 def test_labels_that_are_ignored_and_large_logits_are_those_of_torch() -> None:

@@ -86,7 +86,7 @@ def test_a_layer_that_computes_more_than_its_class_is_not_cut(
     network: nn.Module, style: str, message: str
 ) -> None:
     """A shard would drop the extra computation and silently train a different network."""
-    with pytest.raises(ValueError, match=f"cannot cut '0': .*{message}"):
+    with pytest.raises(ValueError, match=f"cannot shard '0': .*{message}"):
         check_shardable(network, dict.fromkeys(AXES, 1) | {"tensor": 2}, Mesh(plan={"0": style}))
 
 
