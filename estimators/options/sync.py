@@ -257,7 +257,7 @@ def _write_sharding(value: Any) -> Sync:
 
 def _write_local_steps(value: Any) -> Sync:
     if not isinstance(value, int | str | Mapping):
-        raise TypeError(
+        raise ValueError(
             "localSteps' steps must be a whole number, 'epoch' or 'training', or a dict of options, "
             f"got {value!r}"
         )
