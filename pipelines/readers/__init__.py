@@ -135,6 +135,7 @@ def _version_of(package: str) -> tuple[int, ...]:
 
 
 def default_engine() -> str:
+    """Returns "petastorm" if it can read here, otherwise "arrow"."""
     try:
         check_engine("petastorm")
     except ValueError:
