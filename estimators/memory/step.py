@@ -216,7 +216,7 @@ class FakeStep:
             labels=tuple(c.empty(self._device) for c in labels),
             weight=None,
         )
-        # A GPU also holds the next batch, see `feed.batches_on`.
+        # A GPU also holds the next batch, see `feed.move_batches`.
         ahead = [c.empty(self._device) for c in (*inputs, *labels) if self._device.type == "cuda"]
         self.meter.assign([*batch.inputs, *batch.labels, *ahead], "batch")
         self.module.train()

@@ -39,7 +39,7 @@ def send_initial_weights(module: nn.Module, mesh: RankMesh, device: torch.device
     """Fills this rank's parameters with their initial values. Runs on every rank.
 
     Args:
-        module: This rank's shard of the network, made by `spread` or of `DTensor` shards.
+        module: This rank's shard of the network, made by `shard_network` or of `DTensor` shards.
         device: Device of the filled parameters.
     """
     first = _DEFERRED.pop(module)

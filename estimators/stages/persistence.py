@@ -4,7 +4,7 @@
     ringspark.json        format version, the model's spec, names of pickled Params; for models also the
                           types of the inputs, the shapes of the outputs, the training summary
     weights/              models only: a checkpoint (safetensors + JSON)
-    <param>.safetensors   estimators only: the first weights of a network that `ringspark.json` describes
+    <param>.safetensors   estimators only: the initial weights of a network that `ringspark.json` describes
     <param>.program.json  models only: a network of a class of the user's own as a program (`models.program`);
                           <param>.constants.safetensors: its tensors that no checkpoint holds
     objects.pkl           only where a Param holds other Python code: an estimator's module of such a class,

@@ -93,7 +93,7 @@ class RankNetwork:
         config, mesh, module = self._config, self._mesh, self.module
         self._blocks = block_names(module)
         if mesh.cuts_network:
-            self._status.phase = "cutting the network"
+            self._status.phase = "sharding the network"
             if not is_deferred(module):
                 with torch.no_grad():
                     mesh.world.broadcast(list(module.state_dict().values()))
@@ -106,7 +106,7 @@ class RankNetwork:
             )
             if is_deferred(module) and config.sync.sharding != "parameters":
                 send_initial_weights(module, mesh, self._device)
-        # After `spread`, which refuses gradient hooks, because this call adds some.
+        # After `shard_network`, which refuses gradient hooks, because this call adds some.
         self._refuse_sparse_gradients()
         if not mesh.cuts_network:  # a shard of a network holds connections, which cannot be copied
             self._start_state = copy_to_meta(module)
@@ -120,7 +120,7 @@ class RankNetwork:
 
     def wrap(self) -> GradientSync:
         """Makes the optimizer and the gradient synchronization with the other ranks."""
-        self._status.phase = "sharing the first weights"
+        self._status.phase = "sending the initial weights"
         sync = wrap_network(self._config, self._objects, self.module, self._mesh, self._device)
         sync.progress = self._status.tick
         return sync

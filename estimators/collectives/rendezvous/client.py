@@ -38,7 +38,7 @@ class RendezvousClient:
     """Connects to `address` and authenticates; several threads may use it.
 
     Args:
-        address: Address of the server, from `RendezvousServer.address` or `meeting_address`.
+        address: Address of the server, from `RendezvousServer.address`, or its host and `meeting_ports`.
         secret: Secret of the run.
         timeout_seconds: How long to try to reach the server.
 

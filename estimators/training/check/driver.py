@@ -263,7 +263,7 @@ def _check_average(config: TrainConfig, num_steps: int) -> None:
     decay = config.ema_decay
     if decay is not None and decay**num_steps > MAX_INITIAL_SHARE:
         warnings.warn(
-            f"emaDecay {decay} leaves {decay**num_steps:.0%} of the first weights in the average after all "
+            f"emaDecay {decay} leaves {decay**num_steps:.0%} of the initial weights in the average after all "
             f"{num_steps} steps; lower it, to {0.01 ** (1 / num_steps):.2g} for 1 %",
             UserWarning,
             stacklevel=5,

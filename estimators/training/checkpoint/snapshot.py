@@ -303,7 +303,7 @@ class _HashingFile:
         return len(data)
 
 
-# `Rates` sets the learning rates; the last four keys choose an implementation, not a result.
+# `LearningRates` sets the rates; the last four keys choose an implementation, not a result.
 NOT_KEPT = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 
 

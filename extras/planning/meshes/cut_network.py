@@ -75,7 +75,7 @@ class CutNetwork:
 def cut_network(
     empty: nn.Module, sizes: Mapping[str, int], options: Mesh, inputs: Sequence[BatchColumn]
 ) -> CutNetwork:
-    """Shards a network as `spread` does on every rank.
+    """Shards a network as `shard_network` does on every rank.
 
     Args:
         empty: The network on `meta`; not changed.
