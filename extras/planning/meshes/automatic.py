@@ -1,8 +1,8 @@
 """`parallelism="auto"`: chooses the mesh on the driver, before any worker starts.
 
 A small network uses data parallelism without a plan, because its gradients cost less than any communication
-inside the network. For other networks all meshes are planned. A step of at most a few seconds is measured on
-this machine; a longer step is estimated from its operations.
+inside the network. For other networks all meshes are planned: with a measured step if it takes at most a few
+seconds on this machine, otherwise with an estimate from its operations.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.available import Available, find_host_limit
 from ringspark.estimators.memory.budget import first_error_line, network_name
-from ringspark.estimators.memory.columns import column_of
+from ringspark.estimators.memory.columns import BatchColumn, column_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.training.build import build_module
@@ -26,7 +27,7 @@ from ringspark.estimators.training.check.probe import probe
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning.exchange_time import Link
-from ringspark.extras.planning.meshes.candidates import Candidate, candidates
+from ringspark.extras.planning.meshes.candidates import candidates
 from ringspark.extras.planning.meshes.hardware import (
     ASSUMED,
     calibration_rows,
@@ -35,7 +36,8 @@ from ringspark.extras.planning.meshes.hardware import (
 )
 from ringspark.extras.planning.meshes.machine import Machine, OperatorRates
 from ringspark.extras.planning.meshes.mesh_calibration import MOST_RANKS
-from ringspark.extras.planning.meshes.predict import StepWork, Training, plan_meshes
+from ringspark.extras.planning.meshes.predict import plan_meshes
+from ringspark.extras.planning.meshes.profile import StepWork, Training
 from ringspark.extras.planning.meshes.report import ParallelismPlan
 from ringspark.models.generators import keep_shared_generators
 from ringspark.models.process_state import fork_generators
@@ -55,7 +57,7 @@ _GPU_LINK = Link(alpha=2e-5, beta=2e-11)
 _NETWORK = Link.of_network(gigabits_per_second=10, milliseconds=0.05)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ChosenMesh:
     """A config with a mesh, and why it was chosen: a sentence, or the planner's table."""
 
@@ -106,7 +108,7 @@ def _keep_mesh(config: TrainConfig, begun: TrainConfig) -> ChosenMesh | None:
     except ValueError:
         return None  # a changed setting excludes the mesh
     name = " x ".join(f"{a} {n}" for a, n in begun.axes.items() if n > 1) or "one worker"
-    return ChosenMesh(config=config, explanation=f"{name} is kept from the resumed run")
+    return ChosenMesh(config, f"{name} is kept from the resumed run")
 
 
 def _choose(
@@ -121,17 +123,14 @@ def _choose(
 ) -> ChosenMesh:
     workers = config.num_workers
     if workers == 1:
-        return ChosenMesh(config=config, explanation="one worker has the whole network")
+        return ChosenMesh(config, "one worker has the whole network")
     known = [limit.num_bytes for limit in limits if limit is not None]
     memory = min(known, default=None) if budget is None else budget
-    inputs, labels = (
-        [column_of(manifest, name, config.batch_size) for name in names]
-        for names in (config.input_columns, config.label_columns)
-    )
+    columns = _columns(config, manifest, config.batch_size)
     try:
-        training = Training.of(config, objects, inputs, labels)
+        training = Training(config, objects, *columns)
         if explanation := _explain_without_plan(config, objects, training, manifest, memory):
-            return ChosenMesh(config=config, explanation=explanation)
+            return ChosenMesh(config, explanation)
         work = training.step_work()
     # A network that fails only on meta tensors can still use data parallelism.
     except Exception as error:
@@ -141,15 +140,13 @@ def _choose(
             UserWarning,
             stacklevel=6,
         )
-        return ChosenMesh(
-            config=config, explanation="data parallelism: the network does not run without data"
-        )
+        return ChosenMesh(config, "data parallelism: the network does not run without data")
     micro = None if chooses_micro else config.gradient_accumulation
     if begun is not None:
         # Part of the run's identity, because it changes the batches of batch normalization.
         micro = begun.gradient_accumulation
     elif any(isinstance(layer, _BatchNorm) for layer in training.network.modules()):
-        # Smaller micro-batches change the statistics of batch normalization, so only the user sets them.
+        # Micro-batches change the statistics of batch normalization, so only the user sets them.
         micro = config.gradient_accumulation
 
     def make_plan(machine: Machine, facts: str) -> ParallelismPlan:
@@ -158,10 +155,13 @@ def _choose(
             workers=workers, rows=config.batch_size, meshes=meshes, memory=memory, facts=facts
         )
 
-    plan = make_plan(*_estimate_machine(training, work, workers))
+    rates, link = (_GPU, _GPU_LINK) if config.use_gpu else (ASSUMED, _NETWORK)
+    plan = make_plan(*make_machine(rates, work, link, workers))
     # With at most one mesh that fits, a measurement changes nothing.
     if sum(mesh.fits for mesh in plan.meshes) > 1 and _is_worth_measuring(training, work, workers):
-        plan = make_plan(*_measure_machine(training, work, workers, is_here))
+        # Workers elsewhere are assumed to have cores like this machine's, one per worker.
+        elsewhere: dict[str, Any] = {} if is_here else {"link": _NETWORK, "cores_per_host": workers}
+        plan = make_plan(*measure_machine(training, work, workers, _REPEATS, **elsewhere))
     if plan.chosen is None:
         raise ValueError(f"parallelism='auto' found none: {plan.verdict}")
     chosen = replace(config, parallelism=Mesh.of(plan.best), gradient_accumulation=plan.chosen.num_micro)
@@ -172,8 +172,8 @@ def _choose(
             check_mesh(chosen, objects, manifest, module)
     except ValueError as error:
         warnings.warn(f"parallelism='auto' uses data parallelism: {error}", UserWarning, stacklevel=6)
-        return ChosenMesh(config=config, explanation=f"data parallelism: {error}")
-    return ChosenMesh(config=chosen, explanation=plan.table())
+        return ChosenMesh(config, f"data parallelism: {error}")
+    return ChosenMesh(chosen, plan.table())
 
 
 def _explain_without_plan(
@@ -184,47 +184,33 @@ def _explain_without_plan(
     memory: int | None,
 ) -> str:
     """Returns why data parallelism is chosen without a plan; "" if a plan is needed."""
-    others = [
-        c for c in candidates(training.spreadable(), config.num_workers) if c.options or "tensor" in c.sizes
-    ]
-    if all(candidate.refusal for candidate in others):
+    meshes = candidates(training.settings, training.network, config.num_workers)
+    others = [mesh for mesh in meshes if mesh.options or "tensor" in mesh.sizes]
+    if all(mesh.refusal for mesh in others):
         return f"data parallelism: no other mesh is possible, {others[0].refusal}"
     count = num_bytes(training.network.parameters())
     if count > SMALL_BYTES:
         return ""
     rows = -(-config.batch_size // config.num_workers)
-    inputs, labels = (
-        [column_of(manifest, name, rows) for name in names]
-        for names in (config.input_columns, config.label_columns)
-    )
-    if memory is not None and Planner(config, objects, inputs, labels).plan().peak > memory:
+    columns = _columns(config, manifest, rows)
+    if memory is not None and Planner(config, objects, *columns).plan().peak > memory:
         return ""
     return f"data parallelism: the network is small, {show_bytes(count)}"
 
 
-def _estimate_machine(training: Training, work: StepWork, workers: int) -> tuple[Machine, str]:
-    if training.config.use_gpu:
-        return make_machine(_GPU, work, None, _GPU_LINK, None, workers, None, None)
-    return make_machine(ASSUMED, work, None, _NETWORK, None, workers, None, None)
+def _columns(
+    config: TrainConfig, manifest: ShardManifest, rows: int
+) -> tuple[list[BatchColumn], list[BatchColumn]]:
+    """Returns `rows` rows of the inputs and of the labels."""
+    inputs = [column_of(manifest, name, rows) for name in config.input_columns]
+    return inputs, [column_of(manifest, name, rows) for name in config.label_columns]
 
 
 def _is_worth_measuring(training: Training, work: StepWork, workers: int) -> bool:
     """Returns whether to measure a step: on CPUs, if it is not too long and fits into this machine."""
-    if training.config.use_gpu or ASSUMED.seconds(work(training.config.batch_size)) > MOST_SECONDS:
+    config = training.config
+    if config.use_gpu or ASSUMED.seconds(work(config.batch_size)) > MOST_SECONDS:
         return False
-    return _has_room(training, workers)
-
-
-def _measure_machine(training: Training, work: StepWork, workers: int, is_here: bool) -> tuple[Machine, str]:
-    if is_here:
-        return measure_machine(training, work, workers, _REPEATS)
-    # Assume cores like this machine's, one per worker.
-    return measure_machine(training, work, workers, _REPEATS, link=_NETWORK, cores_per_host=workers)
-
-
-def _has_room(training: Training, workers: int) -> bool:
-    """Returns whether all ranks of the calibration run fit into this machine's memory."""
     limit = find_host_limit(1)
-    alone = training.profiles.of(Candidate(sizes={}))
-    peak = alone.peak(training.config, calibration_rows(training.config.batch_size)[1])
+    peak = training.profile({}).peak(config, calibration_rows(config.batch_size)[1])
     return limit is None or 2 * min(workers, MOST_RANKS) * peak.total <= limit.num_bytes

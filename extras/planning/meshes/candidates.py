@@ -1,81 +1,126 @@
-"""All meshes of a number of workers, each with the reason why it is not possible, if any."""
+"""Lists all meshes of a number of workers, each with the reason why a network cannot use it, if any."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from ringspark.estimators.options.mesh import Mesh
+from ringspark.estimators.parallel.model.shard_network import check_shardable
 from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.extras.planning.meshes.axes import (
-    AXIS_RULES,
-    PLANNED_AXES,
-    Spreadable,
-    has_experts,
-    spread_refusal,
-)
+from ringspark.extras.planning.meshes.report import MeshPlan
+from ringspark.models.chain import links_of
+from ringspark.models.experts.layer import MixtureOfExperts
+from ringspark.models.meta_device import copy_to_meta
 
 # Largest number of micro-batches to try, per stage of a pipeline.
 MOST_MICRO_BATCHES = 8
+PLANNED_AXES = ("data", "tensor", "pipeline", "sequence", "expert")
+
+# (config, network on `meta`, number of ranks along the axis) -> why that is not possible, or "".
+AxisRule = Callable[[TrainConfig, nn.Module, int], str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One mesh.
-
-    Attributes:
-        sizes: Workers along each axis with more than one.
-        options: Options of the pipeline; empty without one.
-        refusal: Why the mesh is not possible, or "".
-    """
-
-    sizes: Mapping[str, int]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    refusal: str = ""
-
-    @property
-    def parallelism(self) -> dict[str, Any]:
-        """Value of the setting `parallelism`."""
-        return {**self.sizes, **self.options}
-
-    def size(self, axis: str) -> int:
-        return self.sizes.get(axis, 1)
+def _along_data(config: TrainConfig, network: nn.Module, size: int) -> str:
+    rows = config.batch_size
+    return "" if size <= rows else f"a batch of {rows:,} rows is too small for {size:,} workers"
 
 
-def candidates(given: Spreadable, workers: int, *, interleaves: bool = True) -> list[Candidate]:
-    """Returns all meshes over the planned axes, data parallelism first.
+def _along_shard(config: TrainConfig, network: nn.Module, size: int) -> str:
+    if config.sync.sharding != "parameters":
+        return "'shard' needs sharding='parameters'"
+    return _along_data(config, network, size)
+
+
+def _along_pipeline(config: TrainConfig, network: nn.Module, size: int) -> str:
+    try:
+        count = len(links_of(network))
+    except ValueError as error:
+        return str(error)
+    return "" if count >= size else f"the network has {count:,} links for {size:,} stages"
+
+
+def _along_expert(config: TrainConfig, network: nn.Module, size: int) -> str:
+    if config.sync.sharding != "none":
+        return f"meshes over 'expert' are not planned with sharding={config.sync.sharding!r}"
+    if not _has_experts(network):
+        return "the network has no experts"
+    return _along_data(config, network, size) or _shard_refusal(config, network, {"expert": size})
+
+
+AXIS_RULES: dict[str, AxisRule] = {
+    "data": _along_data,
+    "shard": _along_shard,
+    "tensor": lambda config, network, size: _shard_refusal(config, network, {"tensor": size}),
+    "pipeline": _along_pipeline,
+    "sequence": lambda config, network, size: _shard_refusal(config, network, {"sequence": size}),
+    "expert": _along_expert,
+}
+
+
+def _has_experts(network: nn.Module) -> bool:
+    return any(isinstance(layer, MixtureOfExperts) for layer in network.modules())
+
+
+def _shard_refusal(config: TrainConfig, network: nn.Module, sizes: Mapping[str, int]) -> str:
+    """Returns why the network cannot be sharded along all these axes together, or ""."""
+    full = dict.fromkeys(AXIS_RULES, 1) | dict(sizes)
+    return _error_of(check_shardable, copy_to_meta(network), full, config.parallelism)
+
+
+def _error_of(check: Callable[..., object], *arguments: object) -> str:
+    try:
+        check(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def candidates(
+    config: TrainConfig, network: nn.Module, workers: int, *, interleaves: bool = True
+) -> list[MeshPlan]:
+    """Returns all meshes over the planned axes, data parallelism first, without memory and time.
 
     Args:
+        config: The settings; `batch_size` counts the rows of a step over all workers.
+        network: The network on `meta`; not changed.
         interleaves: Whether to try pipelines with several stages per worker. They fill bubbles, which do not
             exist if ranks share cores.
     """
     # With sharded weights, 'shard' replaces 'data': the weights are sharded over all ranks with different
     # rows.
-    rows_axis = "shard" if given.config.sync.sharding == "parameters" else "data"
-    refusals: dict[tuple[str, int], str] = {}
-    found: list[Candidate] = []
+    rows_axis = "shard" if config.sync.sharding == "parameters" else "data"
     # Do not list meshes over 'sequence' or 'expert' for networks without tokens or experts.
-    skipped = {"sequence": not hasattr(given.network, "rows"), "expert": not has_experts(given.network)}
+    skipped = {"sequence": not hasattr(network, "rows"), "expert": not _has_experts(network)}
     inside = [axis for axis in PLANNED_AXES[1:] if not skipped.get(axis)]
-    for shape in _shapes(workers, 1 + len(inside)):
+    refusals: dict[tuple[str, int], str] = {}
+    found: list[MeshPlan] = []
+    for shape in _factorizations(workers, 1 + len(inside)):
         named = zip((rows_axis, *inside), shape, strict=True)
         sizes = {axis: size for axis, size in named if size > 1}
         for axis, size in sizes.items():
             if (axis, size) not in refusals:
-                refusals[axis, size] = AXIS_RULES[axis](given, size)
+                refusals[axis, size] = AXIS_RULES[axis](config, network, size)
         refusal = next((refusals[pair] for pair in sizes.items() if refusals[pair]), "")
         if not refusal and len(sizes.keys() - {rows_axis}) > 1:
-            refusal = spread_refusal(given, sizes)
-        for options in _pipelines(given, sizes, interleaves) if not refusal else [{}]:
-            mesh = {**sizes, **options}
-            own = refusal or _settings_refusal(given.config, workers, mesh)
-            found.append(Candidate(sizes=sizes, options=options, refusal=own))
-    return sorted(found, key=lambda candidate: math.prod(candidate.size(axis) for axis in PLANNED_AXES[1:]))
+            refusal = _shard_refusal(config, network, sizes)
+        schedules: list[dict[str, Any]] = [{}]
+        stages = sizes.get("pipeline", 1)
+        if not refusal and stages > 1:
+            schedules = [{"schedule": "1f1b"}]
+            if interleaves and not _along_pipeline(config, network, 2 * stages):
+                schedules.append({"schedule": "interleaved", "virtual": 2})
+        for options in schedules:
+            own = refusal or _error_of(with_mesh, config, workers, {**sizes, **options}, 1)
+            found.append(MeshPlan(sizes=sizes, options=options, refusal=own))
+    return sorted(found, key=lambda mesh: math.prod(mesh.sizes.get(axis, 1) for axis in PLANNED_AXES[1:]))
 
 
-def micro_batches(candidate: Candidate, rows: int, given: int | None) -> list[int]:
+def micro_batches(mesh: MeshPlan, rows: int, given: int | None) -> list[int]:
     """Returns the numbers of micro-batches to try for `rows` rows per replica.
 
     Args:
@@ -83,8 +128,7 @@ def micro_batches(candidate: Candidate, rows: int, given: int | None) -> list[in
     """
     if given is not None:
         return [given] if given <= rows else []
-    stages = candidate.size("pipeline")
-    least = 1 if stages == 1 else min(stages, rows)
+    least = max(1, min(mesh.sizes.get("pipeline", 1), rows))
     counts = (least * 2**power for power in range(MOST_MICRO_BATCHES.bit_length()))
     return [count for count in counts if count <= rows]
 
@@ -92,7 +136,7 @@ def micro_batches(candidate: Candidate, rows: int, given: int | None) -> list[in
 def with_mesh(
     config: TrainConfig, workers: int, parallelism: Mapping[str, Any], num_micro: int
 ) -> TrainConfig:
-    """Returns the config of a candidate.
+    """Returns the config with a mesh.
 
     Raises:
         ValueError: The settings exclude each other.
@@ -105,31 +149,12 @@ def with_mesh(
     )
 
 
-def _settings_refusal(config: TrainConfig, workers: int, parallelism: Mapping[str, Any]) -> str:
-    try:
-        with_mesh(config, workers, parallelism, 1)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _shapes(workers: int, axes: int) -> Iterator[tuple[int, ...]]:
-    """Yields all factorizations of a number into `axes` factors."""
-    if axes == 1:
-        yield (workers,)
+def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yields all ways to write a number as a product of `count` factors."""
+    if count == 1:
+        yield (number,)
         return
-    for first in range(workers, 0, -1):
-        if workers % first == 0:
-            for rest in _shapes(workers // first, axes - 1):
+    for first in range(number, 0, -1):
+        if number % first == 0:
+            for rest in _factorizations(number // first, count - 1):
                 yield (first, *rest)
-
-
-def _pipelines(given: Spreadable, sizes: Mapping[str, int], interleaves: bool) -> Sequence[dict[str, Any]]:
-    """Returns the pipeline schedules to try."""
-    stages = sizes.get("pipeline", 1)
-    if stages == 1:
-        return [{}]
-    plain: dict[str, Any] = {"schedule": "1f1b"}
-    if not interleaves or AXIS_RULES["pipeline"](given, 2 * stages):
-        return [plain]
-    return [plain, {"schedule": "interleaved", "virtual": 2}]

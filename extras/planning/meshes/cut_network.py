@@ -1,7 +1,7 @@
 """Shards a network on `meta` as a mesh does, for each rank of one replica.
 
-Rank 0 along 'tensor' and 'sequence' has the largest shards and represents all ranks of the axis. Rank 0
-represents all ranks along 'expert' too, with an even load of tokens, because the real load depends on values.
+Rank 0 has the largest shards along 'tensor' and 'sequence', so it represents all ranks of these axes. Along
+'expert' it represents an even load of tokens, because the real load depends on values.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ class CutNetwork:
         whole: The network with sharded tensors and all stages.
         parts: The ranks of the pipeline, in order.
         owners: Rank of each stage.
-        firsts: Name of each stage's first link; "" without a pipeline.
-        stand_ins: Fake collective of each axis that communicates inside the network.
+        firsts: Name of each stage's first layer; "" without a pipeline.
+        fakes: Fake process group of each axis that communicates inside the network.
     """
 
     whole: nn.Module
     parts: tuple[RankPart, ...]
     owners: tuple[int, ...]
     firsts: tuple[str, ...]
-    stand_ins: Mapping[str, FakeCollective]
+    fakes: Mapping[str, FakeCollective]
 
     @property
     def is_pipeline(self) -> bool:
@@ -80,37 +80,34 @@ def cut_network(
     Args:
         empty: The network on `meta`; not changed.
         sizes: Number of ranks along each axis.
-        options: The setting `parallelism`.
         inputs: Arguments of `forward`.
 
     Raises:
         ValueError: The network cannot be sharded that way.
     """
     whole = copy_to_meta(empty)
-    stand_ins: dict[str, FakeCollective] = {}
-    if sizes["tensor"] > 1:
-        stand_ins["tensor"] = stand_in = FakeCollective(0, sizes["tensor"])
+    fakes = {a: FakeCollective(0, sizes[a]) for a in ("tensor", "expert", "sequence") if sizes[a] > 1}
+    if tensor := fakes.get("tensor"):
         plan = options.plan or plan_of(whole, sizes["tensor"])
-        region = make_region(stand_in, "parts" if options.sequence_parallel else "whole")  # type: ignore[arg-type]
+        region = make_region(tensor, "parts" if options.sequence_parallel else "whole")  # type: ignore[arg-type]
         shard_layers(whole, region, plan)
-    if sizes["expert"] > 1:
-        stand_ins["expert"] = stand_in = FakeCollective(0, sizes["expert"])
-        shard_experts(whole, stand_in)  # type: ignore[arg-type]
-    if sizes["sequence"] > 1:
-        stand_ins["sequence"] = stand_in = FakeCollective(0, sizes["sequence"])
-        shard_sequence(whole, stand_in, options.context)  # type: ignore[arg-type]
-    if sizes["tensor"] > 1:
+    if expert := fakes.get("expert"):
+        shard_experts(whole, expert)  # type: ignore[arg-type]
+    if sequence := fakes.get("sequence"):
+        shard_sequence(whole, sequence, options.context)  # type: ignore[arg-type]
+    if tensor:
         shard_activations(whole, region)
     if sizes["pipeline"] == 1:
         alone = RankPart(module=whole, stages=(0,))
-        return CutNetwork(whole=whole, parts=(alone,), owners=(0,), firsts=("",), stand_ins=stand_ins)
+        return CutNetwork(whole=whole, parts=(alone,), owners=(0,), firsts=("",), fakes=fakes)
     way = options.pipeline
     owners = schedule_of(way.schedule, way.virtual).owners(sizes["pipeline"], way.virtual)
     links = links_of(whole)
     if way.cuts:
         bounds = partition_by_names(links, len(owners), way.cuts)
     else:
-        costs = link_costs(whole, inputs, PROBE_ROWS) if not stand_ins else _counts(whole)
+        counts = count_parameters(whole, links) if fakes else []
+        costs = counts or link_costs(whole, inputs, PROBE_ROWS)
         bounds = partition_by_cost(links, len(owners), costs)
     parts = []
     for rank in range(sizes["pipeline"]):
@@ -124,15 +121,11 @@ def cut_network(
         parts=tuple(parts),
         owners=tuple(owners),
         firsts=tuple(links[begin].name for begin in bounds[:-1]),
-        stand_ins=stand_ins,
+        fakes=fakes,
     )
 
 
 def link_costs(empty: nn.Module, inputs: Sequence[BatchColumn], rows: int) -> list[float]:
-    """Returns the cost of each link for `rows` rows, by which a pipeline divides the network."""
+    """Returns the cost of each layer for `rows` rows, by which a pipeline divides the network."""
     sample = [torch.empty((rows, *c.shape[1:]), dtype=c.dtype, device="meta") for c in inputs]
     return measure_costs(empty, links_of(empty), sample)
-
-
-def _counts(whole: nn.Module) -> list[float]:
-    return [float(count) for count in count_parameters(whole, links_of(whole))]

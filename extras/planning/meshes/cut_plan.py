@@ -1,21 +1,30 @@
-"""Plans the memory of a step on each rank of a sharded network; the rank that needs most counts."""
+"""Plans the memory of a step on each rank of a sharded network; the rank that needs most counts.
+
+At any moment a rank holds the saved tensors of micro-batches between their two passes, received values,
+unsent gradients, and the temporaries of the running pass.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.memory.meter import Peak
-from ringspark.estimators.parallel.model.pipeline.actions import Action, Steps, with_arrivals
-from ringspark.estimators.parallel.model.pipeline.orders import Orders
+from ringspark.estimators.memory.sharing import (
+    communication_bytes,
+    reduces_during_backward,
+    reduces_in_buckets,
+)
+from ringspark.estimators.parallel.model.pipeline.actions import Arrival, PassType, Steps, with_arrivals
+from ringspark.estimators.parallel.model.pipeline.orders import Orders, naive
 from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of
+from ringspark.estimators.parallel.model.pipeline.transfers import SENDS_IN_FLIGHT
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning.meshes.cut_network import cut_network
-from ringspark.extras.planning.meshes.rank_step import RankBytes, measure_ranks
-from ringspark.extras.planning.meshes.schedule_peak import alternate_passes, peak_of_steps
+from ringspark.extras.planning.meshes.rank_step import LEAVING, RankBytes, measure_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +48,6 @@ def plan_cut(
         config: Config with resolved losses, and a `parallelism` that shards the network.
         empty: The network on `meta`; not changed.
         inputs: Arguments of `forward`, for all rows of one replica in a step.
-        labels: Labels of these rows.
 
     Raises:
         Exception: Like `measure_step`; ValueError if the network cannot be sharded that way.
@@ -50,19 +58,18 @@ def plan_cut(
             "plan it with sharding='none', which needs more"
         )
     num_micro = min(config.gradient_accumulation, labels[0].shape[0])
-    inputs, labels = ([micro_batch(c, num_micro) for c in columns] for columns in (inputs, labels))
+    # The largest micro-batch counts.
+    inputs, labels = (
+        [replace(c, shape=(-(-c.shape[0] // num_micro), *c.shape[1:])) for c in columns]
+        for columns in (inputs, labels)
+    )
     network = cut_network(empty, config.axes, config.parallelism, inputs)
     ranks = measure_ranks(config, objects, network, inputs, labels)
     plans = [
-        CutPlan(peak=peak_of_steps(rank, steps, config.sync.sharding), rank=rank)
+        CutPlan(peak=peak_of_steps(rank, steps, config), rank=rank)
         for rank, steps in zip(ranks, steps_of(config, network.owners, num_micro), strict=True)
     ]
     return max(plans, key=lambda plan: plan.peak.total)
-
-
-def micro_batch(column: BatchColumn, num_micro: int) -> BatchColumn:
-    """Returns the column of the largest micro-batch."""
-    return BatchColumn(shape=(-(-column.shape[0] // num_micro), *column.shape[1:]), dtype=column.dtype)
 
 
 def steps_of(config: TrainConfig, owners: Sequence[int], num_micro: int) -> list[Steps]:
@@ -72,21 +79,17 @@ def steps_of(config: TrainConfig, owners: Sequence[int], num_micro: int) -> list
         owners: Rank of each stage.
 
     Raises:
-        ValueError: Like `orders_of`.
+        ValueError: The schedule has no flush, so its steps overlap.
     """
     orders = orders_of(config, num_micro)
-    return [alternate_passes(num_micro)] if len(owners) == 1 else with_arrivals(orders, owners)
+    return [list(orders[0])] if len(owners) == 1 else with_arrivals(orders, owners)
 
 
 def orders_of(config: TrainConfig, num_micro: int) -> Orders:
-    """Returns the actions of each rank of a pipeline in a step.
-
-    Raises:
-        ValueError: The schedule has no flush, so its steps overlap.
-    """
+    """Returns the actions of each rank of a pipeline in a step; raises ValueError like `steps_of`."""
     num_ranks, way = config.axes["pipeline"], config.parallelism.pipeline
     if num_ranks == 1:
-        return [[step for step in alternate_passes(num_micro) if isinstance(step, Action)]]
+        return naive(1, 1, num_micro)
     schedule = schedule_of(way.schedule, way.virtual)
     if schedule.order is None:
         raise ValueError(
@@ -94,3 +97,50 @@ def orders_of(config: TrainConfig, num_micro: int) -> Orders:
             "it as '1f1b', and add a copy of the stage's weights for each step of delay"
         )
     return schedule.orders_by_rank(num_ranks, way.virtual, num_micro)
+
+
+def peak_of_steps(rank: RankBytes, steps: Steps, config: TrainConfig) -> Peak:
+    """Returns the peak of a rank's step.
+
+    Args:
+        steps: Actions and arrivals of the rank.
+        config: The config with the whole mesh, which determines the communication buffers.
+    """
+    sharding = config.sync.sharding
+    peaks_of = LEAVING if reduces_during_backward(config) else sharding
+    # All rows of the step stay in memory until its end.
+    waiting = rank.batch * (len({step.micro for step in steps}) - 1)
+    held, ended, on_their_way, sent = 0, 0, 0, 0
+    highest = Peak(total=0, parts={})
+    begun: set[int] = set()
+    for step in steps:
+        if isinstance(step, Arrival):
+            on_their_way += rank.arriving[step.stage] if step.is_forward else rank.returning[step.stage]
+            continue
+        kind, stage, _ = step
+        found = rank.passes if stage in begun else rank.first
+        one, forward_kept = found[stage, kind is PassType.FORWARD], found[stage, True].kept
+        if kind in (PassType.BACKWARD, PassType.WEIGHT):
+            held -= forward_kept
+        # The measured pass includes its received values.
+        if kind is not PassType.WEIGHT:
+            on_their_way -= rank.arriving[stage] if kind is PassType.FORWARD else rank.returning[stage]
+        extra = held + ended + on_their_way + min(sent, SENDS_IN_FLIGHT) * rank.arriving[stage]
+        peak = one.peaks[peaks_of]
+        if peak.total + extra + waiting > highest.total:
+            activations, batch = peak.parts["activations"] + extra, peak.parts["batch"] + waiting
+            highest = peak.with_parts(activations=activations, batch=batch)
+        if kind is PassType.FORWARD:
+            held += forward_kept
+        if kind in (PassType.BACKWARD, PassType.INPUT):
+            sent += rank.arriving[stage] > 0
+        if kind in (PassType.BACKWARD, PassType.WEIGHT):
+            ended += forward_kept + one.kept
+            begun.add(stage)
+    update = rank.update.peaks[sharding]
+    in_passes = highest.with_parts(optimizer_state=update.parts.get("optimizer_state", 0))
+    update = update.with_parts(batch=update.parts["batch"] + waiting)
+    if reduces_in_buckets(config):
+        update = update.with_parts(gradients=0)
+    peak = max(in_passes, update, key=lambda found: found.total)
+    return peak.with_parts(communication=communication_bytes(config, rank.module))

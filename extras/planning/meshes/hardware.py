@@ -1,14 +1,13 @@
-"""Hardware profile of a prediction: measured on this machine, or made from given numbers."""
+"""Makes the hardware profile of a prediction: measured on this machine, or from given numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from ringspark.extras.planning.exchange_time import Link
 from ringspark.extras.planning.meshes.machine import Machine, OperatorRates
 from ringspark.extras.planning.meshes.mesh_calibration import calibrate_mesh, count_cores
-from ringspark.extras.planning.meshes.predict import StepWork, Training
+from ringspark.extras.planning.meshes.profile import StepWork, Training
 from ringspark.extras.planning.tables import describe_link, show_seconds
 
 # Assumed for one core of a server without a measurement: 50 GFLOP/s and 10 GB/s.
@@ -18,17 +17,17 @@ ASSUMED = OperatorRates(launch=5e-6, flop=2e-11, byte=1e-10)
 def make_machine(
     rates: OperatorRates,
     work: StepWork,
-    step_seconds: Mapping[int, float] | None,
     link: Link,
-    between: Link | None,
     workers: int,
-    workers_per_host: int | None,
-    cores_per_host: int | None,
+    between: Link | None = None,
+    step_seconds: Mapping[int, float] | None = None,
+    workers_per_host: int | None = None,
+    cores_per_host: int | None = None,
 ) -> tuple[Machine, str]:
     """Returns a machine with given numbers, and a sentence about them.
 
     Args:
-        rates: OperatorRates of operators; with `step_seconds` only their ratios count.
+        rates: With `step_seconds`, only their ratios count.
         step_seconds: Rows -> seconds of a step of the whole network on one worker; None uses the rates.
     """
     if step_seconds is not None:
@@ -63,28 +62,24 @@ def measure_machine(
     """
     ranks = min(workers, workers_per_host or workers)
     cores = cores_per_host or count_cores()
-    most = training.config.batch_size
-    rows = () if step_seconds is not None else calibration_rows(most)
-    found = calibrate_mesh(
-        training.config,
-        training.objects,
-        training.inputs,
-        training.labels,
-        rows,
-        max(2, workers),
-        repeats,
-    )
+    rows = () if step_seconds is not None else calibration_rows(training.config.batch_size)
+    columns = training.inputs, training.labels
+    found = calibrate_mesh(training.config, training.objects, *columns, rows, max(2, workers), repeats)
     shared = max(1.0, found.num_ranks / count_cores())
     # Seconds of a rank with its own core.
     measured = step_seconds or {n: seconds / shared for n, seconds in found.step_seconds.items()}
     rates = found.rates.fit({n: (work(n), seconds) for n, seconds in measured.items()})
-    planned = Machine(
-        rates=rates, inside={}, between=between, wire=found.wire, ranks_per_host=ranks, cores_per_host=cores
-    )
     # The measured ranks may share cores more, or less, than the planned ranks.
-    share = planned.crowding(workers) / shared
+    share = max(1.0, ranks / cores) / shared
     inside = {n: _scaled(own, share) for n, own in found.inside.items()} if link is None else {2: link}
-    machine = replace(planned, inside=inside, wire=_scaled(found.wire, share) if link is None else link)
+    machine = Machine(
+        rates=rates,
+        inside=inside,
+        between=between,
+        wire=_scaled(found.wire, share) if link is None else link,
+        ranks_per_host=ranks,
+        cores_per_host=cores,
+    )
     return machine, _facts(machine, workers, "measured here")
 
 

@@ -54,11 +54,9 @@ class Machine:
     """Ranks on hosts.
 
     Attributes:
-        rates: Speed of a rank with its own core or device.
         inside: Number of communicating ranks -> their link on one host, with the planned `crowding`.
         between: Link between hosts; None for one host.
         wire: Link of a point-to-point send between two ranks of a host.
-        ranks_per_host: Ranks per host.
         cores_per_host: Ranks that a host runs at full speed.
     """
 
@@ -80,8 +78,7 @@ class Machine:
         """Returns the link of `size` ranks within `reach` consecutive ranks."""
         if reach > self.ranks_per_host and self.between is not None:
             return self.between
-        near = min(self.inside, key=lambda known: abs(known - size))
-        return self.inside[near]
+        return self.inside[min(self.inside, key=lambda known: abs(known - size))]
 
     def exchange(self, messages: Iterable[Message], size: int, reach: int) -> float:
         """Returns the seconds of collective operations over `size` ranks of an axis."""

@@ -55,34 +55,34 @@ class HardwareProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshCalibration:
-    """Work of each rank; `steps` has no rows to skip the steps."""
-
-    steps: Calibration
+class MeshCalibration(Calibration):
+    """Work of each rank of the calibration run; measures no steps if `rows` is empty."""
 
     def __call__(self, collective: Collective, device: str, status: Status) -> str:
         torch.manual_seed(0)
-        median, place = self.steps.median, torch.device(device)
+        median, place = partial(self.median, collective=collective), torch.device(device)
         status.phase = "measuring steps"
-        made = self.steps.make_steps(place)
-        step_seconds = {rows: median(step, collective) for rows, step in made.items()}
+        made = self.make_steps(place)
+        step_seconds = {rows: median(step) for rows, step in made.items()}
         made.clear()
         status.phase = "measuring operators"
-        rates = [median(run, collective) for run in _operators(place)]
+        rates = [median(run) for run in _operators(place)]
         status.phase = "measuring exchanges"
         inside = {}
-        for size in _divisors(collective.size):
-            group = self._group(collective, size)
+        for size in (n for n in range(2, collective.size + 1) if collective.size % n == 0):
+            group = _group(collective, size)
             sums = [torch.zeros(count // 4, device=place) for count in SIZES]
-            inside[size] = [median(partial(group.all_reduce, s), collective) for s in sums]
-        pair = self._group(collective, 2)
-        sent = [median(partial(_there_and_back, pair, count, place), collective) / 2 for count in SIZES]
+            inside[size] = [median(partial(group.all_reduce, s)) for s in sums]
+        pair = _group(collective, 2)
+        sent = [median(partial(_there_and_back, pair, count, place)) / 2 for count in SIZES]
         return json.dumps([list(step_seconds.items()), rates, list(inside.items()), sent])
 
-    def _group(self, collective: Any, size: int) -> Any:
-        if size == collective.size:
-            return collective
-        return collective.part([range(r, r + size) for r in range(0, collective.size, size)])
+
+def _group(collective: Any, size: int) -> Any:
+    """Returns this rank's group of `size` neighbours."""
+    if size == collective.size:
+        return collective
+    return collective.part([range(r, r + size) for r in range(0, collective.size, size)])
 
 
 def calibrate_mesh(
@@ -111,7 +111,7 @@ def calibrate_mesh(
         collective="torch",
         sync=AllReduce(),
     )
-    steps = Calibration(
+    calibration = MeshCalibration(
         config=config,
         objects=user_code.dumps(objects),
         inputs=tuple(inputs),
@@ -120,15 +120,16 @@ def calibrate_mesh(
         sizes=SIZES,
         repeats=repeats,
     )
-    texts = run_spawned(num_ranks, "torch", MeshCalibration(steps=steps), timeout_seconds=120)
-    steps_found, (product, sum_), groups, sent = json.loads(texts[0])
+    texts = run_spawned(num_ranks, "torch", calibration, timeout_seconds=120)
+    steps, (product, sum_), groups, sent = json.loads(texts[0])
     flops, moved = 2 * _MATRIX**3, 3 * 4 * _VECTOR
     few, many = SIZES
+    beta = max(0.0, (sent[1] - sent[0]) / (many - few))
     return HardwareProfile(
-        step_seconds=dict(steps_found),
+        step_seconds=dict(steps),
         rates=OperatorRates(launch=0.0, flop=product / flops, byte=sum_ / moved),
         inside={n: solve_link(n, (few, short), (many, long)) for n, (short, long) in groups},
-        wire=_fit_wire(sent),
+        wire=Link(alpha=max(0.0, sent[0] - few * beta), beta=beta),
         num_ranks=num_ranks,
     )
 
@@ -136,12 +137,6 @@ def calibrate_mesh(
 def count_cores() -> int:
     """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _fit_wire(sent: Sequence[float]) -> Link:
-    (few, many), (short, long) = SIZES, sent
-    beta = max(0.0, (long - short) / (many - few))
-    return Link(alpha=max(0.0, short - few * beta), beta=beta)
 
 
 def _operators(device: torch.device) -> list[Callable[[], object]]:
@@ -156,7 +151,3 @@ def _there_and_back(pair: Any, count: int, device: torch.device) -> None:
     peer = 1 - pair.rank
     for turn in (0, 1):
         (pair.start_send if pair.rank == turn else pair.start_receive)(there, peer)()
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(2, number + 1) if number % n == 0]

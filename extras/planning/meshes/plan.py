@@ -17,7 +17,8 @@ from ringspark.estimators.training.settings import training as training_settings
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes
 from ringspark.extras.planning.exchange_time import Link
 from ringspark.extras.planning.meshes.hardware import ASSUMED, make_machine, measure_machine
-from ringspark.extras.planning.meshes.predict import Training, plan_meshes
+from ringspark.extras.planning.meshes.predict import plan_meshes
+from ringspark.extras.planning.meshes.profile import Training
 from ringspark.extras.planning.meshes.report import ParallelismPlan
 from ringspark.extras.planning.planned_config import make_config
 from ringspark.models import ModelSpec
@@ -93,11 +94,7 @@ def plan_parallelism(
     inputs, labels = columns_of(batch, rows)
     policy = gradientCheckpointing
     config, objects = make_config(
-        model,
-        inputs,
-        labels,
-        optimizer,
-        loss,
+        *(model, inputs, labels, optimizer, loss),
         precision=precision,
         collective="torch",
         gradient_checkpointing=str(policy) if isinstance(policy, str | int) else tuple(policy),
@@ -107,7 +104,7 @@ def plan_parallelism(
     if gradientAccumulation is not None:
         training_settings.GRADIENT_ACCUMULATION.check(gradientAccumulation)
     limit = None if memory is None else parse_bytes(memory)
-    training = Training.of(config, objects, inputs, labels)
+    training = Training(config, objects, inputs, labels)
     try:
         work = training.step_work()
     except ValueError:
@@ -119,14 +116,11 @@ def plan_parallelism(
             "values"
         ) from error
     own, between = _parse_link(link, "link"), _parse_link(hostLink, "hostLink")
+    given = between, stepSeconds, workersPerHost, coresPerHost
     if own is not None and stepSeconds is not None:
-        machine, facts = make_machine(
-            ASSUMED, work, stepSeconds, own, between, workers, workersPerHost, coresPerHost
-        )
+        machine, facts = make_machine(ASSUMED, work, own, workers, *given)
     else:
-        machine, facts = measure_machine(
-            training, work, workers, repeats, own, between, stepSeconds, workersPerHost, coresPerHost
-        )
+        machine, facts = measure_machine(training, work, workers, repeats, own, *given)
     meshes = plan_meshes(training, workers, machine, limit, gradientAccumulation)
     return ParallelismPlan(workers=workers, rows=config.batch_size, meshes=meshes, memory=limit, facts=facts)
 

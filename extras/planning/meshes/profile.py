@@ -7,34 +7,32 @@ between the two measured numbers of rows the interpolation is never below it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
 from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.memory.meter import Peak
-from ringspark.estimators.memory.sharing import (
-    communication_bytes,
-    reduces_during_backward,
-    reduces_in_buckets,
-)
+from ringspark.estimators.memory.step import initialize_lazy_layers
+from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.parallel.model.fake_collective import Message
-from ringspark.estimators.parallel.model.pipeline.actions import Steps
 from ringspark.estimators.parallel.model.pipeline.partition import partition_by_cost
+from ringspark.estimators.training.finetuning.freezing import apply_finetuning
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.extras.planning.meshes.axes import PLANNED_AXES
-from ringspark.extras.planning.meshes.candidates import Candidate, with_mesh
+from ringspark.extras.planning.meshes.candidates import PLANNED_AXES, with_mesh
 from ringspark.extras.planning.meshes.cut_network import CutNetwork, cut_network, link_costs
-from ringspark.extras.planning.meshes.cut_plan import steps_of
+from ringspark.extras.planning.meshes.cut_plan import peak_of_steps, steps_of
 from ringspark.extras.planning.meshes.rank_step import RankBytes, measure_ranks
-from ringspark.extras.planning.meshes.schedule_peak import peak_of_steps
 from ringspark.extras.planning.meshes.work import Work
+from ringspark.models import ModelSpec
 from ringspark.models.chain import links_of
+from ringspark.models.meta_device import build_on_meta, copy_to_meta
 
 # Ratio of the two measured numbers of rows.
 _SPAN = 16
+
+# Rows -> work of a whole step on one worker.
+StepWork = Callable[[int], Work]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +41,6 @@ class Profile:
 
     Attributes:
         config: The config of the measurement, for one replica.
-        network: The sharded network.
         rows: The two measured numbers of rows of a micro-batch, ascending.
         few, many: Measurements of each rank with the smaller and the larger number.
     """
@@ -78,14 +75,6 @@ class Profile:
         """Returns the bytes that a stage receives from another rank per micro-batch."""
         return self._at(self.few[rank].arriving[stage], self.many[rank].arriving[stage], rows)
 
-    def pass_work(self, rows: float) -> Work:
-        """Returns the work of both passes of all stages."""
-        total = Work()
-        for rank, measured in enumerate(self.many):
-            for stage, is_forward in measured.passes:
-                total += self.work(rank, stage, is_forward, rows)
-        return total
-
     def peak(self, config: TrainConfig, rows: int) -> Peak:
         """Returns the peak of the rank that needs most.
 
@@ -95,8 +84,8 @@ class Profile:
         """
         peaks = []
         by_rank = steps_of(config, self.network.owners, config.gradient_accumulation)
-        for part, few, many, steps in zip(self.network.parts, self.few, self.many, by_rank, strict=True):
-            small, large = (_peak(own, config, part.module, steps) for own in (few, many))
+        for few, many, steps in zip(self.few, self.many, by_rank, strict=True):
+            small, large = (peak_of_steps(own, steps, config) for own in (few, many))
             parts = {part: round(self._at(n, large.parts[part], rows)) for part, n in small.parts.items()}
             peaks.append(Peak(total=sum(parts.values()), parts=parts))
         return max(peaks, key=lambda peak: peak.total)
@@ -106,91 +95,103 @@ class Profile:
         return many if low == high else few + (many - few) * (rows - low) / (high - low)
 
 
-def _peak(rank: RankBytes, config: TrainConfig, module: nn.Module, steps: Steps) -> Peak:
-    """Returns a rank's peak with the communication buffers of the whole mesh."""
-    rank = replace(
-        rank,
-        communication=communication_bytes(config, module),
-        in_buckets=reduces_in_buckets(config),
-        leaves=reduces_during_backward(config),
-    )
-    return peak_of_steps(rank, steps, config.sync.sharding)
-
-
-class Profiles:
-    """Measures each sharding of a network once.
+class Training:
+    """A training to plan; measures each sharding of its network once, on meta tensors.
 
     Args:
-        inputs, labels: Columns of all rows of a step over all workers.
+        settings: The given settings, with the rows of a step over all workers as `batch_size`.
+        inputs, labels: Columns of all rows of a step.
+
+    Attributes:
+        config: The settings for one worker.
+        network: The network on `meta`.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
+        settings: TrainConfig,
         objects: UserObjects,
-        empty: nn.Module,
         inputs: Sequence[BatchColumn],
         labels: Sequence[BatchColumn],
     ) -> None:
-        self._config, self._objects, self._empty = config, objects, empty
-        self._inputs, self._labels = inputs, labels
+        self.settings, self.objects, self.inputs, self.labels = settings, objects, inputs, labels
+        mesh = Mesh(plan=settings.parallelism.plan)
+        self.config = replace(
+            settings, num_workers=1, parallelism=mesh, gradient_accumulation=1, min_workers=None
+        )
+        if settings.model is not None:
+            self.network = build_on_meta(ModelSpec.from_json(settings.model).build)
+        else:
+            self.network = copy_to_meta(objects.module)
+        apply_finetuning(self.network, self.config)
+        initialize_lazy_layers(self.network, inputs, objects)
         # Keeps the profiles alive, because `_exact` uses their ids.
         self._found: dict[tuple[object, ...], Profile] = {}
         self._exact: dict[tuple[int, int], Profile] = {}
 
-    def cuts(self, candidate: Candidate) -> list[str]:
+    def step_work(self) -> StepWork:
+        """Returns the work of a step of the whole network on one worker.
+
+        Raises:
+            Exception: The network does not run on meta tensors.
+        """
+        alone = self.profile({})
+        update = alone.many[0].update_work
+        return lambda rows: alone.work(0, 0, True, rows) + alone.work(0, 0, False, rows) + update
+
+    def cuts(self, sizes: Mapping[str, int], options: Mapping[str, Any]) -> list[str]:
         """Returns the first links of all stages except the first, balanced by the links' costs."""
-        stages = candidate.size("pipeline") * candidate.options.get("virtual", 1)
+        stages = sizes.get("pipeline", 1) * options.get("virtual", 1)
         if stages == 1:
             return []
-        rows = max(1, self._config.batch_size // stages)
-        bounds = partition_by_cost(links_of(self._empty), stages, link_costs(self._empty, self._inputs, rows))
-        return [links_of(self._empty)[begin].name for begin in bounds[1:-1]]
+        links, rows = links_of(self.network), max(1, self.config.batch_size // stages)
+        bounds = partition_by_cost(links, stages, link_costs(self.network, self.inputs, rows))
+        return [links[begin].name for begin in bounds[1:-1]]
 
-    def of(self, candidate: Candidate) -> Profile:
-        """Returns the profile of a candidate.
+    def profile(self, sizes: Mapping[str, int], options: Mapping[str, Any] | None = None) -> Profile:
+        """Returns the profile of a mesh.
+
+        Args:
+            sizes: Workers along each axis with more than one.
+            options: Options of the pipeline.
 
         Raises:
             Exception: Like `measure_ranks`; ValueError if the network cannot be sharded that way.
         """
-        sizes = dict(candidate.sizes)
-        if self._config.sync.sharding == "none":
+        options = options or {}
+        if self.config.sync.sharding == "none":
             # Without sharding, the number of replicas changes nothing.
             sizes = {axis: size for axis, size in sizes.items() if axis in PLANNED_AXES[1:]}
-        key = (*sorted(sizes.items()), repr(sorted(candidate.options.items())))
+        key = (*sorted(sizes.items()), repr(sorted(options.items())))
         if key not in self._found:
-            self._found[key] = self._measure(sizes, candidate.options)
+            self._found[key] = self._measure(sizes, options)
         return self._found[key]
 
-    def exact_peak(self, candidate: Candidate, config: TrainConfig, rows: int) -> Peak:
-        """Returns the result of `Profile.peak`, measured with `rows` rows instead of interpolated."""
-        profile = self.of(candidate)
+    def exact_peak(self, profile: Profile, config: TrainConfig, rows: int) -> Peak:
+        """Returns the result of `profile.peak`, measured with `rows` rows instead of interpolated."""
         if rows in profile.rows:
             return profile.peak(config, rows)
         if (id(profile), rows) not in self._exact:
-            own = self._ranks(profile.config, profile.network, rows, profile.few)
+            own = self._measure_ranks(profile.config, profile.network, rows, profile.few)
             self._exact[id(profile), rows] = replace(profile, rows=(rows, rows), few=own, many=own)
         return self._exact[id(profile), rows].peak(config, rows)
 
     def _measure(self, sizes: Mapping[str, int], options: Mapping[str, Any]) -> Profile:
-        config = with_mesh(self._config, math.prod(sizes.values()), {**sizes, **options}, 1)
+        config = with_mesh(self.config, math.prod(sizes.values()), {**sizes, **options}, 1)
         # A pipeline has at least two micro-batches.
-        most = -(-self._config.batch_size // (2 if sizes.get("pipeline", 1) > 1 else 1))
+        most = -(-self.config.batch_size // (2 if sizes.get("pipeline", 1) > 1 else 1))
         counts = max(1, most // _SPAN), most
-        network = cut_network(self._empty, config.axes, config.parallelism, self._inputs)
-        first = self._ranks(config, network, counts[0], None)
-        second = self._ranks(config, network, counts[1], first)
-        return Profile(config=config, network=network, rows=counts, few=first, many=second)
+        network = cut_network(self.network, config.axes, config.parallelism, self.inputs)
+        few = self._measure_ranks(config, network, counts[0], None)
+        many = self._measure_ranks(config, network, counts[1], few)
+        return Profile(config=config, network=network, rows=counts, few=few, many=many)
 
-    def _ranks(
+    def _measure_ranks(
         self, config: TrainConfig, network: CutNetwork, rows: int, known: Sequence[RankBytes] | None
     ) -> list[RankBytes]:
-        inputs, labels = (self._columns(side, rows) for side in (self._inputs, self._labels))
-        return measure_ranks(config, self._objects, network, inputs, labels, known)
-
-    def _columns(self, columns: Sequence[BatchColumn], rows: int) -> list[BatchColumn]:
-        share = rows / self._config.batch_size
-        return [
-            BatchColumn(shape=(max(1, round(c.shape[0] * share)), *c.shape[1:]), dtype=c.dtype)
-            for c in columns
-        ]
+        share = rows / self.config.batch_size
+        inputs, labels = (
+            [replace(c, shape=(max(1, round(c.shape[0] * share)), *c.shape[1:])) for c in columns]
+            for columns in (self.inputs, self.labels)
+        )
+        return measure_ranks(config, self.objects, network, inputs, labels, known)

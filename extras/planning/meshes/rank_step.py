@@ -1,28 +1,23 @@
 """Measures memory, work and messages of each rank of a sharded network, on fake tensors.
 
-Every stage runs alone, with values and gradients of the right shapes. `schedule_peak` combines the stages by
-the schedule.
+Every stage runs alone, with values and gradients of the right shapes. `cut_plan` combines the stages by the
+schedule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.memory.meter import SENT, Peak
-from ringspark.estimators.memory.sharing import (
-    backward_buckets,
-    communication_bytes,
-    reduces_during_backward,
-    reduces_in_buckets,
-)
+from ringspark.estimators.memory.sharing import backward_buckets
 from ringspark.estimators.memory.step import FakeStep, UpdateBytes, initialize_lazy_layers, on_fake_tensors
 from ringspark.estimators.parallel.model.fake_collective import Message
 from ringspark.estimators.parallel.model.pipeline.wire import Forms, forms_of, mark_gradients
@@ -34,6 +29,9 @@ from ringspark.extras.planning.meshes.cut_network import CutNetwork, RankPart
 from ringspark.extras.planning.meshes.work import Work, WorkCount
 from ringspark.models.chain import as_values, links_of, run_links
 
+# Key of the peak if gradients move to the communication buffers during the backward pass.
+LEAVING = "leaving"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PassBytes:
@@ -42,7 +40,6 @@ class PassBytes:
     Attributes:
         peaks: Sharding -> peak, without other micro-batches.
         kept: Growth of memory in bytes; below 0 for a backward pass.
-        work: Work of the pass.
         messages: Communication inside the network, by axis.
     """
 
@@ -52,39 +49,34 @@ class PassBytes:
     messages: Mapping[str, tuple[Message, ...]]
 
 
+Passes = dict[tuple[int, bool], PassBytes]
+"""(stage, whether it is the forward pass) -> pass."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankBytes:
     """One rank's step.
 
     Attributes:
+        module: The rank's part of the network on `meta`.
         parts: Name in `plan_memory` -> bytes: parameters, gradients, optimizer state.
-        first: (stage, whether it is the forward pass) -> pass of a step's first micro-batch.
-        passes: The same for later micro-batches, with existing gradients.
+        first: Passes of a step's first micro-batch.
+        passes: Passes of later micro-batches, with existing gradients.
         update: The optimizer's step.
-        update_work: Work of the optimizer's step.
         batch: Bytes of the rows of one micro-batch.
         arriving: Stage -> bytes of the values that it receives from another rank.
         returning: Stage -> bytes of the gradients of the values that it sends to another rank.
-        communication: Bytes of the gradient buffers.
-        in_buckets: Whether reduced gradients stay in these buffers.
-        leaves: Whether gradients move to the buffers during the backward pass.
     """
 
+    module: nn.Module
     parts: Mapping[str, int]
-    first: Mapping[tuple[int, bool], PassBytes]
-    passes: Mapping[tuple[int, bool], PassBytes]
+    first: Passes
+    passes: Passes
     update: UpdateBytes
     update_work: Work
     batch: int
     arriving: Mapping[int, int]
     returning: Mapping[int, int]
-    communication: int
-    in_buckets: bool
-    leaves: bool
-
-
-# Key of the peak if gradients move to the buffers immediately.
-LEAVING = "leaving"
 
 
 def measure_ranks(
@@ -100,7 +92,6 @@ def measure_ranks(
     Args:
         config: Config with resolved losses and the mesh; the columns' rows count, not its `batch_size`.
         inputs: Arguments of `forward` for one micro-batch.
-        labels: Labels of its rows.
         known: Result of an earlier call with other rows, to save the updates.
 
     Raises:
@@ -118,13 +109,7 @@ def measure_ranks(
     return found
 
 
-def _with_batch(update: UpdateBytes, batch: int) -> UpdateBytes:
-    return replace(update, peaks={name: peak.with_parts(batch=batch) for name, peak in update.peaks.items()})
-
-
 class _Rank:
-    """The passes of one rank."""
-
     def __init__(
         self,
         config: TrainConfig,
@@ -153,60 +138,47 @@ class _Rank:
         step.send(backward_buckets(step.module))
         if step.transform is not None:
             batch = step.transform(batch, 0)
-        rounds: list[dict[tuple[int, bool], PassBytes]] = [{}, {}]
+        rounds: list[Passes] = [{}, {}]
         for passes in rounds:
             for stage in self._part.stages:
                 passes |= self._stage(stage, batch)
+        stages = self._part.stages
+        measured: dict[str, Any] = {
+            "first": rounds[0],
+            "passes": rounds[1],
+            "batch": num_bytes(rows),
+            "arriving": {stage: self._bytes_before(stage) for stage in stages},
+            "returning": {stage: self._bytes_before(stage + 1, has_gradient=True) for stage in stages},
+        }
         if known is not None:
             # The update holds the batch's rows too.
-            return replace(
-                known,
-                first=rounds[0],
-                passes=rounds[1],
-                update=_with_batch(known.update, num_bytes(rows)),
-                batch=num_bytes(rows),
-                arriving={stage: self._bytes_before(stage) for stage in self._part.stages},
-                returning=self._returning(),
-            )
+            peaks = {name: p.with_parts(batch=num_bytes(rows)) for name, p in known.update.peaks.items()}
+            return replace(known, update=replace(known.update, peaks=peaks), **measured)
         self._count.take()
         update = step.update()
         work = self._count.take()
-        return RankBytes(
-            parts={
-                "parameters": step.meter.live["parameters"],
-                "gradients": step.meter.live["gradients"] + step.meter.live[SENT],
-                "optimizer_state": update.state,
-            },
-            first=rounds[0],
-            passes=rounds[1],
-            update=update,
-            # Two updates ran: the first one created the state.
-            update_work=Work(
-                launches=work.launches // 2, flops=work.flops // 2, num_bytes=work.num_bytes // 2
-            ),
-            batch=num_bytes(rows),
-            arriving={stage: self._bytes_before(stage) for stage in self._part.stages},
-            returning=self._returning(),
-            communication=communication_bytes(self._config, step.module),
-            in_buckets=reduces_in_buckets(self._config),
-            leaves=reduces_during_backward(self._config),
-        )
+        # Two updates ran: the first one created the state.
+        half = Work(launches=work.launches // 2, flops=work.flops // 2, num_bytes=work.num_bytes // 2)
+        live = step.meter.live
+        parts = {
+            "parameters": live["parameters"],
+            "gradients": live["gradients"] + live[SENT],
+            "optimizer_state": update.state,
+        }
+        return RankBytes(module=self._part.module, parts=parts, update=update, update_work=half, **measured)
 
-    def _bytes_before(self, stage: int, *, wanted: bool = False) -> int:
-        """Returns the bytes that a stage receives; with `wanted`, only of values with gradients."""
+    def _bytes_before(self, stage: int, *, has_gradient: bool = False) -> int:
+        """Returns the bytes that a stage receives; with `has_gradient`, only of values with gradients."""
         owners = self._network.owners
         if not 0 < stage < len(owners) or owners[stage - 1] == owners[stage]:
             return 0
-        forms = [form for form in self._forms[stage] if form and (form.requires_grad or not wanted)]
+        forms = [form for form in self._forms[stage] if form and (form.requires_grad or not has_gradient)]
         return sum(form.dtype.itemsize * torch.Size(form.shape).numel() for form in forms)
 
-    def _returning(self) -> dict[int, int]:
-        return {stage: self._bytes_before(stage + 1, wanted=True) for stage in self._part.stages}
-
-    def _stage(self, stage: int, batch: Batch) -> dict[tuple[int, bool], PassBytes]:
+    def _stage(self, stage: int, batch: Batch) -> Passes:
         before = self._begin()
         results, kept, values = self._forward(stage, batch)
-        found = {(stage, True): self._end(before)}
+        found: Passes = {(stage, True): self._end(before)}
         before = self._begin()
         if results:
             given = [torch.empty_like(r) for r in results] if stage < self._last else None
@@ -224,7 +196,11 @@ class _Rank:
         if not self._network.is_pipeline:
             losses, seen = forward(recipe, module, module, batch, keeps_outputs=keeps)
             return [scale_loss(recipe, step.sync, losses, float(batch.num_rows))], seen, None
-        values = batch.inputs if stage == 0 else self._values(stage)
+        values: Any = batch.inputs
+        if stage > 0:
+            forms, device = self._forms[stage], recipe.device
+            empty = (None if f is None else torch.empty(f.shape, dtype=f.dtype, device=device) for f in forms)
+            values = mark_gradients(tuple(empty), forms)
         with autocast(self._config.precision, recipe.device):
             outputs = module(*values, stage=stage)
         if stage == self._last:
@@ -233,18 +209,11 @@ class _Rank:
         given = outputs if isinstance(outputs, tuple) else (outputs,)
         return [v for v in given if v is not None and v.requires_grad], None, (values, given)
 
-    def _values(self, stage: int) -> Any:
-        device, forms = self._step.recipe.device, self._forms[stage]
-        values = tuple(
-            None if f is None else torch.empty(f.shape, dtype=f.dtype, device=device) for f in forms
-        )
-        return mark_gradients(values, forms)
-
     def _begin(self) -> int:
         self._step.meter.restart()
         self._count.take()
-        for stand_in in self._network.stand_ins.values():
-            stand_in.messages.clear()
+        for fake in self._network.fakes.values():
+            fake.messages.clear()
         return self._step.meter.live["activations"]
 
     def _end(self, before: int) -> PassBytes:
@@ -253,7 +222,7 @@ class _Rank:
             peaks=dict(meter.peaks),
             kept=meter.live["activations"] - before,
             work=self._count.take(),
-            messages={axis: tuple(found.messages) for axis, found in self._network.stand_ins.items()},
+            messages={axis: tuple(found.messages) for axis, found in self._network.fakes.items()},
         )
 
 
@@ -267,9 +236,8 @@ def _forms(
         links = links_of(step.module)
         bounds = [[link.name for link in links].index(name) for name in network.firsts]
         values: Any = tuple(c.empty(step.recipe.device) for c in inputs)
-        around = partial(autocast, config.precision, step.recipe.device)
         for stage, (begin, end) in enumerate(pairwise(bounds), 1):
-            with around():
+            with autocast(config.precision, step.recipe.device):
                 values = as_values(run_links(links[begin:end], values), links[end])
             forms[stage] = forms_of(values)
             # Each stage has its own graph.

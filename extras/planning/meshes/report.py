@@ -26,7 +26,6 @@ class MeshPlan:
         num_micro: Micro-batches per step: `gradientAccumulation`.
         peak: Bytes of tensors of the worker that needs most; 0 if it could not be planned.
         at_peak: Name of a part -> bytes at the peak.
-        step_seconds: Seconds per step.
         exposed_seconds: Seconds per step in which workers communicate and do not compute.
         bubble: Share of the passes in which a worker of a pipeline waits.
         refusal: Why the mesh is not possible, or "".
@@ -70,7 +69,6 @@ class ParallelismPlan:
     """Predictions for all meshes of a number of workers.
 
     Attributes:
-        workers: Number of workers.
         rows: Rows per step over all workers.
         meshes: First the meshes that fit, fastest first; then meshes that need too much memory, smallest
             first; then impossible meshes.
@@ -159,7 +157,7 @@ class ParallelismPlan:
     def _rows(self) -> Sequence[tuple[str, ...]]:
         chosen, rows = self.chosen, []
         for mesh in self.meshes:
-            figures = ("", "", "", "", "")
+            figures = ("",) * 5
             if mesh.peak:
                 figures = (
                     str(mesh.num_micro),

@@ -1,10 +1,7 @@
-"""Predicts the time of a step over a mesh.
+"""Predicts the time of a step over a mesh: schedule + all-reduce of gradients + update.
 
-    step = schedule + all-reduce of gradients + update
-
-`simulate_makespan` runs the schedule, including communication inside the network; the bubble is the ranks'
-idle time. Ranks that share cores fill each other's bubbles. Not predicted: reading, validation, checkpoints,
-stragglers.
+The schedule includes communication inside the network. Ranks that share cores fill each other's bubbles. Not
+predicted: reading, validation, checkpoints, stragglers.
 """
 
 from __future__ import annotations
@@ -12,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.sharing import data_parallel_size, shard_group_size
@@ -37,7 +35,7 @@ class StepTime:
     """Time of a step.
 
     Attributes:
-        total: Seconds of the step.
+        total: Seconds of the whole step.
         exposed: Seconds in which ranks communicate and do not compute.
         bubble: Share of the passes in which a rank of a pipeline waits.
     """
@@ -48,11 +46,7 @@ class StepTime:
 
 
 def predict_step_time(config: TrainConfig, profile: Profile, machine: Machine) -> StepTime:
-    """Predicts a step.
-
-    Args:
-        config: The config with the mesh and the number of micro-batches.
-    """
+    """Predicts a step of `config`, which has the mesh and the number of micro-batches."""
     workers, sizes = config.num_workers, config.axes
     crowding = machine.crowding(workers)
     orders = orders_of(config, config.gradient_accumulation)
@@ -66,18 +60,18 @@ def predict_step_time(config: TrainConfig, profile: Profile, machine: Machine) -
         whole = machine.rates.seconds(profile.work(rank, action.stage, False, rows))
         return whole if action.kind is PassType.BACKWARD else whole / 2
 
-    def exchange(action: Action) -> float:
-        rank = ranks[action.stage]
-        seconds = 0.0
-        if action.kind is not PassType.WEIGHT:
-            messages = profile.messages(rank, action.stage, action.kind is PassType.FORWARD, rows)
-            for axis, found in messages.items():
-                # Ranks along the last axis are neighbours; earlier axes have larger strides.
-                reach = math.prod(sizes[other] for other in AXES[AXES.index(axis) :])
-                seconds += machine.exchange(found, sizes[axis], reach)
-            # A send or receive to or from the previous stage.
-            if arriving := profile.arriving(rank, action.stage, rows):
-                seconds += machine.sending(arriving, workers)
+    def communicate(action: Action) -> float:
+        if action.kind is PassType.WEIGHT:
+            return 0.0
+        rank, seconds = ranks[action.stage], 0.0
+        messages = profile.messages(rank, action.stage, action.kind is PassType.FORWARD, rows)
+        for axis, found in messages.items():
+            # Ranks along the last axis are neighbours; earlier axes have larger strides.
+            reach = math.prod(sizes[other] for other in AXES[AXES.index(axis) :])
+            seconds += machine.exchange(found, sizes[axis], reach)
+        # A send or receive to or from the previous stage.
+        if arriving := profile.arriving(rank, action.stage, rows):
+            seconds += machine.sending(arriving, workers)
         return seconds
 
     # Cores of one replica's pipeline ranks.
@@ -85,15 +79,18 @@ def predict_step_time(config: TrainConfig, profile: Profile, machine: Machine) -
     alone, _ = _simulate(orders, len(ranks), slots, compute)
     # Communication was measured with all ranks of the host.
     passes, used = _simulate(
-        orders, len(ranks), slots, lambda action: compute(action) + exchange(action) / crowding
+        orders, len(ranks), slots, lambda action: compute(action) + communicate(action) / crowding
     )
-    summed = _sum_seconds(config, profile, machine)
-    if not profile.network.is_pipeline and machine.hosts(workers) > 1 and _in_buckets(profile):
-        summed -= min(summed, _BACKWARD_SHARE * alone / config.gradient_accumulation)
+    gradients = _gradient_bytes(profile)
+    reduce = _all_reduce_seconds(config, gradients, machine)
+    # Gradients of a large network are all-reduced in buckets, during the backward pass.
+    in_buckets = max(gradients)[0] > FLAT_BYTES
+    if not profile.network.is_pipeline and machine.hosts(workers) > 1 and in_buckets:
+        reduce -= min(reduce, _BACKWARD_SHARE * alone / config.gradient_accumulation)
     update = _update_seconds(config, profile, machine)
     return StepTime(
-        total=passes + summed + update,
-        exposed=passes - alone + summed,
+        total=passes + reduce + update,
+        exposed=passes - alone + reduce,
         bubble=max(0.0, 1 - used) if profile.network.is_pipeline else 0.0,
     )
 
@@ -102,14 +99,13 @@ def _simulate(
     orders: Orders, num_stages: int, slots: float, cost: Callable[[Action], float]
 ) -> tuple[float, float]:
     """Returns the seconds of a schedule, and the utilization of the cores."""
-    # All micro-batches cost the same.
-    known: dict[tuple[PassType, int], float] = {}
+
+    @cache  # all micro-batches cost the same
+    def cost_of(kind: PassType, stage: int) -> float:
+        return cost(Action(kind, stage, 0))
 
     def cached_cost(action: Action) -> float:
-        key = action.kind, action.stage
-        if key not in known:
-            known[key] = cost(action)
-        return known[key]
+        return cost_of(action.kind, action.stage)
 
     end = simulate_makespan(orders, num_stages, cached_cost, slots)
     work = sum(cached_cost(action) for order in orders for action in order)
@@ -121,8 +117,7 @@ def simulate_makespan(
 ) -> float:
     """Returns the end of a schedule's last action on ranks that share cores, in the unit of the costs.
 
-    Like `pipeline.simulation`, but all running actions share the cores equally, so a rank never waits for a
-    core and is slowed down by other running ranks.
+    Unlike in `pipeline.simulation`, all running actions share the cores equally and slow each other down.
 
     Args:
         orders: Actions of each rank.
@@ -152,7 +147,7 @@ def simulate_makespan(
                 next_of[rank] += 1
 
 
-def _sum_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> float:
+def _all_reduce_seconds(config: TrainConfig, gradients: list[tuple[int, int]], machine: Machine) -> float:
     """Returns the seconds of the gradients' all-reduce on the slowest rank."""
     size = data_parallel_size(config)
     if size == 1:
@@ -170,7 +165,7 @@ def _sum_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> flo
         # The copy into the buffer reads and writes each byte.
         return seconds + 2 * count * machine.rates.byte * machine.crowding(config.num_workers)
 
-    return max(of_rank(*found) for found in _gradients(profile))
+    return max(of_rank(*found) for found in gradients)
 
 
 def _update_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> float:
@@ -180,7 +175,7 @@ def _update_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> 
     return max(max(seconds), crowding * math.fsum(seconds) / len(seconds))
 
 
-def _gradients(profile: Profile) -> list[tuple[int, int]]:
+def _gradient_bytes(profile: Profile) -> list[tuple[int, int]]:
     """Returns the bytes of each rank's gradients, and of its experts' gradients."""
     found = []
     for part in profile.network.parts:
@@ -188,8 +183,3 @@ def _gradients(profile: Profile) -> list[tuple[int, int]]:
         experts = expert_names(part.module) & trained.keys()
         found.append((num_bytes(trained.values()), num_bytes(trained[name] for name in experts)))
     return found
-
-
-def _in_buckets(profile: Profile) -> bool:
-    """Returns whether the all-reduce overlaps the backward pass."""
-    return max(_gradients(profile))[0] > FLAT_BYTES

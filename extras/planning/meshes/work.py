@@ -16,7 +16,7 @@ _VIEWS = frozenset(
     | {"split", "split_with_sizes", "unbind", "alias", "detach", "as_strided", "unfold", "_reshape_alias"}
     | {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
 )
-# Matrix products per attention call; torch counts those of GPU kernels.
+# Matrix products per attention call on the CPU; torch counts only GPU kernels.
 _ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu": 2,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
@@ -25,7 +25,7 @@ _ATTENTION = {
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of some operators.
+    """Work of some operators.
 
     Attributes:
         launches: Number of operators that compute something.
@@ -50,12 +50,11 @@ class WorkCount(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._launches = self._flops = self._bytes = 0
+        self._work = Work()
 
     def take(self) -> Work:
         """Returns the work since the last call."""
-        found = Work(launches=self._launches, flops=self._flops, num_bytes=self._bytes)
-        self._launches = self._flops = self._bytes = 0
+        found, self._work = self._work, Work()
         return found
 
     def __torch_dispatch__(
@@ -67,12 +66,12 @@ class WorkCount(TorchDispatchMode):
         if packet.__name__ in _VIEWS:
             return result
         tensors = [t for t in tree_leaves((args, given, result)) if isinstance(t, torch.Tensor)]
-        self._launches += 1
-        self._bytes += sum(_bytes(t) for t in tensors)
+        flops = 0
         if packet.__name__ in _ATTENTION:
-            self._flops += _attention(packet.__name__, args)
+            flops = _attention(packet.__name__, args)
         elif packet in flop_registry:
-            self._flops += int(flop_registry[packet](*args, **given, out_val=result))
+            flops = int(flop_registry[packet](*args, **given, out_val=result))
+        self._work += Work(launches=1, flops=flops, num_bytes=sum(map(_bytes, tensors)))
         return result
 
 

@@ -16,9 +16,8 @@ from ringspark.estimators.memory.columns import columns_of
 from ringspark.estimators.parallel.model.pipeline.simulation import count_live
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning.meshes.cut_network import CutNetwork, cut_network
-from ringspark.extras.planning.meshes.cut_plan import orders_of, steps_of
+from ringspark.extras.planning.meshes.cut_plan import orders_of, peak_of_steps, steps_of
 from ringspark.extras.planning.meshes.rank_step import RankBytes, measure_ranks
-from ringspark.extras.planning.meshes.schedule_peak import alternate_passes, peak_of_steps
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 
@@ -64,7 +63,7 @@ def test_one_rank_with_everything_needs_what_the_memory_plan_says(
     )
     # The loss of each micro-batch is kept, and the plan runs only two of them.
     kept = 4 * max(0, micro - 2)
-    assert peak_of_steps(rank, alternate_passes(micro), "none").total == plan.peak + kept
+    assert peak_of_steps(rank, steps_of(config, (0,), micro)[0], config).total == plan.peak + kept
     assert rank.update.state == plan.optimizer_state
 
 
@@ -121,7 +120,7 @@ def test_each_live_micro_batch_keeps_its_activations() -> None:
     assert middle.stages == (1,)
     rank = ranks[2]
     kept = rank.passes[1, True].kept
-    peaks = {m: peak_of_steps(rank, steps_of(config, network.owners, m)[2], "none") for m in (1, 2, 3, 4, 8)}
+    peaks = {m: peak_of_steps(rank, steps_of(config, network.owners, m)[2], config) for m in (1, 2, 3, 4, 8)}
     live = {m: count_live(orders_of(config, m))[2] for m in peaks}
     assert live == {1: 1, 2: 2, 3: 3, 4: 3, 8: 3}
     batch = {m: m * rank.batch for m in peaks}
@@ -130,7 +129,7 @@ def test_each_live_micro_batch_keeps_its_activations() -> None:
     assert 0 <= peaks[3].total - batch[3] - (peaks[2].total - batch[2]) - kept <= places
     assert 0 <= peaks[8].total - batch[8] - (peaks[4].total - batch[4]) <= places < kept
     gpipe = replace(config, parallelism={**config.parallelism.to_values(), "schedule": "gpipe"})
-    highest = [peak_of_steps(rank, steps_of(gpipe, network.owners, m)[2], "none").total for m in (4, 8)]
+    highest = [peak_of_steps(rank, steps_of(gpipe, network.owners, m)[2], gpipe).total for m in (4, 8)]
     assert 0 <= highest[1] - highest[0] - 4 * (kept + rank.batch) <= places
 
 
@@ -157,7 +156,7 @@ def test_a_plan_of_a_mesh_is_that_of_its_fullest_rank() -> None:
     config = _config(mesh, 2, 4)
     network, ranks = _measured(config, ROWS // 4)
     steps = steps_of(config, network.owners, 4)
-    peaks = [peak_of_steps(r, own, "none").total for r, own in zip(ranks, steps, strict=True)]
+    peaks = [peak_of_steps(r, own, config).total for r, own in zip(ranks, steps, strict=True)]
     assert plan.peak == max(peaks) < plan_memory(SPEC, BATCH, gradientAccumulation=4).peak
     assert sum(plan.at_peak.values()) == plan.peak
     assert plan.fits

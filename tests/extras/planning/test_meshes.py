@@ -19,16 +19,10 @@ from ringspark.estimators.parallel.model.pipeline.simulation import simulate
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning import Link, MeshPlan, ParallelismPlan
 from ringspark.extras.planning.exchange_time import ring_seconds
-from ringspark.extras.planning.meshes.axes import AXIS_RULES, Spreadable
-from ringspark.extras.planning.meshes.candidates import (
-    Candidate,
-    candidates,
-    micro_batches,
-    with_mesh,
-)
+from ringspark.extras.planning.meshes.candidates import AXIS_RULES, candidates, micro_batches, with_mesh
 from ringspark.extras.planning.meshes.hardware import ASSUMED
 from ringspark.extras.planning.meshes.machine import Machine, OperatorRates
-from ringspark.extras.planning.meshes.predict import Training
+from ringspark.extras.planning.meshes.profile import Training
 from ringspark.extras.planning.meshes.step_time import predict_step_time, simulate_makespan
 from ringspark.extras.planning.meshes.work import Work
 from ringspark.models import ModelSpec
@@ -63,7 +57,7 @@ def training() -> Training:
         collective="torch",
         reader="arrow",
     )
-    return Training.of(config, UserObjects(), *columns_of(BATCH))
+    return Training(config, UserObjects(), *columns_of(BATCH))
 
 
 def _time(training: Training, machine: Machine, micro: int = 1, **mesh: Any) -> Any:
@@ -71,7 +65,7 @@ def _time(training: Training, machine: Machine, micro: int = 1, **mesh: Any) -> 
     config = with_mesh(training.settings, workers, mesh, micro)
     sizes = {axis: size for axis, size in mesh.items() if isinstance(size, int)}
     options = {key: value for key, value in mesh.items() if key not in sizes}
-    return predict_step_time(config, training.profiles.of(Candidate(sizes=sizes, options=options)), machine)
+    return predict_step_time(config, training.profile(sizes, options), machine)
 
 
 def test_a_step_is_what_its_axes_divide_and_what_they_exchange(training: Training) -> None:
@@ -170,11 +164,11 @@ def test_rates_take_what_two_steps_took() -> None:
 
 
 def test_every_product_of_sizes_is_a_candidate(training: Training) -> None:
-    found = candidates(training.spreadable(), 4, interleaves=False)
+    found = candidates(training.settings, training.network, 4, interleaves=False)
     shapes = {tuple(sorted(c.sizes.items())) for c in found}
     assert len(found) == len(shapes) == 6
     assert all(math.prod(c.sizes.values()) == 4 for c in found)
-    both = candidates(training.spreadable(), 4)
+    both = candidates(training.settings, training.network, 4)
     # Four layers are enough for two stages per worker on two workers, but not on four.
     assert [c.sizes["pipeline"] for c in both if c.options.get("virtual")] == [2, 2]
     (whole, *_) = found
@@ -184,22 +178,22 @@ def test_every_product_of_sizes_is_a_candidate(training: Training) -> None:
 
 
 def test_each_axis_says_how_far_a_network_can_be_spread(training: Training) -> None:
-    given = training.spreadable()
-    assert AXIS_RULES["data"](given, ROWS) == ""
-    assert "is too small for 17 workers" in AXIS_RULES["data"](given, 17)
-    assert "needs sharding='parameters'" in AXIS_RULES["shard"](given, 2)
-    assert AXIS_RULES["shard"](replace(given, config=replace(given.config, sync=Zero(stage=3))), 2) == ""
-    assert AXIS_RULES["tensor"](given, WIDTH) == ""
-    assert "is too small for that many shards" in AXIS_RULES["tensor"](given, WIDTH + 1)
-    assert AXIS_RULES["pipeline"](given, DEPTH + 1) == ""
-    assert "has 5 links for 6 stages" in AXIS_RULES["pipeline"](given, DEPTH + 2)
-    assert "does not support parallelism's 'sequence'" in AXIS_RULES["sequence"](given, 2)
-    assert "has no experts" in AXIS_RULES["expert"](given, 2)
+    given = training.settings, training.network
+    assert AXIS_RULES["data"](*given, ROWS) == ""
+    assert "is too small for 17 workers" in AXIS_RULES["data"](*given, 17)
+    assert "needs sharding='parameters'" in AXIS_RULES["shard"](*given, 2)
+    assert AXIS_RULES["shard"](replace(training.settings, sync=Zero(stage=3)), training.network, 2) == ""
+    assert AXIS_RULES["tensor"](*given, WIDTH) == ""
+    assert "is too small for that many shards" in AXIS_RULES["tensor"](*given, WIDTH + 1)
+    assert AXIS_RULES["pipeline"](*given, DEPTH + 1) == ""
+    assert "has 5 links for 6 stages" in AXIS_RULES["pipeline"](*given, DEPTH + 2)
+    assert "does not support parallelism's 'sequence'" in AXIS_RULES["sequence"](*given, 2)
+    assert "has no experts" in AXIS_RULES["expert"](*given, 2)
     heads = {"vocab_size": 8, "max_seq_len": 4, "dim": 6, "depth": 1, "num_heads": 3}
-    lm = Spreadable(config=given.config, network=build_on_meta(ModelSpec("transformer_lm", heads).build))
-    assert "must divide num_heads (3)" in AXIS_RULES["tensor"](lm, 2)
-    assert AXIS_RULES["sequence"](lm, 2) == ""
-    assert {"data": 2, "sequence": 2} in [dict(c.sizes) for c in candidates(lm, 4) if not c.refusal]
+    lm = training.settings, build_on_meta(ModelSpec("transformer_lm", heads).build)
+    assert "must divide num_heads (3)" in AXIS_RULES["tensor"](*lm, 2)
+    assert AXIS_RULES["sequence"](*lm, 2) == ""
+    assert {"data": 2, "sequence": 2} in [dict(c.sizes) for c in candidates(*lm, 4) if not c.refusal]
 
 
 def test_mixtures_are_spread_over_experts_and_other_networks_are_not(training: Training) -> None:
@@ -208,22 +202,22 @@ def test_mixtures_are_spread_over_experts_and_other_networks_are_not(training: T
     spec = ModelSpec("transformer_lm", sizes | {"experts": {"num_experts": 4, "every": 1}})
     ids = ((ROWS, 4), "int64")
     config = replace(training.settings, model=spec.to_json(), losses=("cross_entropy",))
-    mixed = Training.of(config, UserObjects(), *columns_of((ids, ids)))
-    shapes = [dict(c.sizes) for c in candidates(mixed.spreadable(), 4) if not c.refusal]
+    mixed = Training(config, UserObjects(), *columns_of((ids, ids)))
+    shapes = [dict(c.sizes) for c in candidates(mixed.settings, mixed.network, 4) if not c.refusal]
     assert {"expert": 4} in shapes
     assert {"data": 2, "expert": 2} in shapes
-    assert not any("expert" in c.sizes for c in candidates(training.spreadable(), 4))
-    assert "more than the 4 experts" in AXIS_RULES["expert"](mixed.spreadable(), 5)
-    sharded = replace(mixed.spreadable(), config=replace(config, sync=Zero(stage=1)))
-    assert "not planned with sharding='optimizer'" in AXIS_RULES["expert"](sharded, 2)
-    profile = mixed.profiles.of(Candidate(sizes={"expert": 2}))
+    assert not any("expert" in c.sizes for c in candidates(training.settings, training.network, 4))
+    assert "more than the 4 experts" in AXIS_RULES["expert"](mixed.settings, mixed.network, 5)
+    sharded = replace(config, sync=Zero(stage=1))
+    assert "not planned with sharding='optimizer'" in AXIS_RULES["expert"](sharded, mixed.network, 2)
+    profile = mixed.profile({"expert": 2})
     tokens = 4 * ROWS * 4 * 8  # bytes of one rank's tokens
     forward, backward = (profile.messages(0, 0, way, ROWS)["expert"] for way in (True, False))
     counts = Message("all_gather", 2 * 4 * 8)
     assert forward == [counts, *[Message("all_to_all", 2 * tokens)] * 2]
     assert backward == [Message("all_to_all", 2 * tokens)] * 2
     # With sequence-sharded rows, each rank sends only its tokens.
-    spread = mixed.profiles.of(Candidate(sizes={"expert": 2, "sequence": 2}))
+    spread = mixed.profile({"expert": 2, "sequence": 2})
     assert Message("all_to_all", tokens) in spread.messages(0, 0, True, ROWS)["expert"]
     # Each rank has half of the rows. Experts' gradients are all-reduced only over ranks with the same
     # experts: one.
