@@ -1,13 +1,8 @@
 """Assigns a device to every rank.
 
-Spark's task resources name the GPU of a task, but not its PyTorch index: YARN and standalone workers give
-the node's index, a Kubernetes pod counts from 0, a discovery script may print UUIDs, and a process may see
-fewer devices than its host has. So each rank states the devices that it was given and that it sees. All
-ranks gather these claims, and the pure function `assign_devices` computes the same table, or raises the same
-error, on every rank.
-
-`CUDA_VISIBLE_DEVICES` is neither read nor written: a reused Python worker may still have the value
-of the last job (`TorchDistributor` leaves it behind).
+Spark names the GPU of a task by the node's index, an index in the container or a UUID, but not by its PyTorch
+index. So all ranks gather the devices that they were given and that they see, and compute the same table. A
+reused Python worker may still have the last job's `CUDA_VISIBLE_DEVICES`, so it is not used.
 """
 
 from __future__ import annotations
@@ -26,9 +21,8 @@ _REMEDY = (
 class Claim:
     """The GPUs that one rank was given and the GPUs that it sees.
 
-    Attributes:
-        addresses: GPU addresses that Spark gave the task; empty if Spark manages no GPUs.
-        visible: Names of the visible CUDA devices, in PyTorch's order: UUIDs if known, else indices.
+    `addresses` come from Spark, if it manages GPUs. `visible` are the CUDA devices in PyTorch's order: UUIDs
+    if known, else indices.
     """
 
     host: str
@@ -37,7 +31,6 @@ class Claim:
 
 
 def visible_devices() -> tuple[str, ...]:
-    """Returns the names of the CUDA devices of this process."""
     import torch
 
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -46,7 +39,7 @@ def visible_devices() -> tuple[str, ...]:
 
 
 def check_enough(num_workers: int, host: str, num_gpus: int) -> None:
-    """Raises ValueError if a host has fewer GPUs than workers, for a Spark that assigns no GPUs."""
+    """Raises ValueError if a host without GPU scheduling by Spark has fewer GPUs than workers."""
     if num_gpus < num_workers:
         raise ValueError(
             f"useGpu=True needs a GPU for each of the {num_workers} workers on host {host}, PyTorch sees "
@@ -55,11 +48,7 @@ def check_enough(num_workers: int, host: str, num_gpus: int) -> None:
 
 
 def assign_devices(claims: Sequence[Claim]) -> list[str]:
-    """Returns the torch device of every rank, in the order of `claims`.
-
-    Raises:
-        ValueError: Two ranks would share a GPU, or PyTorch cannot address the GPU of a rank.
-    """
+    """Returns the torch device of every rank, in the order of `claims`."""
     _check_not_shared(claims)
     # Ranks that see the same devices use the same indices.
     groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
@@ -68,29 +57,25 @@ def assign_devices(claims: Sequence[Claim]) -> list[str]:
     indices: dict[int, int] = {}
     for members in groups.values():
         indices.update(zip(members, _indices([claims[m] for m in members]), strict=True))
-    used: set[tuple[str, str]] = set()
-    for number, claim in enumerate(claims):
-        # Processes that see different devices may use two indices for the same card.
-        device = (claim.host, claim.visible[indices[number]])
-        if device in used:
+    # Processes that see different devices may use two indices for the same card.
+    devices = Counter((claim.host, claim.visible[indices[number]]) for number, claim in enumerate(claims))
+    for (host, device), count in devices.items():
+        if count > 1:
             raise ValueError(
-                f"useGpu=True needs a GPU of its own for each worker, but two workers of host {claim.host} "
-                f"resolve to device {device[1]}; {_REMEDY}"
+                f"useGpu=True needs a separate GPU for each worker, but two workers of host {host} "
+                f"resolve to device {device}; {_REMEDY}"
             )
-        used.add(device)
     return [f"cuda:{indices[number]}" for number in range(len(claims))]
 
 
 def _check_not_shared(claims: Iterable[Claim]) -> None:
-    """Raises ValueError if Spark gave one GPU to several ranks, as it does with a fraction of a GPU per task.
-
-    Two containers on one host may each call their only card "0", so visible devices are compared too.
-    """
+    # Spark shares a GPU if a task needs only a fraction of it. Two containers on one host may each call their
+    # only card "0", so visible devices are compared too.
     counts = Counter((claim.host, claim.visible, claim.addresses[0]) for claim in claims if claim.addresses)
     for (host, _, address), count in counts.items():
         if count > 1:
             raise ValueError(
-                f"useGpu=True needs a GPU of its own for each worker, but Spark gave GPU {address!r} of host "
+                f"useGpu=True needs a separate GPU for each worker, but Spark gave GPU {address!r} of host "
                 f"{host} to {count} of them (spark.task.resource.gpu.amount is below 1); {_REMEDY}"
             )
 

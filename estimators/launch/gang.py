@@ -1,9 +1,4 @@
-"""A gang: one Spark barrier stage whose tasks become the ranks of a collective.
-
-The stage is a `mapInArrow(..., barrier=True)` of the DataFrame API, so Spark Connect runs it too.
-Each task derives its rank from the hosts of all tasks, rank 0 opens the rendezvous, all ranks
-connect, and the work runs (`gang_task`). The `supervisor` restarts a gang.
-"""
+"""A gang: one Spark barrier stage whose tasks become the ranks of a collective."""
 
 from __future__ import annotations
 
@@ -25,12 +20,10 @@ from ringspark.pipelines.spark_errors import explain_worker_errors
 
 
 class GangQueue:
-    """A queue of the gangs of one application: first come, first served. Methods are thread-safe.
+    """First-come, first-served queue of the gangs that this process runs in one application. Thread-safe.
 
-    Spark starts all tasks of a barrier stage or none, so two gangs never deadlock with half of their slots
-    each. But Spark skips a stage that does not fit at the moment, so a wide gang could wait behind any number
-    of narrow gangs that came later. And if Spark manages no GPUs, two gangs that run at the same time would
-    both take the first device of a host. This queue knows only the gangs of this process.
+    Without it, narrow gangs could overtake a wide gang forever. And if Spark manages no GPUs, two gangs at
+    the same time would both take the first device of a host.
     """
 
     def __init__(self) -> None:
@@ -47,8 +40,7 @@ class GangQueue:
     def turn(self, num_workers: int, count_slots: Callable[[], int | None]) -> Iterator[None]:
         """Waits until other gangs leave `num_workers` slots free; holds them inside the block.
 
-        Args:
-            count_slots: Called only if there is another gang; if it returns None, the gang does not wait.
+        `count_slots` is called only if there is another gang; if it returns None, the gang does not wait.
         """
         ticket = object()
         with self._changed:
@@ -85,8 +77,6 @@ _LOCK = Lock()
 
 
 class GangStage:
-    """Schedules the barrier stages of gangs, with or without GPUs, in one session."""
-
     def __init__(self, spark: SparkSession, use_gpu: bool) -> None:
         self._spark = spark
         self._use_gpu = use_gpu
@@ -98,14 +88,15 @@ class GangStage:
         """Returns a context manager that waits until the gangs of other threads leave room."""
         with _LOCK:
             queue = _QUEUES.setdefault(application_of(self._spark), GangQueue())
-        return queue.turn(num_workers, self._shared_slots)
+        # Without GPU resources, only the local rank chooses the GPU, so gangs must not run together.
+        is_exclusive = self._use_gpu and not self._plan.gives_gpus
+        return queue.turn(num_workers, (lambda: 0) if is_exclusive else self.slots)
 
     def slots(self) -> int | None:
-        """Returns how many workers can run at the same time now; None if unknown."""
         return count_slots(self._spark, self._use_gpu)
 
     def run(self, task: GangTask, num_workers: int, job: SparkJob) -> list[Any]:
-        """Runs one barrier stage; returns its rows in rank order. Blocks until all ranks have ended."""
+        """Runs one barrier stage; returns its rows in rank order."""
         # Passed only if needed: before Spark 4.0, stages of a DataFrame accept no profile.
         cpus = self._plan.task_cpus
         profile = {"profile": profile_of(self._spark, cpus)} if cpus else {}
@@ -113,9 +104,3 @@ class GangStage:
         with explain_worker_errors():
             rows = job.run(lambda: frame.mapInArrow(task, SCHEMA, barrier=True, **profile).collect())
         return sorted(rows, key=lambda row: int(row.rank))
-
-    def _shared_slots(self) -> int | None:
-        # 0 if only the local rank tells the GPUs apart, so no two gangs may run at the same time.
-        if self._use_gpu and not self._plan.gives_gpus:
-            return 0
-        return self.slots()

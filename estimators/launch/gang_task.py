@@ -1,8 +1,6 @@
 """The task of the gang's barrier stage. It becomes a rank, works, and returns one row.
 
-A task never raises an error of the work. It returns the failure as its row, so Spark neither retries a
-deterministic error nor buries it in a JVM trace. When the communicator is aborted, pending operations of the
-peers fail, and they return their failures too. If a process dies, Spark fails the job: see `supervisor`.
+A failure of the work becomes the task's row, because Spark would retry an error and bury it in a JVM trace.
 """
 
 from __future__ import annotations
@@ -36,10 +34,10 @@ from ringspark.estimators.training.phase import Status
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import record
 
-# The work of a rank. It takes the connected collective, the device and the status to update.
+# The work of a rank: takes the connected collective, the device and the status to update.
 Work = Callable[[Collective, str, Status], str]
 
-# Length of the run's secret in bytes. A rank must prove that it knows the secret before it receives anything.
+# A rank must prove that it knows the run's secret before it receives anything.
 SECRET_BYTES = 32
 
 SCHEMA = "rank int, result string, failure string"
@@ -47,11 +45,7 @@ _ARROW_SCHEMA = pa.schema({"rank": pa.int32(), "result": pa.string(), "failure":
 
 
 def assign_ranks(hosts: Sequence[str]) -> list[Member]:
-    """Returns each task's member. Ranks of one host are consecutive; hosts keep their order of appearance.
-
-    Args:
-        hosts: Hosts of the tasks 0, 1, ...; the result has the same order.
-    """
+    """Returns the member of each task from the tasks' hosts; ranks of one host are consecutive."""
     local_sizes = Counter(hosts)
     first_rank = dict(zip(local_sizes, accumulate(local_sizes.values(), initial=0), strict=False))
     leaders = tuple(first_rank.values())
@@ -84,7 +78,7 @@ def work_and_leave(
     status: Status,
     report: Callable[[BaseException], object] = lambda _: None,
 ) -> str:
-    """Works, then leaves the gang with the other ranks; reports a failure and aborts. Runs on every rank."""
+    """Works and leaves the gang with the other ranks; after a failure, reports it and aborts."""
     try:
         result = work(collective, device, status)
         status.phase = "leaving the gang"
@@ -100,17 +94,11 @@ def work_and_leave(
     return result
 
 
-def _host_of(address: str) -> str:
-    # "host:port", with an IPv6 host in brackets
-    return address.rpartition(":")[0].strip("[]")
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Offer:
     """A task's message to the other tasks, sent through Spark before they connect.
 
-    `address` is empty unless this is rank 0's task; `problem` is the error that keeps this task from
-    starting.
+    Only rank 0 has an `address`. `problem` is the error that keeps this task from starting.
     """
 
     address: str
@@ -118,7 +106,6 @@ class _Offer:
     problem: str
 
     def gather(self, context: Any) -> tuple[str, list[Claim]]:
-        """Returns the address of the rendezvous and all claims; raises if a task is lost or cannot start."""
         try:
             # Every task makes this call, even if it cannot start: the other tasks wait for its message.
             texts = context.allGather(json.dumps(asdict(self)))
@@ -134,12 +121,7 @@ class _Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class GangTask:
-    """The function of the barrier stage. Runs on every rank.
-
-    Attributes:
-        pulse: Heartbeat settings.
-        driver: The driver's host, as Spark names it.
-    """
+    """The function of the barrier stage. Runs on every rank."""
 
     collective: str
     work: Work
@@ -154,8 +136,9 @@ class GangTask:
         from pyspark import BarrierTaskContext
 
         context = BarrierTaskContext.get()
-        members = assign_ranks([_host_of(info.address) for info in context.getTaskInfos()])
-        member = members[context.partitionId()]
+        # An address is "host:port", with an IPv6 host in brackets.
+        hosts = [info.address.rpartition(":")[0].strip("[]") for info in context.getTaskInfos()]
+        member = assign_ranks(hosts)[context.partitionId()]
         # The driver may have given up this rank, and removed the folder.
         with (
             storage.only_where(self.pulse.run_uri, run_layout.OWNER),
@@ -195,8 +178,8 @@ class GangTask:
     ) -> str:
         kind = collective_class(self.collective)
         status.phase = "opening the rendezvous"
-        at = member
-        rendezvous, claims, problem = None, [Claim(host=member.host)], ""
+        at, rendezvous, problem = member, None, ""
+        claims = [Claim(host=member.host)]
         # Spark's allGather takes a second. Ranks of one host that share no devices do without it.
         must_gather = self.use_gpu or member.local_size < member.size
         ports = [0] if must_gather else meeting_ports(self.secret)
@@ -213,9 +196,8 @@ class GangTask:
                     raise
                 problem = str(error)
             if must_gather:
-                offer = _Offer(
-                    address=rendezvous.address if rendezvous else "", claim=claims[0], problem=problem
-                )
+                opened = rendezvous.address if rendezvous else ""
+                offer = _Offer(address=opened, claim=claims[0], problem=problem)
                 address, claims = offer.gather(context)
             status.phase = "choosing the devices"
             device = self._device(claims, context)
@@ -236,16 +218,14 @@ class GangTask:
         if not self.use_gpu:
             return Claim(host=member.host)
         gpu = context.resources().get("gpu")
-        return Claim(
-            host=member.host, addresses=tuple(gpu.addresses) if gpu else (), visible=visible_devices()
-        )
+        addresses = tuple(gpu.addresses) if gpu else ()
+        return Claim(host=member.host, addresses=addresses, visible=visible_devices())
 
     def _device(self, claims: list[Claim], context: Any) -> str:
         if not self.use_gpu:
             return "cpu"
         import torch
 
-        task: int = context.partitionId()
-        device = assign_devices(claims)[task]
+        device: str = assign_devices(claims)[context.partitionId()]
         torch.cuda.set_device(device)
         return device

@@ -1,12 +1,8 @@
-"""Finds the rank that hangs a gang, from the heartbeats of the ranks and the driver's clock alone.
+"""Finds the rank that hangs a gang, from the ranks' heartbeats and the driver's clock alone.
 
-A rank is silent if its beats stop: its process is stopped, or its host is lost. It is stalled if its beats
-continue but its ticks stop: a loader never gives the next batch, or user code never returns. A rank that
-waits for a silent rank stalls as well, so a silent rank is blamed first. Before a stalled rank is blamed, the
-ranks that only wait for it get the time to end by their own timeout. After a failure, the other ranks get
-only the time of a few beats: with Gloo they notice the failure and end, but with NCCL they may wait for a
-device that never answers, and continue to beat. While a rank still imports its libraries on a busy machine,
-no rank progresses and none hangs.
+A silent rank sends no beats: its process or host is lost. A stalled rank sends beats without progress. Ranks
+that wait for it stall too, so silent ranks are blamed first, and ranks may first end by their own timeout. No
+rank counts as stalled while another still imports its libraries.
 """
 
 from __future__ import annotations
@@ -21,8 +17,6 @@ from ringspark.estimators.launch.heartbeat import Beat, interval_seconds
 
 @dataclass(kw_only=True)
 class _RankClock:
-    """The last beat of a rank, and the driver's times of its last changes."""
-
     beat: Beat
     beat_changed: float
     tick_changed: float
@@ -30,11 +24,7 @@ class _RankClock:
 
 @dataclass(frozen=True, kw_only=True)
 class Hung:
-    """The rank that hangs.
-
-    Attributes:
-        beat: The rank's last beat; None if it never sent one.
-    """
+    """The rank that hangs; `beat` is its last beat, or None if it never sent one."""
 
     rank: int
     beat: Beat | None
@@ -59,15 +49,13 @@ class HangDetector:
 
     @property
     def beats(self) -> list[Beat]:
-        """The last beats, in rank order."""
         return [self._seen[rank].beat for rank in sorted(self._seen)]
 
     def update(self, beats: Iterable[Beat], now: float) -> None:
-        """Takes in the last beats of the ranks."""
         if self._last_update is not None:
             gap = now - self._last_update
-            # Far longer than usual: the driver was stopped or could not read, so the gap says nothing about
-            # the ranks. If the store always takes long, the time counts.
+            # After an unusual gap, the driver was stopped or could not read, which says nothing about the
+            # ranks. If the store is always slow, the time counts.
             if gap > max(self._grace, 2 * min(self._gaps, default=0.0)):
                 self._shift_clocks(gap)
             self._gaps.append(gap)
@@ -91,7 +79,6 @@ class HangDetector:
                 seen.tick_changed = now
 
     def find_hung(self, now: float) -> Hung | None:
-        """Returns the rank that hangs, or None."""
         if self._began is None:
             return None
         running = {rank: seen for rank, seen in self._seen.items() if not seen.beat.ended}
@@ -132,9 +119,8 @@ class HangDetector:
 
     def is_idle(self, now: float) -> bool:
         """Whether every rank has ended or has sent no heartbeat lately."""
-        return not any(
-            not seen.beat.ended and now - seen.beat_changed < self._grace for seen in self._seen.values()
-        )
+        seen = self._seen.values()
+        return all(each.beat.ended or now - each.beat_changed >= self._grace for each in seen)
 
     def _shift_clocks(self, seconds: float) -> None:
         if self._began is not None:

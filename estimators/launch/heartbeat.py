@@ -1,12 +1,8 @@
 """Heartbeats that every rank of a gang writes into the run directory while it works.
 
-`run/heartbeat/rank-<k>.json` holds one `Beat`. A daemon thread of the rank's Python worker replaces it every
-few seconds. The driver compares two reads by its own clock, never by another machine's. A failing store must
-not end a training, so a failed write is ignored.
-
-The thread also ends obsolete work. A worker exits if its parent process died. A rank stops if the driver
-removed the run directory. Rank 0, which alone writes the other files of the run directory, stops if another
-driver, or a later launch of the same driver, took over the run.
+The thread also ends obsolete work: a worker exits if its parent process died, and a rank stops if the run
+directory was removed. Rank 0, which writes the other files there, stops if a later launch or another driver
+took over the run.
 """
 
 from __future__ import annotations
@@ -35,22 +31,14 @@ _logger = logging.getLogger(__name__)
 
 
 def interval_seconds(timeout_seconds: float) -> float:
-    """Returns the seconds between two beats."""
     return min(LONGEST_INTERVAL_SECONDS, timeout_seconds / 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """One heartbeat of a rank.
+    """One heartbeat of a rank, in `run/heartbeat/rank-<k>.json`.
 
-    Attributes:
-        token: Token of the driver that started the rank.
-        task: Spark's number of the rank's task in the stage.
-        launch: Number of earlier launches, see `Pulse`.
-        ticks: Count of the rank's progress, see `Status.ticks`.
-        beats: Number of earlier beats.
-        ended: Whether the rank's work has ended.
-        failure: The rank's failure, as `Failure.to_json` gives it.
+    `ticks` counts the rank's progress, `launch` the earlier launches by the driver with this token.
     """
 
     token: str
@@ -67,7 +55,6 @@ class Beat:
 
     @classmethod
     def from_json(cls, data: bytes) -> Beat | None:
-        """Reads a beat; returns None if the text is not one."""
         try:
             # Checked here, because anybody who may write into the folder may write nonsense.
             beat = record(cls, parse_object(data))
@@ -79,17 +66,13 @@ class Beat:
 
 
 def beat_uri(run_uri: str, rank: int) -> str:
-    """Returns the URI of a rank's heartbeat file."""
     return storage.join(run_uri, run_layout.HEARTBEAT, f"rank-{rank}.json")
 
 
 def read_beats(
     run_uri: str, num_ranks: int, token: str, launch: int, readers: Executor | None = None
 ) -> list[Beat]:
-    """Returns the last beat of each rank that has written one in this launch. Runs on the driver.
-
-    Raises OSError if the store does not answer. The `readers` read in parallel.
-    """
+    """Returns the last beat of each rank that has written one in this launch. Runs on the driver."""
 
     def read(rank: int) -> Beat | None:
         try:
@@ -105,12 +88,7 @@ def read_beats(
 
 @dataclass(frozen=True, kw_only=True)
 class Pulse:
-    """Heartbeat settings of one launch, which Spark ships to the ranks.
-
-    Attributes:
-        token: Token of the driver.
-        launch: Number of times that the driver had started the gang before.
-    """
+    """Heartbeat settings of one launch, which Spark ships to the ranks."""
 
     run_uri: str
     token: str
@@ -147,7 +125,7 @@ class Heartbeat:
     def fail(self, failure: Failure) -> Failure:
         """Puts the failure into the next beats, because the rank's row may never reach the driver.
 
-        Returns the first failure of this rank, which counts.
+        Returns the first failure of this rank.
         """
         self._failure = self._failure or failure
         return self._failure

@@ -1,12 +1,8 @@
-"""Training without Spark: one rank in this process, or ranks in processes of their own.
-
-Spawned ranks use the same collectives as a barrier stage. Tests and machines without Spark use them.
-"""
+"""Training without Spark: one rank in this process, or ranks in spawned processes."""
 
 from __future__ import annotations
 
 import gc
-import logging
 import multiprocessing
 import os
 import secrets
@@ -17,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from queue import Empty
 from typing import Any
 
 import cloudpickle
@@ -27,6 +24,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.failures import Failure, WorkerError
 from ringspark.estimators.launch.gang_task import Work, assign_ranks, work_and_leave
 from ringspark.estimators.launch.heartbeat import Pulse
+from ringspark.estimators.launch.owner import write_note
 from ringspark.estimators.launch.rank_output import RankOutput, with_last_lines
 from ringspark.estimators.memory import check_on_rank
 from ringspark.estimators.training.check.driver import check_training
@@ -36,34 +34,24 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.estimators.training.worker import FinishedRun, TrainResult, train_worker
 from ringspark.pipelines import ShardManifest, storage
 
-_log = logging.getLogger(__name__)
-
 # Modules that the fork server imports before it forks a rank; it skips modules that are not installed.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "horovod.torch", __name__]
 _MAIN_LOCK = threading.Lock()
 
 
 def train_here(config: TrainConfig, objects: UserObjects | None = None, device: str = "cpu") -> TrainResult:
-    """Checks and trains on one rank in this process."""
     objects = objects or UserObjects()
     config = replace(config, num_workers=1, collective="local")
     manifest = ShardManifest.load(config.shards_uri)
     config = check_training(config, objects, manifest).config
     collective = LocalCollective()
     config = check_on_rank(config, objects, manifest, collective)
-    _write_note(config, run_layout.CONFIG, config.to_json())
+    write_note(config.run_uri, run_layout.CONFIG, config.to_json())
     result = train_worker(config, collective, objects, device)
-    _write_note(config, run_layout.RESULT, FinishedRun(result=result).to_json())
+    write_note(config.run_uri, run_layout.RESULT, FinishedRun(result=result).to_json())
     # The training is over, so nobody will resume from the checkpoints.
     storage.remove(checkpoints_uri(config.run_uri), recursive=True)
     return result
-
-
-def _write_note(config: TrainConfig, name: str, text: str) -> None:
-    try:
-        storage.write_atomic(storage.join(config.run_uri, name), text.encode())
-    except OSError as error:
-        _log.warning("%s was not written (%s); the training continues without it", name, error)
 
 
 def run_spawned(
@@ -94,9 +82,7 @@ def run_spawned(
     os.mkdir(storage.join(folder.name, run_layout.HEARTBEAT))
     processes = [
         context.Process(
-            target=_spawned,
-            args=(queue, member, collective, meeting, pickled),
-            kwargs={"environment": dict(os.environ), "pulse": pulse},
+            target=_run_rank, args=(queue, member, collective, meeting, pickled, dict(os.environ), pulse)
         )
         for member in members
     ]
@@ -124,8 +110,7 @@ def run_spawned(
 def _hidden_main() -> Iterator[None]:
     """Hides the path of the main script, so that new processes do not run the script.
 
-    multiprocessing runs it for functions that are pickled by name. The work of a rank is pickled by value,
-    and a script without `if __name__ == "__main__"` would train again in every rank.
+    A script without `if __name__ == "__main__"` would train again in every rank.
     """
     main = sys.modules["__main__"]
     with _MAIN_LOCK:
@@ -140,9 +125,6 @@ def _hidden_main() -> Iterator[None]:
 
 
 def _receive(queue: Any, processes: list[Any], pulse: Pulse) -> list[tuple[int, str, str | None]]:
-    """Returns one row per rank; raises WorkerError with the exit code if a process died without a row."""
-    from queue import Empty
-
     rows: list[tuple[int, str, str | None]] = []
     while len(rows) < len(processes):
         try:
@@ -157,13 +139,12 @@ def _receive(queue: Any, processes: list[Any], pulse: Pulse) -> list[tuple[int, 
     return rows
 
 
-def _spawned(
+def _run_rank(
     queue: Any,
     member: Member,
     collective: str,
     meeting: RendezvousInfo,
     pickled: bytes,
-    *,
     environment: dict[str, str],
     pulse: Pulse,
 ) -> None:

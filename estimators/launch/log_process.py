@@ -2,10 +2,9 @@
 
     python -m ringspark.estimators.launch.log_process <process id> <descriptors> <run> <rank> <start> <line>
 
-The three descriptors are the pipes of standard output, standard error and the answers. The process lives as
-long as the rank, so it imports almost nothing before the rank has died. A "?" on standard input requests the
-kept output, if there is more than at the last answer. A "!" does the same, and says that the rank's work has
-ended in order. If the rank's process ends without it, this process stores the kept output.
+The descriptors are the pipes of standard output, standard error and the answers. A "?" on standard input
+requests the kept output if it is new; a "!" also reports the end of the rank's work. If the rank dies without
+it, this process stores the output.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class KeptEnds:
         self._added = 0
 
     def add(self, data: bytes) -> None:
-        """Adds bytes."""
         self._added += len(data)
         room = self._head_bytes - len(self._head)
         self._head += data[:room]
@@ -45,7 +43,7 @@ class KeptEnds:
             del self._tail[: -self._tail_bytes]
 
     def text(self) -> bytes:
-        """Returns the kept bytes; a line says how many bytes are left out in the middle."""
+        """Returns the kept bytes, with a line for the bytes left out in the middle."""
         tail = bytes(self._tail[-self._tail_bytes :])
         if len(self._head) + len(tail) == self._added:
             return self._head + tail
@@ -57,7 +55,6 @@ class KeptEnds:
 
 
 def main() -> None:
-    """Runs until the pipes are closed or the rank's process has ended."""
     rank, out, err, answers = map(int, sys.argv[1:5])
     try:
         end = os.pidfd_open(rank)
@@ -100,13 +97,11 @@ def main() -> None:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Writes all bytes; blocks until they are taken."""
     while data:
         data = data[os.write(descriptor, data) :]
 
 
 def _store(text: bytes) -> None:
-    """Stores the output of a dead rank, then the file that says so to the driver."""
     run_uri, rank, start, line = sys.argv[5:]
     # Not earlier, because these imports take more memory than all the rest.
     from ringspark.estimators import run_layout

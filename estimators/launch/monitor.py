@@ -1,8 +1,4 @@
-"""Monitors a gang from a thread of the driver: reads the heartbeats and acts on them.
-
-The main thread waits for the Spark job. This thread cancels the job if a rank hangs, or if Spark waits for
-slots that no longer exist.
-"""
+"""Monitors a gang from a thread of the driver, while the main thread waits for the Spark job."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ from ringspark.pipelines import storage
 
 POLL_SECONDS = 0.5
 _CANCEL_AGAIN_SECONDS = 2.0
-# Number of beats that are read in parallel from a remote store.
+# Beats that are read in parallel from a remote store; in sequence, the first would be old by the last.
 _READERS = 16
 
 # Failure type of a gang for which Spark has no slots.
@@ -31,18 +27,13 @@ NO_ROOM = "NoRoom"
 
 
 class Monitor:
-    """A context manager that monitors the job in its block.
+    """A context manager that cancels the job in its block if a rank hangs or the cluster has no slots.
 
-    Attributes:
-        verdict: The failure for which this thread cancelled the job, or None.
+    `verdict` is the failure for which it cancelled the job, or None.
     """
 
     def __init__(
-        self,
-        pulse: Pulse,
-        num_workers: int,
-        job: SparkJob,
-        count_slots: Callable[[], int | None],
+        self, pulse: Pulse, num_workers: int, job: SparkJob, count_slots: Callable[[], int | None]
     ) -> None:
         self._pulse = pulse
         self._num_workers = num_workers
@@ -50,7 +41,6 @@ class Monitor:
         self._count_slots = count_slots
         self._hang_detector = HangDetector(num_workers, pulse.timeout_seconds)
         self._full_at = time.monotonic()
-        # Read in sequence from a remote store, the first beats of many ranks would be old by the last.
         is_local = storage.is_local(pulse.run_uri)
         self._readers = None if is_local else ThreadPoolExecutor(min(num_workers, _READERS))
         self._done = threading.Event()
@@ -59,7 +49,6 @@ class Monitor:
 
     @property
     def beats(self) -> list[Beat]:
-        """The last beats of the ranks."""
         return self._hang_detector.beats
 
     def __enter__(self) -> Monitor:
@@ -95,22 +84,18 @@ class Monitor:
         beats = read_beats(pulse.run_uri, self._num_workers, pulse.token, pulse.launch, self._readers)
         self._hang_detector.update(beats, time.monotonic())
 
-    def _store_takes_files(self) -> bool:
-        try:
-            uri = storage.join(self._pulse.run_uri, run_layout.HEARTBEAT, "driver.json")
-            storage.write_atomic(uri, b"{}")
-        except Exception:  # a store's client may raise anything
-            return False
-        return True
-
     def _find_failure(self) -> Failure | None:
         self._read_beats()
         now = time.monotonic()
         hung = self._hang_detector.find_hung(now)
-        if hung is not None and not self._store_takes_files():
-            # The ranks cannot write heartbeats either, and a restart would not help.
-            self._hang_detector.restart_clocks(now)
-            hung = None
+        if hung is not None:
+            try:
+                uri = storage.join(self._pulse.run_uri, run_layout.HEARTBEAT, "driver.json")
+                storage.write_atomic(uri, b"{}")
+            except Exception:  # a store's client may raise anything
+                # The ranks cannot write heartbeats either, and a restart would not help.
+                self._hang_detector.restart_clocks(now)
+                hung = None
         if hung is not None:
             host, phase = (hung.beat.host, hung.beat.phase) if hung.beat else ("unknown", "starting")
             message = f"the worker {hung.reason} (timeoutSeconds={self._pulse.timeout_seconds:g})"

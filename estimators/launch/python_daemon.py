@@ -2,13 +2,8 @@
 
     spark-submit --conf spark.python.daemon.module=ringspark.estimators.launch.python_daemon ...
 
-On a local master, where the conf can still be changed, `fit` sets it by `choose_daemon`.
-
-Spark forks the Python workers of an executor from one daemon, so a worker gets the daemon's imports for
-free. Otherwise every rank imports torch again at each start of a gang, for 3 to 5 s of CPU. The daemon also
-saves Python tasks of any library from listing Spark's archives again, for 0.2 s of CPU up to Python 3.12.
-
-The executors must have ringspark installed: the daemon starts before Spark ships any file.
+Spark forks the Python workers of an executor from one daemon, so they share its imports. The executors must
+have ringspark installed. On a local master, `fit` sets this conf.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ MODULE = "ringspark.estimators.launch.python_daemon"
 
 _CONF = "spark.python.daemon.module"
 _SPARKS_OWN = "pyspark.daemon"
-# A user who set one of these chose a daemon, or limited the address space, of which torch needs much.
+# A user who set one of these chose a daemon, or limited the address space that torch needs.
 _CHOICES = {_CONF, "spark.executor.pyspark.memory", "spark.python.use.daemon"}
 _CHECK_SECONDS = 30
 
@@ -52,8 +47,7 @@ _logger = logging.getLogger(__name__)
 def choose_daemon(spark: Any, use_gpu: bool = False) -> None:
     """Makes Spark fork its next Python workers from this daemon if that is safe. Runs on the driver.
 
-    It is safe if driver and executor are one process, which reads its conf whenever it starts a daemon; if
-    that daemon would run this very file; and if the forks need no CUDA. Settings of the user stay.
+    It is safe if driver and executor are one process, no fork needs CUDA, and the user has not set a daemon.
     """
     from pyspark import InheritableThread
 
@@ -85,11 +79,7 @@ def _start_daemon(spark: Any, context: Any) -> None:
 
 
 def _finds_module(context: Any) -> bool:
-    """Whether a daemon would run this file.
-
-    Spark's JVM runs the check as it starts its daemon: in its own folder and environment. Both may differ
-    from the driver's, whose PYTHONPATH also has `--py-files`.
-    """
+    """Whether a daemon would run this file, in the folder and environment of Spark's JVM."""
     code = (
         f"import importlib.util, os, sys; spec = importlib.util.find_spec({MODULE!r}); "
         "sys.exit(spec is None or os.path.realpath(spec.origin) != sys.argv[1])"
@@ -112,7 +102,6 @@ def _finds_module(context: Any) -> bool:
 
 
 def main() -> None:
-    """Imports the modules, then serves Spark until the daemon ends."""
     # Garbage collection would take a quarter of the import time and find nothing.
     gc.disable()
     with _quiet_stdout():
@@ -145,8 +134,8 @@ def _preload() -> None:
 def _list_archives_once() -> None:
     """Caches the listing of each archive on sys.path until its file changes.
 
-    Every task of PySpark invalidates the caches of importlib. Then Python lists an archive again for each
-    package in it: Spark's pyspark.zip and its spark-core.jar, which has 5000 entries.
+    Every task of PySpark invalidates importlib's caches. Up to Python 3.12, Python would then list
+    pyspark.zip and spark-core.jar again, for 0.2 s.
     """
     list_again = zipimport.zipimporter.invalidate_caches
     listed: WeakKeyDictionary[zipimport.zipimporter, tuple[int, int, int]] = WeakKeyDictionary()
@@ -168,7 +157,7 @@ def _list_archives_once() -> None:
 
 @contextlib.contextmanager
 def _quiet_stdout() -> Iterator[None]:
-    """Redirects stdout to stderr for a moment: Spark reads the daemon's port from stdout."""
+    # To stderr, because Spark reads the daemon's port from stdout.
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

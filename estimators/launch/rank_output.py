@@ -1,13 +1,7 @@
 """Keeps the output of a rank in the run's folder and for the driver's error, however the rank ends.
 
-While a rank works, its descriptors 1 and 2 are pipes to the log process, which forwards the output to where
-it went before, such as the executor's log, and keeps the first and the last part. The descriptors are
-replaced, not `sys.stdout`, because native libraries and child processes know only descriptors: otherwise the
-message of Gloo or CUDA before an abort() would be in the executor's log alone. Spark's daemon has written its
-port to standard output long before a task begins.
-
-A thread of the rank asks the log process for new output about once a second, and writes it into the run's
-folder. If the rank's process dies, the log process writes it, and then a file that ends the driver's wait.
+Descriptors 1 and 2 become pipes to the log process. Native libraries such as CUDA know only descriptors, not
+`sys.stdout`. A thread of the rank stores the output; if the rank dies, the log process does.
 """
 
 from __future__ import annotations
@@ -46,7 +40,7 @@ _RESTART_PATIENCE_SECONDS = 3.0
 class RankOutput:
     """A context manager that keeps this process's standard output and error. Runs on every rank.
 
-    It does nothing if the system has no pidfd (Linux has), or no room for one more process.
+    It does nothing if the system has no pidfd (Linux has) or cannot start a process.
     """
 
     def __init__(self, pulse: Pulse, rank: int, host: str) -> None:
@@ -173,10 +167,7 @@ class RankOutput:
 
 
 def with_last_lines(failure: Failure, pulse: Pulse) -> Failure:
-    """Returns the failure with the last lines that its rank printed in this launch.
-
-    Runs on the driver. For a lost rank, it waits until the log process has stored them.
-    """
+    """Returns the failure with the last lines that its rank printed in this launch. Runs on the driver."""
     # The store's client may raise anything; the failure itself matters more.
     with suppress(Exception):
         _wait_for_log_process(failure, pulse, _PATIENCE_SECONDS)
@@ -188,7 +179,7 @@ def with_last_lines(failure: Failure, pulse: Pulse) -> Failure:
 def wait_for_output(failure: Failure, pulse: Pulse) -> None:
     """Waits until the output of a lost rank is stored. Runs on the driver before a restart.
 
-    Otherwise a short training may end, and remove the heartbeat folder, before the log process looks for it.
+    Otherwise a short training may remove the heartbeat folder first.
     """
     with suppress(Exception):
         _wait_for_log_process(failure, pulse, _RESTART_PATIENCE_SECONDS)
@@ -197,17 +188,14 @@ def wait_for_output(failure: Failure, pulse: Pulse) -> None:
 def _wait_for_log_process(failure: Failure, pulse: Pulse, patience: float) -> None:
     if failure.type != LOST:
         return
-    start = rank_log.name_start(pulse.token, pulse.launch)
+    start = rank_log.name_start(pulse.token, pulse.launch).encode()
+    uri = rank_log.died_uri(pulse.run_uri, failure.rank)
     deadline = time.monotonic() + patience
-    while time.monotonic() < deadline and not _has_died(pulse, failure.rank, start):
+    while time.monotonic() < deadline:
+        with suppress(FileNotFoundError):
+            if storage.read_bytes(uri) == start:
+                return
         time.sleep(0.1)
-
-
-def _has_died(pulse: Pulse, rank: int, start: str) -> bool:
-    try:
-        return storage.read_bytes(rank_log.died_uri(pulse.run_uri, rank)) == start.encode()
-    except FileNotFoundError:
-        return False
 
 
 def _ask(question: bytes, questions: IO[bytes], answers: IO[bytes]) -> bytes:

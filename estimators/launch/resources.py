@@ -1,9 +1,7 @@
-"""Decides what a gang requests from Spark: each worker's cores and its one GPU, and how many workers fit.
+"""Decides what a gang requests from Spark: cores and one GPU per worker, and how many workers fit.
 
-A cluster for ETL gives each task a fraction of a GPU (`spark.task.resource.gpu.amount=0.25`), or none, so
-that all cores work. A gang on it needs whole GPUs. Spark's stage-level scheduling grants them to this one
-stage, whose tasks have another size on the existing executors. xgboost.spark does the same; this works for
-any number of GPUs per executor. The decisions are pure functions of the Spark conf.
+If the cluster gives each task a fraction of a GPU, Spark's stage-level scheduling grants whole GPUs to the
+gang's stage, as in xgboost.spark.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class StagePlan:
 
 
 def plan_stage(conf: Mapping[str, str], version: str, use_gpu: bool) -> StagePlan:
-    """Decides whether the gang's stage needs tasks of its own size, for a Spark of `version`."""
+    """Decides whether the gang's stage needs tasks of a special size, for a Spark of `version`."""
     master = conf.get("spark.master", "")
     gpus = int(float(conf.get(EXECUTOR_GPUS, "0")))
     # Local mode has no resources to schedule.
@@ -69,9 +67,7 @@ def slots_of_conf(
 ) -> int | None:
     """Returns how many workers can run at the same time by the conf; None if the conf does not say.
 
-    Args:
-        task_cpus: Cores of each task, which also needs a whole GPU; None for `spark.task.*`.
-        total_cores: Cores of all executors, if known.
+    With `task_cpus`, each task also needs a whole GPU; without it, tasks need `spark.task.*`.
     """
     master = conf.get("spark.master", "")
     cpus = task_cpus or int(conf.get("spark.task.cpus", "1"))
@@ -115,7 +111,6 @@ _PROFILES: dict[tuple[str, int], Any] = {}
 
 
 def profile_of(spark: SparkSession, task_cpus: int) -> Any:
-    """Returns a `ResourceProfile` for tasks with this many cores and one GPU."""
     from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
     key = (application_of(spark), task_cpus)

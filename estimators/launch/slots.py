@@ -1,8 +1,4 @@
-"""Counts how many gang members the cluster can run at the same time.
-
-Spark does not refuse a barrier stage with more tasks than slots at once; it retries for minutes. So the
-driver checks first.
-"""
+"""Counts how many gang members the cluster can run at the same time."""
 
 from __future__ import annotations
 
@@ -40,12 +36,7 @@ def count_slots(spark: SparkSession, use_gpu: bool = False) -> int | None:
 def check_slots(
     spark: SparkSession, num_workers: int, use_gpu: bool = False, collective: str = "torch"
 ) -> int | None:
-    """Refuses a gang that Spark would never start; otherwise returns `count_slots`.
-
-    Raises:
-        ValueError: The cluster is too small, lacks GPUs or a Horovod for them, or allocates executors
-            dynamically, so no barrier stage runs on it.
-    """
+    """Refuses a gang that Spark would retry for minutes and never start; otherwise returns `count_slots`."""
     conf = spark_conf(spark)
     check_fixed_size(conf)
     if use_gpu:
@@ -84,9 +75,7 @@ def check_slots(
 def may_grow(slots: int | None, num_workers: int, expected: int | None, is_young: bool) -> bool:
     """Whether more executors may still register.
 
-    Args:
-        expected: Number of slots that the conf promises; None if it does not say. Then one executor suffices.
-        is_young: Whether Spark started so recently that the executors of some hosts may be missing.
+    `expected` is the number of slots that the conf promises, if it does. `is_young`: Spark started recently.
     """
     if slots is None or slots >= num_workers:
         return False
@@ -100,12 +89,9 @@ def _is_young(spark: SparkSession) -> bool:
 
 
 def check_fixed_size(conf: Mapping[str, str]) -> None:
-    """Refuses dynamic allocation, on which Spark fails every barrier stage (SPARK-24942).
-
-    A local master ignores the setting.
-    """
+    """Refuses dynamic allocation, on which Spark fails every barrier stage (SPARK-24942)."""
     enabled = conf.get("spark.dynamicAllocation.enabled", "false").lower() == "true"
-    if enabled and not is_local(conf):
+    if enabled and not is_local(conf):  # a local master ignores it
         raise ValueError(
             "all workers of a gang start at the same time, which Spark refuses on a cluster with "
             "spark.dynamicAllocation.enabled=true; start the session with it set to false and "
@@ -136,12 +122,10 @@ def _count(spark: SparkSession, conf: Mapping[str, str], task_cpus: int | None) 
 
 
 def default_parallelism(spark: SparkSession, conf: Mapping[str, str]) -> int | None:
-    """Returns the cores of all executors, on every cluster manager; None if the conf sets another value.
-
-    The plan of a range shows it without a job.
-    """
+    """Returns the cores of all executors on any cluster manager; None if the conf sets another value."""
     if {"spark.default.parallelism", "spark.sql.leafNodeDefaultParallelism"} & conf.keys():
         return None
+    # Reading the plan starts no job.
     frame: Any = spark.range(1)
     splits = _SPLITS.search(frame._explain_string())
     return int(splits[1]) if splits else None

@@ -1,9 +1,4 @@
-"""One Spark job that another thread can cancel, on Spark Classic and Spark Connect.
-
-The job has a unique tag. When a task is cancelled, Spark does not interrupt its Python worker at once: the
-executor kills it (SIGKILL, so a stopped process goes too) after at most `spark.python.task.killTimeout` and
-the two seconds between Spark's checks.
-"""
+"""One Spark job that another thread can cancel, on Spark Classic and Spark Connect."""
 
 from __future__ import annotations
 
@@ -13,6 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -70,17 +66,16 @@ class SparkJob:
     def _run_in_thread(self, action: Callable[[], list[Any]]) -> list[Any]:
         """Runs the action in another thread, with the job group and tags of this thread.
 
-        PySpark's handler of Ctrl-C cancels jobs over the connection of the main thread, and fails if the main
-        thread waits for a job over that connection.
+        PySpark's handler of Ctrl-C cancels jobs over the main thread's connection, and fails while it waits
+        for a job.
         """
-        rows: list[Any] = []
-        errors: list[BaseException] = []
+        rows: Future[list[Any]] = Future()
 
         def act() -> None:
             try:
-                rows.extend(action())
+                rows.set_result(action())
             except BaseException as error:
-                errors.append(error)
+                rows.set_exception(error)
 
         thread = InheritableThread(target=act, name="ringspark-gang", daemon=True)
         thread.start()
@@ -90,9 +85,7 @@ class SparkJob:
             self.cancel()
             thread.join(_KILL_SECONDS)
             raise
-        if errors:
-            raise errors[0]
-        return rows
+        return rows.result()
 
     def wait_until_ended(self, seconds: float) -> None:
         """Waits until the tasks of the failed job have ended too, but at most `seconds`."""
@@ -114,7 +107,6 @@ class SparkJob:
         return any(stage is not None and stage.numActiveTasks > 0 for stage in stages)
 
     def cancel(self) -> None:
-        """Cancels the job if it is running; logs a warning if Spark does not answer."""
         try:
             if is_remote(self._spark):
                 self._spark.interruptTag(self.tag)
@@ -128,8 +120,7 @@ class SparkJob:
 def cancellable(spark: SparkSession) -> Iterator[threading.Event]:
     """Yields an event that is set when somebody cancels the jobs of this thread, or all jobs.
 
-    Spark reports this only to a running job. So a job runs inside the block: its task sleeps in one slot of
-    the cluster, which other jobs cannot use meanwhile.
+    Spark reports this only to a running job, so a job sleeps in one slot of the cluster.
     """
     owner: Any = spark
     job, event = SparkJob(spark), threading.Event()
@@ -158,7 +149,6 @@ def cancellable(spark: SparkSession) -> Iterator[threading.Event]:
 
 
 def was_cancelled(error: BaseException) -> bool:
-    """Whether Spark's error says that the job was cancelled."""
     return _CANCELLED.search(str(error)) is not None
 
 

@@ -1,11 +1,7 @@
 """Keeps a gang training until it has finished, by restarting it if it was lost or hung.
 
-The supervisor restarts a gang, up to `max_restarts` times, if its infrastructure failed: a process or an
-executor died, a rank hung, a collective broke although no rank had raised an error, or a store failed for a
-while. An error of user code or data, or a cancelled job, ends the gang for good. The driver has to restart
-the gang, because Spark gives up a barrier stage with a result as soon as one of its tasks dies.
-
-Every start resumes from the newest good checkpoint of the run directory (`train_worker`).
+It restarts a gang from its newest checkpoint, up to `max_restarts` times, if a process, a collective or a
+store failed, but not after an error of user code or data.
 """
 
 from __future__ import annotations
@@ -47,8 +43,6 @@ class Supervisor:
 
     Attributes:
         config: Config of the training; after a loss, with the number of remaining ranks.
-        token: Token of this driver, see `owner`.
-        check_data: Function called before a restart; raises an error if the data changed.
         restarts: Reasons of the restarts so far.
     """
 
@@ -62,15 +56,7 @@ class Supervisor:
     _pulse: Pulse = field(init=False)
 
     def run(self) -> list[str]:
-        """Blocks until the gang has finished or has failed for good; returns one text per rank, in order.
-
-        Raises:
-            WorkerError: A rank failed through its own fault, or the last allowed start failed.
-            TrainingCancelledError: The Spark job was cancelled.
-            RuntimeError: The cluster no longer has room for the workers.
-            ValueError: The data changed.
-            OSError: The run's folder cannot be written to.
-        """
+        """Blocks until the gang has finished or has failed for good; returns one text per rank, in order."""
         self._stage = GangStage(self.spark, self.config.use_gpu)
         with self._stage.turn(self.config.num_workers):
             while True:
@@ -135,12 +121,18 @@ class Supervisor:
         if monitor.verdict is not None:
             return WorkerError([monitor.verdict, *_reported_failures(monitor.beats)])
         if was_cancelled(error):
-            return TrainingCancelledError(f"the training was cancelled in Spark ({_first_line(error)})")
+            lines = str(error).splitlines()
+            line = ([line for line in lines if "ancel" in line] or lines or [""])[0].strip()[:200]
+            return TrainingCancelledError(f"the training was cancelled in Spark ({line})")
         reason = find_lost_workers(error)
         if reason is None:
             return error
-        blamed = _TASK.search(str(error))
-        lost = _lost_ranks(monitor.beats, f"its process died ({reason})", int(blamed[1]) if blamed else None)
+        # All ranks that never reported their end, or only the rank that Spark blames.
+        task = _TASK.search(str(error))
+        silent = [beat for beat in monitor.beats if not beat.ended]
+        blamed = [beat for beat in silent if task and beat.task == int(task[1])] or silent
+        message = f"its process died ({reason})"
+        lost = [Failure.lost(beat.rank, beat.host, beat.phase, message) for beat in blamed]
         lost = lost or [Failure.lost(0, "unknown", "starting", f"Spark lost a worker ({reason})")]
         return WorkerError([*lost, *_reported_failures(monitor.beats)])
 
@@ -152,17 +144,14 @@ class Supervisor:
         return WorkerError(failures, f"; the workers had been started again {times} (maxRestarts)")
 
     def _make_room(self, cause: Failure) -> None:
-        """Waits until the workers fit again; if they do not, continues with fewer workers.
-
-        New executors take minutes on YARN and Kubernetes, so a gang that needs them waits for
-        `timeout_seconds`. A gang that can continue with fewer workers waits as long as at its first start.
-        """
+        """Waits until the workers fit again; if they do not, continues with fewer workers."""
         wanted = self.config.num_workers
         least = self.config.min_workers or wanted
         begun = time.monotonic()
         with ExitStack() as stack:
             cancelled = None
             while (room := self._stage.slots()) is not None and room < wanted:
+                # New executors take minutes on YARN and Kubernetes.
                 patience = self.config.timeout_seconds
                 if room >= least:
                     # A gang that gave up for lack of room has already waited that long.
@@ -188,16 +177,3 @@ class Supervisor:
 def _reported_failures(beats: list[Beat]) -> list[Failure]:
     # From the beats, because the ranks' rows were lost with the job.
     return [Failure.from_json(beat.failure) for beat in beats if beat.failure is not None]
-
-
-def _lost_ranks(beats: list[Beat], message: str, task: int | None) -> list[Failure]:
-    """Returns failures of ranks that never reported their end, or only of the rank that Spark blames."""
-    silent = [beat for beat in beats if not beat.ended]
-    blamed = [beat for beat in silent if beat.task == task] or silent
-    return [Failure.lost(beat.rank, beat.host, beat.phase, message) for beat in blamed]
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    found = [line for line in lines if "ancel" in line] or lines or [""]
-    return found[0].strip()[:200]

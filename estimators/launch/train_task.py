@@ -1,4 +1,4 @@
-"""`TrainTask`: the work of one rank in the form that Spark and `launch.local` ship."""
+"""`TrainTask`: the work of one rank in the form that Spark ships to the workers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ CLOSURE_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class PackedObjects:
-    """The `UserObjects` as Spark's closure holds them, which some clients limit to 128 MiB.
+    """The `UserObjects` for Spark's closure, which some clients limit to 128 MiB.
 
-    `network` is set if `pickled` has it without its weights, which are then sent through the store.
+    If `network` is set, `pickled` lacks its weights, which are sent through the store.
     """
 
     pickled: bytes
@@ -36,7 +36,6 @@ class PackedObjects:
 
     @classmethod
     def of(cls, objects: UserObjects) -> PackedObjects:
-        """Packs the objects; the error for an object that cannot be pickled names it."""
         network = objects.module
         if network is None or not _ships_through_store(network):
             return cls(pickled=user_code.dumps(objects), network=None)
@@ -56,9 +55,7 @@ class PackedObjects:
 class TrainTask:
     """Trains on one rank, if its host has the memory.
 
-    Attributes:
-        objects: The `UserObjects`, pickled together with the code from the user's own files.
-        weights: Folder of the initial weights; None if `objects` has them.
+    `weights` is the folder of the initial weights, if the pickled `objects` lack them.
     """
 
     config: TrainConfig
@@ -77,7 +74,7 @@ class TrainTask:
 
 
 def _ships_through_store(network: nn.Module) -> bool:
-    """Whether the network is large, and a meta-device module plus a checkpoint restore all of its tensors."""
+    # Only a large network, if a meta-device module plus a checkpoint restore all of its tensors.
     tensors = [*network.parameters(), *network.buffers()]
     if any(is_lazy(tensor) for tensor in tensors) or num_bytes(tensors) <= CLOSURE_BYTES:
         return False

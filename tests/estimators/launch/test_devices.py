@@ -138,7 +138,7 @@ def test_no_two_ranks_share_a_card_on_any_node(data: st.DataObject) -> None:
     given_addresses = data.draw(st.lists(st.integers(0, num_cards - 1), min_size=1, max_size=8))
     claims = [Claim(host="h", addresses=(str(a),), visible=visible) for a in given_addresses]
     if len(set(given_addresses)) < len(given_addresses):
-        with pytest.raises(ValueError, match="GPU of its own"):
+        with pytest.raises(ValueError, match="needs a separate GPU"):
             assign_devices(claims)
     else:
         assert assign_devices(claims) == [f"cuda:{a}" for a in given_addresses]

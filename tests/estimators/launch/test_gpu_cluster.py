@@ -132,7 +132,7 @@ def test_on_a_cluster_that_shares_its_gpus_each_worker_gets_one_of_its_own(
     assert report["slots"] == [4, 2]
     assert report["task_cpus"] == 2
     # With four concurrent ETL tasks Spark assigns each address twice, which a gang must refuse.
-    assert "useGpu=True needs a GPU of its own for each worker, but Spark gave GPU " in report["etl"]
+    assert "useGpu=True needs a separate GPU for each worker, but Spark gave GPU " in report["etl"]
     told, devices = report["gang"]
     assert [cpus for cpus, _ in told] == [2, 2]
     assert sorted(addresses[0] for _, addresses in told) == ["0", "1"]
