@@ -1,14 +1,10 @@
-"""The checked value of one fit: `CheckedFit` before its rows are written, `CheckedTraining` after.
-
-Everything that a fit does later receives this value and checks nothing again. All checks run on the driver
-and start no Spark job.
-"""
+"""Checks a fit on the driver before any Spark job starts; later steps check nothing again."""
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +12,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StringType, StructType
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.columns.schema import (
-    check_types,
-    find_field,
-    input_names,
-    kinds_by_column,
-)
+from ringspark.estimators.columns.schema import check_types, find_field, input_names, kinds_by_column
+from ringspark.estimators.launch.owner import write_note
 from ringspark.estimators.launch.python_daemon import PRELOADED
 from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.train_task import PackedObjects
@@ -46,19 +38,15 @@ from ringspark.pipelines.columns import Column, check_frame, check_masks, is_cas
 from ringspark.pipelines.kinds import Kind, Vocabulary
 from ringspark.pipelines.spark_paths import is_remote, resolve
 
-# Import path of the choice of a mesh for `parallelism="auto"`.
+# Chooses the mesh of parallelism="auto".
 CHOOSE_PARALLELISM = "ringspark.extras.planning.meshes.automatic:choose_parallelism"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedFit:
-    """One fit, checked by its settings and the schema of its DataFrame; no row has been read.
+    """A fit that was checked against its settings and the schema; no row has been read.
 
-    Attributes:
-        config: Settings; columns have the names of the DataFrame.
-        packed: The objects as Spark ships them to the workers.
-        heads: Heads by settings and schema; None for shards, whose columns are checked with their rows.
-        data: Columns and rows that the fit reads.
+    For shards, `heads` is None, because their columns are checked with their rows.
     """
 
     config: TrainConfig
@@ -70,11 +58,6 @@ class CheckedFit:
 
     @classmethod
     def of(cls, estimator: Any, dataset: DataFrame) -> CheckedFit:
-        """Checks an estimator with a DataFrame.
-
-        Raises:
-            ValueError: The settings or the columns cannot be used; the message says why.
-        """
         check_frame(dataset, f"{type(estimator).__name__}.fit")
         spark = dataset.sparkSession
         run_uri = estimator._run_uri(spark)
@@ -82,7 +65,12 @@ class CheckedFit:
         schema, exact = dataset.schema, is_case_sensitive(spark)
         config, columns, kinds = _find_columns(estimator, config, schema, exact)
         indicator, fraction = _indicator(estimator, columns, schema, exact), estimator.getValidationFraction()
-        _check_free_names(estimator, config, kinds, schema, exact)
+        outputs = estimator._output_columns(len(config.label_columns))
+        if any(isinstance(kinds.get(label), Vocabulary) for label in config.label_columns):
+            outputs += estimator._label_outputs()
+        check_distinct(outputs, exact)
+        # As in Spark's own fit, transform refuses a column whose name differs in case.
+        check_free(schema, outputs, exact=True)
         trackers = make_trackers(estimator.getTracking(), estimator.getShowProgress())
         estimator._warn()
         packed = PackedObjects.of(objects)
@@ -104,11 +92,6 @@ class CheckedFit:
 
     @classmethod
     def of_shards(cls, estimator: Any, spark: SparkSession, uri: str) -> tuple[CheckedFit, ShardManifest]:
-        """Checks an estimator with shards that exist.
-
-        Raises:
-            ValueError: The settings or the shards cannot be used; the message says why.
-        """
         run_uri = estimator._run_uri(spark)
         config, objects = config_of(estimator, estimator._task, estimator._label_columns())
         trackers = make_trackers(estimator.getTracking(), estimator.getShowProgress())
@@ -117,25 +100,14 @@ class CheckedFit:
         check_slots(spark, config.num_workers, config.use_gpu, config.collective)
         manifest = ShardManifest.load(resolve(spark, uri))
         manifest.verify_files()
-        data = FitData(
-            columns=tuple(config.columns),
-            validation_col=None,
-            validation_fraction=None,
-            seed=0,
-            drops_invalid=False,
-            root=run_uri or estimator._storage_root(spark),
-        )
+        data = FitData(columns=tuple(config.columns), root=run_uri or estimator._storage_root(spark))
         fit = cls(config=config, objects=objects, packed=packed, trackers=trackers, heads=None, data=data)
         return fit, manifest
 
     def with_rows(
         self, estimator: Any, spark: SparkSession, run: RunFolder, manifest: ShardManifest
     ) -> CheckedTraining:
-        """Checks the fit against its written rows, and chooses the mesh of parallelism="auto".
-
-        Raises:
-            ValueError: The rows, the network or the memory do not suit; the message says why.
-        """
+        """Checks the fit against its written rows, and chooses the mesh of parallelism="auto"."""
         data, objects = self.data, self.objects
         is_split = data.validation_col is not None or data.validation_fraction is not None
         if is_split and not manifest.select("validation").num_rows:
@@ -156,10 +128,9 @@ class CheckedFit:
             check_on_driver(config, objects, manifest, conf, remote)
 
         is_planned = estimator.getParallelism() == AUTO
-        # A network that the host cannot hold would kill the driver, so the memory is checked first. Only the
-        # mesh of "auto" says how much of the network a worker holds, and its planner runs the network.
-        check_first = None if is_planned else check_memory
-        training = check_training(config, objects, manifest, self.heads, check_first)
+        # A network that the host cannot hold would kill the driver, so the memory is checked first. For
+        # "auto", only the planner, which runs the network, knows how much of it a worker holds.
+        training = check_training(config, objects, manifest, self.heads, None if is_planned else check_memory)
         estimator._check_outputs(training.shapes, is_case_sensitive(spark))
         if is_planned:
             choice = load_object(CHOOSE_PARALLELISM)(
@@ -172,7 +143,7 @@ class CheckedFit:
                 chooses_micro=not estimator.isSet(estimator.gradientAccumulation),
                 is_here=is_on_driver(conf, remote),
             )
-            run.note(run_layout.PARALLELISM, f"{choice.explanation}\n")
+            write_note(run.uri, run_layout.PARALLELISM, f"{choice.explanation}\n")
             training = replace(training, config=choice.config)
             check_memory(training.config)
         check_budget(training.config, objects, manifest, estimator.getMemoryBudget())
@@ -180,11 +151,7 @@ class CheckedFit:
 
 
 def check_evaluated(estimator: Any, dataset: DataFrame) -> None:
-    """Checks that a DataFrame has the columns to evaluate an estimator's model.
-
-    Raises:
-        ValueError: An input or a label is missing, or has a type that the model cannot take.
-    """
+    """Raises ValueError if a DataFrame lacks columns to evaluate an estimator's model."""
     config, _ = config_of(estimator, estimator._task, estimator._label_columns())
     # An evaluation gives every row the weight 1, so it needs no weight column.
     config = replace(config, weight_column=None)
@@ -194,7 +161,6 @@ def check_evaluated(estimator: Any, dataset: DataFrame) -> None:
 def _find_columns(
     estimator: Any, config: TrainConfig, schema: StructType, exact: bool
 ) -> tuple[TrainConfig, tuple[Column, ...], dict[str, Kind]]:
-    """Returns config, columns to read and chosen column types, with the names of the DataFrame."""
     kinds = kinds_by_column(estimator.getColumns(), schema, exact)
     sources, inputs = input_names(config.input_columns, kinds, schema, exact)
     check_types(schema, sources, kinds)
@@ -214,7 +180,6 @@ def _find_columns(
 
 
 def _indicator(estimator: Any, columns: Sequence[Column], schema: StructType, exact: bool) -> str | None:
-    """Returns the column that marks the held-out rows, with its name in the DataFrame."""
     given = value_of(estimator, VALIDATION_INDICATOR_COL)
     if given is None:
         return None
@@ -225,15 +190,3 @@ def _indicator(estimator: Any, columns: Sequence[Column], schema: StructType, ex
             "or weight; copy it under another name"
         )
     return name
-
-
-def _check_free_names(
-    estimator: Any, config: TrainConfig, kinds: Mapping[str, Kind], schema: StructType, exact: bool
-) -> None:
-    """Refuses output columns of the model that exist already."""
-    outputs = estimator._output_columns(len(config.label_columns))
-    if any(isinstance(kinds.get(label), Vocabulary) for label in config.label_columns):
-        outputs += estimator._label_outputs()
-    check_distinct(outputs, exact)
-    # As in Spark's own fit, transform refuses a column whose name differs in case.
-    check_free(schema, outputs, exact=True)

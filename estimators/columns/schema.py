@@ -24,8 +24,7 @@ _REMEDIES: dict[type[DataType], str] = {
 def find_fields(name: str, schema: StructType, exact: bool) -> list[StructField]:
     """Returns the fields that Spark means by a name.
 
-    Args:
-        exact: Whether the session has `spark.sql.caseSensitive`; otherwise case is ignored.
+    `exact`: whether the session has `spark.sql.caseSensitive`; otherwise case is ignored.
     """
     if exact:
         return [field for field in schema.fields if field.name == name]
@@ -33,11 +32,7 @@ def find_fields(name: str, schema: StructType, exact: bool) -> list[StructField]
 
 
 def find_field(name: str, param: str, schema: StructType, exact: bool) -> StructField:
-    """Returns the one field that Spark means by the name in `param`; see `find_fields`.
-
-    Raises:
-        ValueError: There is none, and the message names the nearest one; or there are several.
-    """
+    """Returns the one field that Spark means by the name in `param`; raises ValueError if none or several."""
     found = find_fields(name, schema, exact)
     if not found:
         hint = nearest(name, schema.names) or f"; the DataFrame has {schema.names}"
@@ -55,9 +50,6 @@ def input_names(
     """Returns the columns from which inputs are made, and the inputs' names as the DataFrame spells them.
 
     A name is a column, or a single array of a column with a chosen type ("words.length").
-
-    Raises:
-        ValueError: A name is neither; the message has the nearest one.
     """
     sources, found = [], []
     for name in names:
@@ -73,11 +65,7 @@ def input_names(
 
 
 def kinds_by_column(given: Mapping[str, Kind], schema: StructType, exact: bool) -> dict[str, Kind]:
-    """Returns the column types that a user chose, by the DataFrame's names.
-
-    Raises:
-        ValueError: A name is no column, or two names are one.
-    """
+    """Returns the column types that a user chose, by the DataFrame's names."""
     kinds: dict[str, Kind] = {}
     for name, kind in given.items():
         found = find_field(name, "columns", schema, exact).name
@@ -90,11 +78,7 @@ def kinds_by_column(given: Mapping[str, Kind], schema: StructType, exact: bool) 
 def check_types(
     schema: StructType, columns: Sequence[str], kinds: Mapping[str, Kind] | None = None
 ) -> tuple[Column, ...]:
-    """Returns the columns, as complete as they are without data, with the chosen `kinds`.
-
-    Raises:
-        ValueError: A network cannot take a column's type, or it does not suit its chosen type.
-    """
+    """Returns the columns with the chosen `kinds`; facts that only the data show are missing."""
     kinds = kinds or {}
     fields = [schema[name] for name in dict.fromkeys(columns)]
     for field in fields:
@@ -111,10 +95,3 @@ def check_types(
                 f"date, array or vector; {remedy.format(name=field.name)}"
             )
     return columns_from_spark(StructType(fields), {f.name: kinds[f.name] for f in fields if f.name in kinds})
-
-
-def explain_for_fit(error: ValueError) -> ValueError:
-    """Extends a refusal of `write_shards` for a user of `fit`."""
-    if "to write_shards" not in str(error):
-        return error
-    return ValueError(f"{error}; fit takes the same by its setting columns")

@@ -1,19 +1,17 @@
-"""Reads the folder of a run, whether the run is training, has failed or has finished.
-
-Invariant: a missing or damaged file leaves its attribute empty and is named in `problems` or `missing`.
-"""
+"""Reads the folder of a run, whether the run is training, has failed or has finished."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.lazy_imports import load_object
+from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.data_facts import DataFacts
 from ringspark.estimators.training.history import EpochRecord, TrainingProgress, read_history, read_progress
 from ringspark.estimators.training.run_environment import Environment
@@ -27,7 +25,7 @@ T = TypeVar("T")
 
 TIME_SHARES = "ringspark.extras.timeline.trace:time_shares"
 
-# File -> its content, in words.
+# File -> description of its content.
 _EXPECTED = {
     run_layout.CONFIG: "settings",
     run_layout.ENVIRONMENT: "hosts, versions and memory",
@@ -36,45 +34,7 @@ _EXPECTED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Results of a finished run; the attributes are those of `TrainingSummary`."""
-
-    rows: int
-    steps: int
-    seconds: float
-    bytes_sent: int
-    model_epoch: int
-    stop_reason: str | None
-    restart_reasons: tuple[str, ...]
-    resumed_steps: tuple[int, ...]
-    checkpoint_errors: tuple[str, ...]
-    non_finite: tuple[str, ...]
-
-    @classmethod
-    def of_summary(cls, summary: Any) -> Outcome:
-        return cls(**{f.name: getattr(summary, f.name) for f in fields(cls)})
-
-    @classmethod
-    def of(cls, finished: FinishedRun) -> Outcome:
-        result = finished.result
-        return cls(
-            rows=result.rows,
-            steps=result.steps,
-            seconds=result.seconds,
-            bytes_sent=result.bytes_sent,
-            model_epoch=result.checkpoint_epoch,
-            stop_reason=result.stop_reason,
-            restart_reasons=finished.restarts,
-            resumed_steps=result.resumed_steps,
-            checkpoint_errors=result.checkpoint_errors,
-            non_finite=tuple(map(str, result.non_finite)),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class LastHeartbeat:
-    """The last heartbeat of one rank of an unfinished run, with its failure as text, or ""."""
-
     rank: int
     host: str
     phase: str
@@ -83,17 +43,16 @@ class LastHeartbeat:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """The content of a run's folder.
+    """The content of a run's folder; a missing or damaged file leaves its attribute empty.
 
     Attributes:
-        outcome: None if the run has not finished.
         time_shares: Rank -> type of work -> share of its time, from 0 to 1.
         problems: One sentence per file that could not be read.
-        missing: Name of each missing file -> its content, in words.
+        missing: Name of each missing file -> description of its content.
     """
 
     run_uri: str
-    outcome: Outcome | None = None
+    outcome: TrainingSummary | None = None
     config: TrainConfig | None = None
     history: tuple[EpochRecord, ...] = ()
     steps: tuple[StepRecord, ...] = ()
@@ -107,25 +66,19 @@ class RunFacts:
 
     @property
     def rows(self) -> int:
-        """Rows so far, over all epochs and ranks."""
         return self._so_far[0]
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps so far."""
         return self._so_far[1]
 
     @property
     def seconds(self) -> float:
-        """Training time so far, in seconds."""
         return self._so_far[2]
 
     @property
     def rows_per_second(self) -> float:
-        """Rate over the epochs including validation; NaN before the first rows.
-
-        The start of a training, with its imports and its first connections, does not count.
-        """
+        """Mean rate of the epochs, with validation but without startup; NaN before the first rows."""
         rows, seconds = sum(r.rows for r in self.history), sum(r.seconds for r in self.history)
         if not rows:
             rows, _, seconds = self._so_far
@@ -147,11 +100,7 @@ class RunFacts:
 
 
 def read_run(run_uri: str) -> RunFacts:
-    """Reads the folder of a run, also while it trains.
-
-    Raises:
-        ValueError: There is no run in the folder.
-    """
+    """Reads the folder of a run, also while it trains; raises ValueError if it holds no run."""
     uri = storage.normalize(run_uri)
     names = set(storage.list_names(uri))
     marks = {run_layout.OWNER, run_layout.CONFIG, run_layout.HISTORY, run_layout.RESULT, run_layout.PROGRESS}
@@ -170,29 +119,23 @@ def read_run(run_uri: str) -> RunFacts:
             problems.append(f"{name} could not be read: {error}")
             return otherwise
 
-    def text(name: str) -> bytes:
-        return storage.read_bytes(storage.join(uri, name))
+    def parse_file(name: str, parse: Callable[[bytes], T]) -> T | None:
+        return try_read(name, lambda: parse(storage.read_bytes(storage.join(uri, name))), None)
 
-    def read_result() -> FinishedRun:
-        return record(FinishedRun, parse_object(text(run_layout.RESULT), allow_nan=True))
-
-    def read_environment() -> Environment:
-        return Environment.from_json(text(run_layout.ENVIRONMENT))
-
-    finished = try_read(run_layout.RESULT, read_result, None)
-    config = try_read(
-        run_layout.CONFIG, lambda: TrainConfig.from_json(text(run_layout.CONFIG).decode()), None
+    finished = parse_file(
+        run_layout.RESULT, lambda text: record(FinishedRun, parse_object(text, allow_nan=True))
     )
+    config = parse_file(run_layout.CONFIG, lambda text: TrainConfig.from_json(text.decode()))
     no_history: tuple[EpochRecord, ...] = ()
     history = try_read(run_layout.HISTORY, lambda: tuple(read_history(uri)), no_history)
     return RunFacts(
         run_uri=uri,
-        outcome=None if finished is None else Outcome.of(finished),
+        outcome=None if finished is None else TrainingSummary.of(finished.result, finished.restarts),
         config=config,
         history=history if finished is None else finished.result.history,
         steps=try_read(run_layout.STEPS, lambda: tuple(read_steps(uri)), ()),
         progress=try_read(run_layout.PROGRESS, lambda: read_progress(uri), None),
-        environment=try_read(run_layout.ENVIRONMENT, read_environment, Environment()),
+        environment=parse_file(run_layout.ENVIRONMENT, Environment.from_json) or Environment(),
         data=try_read(run_layout.DATA, lambda: _read_data(uri, config), None),
         heartbeats=try_read(run_layout.HEARTBEAT, lambda: _read_heartbeats(uri), ()),
         time_shares=try_read(run_layout.TIMELINE, lambda: _read_time_shares(uri), {}),
@@ -201,13 +144,13 @@ def read_run(run_uri: str) -> RunFacts:
     )
 
 
-def run_of_summary(summary: Any) -> RunFacts:
-    """Returns the run of a `TrainingSummary`: its history and counts, and what remains of its folder."""
+def run_of_summary(summary: TrainingSummary) -> RunFacts:
+    """Returns the run of a `TrainingSummary`, with the remaining files of its folder."""
     try:
         found = read_run(summary.run_uri)
     except (ValueError, OSError) as error:
         found = RunFacts(run_uri=summary.run_uri, problems=(f"the run's folder is not readable: {error}",))
-    return replace(found, outcome=Outcome.of_summary(summary), history=tuple(summary.epochs))
+    return replace(found, outcome=summary, history=summary.epochs)
 
 
 def _read_data(uri: str, config: TrainConfig | None) -> DataFacts | None:

@@ -1,7 +1,6 @@
 """The folder of one training, from its start over resumes to its end or removal.
 
-`run_layout` lists its content. After a failure, a folder that the user named is kept if it holds a checkpoint
-to resume from. All other folders are removed, so no fit starts from another's weights.
+After a failure, a folder that the user named is kept if it holds a checkpoint. All other folders are removed.
 """
 
 from __future__ import annotations
@@ -36,12 +35,7 @@ class RunRefusedError(ValueError):
 
 
 def check_run_uri(run_uri: str | None, resume: bool) -> None:
-    """Refuses a folder that a fit may not use.
-
-    Raises:
-        ValueError: `resume` was set without a folder; the folder holds a run that is not to be resumed, or
-            something else; or it cannot be written.
-    """
+    """Raises ValueError for a folder that a fit may not use."""
     if run_uri is None:
         if resume:
             raise ValueError("resume=True continues the run of a folder; set runUri to that folder")
@@ -70,9 +64,7 @@ def check_run_uri(run_uri: str | None, resume: bool) -> None:
 def remove_old_run(uri: str, resume: bool | None) -> None:
     """Removes the run in the folder of a new run, unless `resume` is set.
 
-    Raises:
-        ValueError: The folder holds a file that no run writes. Or `resume` is None, that is unset, and the
-            folder holds an unfinished run that can be resumed or may be training now.
+    If `resume` is None (unset), refuses an unfinished run that can be resumed or may be training now.
     """
     names = storage.list_names(uri)
     # `check_run_uri` refuses a folder with other content.
@@ -84,12 +76,13 @@ def remove_old_run(uri: str, resume: bool | None) -> None:
             "removed; move that file elsewhere, or name another folder"
         )
     folder = RunFolder(uri, is_given=True)
-    if resume is None and folder.result() is None and folder.has_checkpoint():
+    is_unfinished = folder.result() is None and resume is None
+    if is_unfinished and folder.has_checkpoint():
         raise ValueError(
             f"{uri} holds an unfinished run; give --resume to continue it, --no-resume to start a new run, "
             "or name another folder"
         )
-    if resume is None and folder.result() is None and (seconds := _seconds_since_heartbeat(uri)) is not None:
+    if is_unfinished and (seconds := _seconds_since_heartbeat(uri)) is not None:
         raise ValueError(
             f"a worker of the run in {uri} sent a heartbeat {seconds:.0f} s ago, so it may be training; "
             f"wait {_DEAD_SECONDS:.0f} s if it is not, give --no-resume to start a new run, or name another "
@@ -100,7 +93,6 @@ def remove_old_run(uri: str, resume: bool | None) -> None:
 
 
 def _seconds_since_heartbeat(uri: str) -> float | None:
-    """Returns the seconds since the last heartbeat; None if there is none, or the workers must be dead."""
     with suppress(FileNotFoundError):
         changed = storage.newest_change(storage.join(uri, run_layout.HEARTBEAT))
         if changed is not None:
@@ -113,9 +105,7 @@ def _seconds_since_heartbeat(uri: str) -> float | None:
 class Begun:
     """The content of `run.json`.
 
-    Attributes:
-        identity: Settings, data and model of the run, see `run.identity`.
-        rows_key: Digest that identifies the rows of its DataFrame within one Spark application.
+    `rows_key` identifies the rows of its DataFrame within one Spark application.
     """
 
     identity: dict[str, Any]
@@ -126,9 +116,8 @@ class Begun:
 class RunFolder:
     """A run directory as one fit uses it.
 
-    Attributes:
-        token: Token of this driver; ranks of another driver end when they see it.
-        is_given: Whether the user named the folder, and so may come back to it.
+    `is_given`: whether the user named the folder, and so may resume from it. Ranks of another driver end when
+    they see this driver's `token`.
     """
 
     def __init__(self, uri: str, *, is_given: bool) -> None:
@@ -141,7 +130,6 @@ class RunFolder:
 
     @classmethod
     def new(cls, root: str) -> RunFolder:
-        """Returns a new folder in `root`."""
         return cls(storage.join(root, f"run-{uuid.uuid4().hex[:12]}"), is_given=False)
 
     @classmethod
@@ -176,16 +164,10 @@ class RunFolder:
             ) from None
 
     def begin(self, config: TrainConfig, identity: dict[str, Any], rows_key: str | None = None) -> None:
-        """Writes the identity of the run, or checks that it is unchanged. The driver then owns the run.
-
-        Raises:
-            RunRefusedError: The run was begun with other settings, data or model; the message lists them.
-        """
+        """Writes the identity of the run, or checks that it is unchanged. The driver then owns the run."""
         known = self.identity()
-        if known is not None:
-            changed = list_differences(known.identity, identity)
-            if changed:
-                raise self.refusal(changed)
+        if known is not None and (changed := list_differences(known.identity, identity)):
+            raise self.refusal(changed)
         if self.result() is not None:
             return
         self._is_mine = True
@@ -196,33 +178,21 @@ class RunFolder:
             storage.write_atomic(storage.join(self.uri, run_layout.IDENTITY), data)
 
     def last_config(self) -> TrainConfig | None:
-        """Returns the settings of the last start; None if there was none, or they cannot be read."""
         with suppress(OSError, ValueError):
-            return TrainConfig.from_json(
-                storage.read_bytes(storage.join(self.uri, run_layout.CONFIG)).decode()
-            )
+            text = storage.read_bytes(storage.join(self.uri, run_layout.CONFIG)).decode()
+            return TrainConfig.from_json(text)
         return None
 
-    def note(self, name: str, text: str) -> None:
-        """Writes a file that only informs; if the store refuses it, the training continues without it."""
-        try:
-            storage.write_atomic(storage.join(self.uri, name), text.encode())
-        except OSError as error:
-            _logger.warning("%s was not written (%s); the training continues without it", name, error)
-
     def refusal(self, changed: list[str]) -> RunRefusedError:
-        """Returns the error for a run whose identity changed."""
         return RunRefusedError(
             f"the run in {self.uri!r} cannot be resumed, because these changed: {'; '.join(changed)}; "
             "set them back, or give another folder"
         )
 
     def has_history(self) -> bool:
-        """Whether an earlier start has finished an epoch; False if the store does not answer."""
-        try:
+        with suppress(OSError):
             return storage.exists(storage.join(self.uri, run_layout.HISTORY))
-        except OSError:
-            return False
+        return False
 
     def result(self) -> str | None:
         """Returns the finished training as JSON; None if it has not finished."""
@@ -232,10 +202,7 @@ class RunFolder:
             return None
 
     def finish(self, result: str, *, keeps_checkpoints: bool = False) -> None:
-        """Marks the training as finished. Of the rows, it keeps only the manifest, which identifies them.
-
-        `keeps_checkpoints` keeps them for another training that resumes from the last one.
-        """
+        """Marks the training as finished; removes the rows except their manifest, which identifies them."""
         storage.write_atomic(storage.join(self.uri, run_layout.RESULT), result.encode())
         # Up to here, a later driver could resume from these files if this one died.
         if not keeps_checkpoints:
@@ -254,7 +221,7 @@ class RunFolder:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Wraps the training: after a failure it keeps the folder and says so, or removes it."""
+        """Wraps the training: after a failure it keeps the folder and reports it, or removes it."""
         try:
             yield
         except BaseException as error:
@@ -297,6 +264,5 @@ class RunFolder:
         return [name for name in names if name not in foreign]
 
     def has_checkpoint(self) -> bool:
-        """Whether there is a checkpoint to resume from."""
         root = checkpoints_uri(self.uri)
         return any(is_committed(root, step) for step in list_steps(root))

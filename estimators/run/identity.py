@@ -1,9 +1,4 @@
-"""Settings, data and model that a resumed run must share with its start.
-
-They determine the result of the run, so a run is resumed only if they are unchanged. Settings that only
-decide where and how fast it trains (workers, devices, reader, time limits, checkpoints) may change; the
-declaration of each setting says so. The identity is small and JSON.
-"""
+"""Settings, data and model that a resumed run must share with its start, as small JSON."""
 
 from __future__ import annotations
 
@@ -29,20 +24,18 @@ from ringspark.pipelines.columns import Column
 
 FORMAT_VERSION = 2
 
-# Config fields that may differ between the starts of one run: the folders, settings that declare it, facts
-# that follow from the metrics, and a pause, which changes no number.
+# Config fields that may differ between the starts of one run.
 _FREE = {"shards_uri", "run_uri", "own_metrics", "pause_after"} | {
     s.field for s in SETTINGS.values() if s.may_differ_on_resume
 }
 _NAMES = {setting.field: setting.name for setting in SETTINGS.values() if setting.field} | {
     "output_widths": "the model's outputs"
 }
-# Relative to the size of the added numbers.
-_TOLERANCE = 1e-6
+_RELATIVE_TOLERANCE = 1e-6
 
 
 def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> dict[str, Any]:
-    """Returns the identity of a run as JSON: settings, data and model by the names that a user knows."""
+    """Returns the identity of a run as JSON, by the names that a user knows."""
     settings = {
         _NAMES.get(f.name, f.name): getattr(config, f.name)
         for f in fields(config)
@@ -63,7 +56,7 @@ def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManife
             name: _describe(metric, tensors=False) for name, metric in objects.metrics.items()
         }
     identity = {"settings": settings, "data": _data_of(manifest), "model": _model_of(config, objects)}
-    # As it is read back later, where tuples are lists.
+    # In the form that is read back later: tuples are lists.
     found: dict[str, Any] = json.loads(json.dumps(identity, default=_plain))
     return found
 
@@ -86,7 +79,6 @@ def _plain(value: Any) -> Any:
 
 
 def _upgrade_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a run that an earlier version began, by their present names."""
     settings = upgrade(settings, {name: name for name in EARLIER})
     scaling = settings.get(SCALE_LEARNING_RATE.name)
     if isinstance(scaling, dict):
@@ -96,7 +88,7 @@ def _upgrade_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
-    """Returns the differences between the rows of two writes, as far as columns and statistics show them."""
+    """Returns the differences that columns and statistics show between the rows of two writes."""
     found = []
     columns = [[f"{column.name}: {column.kind}" for column in manifest.columns] for manifest in (old, new)]
     if columns[0] != columns[1]:
@@ -111,7 +103,7 @@ def list_data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
         for name in sorted(old.stats[split].keys() & new.stats[split].keys()):
             before, now = (m.stats[split][name].without_overflows().to_json() for m in (old, new))
             size = max(abs(before[key] or 0) for key in ("minimum", "maximum"))
-            # Sums round by the size of what they add up; the order of the rows changes nothing else.
+            # Rounding errors grow with the size of the summands; the order of the rows changes nothing else.
             rounded = {"mean": size, "deviations": size * size * before["values"]}
             for key in sorted(before.keys() | now.keys()):
                 if not _equal(before.get(key), now.get(key), rounded.get(key, 0.0)):
@@ -122,7 +114,7 @@ def list_data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
 
 
 def _kind_differences(old: Sequence[Column], new: Sequence[Column]) -> list[str]:
-    """Returns differences of column types that their text does not show, such as padding values."""
+    # The text of a column type does not show all settings, such as padding values.
     found = []
     for before, now in zip(old, new, strict=True):
         known, given = before.kind.to_json(), now.kind.to_json()
@@ -179,15 +171,12 @@ def _name(value: Any) -> str | None:
 
 
 def _describe(given: Any, *, tensors: bool) -> dict[str, Any]:
-    """Returns the class or function of a metric, loss or transform, and its plain public attributes.
-
-    Tensors of a metric do not count, because they may be its rows.
-    """
     own = {**getattr(given, "__dict__", {})}
     if isinstance(given, functools.partial):
         own |= {"args": given.args} | given.keywords
     if isinstance(given, torch.nn.Module) and tensors:
         own |= {name: tensor for name, tensor in given._buffers.items() if tensor is not None}
+    # Tensors of a metric are left out, because they may be its rows.
     states = getattr(given, "_defaults", {})
     plain = {
         name: text
@@ -199,9 +188,9 @@ def _describe(given: Any, *, tensors: bool) -> dict[str, Any]:
 
 
 def _settings_of(given: Any) -> Any:
-    """Returns the name of a loss, transform or factory; with its settings and those of its layers, if any.
+    """Returns the name of a loss, transform or factory; with settings of it and its layers, if any.
 
-    A setting is a constructor argument kept under its name; other attributes may be counters.
+    A setting is a constructor argument that is kept under its name; other attributes may be counters.
     """
     layers = dict(given.named_modules()) if isinstance(given, torch.nn.Module) else {"": given}
     found = {}
@@ -215,7 +204,6 @@ def _settings_of(given: Any) -> Any:
 
 
 def _text(value: Any) -> str | None:
-    """Returns the text of a plain value, or the digest of a tensor; None for any other object."""
     if isinstance(value, tuple | list):
         texts = [_text(item) for item in value]
         # Plain values have the text of stored runs.
@@ -241,7 +229,7 @@ def _bytes(tensor: torch.Tensor) -> Any:
 
 def _equal(left: Any, right: Any, size: float) -> bool:
     if isinstance(left, float) and isinstance(right, float):
-        return left == right or abs(left - right) <= _TOLERANCE * size
+        return left == right or abs(left - right) <= _RELATIVE_TOLERANCE * size
     return bool(left == right)
 
 

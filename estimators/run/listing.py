@@ -1,8 +1,4 @@
-"""Lists the run folders below a folder, whatever their names, and removes one.
-
-Nobody can ask a driver whether it is alive, so an unfinished run counts as in use while its files are new:
-every worker writes a heartbeat every few seconds.
-"""
+"""Lists the run folders below a folder, whatever their names, and removes one."""
 
 from __future__ import annotations
 
@@ -24,11 +20,7 @@ _MARKS = {run_layout.OWNER, run_layout.IDENTITY}
 class ListedRun:
     """One run folder.
 
-    Attributes:
-        name: Last part of its URI.
-        state: An unfinished run is "in use" if it has changed lately, else "stopped".
-        epochs: Finished epochs.
-        idle_seconds: Seconds since its last change; 0 if the store does not know.
+    An unfinished run is "in use" if it has changed within the last hour. `idle_seconds` is 0 if unknown.
     """
 
     uri: str
@@ -40,10 +32,7 @@ class ListedRun:
 
 
 def list_run_folders(root: str) -> list[ListedRun]:
-    """Returns the runs in a folder and its subfolders, the newest last; for a run folder, the run itself.
-
-    Raises ValueError if the folder does not exist.
-    """
+    """Returns the runs in a folder, the newest last; for a run folder, the run itself."""
     root = storage.normalize(root)
     names = storage.list_names(root)
     if not names and not storage.exists(root):
@@ -55,27 +44,22 @@ def list_run_folders(root: str) -> list[ListedRun]:
 
 
 def inspect_run(uri: str, now: float | None = None) -> ListedRun:
-    """Returns the state of a run folder at `now` by the store's clock, by default the local clock.
-
-    Raises ValueError if the folder holds no run.
-    """
+    """Returns the state of a run folder at `now` by the store's clock, by default the local clock."""
     uri = storage.normalize(uri).rstrip("/")
     if not _is_run(uri):
         raise ValueError(f"{uri} is no run folder; give the runUri of a training")
     now = time.time() if now is None else now
     num_bytes, changed = measure_folder(uri)
     idle_seconds = 0.0 if changed is None else max(0.0, now - changed)
-    state: Literal["finished", "in use", "stopped"]
-    state = "in use" if idle_seconds < LEAST_HOURS * 3600 else "stopped"
-    if storage.exists(storage.join(uri, run_layout.RESULT)):
-        state = "finished"
+    is_finished = storage.exists(storage.join(uri, run_layout.RESULT))
+    is_new = idle_seconds < LEAST_HOURS * 3600
     epochs = 0
     with suppress(ValueError):  # damaged: `runs show` reports it
         epochs = len(read_history(uri))
     return ListedRun(
         uri=uri,
         name=uri.rpartition("/")[2],
-        state=state,
+        state="finished" if is_finished else "in use" if is_new else "stopped",
         epochs=epochs,
         num_bytes=num_bytes,
         idle_seconds=idle_seconds,
@@ -83,11 +67,7 @@ def inspect_run(uri: str, now: float | None = None) -> ListedRun:
 
 
 def remove_run(uri: str, *, stopped: bool = False) -> ListedRun:
-    """Removes a run folder; returns its last state. `stopped` confirms that the run's driver has ended.
-
-    Raises:
-        ValueError: It is no run folder, the run may be in use, or the folder holds foreign files.
-    """
+    """Removes a run folder; returns its last state. `stopped` confirms that the run's driver has ended."""
     run = inspect_run(uri)
     if run.state != "finished":
         run = inspect_run(uri, read_store_clock(run.uri.rpartition("/")[0]))

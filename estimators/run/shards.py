@@ -1,13 +1,8 @@
 """The shards of a run: written once, read again by a resume, and checked at every restart.
 
-A resumed training reads the files that it began with, because another write of the same DataFrame may
-order its rows differently. Within one Spark application, plan and source files prove that the DataFrame still
-has those rows (`pipelines.reuse`); otherwise it is written again and compared. Equal digests of the files
-prove equal rows; if they differ, only counts and statistics can be compared.
-
-The manifest holds the digest of every file, but no reader can afford to compute it. The time or version of a
-file, from the file system or the store, shows whether it was touched since the run began. Only touched files
-are read whole and compared with their digests. A copy of the shards elsewhere counts as touched.
+Another write of the same DataFrame may order its rows differently, so a resume reads the first files. Unless
+plan and source files prove that the DataFrame is unchanged (`pipelines.reuse`), it is written again and
+compared.
 """
 
 from __future__ import annotations
@@ -34,16 +29,10 @@ _logger = logging.getLogger(__name__)
 
 
 def run_shards(dataset: DataFrame, data: FitData, run: RunFolder) -> tuple[ShardManifest, str | None]:
-    """Returns the run's shards, which it writes if there are none, and the key of the DataFrame's rows.
-
-    Raises:
-        ValueError: The DataFrame has other rows than the run (the message says how), or the shards are
-            damaged.
-    """
+    """Returns the run's shards, which it writes if there are none, and the key of the DataFrame's rows."""
     uri = storage.join(run.uri, run_layout.SHARDS)
     settings = asdict(data)
-    for name in ("root", "imports"):
-        settings.pop(name)
+    del settings["root"], settings["imports"]
     key = rows_key(dataset, **settings)
     known = run.identity()
     if known is None:
@@ -60,8 +49,7 @@ def run_shards(dataset: DataFrame, data: FitData, run: RunFolder) -> tuple[Shard
             written = data.write(dataset, again)
         finally:
             discard(again)
-        changed = list_data_differences(manifest, written)
-        if changed:
+        if changed := list_data_differences(manifest, written):
             raise run.refusal(changed[:5])
         if _digests(manifest) != _digests(written):
             _logger.warning(
@@ -80,30 +68,21 @@ def _digests(manifest: ShardManifest) -> list[tuple[str, str]]:
 
 
 class ShardStates:
-    """The recorded states of a manifest's files in the folder of a run. Runs on the driver."""
+    """The recorded times or versions of a manifest's files. Runs on the driver."""
 
     def __init__(self, manifest: ShardManifest, run_uri: str) -> None:
         self._manifest = manifest
         self._uri = storage.join(run_uri, run_layout.SHARD_STATES)
 
     def record(self) -> None:
-        """Records the states; if they were recorded before, checks the files instead.
-
-        Raises:
-            ValueError: See `check`.
-        """
+        """Records the states; if they were recorded before, calls `check` instead."""
         if storage.exists(self._uri):
             self.check()
             return
         storage.write_atomic(self._uri, json.dumps(self._states()).encode())
 
     def check(self) -> None:
-        """Reads the files that were touched since, and compares their digests.
-
-        Raises:
-            ValueError: Files were changed or are missing; the message names them. Or the manifest, which
-                every worker reads again, has changed.
-        """
+        """Raises ValueError if the manifest, or the content of a touched file, has changed."""
         # Compared as text, because a NaN among the statistics does not equal itself.
         if ShardManifest.load(self._manifest.uri).to_json() != self._manifest.to_json():
             raise ValueError(
@@ -120,10 +99,7 @@ class ShardStates:
             replace(self._manifest, files=tuple(touched)).verify()
 
     def _states(self) -> dict[str, str]:
-        """Returns path -> text that changes with the file's bytes; empty if the store has none.
-
-        It is also empty if a file is missing, which `check` reports.
-        """
+        """Returns path -> text that changes with the file; empty if the store has no such text."""
         paths = [file.path for file in self._manifest.files]
         try:
             folder = storage.normalize(self._manifest.files_uri)

@@ -1,13 +1,7 @@
 """Lists and removes folders that fits without `runUri` leave in their storageUri.
 
-Such a fit makes a folder `run-<id>` and a folder `shards-<id>`, which all fits of one search share. A fit on
-a table that is read in place makes `table-<id>` instead of shards; it contains only a manifest. A finished
-run holds the weights of its model until the model is saved elsewhere. All these folders stay if the driver
-dies.
-
-While it trains, every worker writes a heartbeat every few seconds. Nothing changes while a fit waits for free
-slots, while Spark computes the rows of a file, and while a search evaluates between two fits. Shards live as
-long as a run that reads them.
+Such a fit makes `run-<id>`, and `shards-<id>` or, for a table in place, `table-<id>`. They stay if the driver
+dies. A finished run holds the weights of its model until the model is saved elsewhere.
 """
 
 from __future__ import annotations
@@ -31,12 +25,10 @@ _FOLDER = re.compile(r"(run|shards|table)-[0-9a-f]{12}")
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRun:
-    """One folder of a storageUri.
+    """One folder of a storageUri; `idle_seconds` is 0 if the store does not know.
 
-    Attributes:
-        state: "finished" or "unfinished" for a run; "shards" for the rows or the table manifest of runs.
-        idle_seconds: Seconds since its last change, and for shards since the last change of any run that
-            reads them; 0 if the store does not know.
+    Shards, or the manifest of a table, have the state "shards", and have been idle since all runs that read
+    them.
     """
 
     uri: str
@@ -48,17 +40,16 @@ class StoredRun:
 def list_runs(root: str, now: float | None = None) -> list[StoredRun]:
     """Returns the runs and shards of fits in the storageUri `root`, the longest idle first.
 
-    `now` is the time by the store's clock, by default by the local clock. Without Spark, a path without a
-    scheme is on the local disk.
+    `now` is the time by the store's clock, by default by the local clock.
     """
     root = storage.normalize(root)
     now = time.time() if now is None else now
-    names = [name for name in storage.list_names(root) if _FOLDER.fullmatch(name)]
-    # An entry of `cached_shards` has such a name too, with a manifest directly in it.
     names = [
-        n
-        for n in names
-        if not n.startswith("run") or not storage.exists(storage.join(root, n, MANIFEST_NAME))
+        name
+        for name in storage.list_names(root)
+        if _FOLDER.fullmatch(name)
+        # An entry of `cached_shards` has such a name too, with a manifest directly in it.
+        and not (name.startswith("run") and storage.exists(storage.join(root, name, MANIFEST_NAME)))
     ]
     sizes, changes = {}, {}
     for name in names:
@@ -84,13 +75,8 @@ def list_runs(root: str, now: float | None = None) -> list[StoredRun]:
 def remove_runs(root: str, older_than_hours: float, *, finished: bool = False) -> list[StoredRun]:
     """Removes runs whose driver died, and unused shards; returns them.
 
-    Args:
-        older_than_hours: Hours without any change, by the clock of the store; at least `LEAST_HOURS`, and
-            longer than any fit waits for free slots or computes its rows, or a search evaluates between fits.
-        finished: Whether to remove finished runs as well; their models must have been saved elsewhere.
-
-    Raises:
-        ValueError: The time is too short to know that a run is dead.
+    `older_than_hours` must exceed the time that any fit waits for slots or computes rows, or a search
+    evaluates. `finished` also removes finished runs; their models must have been saved elsewhere.
     """
     if not older_than_hours >= LEAST_HOURS:
         raise ValueError(

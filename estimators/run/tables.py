@@ -1,8 +1,4 @@
-"""Fits on tables of another writer: a manifest over their files takes the place of shards.
-
-Only the manifest is written: into the run's folder if the user named one, otherwise into a new folder. A
-resumed run reads its first manifest, if table and columns have not changed.
-"""
+"""Fits on tables of another writer: a manifest over their files takes the place of shards."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from ringspark.pipelines.manifest import MANIFEST_NAME
 
 
 def pinned_version(run_uri: str | None) -> int | None:
-    """Returns the version of the Delta table that a run was begun with; None if there is no such run."""
+    """Returns the version of the Delta table of a run's first start; None if there is no such run."""
     if run_uri is None:
         return None
     folder = storage.join(run_uri, run_layout.SHARDS)
@@ -54,12 +50,9 @@ def check_table(data: FitData) -> None:
 def table_rows(
     spark: SparkSession, listing: Listing, data: FitData, run: RunFolder
 ) -> Iterator[tuple[ShardManifest, str]]:
-    """Yields the manifest over a table's files, in its folder, and the key of these rows.
-
-    Raises:
-        ValueError: The table cannot be trained on, or is not the run's first table.
-    """
-    key = _key(listing, data)
+    """Yields the manifest over a table's files and the key of these rows."""
+    facts = [asdict(listing.source), listing.files, data.columns, data.validation_col, data.kinds]
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     if not run.is_given:
         folder = storage.join(data.root, f"table-{uuid.uuid4().hex[:12]}")
         try:
@@ -85,11 +78,6 @@ def _write_manifest(spark: SparkSession, listing: Listing, data: FitData, folder
     manifest = replace(manifest, uri=folder)
     manifest.save()
     return manifest
-
-
-def _key(listing: Listing, data: FitData) -> str:
-    facts = [asdict(listing.source), listing.files, data.columns, data.validation_col, data.kinds]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _describe_change(manifest: ShardManifest, listing: Listing) -> str:

@@ -1,7 +1,6 @@
 """Writes the shards of a DataFrame once for all fits that read the same columns and rows.
 
-`CrossValidator` fits one fold with many parameter maps. The first fit that needs the fold writes it. The
-other fits wait for that write, and the last fit removes the shards.
+The first fit of a `CrossValidator`'s fold writes it, and the last one removes it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from operator import and_
 from pyspark.sql import DataFrame
 
 from ringspark.estimators.columns.inputs import ModelInput, bind
-from ringspark.estimators.columns.schema import explain_for_fit
 from ringspark.pipelines import ShardManifest, storage, write_shards
 from ringspark.pipelines.columns import Column, quote
 from ringspark.pipelines.kinds import kind_from_json
@@ -35,21 +33,17 @@ class FitData:
     """The columns and rows of one fit; fits with equal values can share one write.
 
     Attributes:
-        columns: Names of inputs, labels and weight, each once.
-        validation_col: Column that marks the held-out rows, or None.
-        validation_fraction: Share of the rows to hold out instead, between 0 and 1, or None.
-        seed: Seed that draws the held-out rows; 0 without a draw, so that other seeds share the write.
-        drops_invalid: Whether rows with nulls or NaN are left out.
+        seed: Seed of the random hold-out; 0 without one, so that fits with other seeds share the write.
         kinds: Column types by column, as JSON text of the setting `columns`.
         root: Parent of the folder with the shards, or the run's folder that the user named.
         imports: Modules that the tasks of the write also import.
     """
 
     columns: tuple[str, ...]
-    validation_col: str | None
-    validation_fraction: float | None
-    seed: int
-    drops_invalid: bool
+    validation_col: str | None = None
+    validation_fraction: float | None = None
+    seed: int = 0
+    drops_invalid: bool = False
     root: str
     kinds: str = "{}"
     imports: tuple[str, ...] = field(default=(), compare=False)
@@ -58,14 +52,13 @@ class FitData:
         """Writes the shards; a failure leaves nothing in `uri`."""
         kinds = {name: kind_from_json(kind) for name, kind in json.loads(self.kinds).items()}
         if self.drops_invalid:
-            schema = dataset.schema
             chosen = {
                 name: ModelInput(column=Column(name=name, kind=kind))
                 for name, kind in kinds.items()
                 if kind.is_choice
             }
-            valid = [bind(chosen.get(name, ModelInput()), schema[name]).valid for name in self.columns]
-            dataset = dataset.where(reduce(and_, valid))
+            inputs = [(chosen.get(name, ModelInput()), dataset.schema[name]) for name in self.columns]
+            dataset = dataset.where(reduce(and_, [bind(*pair).valid for pair in inputs]))
         names = dict.fromkeys(c for c in (*self.columns, self.validation_col) if c is not None)
         try:
             return write_shards(
@@ -80,17 +73,18 @@ class FitData:
                 imports=self.imports,
             )
         except ValueError as error:
-            raise explain_for_fit(error) from None
+            if "to write_shards" not in str(error):
+                raise
+            raise ValueError(f"{error}; fit takes the same by its setting columns") from None
 
 
 class SharedShards:
-    """The shards of several fits over one DataFrame."""
-
     def __init__(self, dataset: DataFrame, fits: Iterable[FitData]) -> None:
         self._dataset = dataset
         self._writes = {data: _Write(users) for data, users in Counter(fits).items()}
         # Data must not stay behind if one fit fails and the other fits never start.
-        weakref.finalize(self, _discard_all, list(self._writes.values()))
+        for write in self._writes.values():
+            weakref.finalize(self, write.discard)
 
     @contextmanager
     def shards(self, data: FitData) -> Iterator[ShardManifest]:
@@ -122,11 +116,6 @@ class _Write:
         if self.manifest is not None:
             uri, self.manifest = self.manifest.uri, None
             discard(uri)
-
-
-def _discard_all(writes: list[_Write]) -> None:
-    for write in writes:
-        write.discard()
 
 
 def discard(uri: str) -> None:

@@ -58,15 +58,13 @@ def loss_figure(summary: Any) -> Figure:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from ringspark.estimators.run.facts import Outcome, RunFacts
+    from ringspark.estimators.run.facts import RunFacts
     from ringspark.extras.report.drawing import figure_of
     from ringspark.extras.report.page import check_packages
     from ringspark.extras.report.sections.curves import draw_losses
 
     check_packages("a plot", ("matplotlib",))
-    run = RunFacts(
-        run_uri=summary.run_uri, outcome=Outcome.of_summary(summary), history=tuple(summary.epochs)
-    )
+    run = RunFacts(run_uri=summary.run_uri, outcome=summary, history=summary.epochs)
     return figure_of(lambda figure: draw_losses(figure, run), 3.4)
 
 
