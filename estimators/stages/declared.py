@@ -1,9 +1,7 @@
 """Makes a Spark Param, its getter and its setter from a setting's declaration.
 
-    class _TrainingParams(DeclaredParams):
-        epochs, getEpochs, setEpochs = declared(EPOCHS)
-
-The declaration holds words, default, type and range; a class lists the settings that its stages have.
+class _TrainingParams(DeclaredParams):
+    epochs, getEpochs, setEpochs = declared(EPOCHS)
 """
 
 from __future__ import annotations
@@ -29,20 +27,11 @@ S = TypeVar("S", bound=Params)
 
 
 class Getter(Protocol[T_co]):
-    """The type of a getter of a setting of type T."""
-
     def __get__(self, stage: Any, kind: Any = None) -> Callable[[], T_co]: ...
 
 
 class Setter(Protocol[T_contra]):
-    """The type of a setter of a setting of type T; it returns its stage."""
-
     def __get__(self, stage: S, kind: Any = None) -> Callable[[T_contra], S]: ...
-
-
-def _names(value: Any) -> list[str]:
-    """Accepts one name alone as a list of one."""
-    return TypeConverters.toListString([value] if isinstance(value, str) else value)
 
 
 _TYPES: dict[Kind, Callable[[Any], Any]] = {
@@ -50,14 +39,14 @@ _TYPES: dict[Kind, Callable[[Any], Any]] = {
     "float": TypeConverters.toFloat,
     "bool": TypeConverters.toBoolean,
     "str": TypeConverters.toString,
-    "names": _names,
+    "names": lambda value: TypeConverters.toListString([value] if isinstance(value, str) else value),
     "numbers": TypeConverters.toListFloat,
     "object": TypeConverters.identity,
 }
 
 
 def param_of(setting: Setting[Any]) -> Param[Any]:
-    """Returns the Param of a setting; it refuses a value with the setting's own sentence."""
+    """Returns the Param of a setting, which refuses values with the setting's own message."""
     of_type = setting.convert or _TYPES[setting.kind]
 
     def convert(value: Any) -> Any:
@@ -75,7 +64,7 @@ def param_of(setting: Setting[Any]) -> Param[Any]:
 
 
 def getter(setting: Setting[T]) -> Getter[T]:
-    """Returns the method that gives the value, or None if it is unset and has no default."""
+    """Returns a getter; an unset setting without a default is None."""
 
     def get(self: Params) -> T:
         return value_of(self, setting)
@@ -84,8 +73,6 @@ def getter(setting: Setting[T]) -> Getter[T]:
 
 
 def setter(setting: Setting[T]) -> Setter[T]:
-    """Returns the method that sets the value and returns its stage."""
-
     def set_value(self: Params, value: T) -> Params:
         return self._set(**{setting.name: value})
 
@@ -108,7 +95,6 @@ def declared_earlier(name: str) -> tuple[Param[Any], Getter[Any], Setter[Any]]:
 
 
 def value_of(stage: Params, setting: Setting[T]) -> T:
-    """Returns a stage's value of a setting: the one that was set, else the default."""
     value: Any = stage.getOrDefault(setting.name) if stage.isDefined(setting.name) else None
     if setting.empty_is_unset and value == "":
         return setting.default
@@ -122,23 +108,12 @@ def _has(stage: Params, setting: Setting[Any]) -> bool:
 
 
 def values_of(stage: Params) -> dict[str, Any]:
-    """Returns all settings of a stage by name."""
     return {name: value_of(stage, setting) for name, setting in SETTINGS.items() if _has(stage, setting)}
 
 
 def plain_values(stage: Params) -> dict[str, Any]:
-    """Returns the settings that have a value as people read them: plain data, else the object's text."""
+    """Returns the settings that have a value, as plain data; objects as text."""
     return {name: _plain(value) for name, value in values_of(stage).items() if value is not None}
-
-
-def changed_values(stage: Params) -> dict[str, tuple[Any, Any]]:
-    """Returns the settings that are not at their defaults, as people read them: name -> (value, default)."""
-    defaults = {name: SETTINGS[name].default for name in values_of(stage)}
-    return {
-        name: (_plain(value), _plain(defaults[name]))
-        for name, value in values_of(stage).items()
-        if value is not defaults[name] and _plain(value) != _plain(defaults[name])
-    }
 
 
 def _plain(value: Any) -> Any:
@@ -153,8 +128,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if hasattr(value, "to_json") and not isinstance(value, type):
-        told = value.to_json()
-        return _plain(json.loads(told) if isinstance(told, str) else told)
+        data = value.to_json()
+        return _plain(json.loads(data) if isinstance(data, str) else data)
     # An object's address says nothing, and differs each time.
     return getattr(value, "__qualname__", type(value).__qualname__)
 
@@ -166,8 +141,6 @@ def _named(function: Any, verb: str, setting: Setting[Any]) -> Any:
 
 
 class DeclaredParams(Params):
-    """Stages whose Params are declared settings."""
-
     def __init__(self, *args: Any) -> None:
         # Ours come last: Spark's own mixins also set defaults.
         super().__init__(*args)
@@ -180,18 +153,21 @@ class DeclaredParams(Params):
         )
 
     def _repr_html_(self) -> str:
-        """Returns what a notebook shows: the settings that are not at their defaults. Asks Spark nothing."""
+        """Returns the settings that are not at their defaults, for a notebook. Calls no Spark."""
+        values = {name: (value, SETTINGS[name].default) for name, value in values_of(self).items()}
         rows = [
-            (name, value, "unset" if default is None else default)
-            for name, (value, default) in changed_values(self).items()
+            (name, _plain(value), "unset" if default is None else _plain(default))
+            for name, (value, default) in values.items()
+            if value is not default and _plain(value) != _plain(default)
         ]
-        told = self._told_in_notebook()
-        note = told if rows else f"All settings are at their defaults. {told}".strip()
+        note = self._notebook_note()
+        if not rows:
+            note = f"All settings are at their defaults. {note}".strip()
         title = f"{type(self).__name__} {self.uid}"
         return notebook_table(title, ["setting", "value", "default"], rows, note)
 
     def explainParams(self) -> str:
-        """Returns the Params by group: one line each, with meaning, default and value."""
+        """Returns the Params by group, one line each, with meaning, default and value."""
         lines, left = [], {param.name for param in self.params}
         for group, settings in GROUPS.items():
             names = [setting.name for setting in settings if _has(self, setting)]
@@ -202,7 +178,7 @@ class DeclaredParams(Params):
             lines += ["other:", *(f"  {self.explainParam(name)}" for name in sorted(left))]
         return "\n".join(lines) or super().explainParams()
 
-    def _told_in_notebook(self) -> str:
+    def _notebook_note(self) -> str:
         """Returns a sentence for the notebook, below the settings."""
         return ""
 
@@ -216,10 +192,7 @@ class DeclaredParams(Params):
 
 
 class EarlierParams(DeclaredParams):
-    """Stages with `sync`, and with Params for the settings that it replaced.
-
-    An earlier setting writes into `sync`, and has the value that means the same.
-    """
+    """Stages with `sync`, and with Params for the settings that it replaced, which write into `sync`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -271,11 +244,7 @@ class EarlierParams(DeclaredParams):
 
 
 def set_params(stage: Params, keywords: dict[str, Any]) -> None:
-    """Sets constructor keywords; None means unset.
-
-    Raises:
-        TypeError: A keyword is no Param (the error names the nearest one), or its value has the wrong type.
-    """
+    """Sets constructor keywords (None means unset); raises TypeError for a keyword that is no Param."""
     names = [param.name for param in stage.params]
     for name in keywords:
         if name not in names:

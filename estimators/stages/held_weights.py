@@ -1,9 +1,7 @@
 """Keeps a model's weights readable after the folder that they were saved in is removed.
 
-`PipelineModel.load(p).write().overwrite().save(p)` is Spark's way to change a saved pipeline, and Spark
-removes `p` before it asks any stage for its content. On a local disk an open file stays readable after
-its name is removed, so a loaded model keeps its weights open. On other stores, the model raises an error
-that says what has happened.
+`PipelineModel.load(p).write().overwrite().save(p)` removes `p` first. On a local disk a loaded model keeps
+its weights open, and an open file stays readable. On other stores, an error explains this.
 """
 
 from __future__ import annotations
@@ -41,11 +39,7 @@ class HeldWeights:
         self._adapter: bytes | None = None
 
     def hold(self) -> None:
-        """Reads the checkpoint's record; on a local disk also opens the file of the tensors.
-
-        Raises:
-            ValueError: There is no checkpoint, or it is damaged or of a newer format.
-        """
+        """Reads the checkpoint's record; on a local disk also opens the file of the tensors."""
         info = read_info(self.uri)
         try:
             size = storage.size(storage.join(self.uri, WEIGHTS))
@@ -63,11 +57,7 @@ class HeldWeights:
             weakref.finalize(self, os.close, self._descriptor)
 
     def info(self) -> CheckpointInfo:
-        """Returns the checkpoint's record that is in the folder now.
-
-        Raises:
-            ValueError: There is none, or it belongs to other weights than this model's.
-        """
+        """Returns the checkpoint's record; raises ValueError if the folder holds other weights or none."""
         if not storage.exists(storage.join(self.uri, COMMIT)):
             raise ValueError(
                 f"this model's weights were in {self.uri}, which is gone; keep the run folder of a fit until "
@@ -79,33 +69,21 @@ class HeldWeights:
         return info
 
     def map_into(self, module: nn.Module) -> None:
-        """Makes the checkpoint's tensors the module's own, also after its folder was removed from a disk.
-
-        Raises:
-            ValueError: The weights are gone, or are not this module's.
-        """
+        """Maps the checkpoint's tensors into the module, also after the folder was removed from a disk."""
         if self._descriptor is None:
             map_checkpoint(self.uri, module, expected_id=self.info().checkpoint_id)
         else:
             map_file(f"/dev/fd/{self._descriptor}", module, self.uri)
 
     def adapter(self) -> dict[str, Tensor]:
-        """Returns the tensors of the adapter, also after the folder was removed.
-
-        Raises:
-            ValueError: There is none.
-        """
+        """Returns the adapter's tensors, also after the folder was removed."""
         if self._adapter is not None:
             return load(self._adapter)
         self.info()
         return read_adapter(self.uri)
 
     def check(self) -> None:
-        """Checks that the weights can still be copied.
-
-        Raises:
-            ValueError: The folder has lost its checkpoint and no file was kept open.
-        """
+        """Raises ValueError if the folder has lost its checkpoint and no file was kept open."""
         if self._descriptor is None:
             self.info()
 

@@ -21,8 +21,6 @@ from ringspark.estimators.training.settings.network import METRICS, MODEL, TRANS
 
 
 class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCol):
-    """The Params that estimators and models share."""
-
     model, getModel = param_of(MODEL), getter(MODEL)
     transformInPrediction, getTransformInPrediction, setTransformInPrediction = declared(
         TRANSFORM_IN_PREDICTION
@@ -43,11 +41,7 @@ class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCo
         return [self.getOrDefault(self.featuresCol)]
 
     def predictionColumns(self, num_outputs: int) -> list[str]:
-        """Returns one prediction column per output of the network.
-
-        Raises:
-            ValueError: There are more or fewer outputs than names.
-        """
+        """Returns one prediction column per output of the network."""
         names = self.getPredictionCols()
         if names is not None:
             if len(names) != num_outputs or len(set(names)) != len(names) or not all(names):
@@ -65,15 +59,11 @@ class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCo
 
 
 class _EvaluatedParams(DeclaredParams, HasLabelCol):
-    """The label and the metrics of an evaluation; by default those of the training."""
-
     labelCol, setLabelCol = param_of(data.LABEL_COL), setter(data.LABEL_COL)
     metrics, getMetrics, setMetrics = declared(METRICS)
 
 
 class _ClassifierParams(HasRawPredictionCol, HasProbabilityCol):
-    """A classifier's additional output columns and its decision thresholds."""
-
     rawPredictionCol = param_of(data.RAW_PREDICTION_COL)
     setRawPredictionCol = setter(data.RAW_PREDICTION_COL)
     probabilityCol, setProbabilityCol = param_of(data.PROBABILITY_COL), setter(data.PROBABILITY_COL)
@@ -82,20 +72,13 @@ class _ClassifierParams(HasRawPredictionCol, HasProbabilityCol):
 
 
 def check_distinct(names: Sequence[str], exact: bool = False) -> None:
-    """Refuses two output columns of the same name.
-
-    Args:
-        exact: See `find_fields`.
-
-    Raises:
-        ValueError: Two names are equal.
-    """
+    """Raises ValueError if two output columns have the same name; `exact`: see `find_fields`."""
     if len({name if exact else name.lower() for name in names}) < len(names):
         raise ValueError(f"the output columns must differ from each other, got {list(names)}")
 
 
 def check_free(schema: StructType, names: Sequence[str], exact: bool) -> None:
-    """Refuses an output column that exists, in the words of Spark's stages, and two of one name."""
+    """Raises ValueError, as Spark's stages do, if an output column exists or occurs twice."""
     check_distinct(names, exact)
     for name in names:
         if find_fields(name, schema, exact):
@@ -106,11 +89,6 @@ def check_free(schema: StructType, names: Sequence[str], exact: bool) -> None:
 
 
 def check_thresholds(thresholds: Sequence[float], num_classes: int) -> None:
-    """Refuses thresholds that do not fit the classes.
-
-    Raises:
-        ValueError: Their number is wrong, one is negative, or more than one is zero.
-    """
     if len(thresholds) != num_classes:
         raise ValueError(
             f"thresholds must hold one number for each of the {num_classes} classes, got {len(thresholds)}"

@@ -1,9 +1,4 @@
-"""Lists the settings that estimators have as Params; each setting is explained where it is declared.
-
-Params that hold Python objects (`model`, `loss`, `optimizer`, `lrSchedule` when callables) live in
-Spark's param map like any other, so `copy` and `fit(df, {param: value})` treat them alike;
-`persistence.py` gives them a form on disk.
-"""
+"""Lists the settings that estimators have as Params; each setting is explained where it is declared."""
 
 from __future__ import annotations
 
@@ -34,8 +29,6 @@ from ringspark.pipelines.kinds import Kind, kind_from_json
 class _TrainingParams(
     EarlierParams, _ModelParams, HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSeed
 ):
-    """The Params of a training."""
-
     setModel = setter(network.MODEL)
     loss, getLoss, setLoss = declared(network.LOSS)
     optimizer, getOptimizer, setOptimizer = declared(training.OPTIMIZER)
@@ -131,13 +124,11 @@ class _TrainingParams(
     consistency, getConsistency, setConsistency = declared_earlier("consistency")
 
     def getColumns(self) -> dict[str, Kind]:
-        """Gets `columns`: the kinds that were chosen, by name."""
+        """Gets `columns`: the chosen column types by name."""
         given = value_of(self, data.COLUMNS) or {}
         return {name: kind_from_json(kind) for name, kind in given.items()}
 
 
 class _MultiLabelParams(Params):
-    """The Params of a network with several outputs: one label for each."""
-
     labelCols, getLabelCols, setLabelCols = declared(data.LABEL_COLS)
     lossWeights, getLossWeights, setLossWeights = declared(network.LOSS_WEIGHTS)

@@ -1,26 +1,16 @@
 """Saves and loads stages. The layout of a saved estimator or model, format version 2:
 
     metadata/             Spark ML's own part: class, uid, Params that are JSON
-    ringspark.json        format version, the model's spec, names of pickled Params; for models also the
-                          types of the inputs, the shapes of the outputs, the training summary
-    weights/              models only: a checkpoint (safetensors + JSON)
-    <param>.safetensors   estimators only: the initial weights of a network that `ringspark.json` describes
-    <param>.program.json  models only: a network of a class of the user's own as a program (`models.program`);
+    ringspark.json        version, model's spec, names of pickled Params; for models also inputs, output
+                          shapes and summary. Written last, when the stage is complete.
+    weights/              models only: a checkpoint
+    <param>.safetensors   estimators only: the initial weights of a network in `ringspark.json`
+    <param>.program.json  models only: a network of a user's class as a program (`models.program`);
                           <param>.constants.safetensors: its tensors that no checkpoint holds
-    objects.pkl           only where a Param holds other Python code: an estimator's module of such a class,
-                          a module that no program can be made of, a callable
+    objects.pkl           only if a Param holds other Python code
 
-`ringspark.json` is written last: its presence says that the stage is complete. A saved model's
-`objects.pkl` holds its nn.Module without weights, which are in `weights/`; an estimator's holds the whole
-module.
-
-Without `objects.pkl` nothing is unpickled on load, and a program runs only the operators that
-`models.operators` lists. With it, loading runs code from whoever wrote the file, so the user has to allow
-it by the environment variable RINGSPARK_ALLOW_PICKLE=1. Where that is set
-during `save`, a program's class is written to `objects.pkl` as well, and where it is set during `load`, the
-class comes back, which can train on; everywhere else such a file is left alone.
-
-A stage that replaces another stage is written to a folder next to it first. Weights are copied in blocks.
+Loading `objects.pkl` runs code from whoever wrote it, so the user has to set RINGSPARK_ALLOW_PICKLE=1. If it
+is set during `save` and `load`, a program comes back as its class, which can train further.
 """
 
 from __future__ import annotations
@@ -67,7 +57,7 @@ class Description:
     Attributes:
         model: The model's spec as JSON; None if the model is no ModelSpec.
         objects: Names of the Params that only `objects.pkl` holds.
-        modules: Descriptions, by Param, of networks without pickle: see `saved_networks`.
+        modules: Descriptions, by Param, of networks without pickle.
     """
 
     model: str | None
@@ -77,7 +67,7 @@ class Description:
 
 
 class StageWriter(MLWriter):
-    """Writes any of our stages; only models give `weights`, `extra` and a maker of their program."""
+    """Writes any stage; only models have `weights`, `extra` and a maker of their program."""
 
     def __init__(
         self,
@@ -93,12 +83,7 @@ class StageWriter(MLWriter):
         self._program = program
 
     def save(self, path: str) -> None:
-        """Writes the stage to the folder `path`.
-
-        Raises:
-            ValueError: The folder exists and `overwrite()` was not called, it holds something other than a
-                stage, or it cannot be written.
-        """
+        """Writes the stage to the folder `path`; replaces a stage there if `overwrite()` was called."""
         if not isinstance(path, str):
             raise TypeError(f"path must be a string, got {type(path).__name__}")
         uri = meaning_of(path)
@@ -120,8 +105,7 @@ class StageWriter(MLWriter):
             self._write(target)
         except BaseException:
             left = [target]
-            if was_there and target == uri:
-                # The folder was there before, and empty.
+            if was_there and target == uri:  # an empty folder that was there before stays
                 left = [storage.join(uri, name) for name in storage.list_names(uri)]
             for each in left:
                 storage.remove(each, recursive=True)
@@ -137,11 +121,11 @@ class StageWriter(MLWriter):
         plain: dict[str, Any] = {}
         objects: dict[str, Any] = {}
         modules: dict[str, Any] = {}
-        # What has another form, too, and comes back as an object only where pickles are allowed.
+        # Classes of saved programs, which are loaded only if pickles are allowed.
         classes: dict[str, Any] = {}
         for param, value in self._stage._paramMap.items():
-            if param.name in EARLIER:
-                continue  # `sync` has its value
+            if param.name in EARLIER:  # `sync` has its value
+                continue
             if isinstance(value, Options):
                 plain[param.name] = value.to_values()
             elif isinstance(value, ModelSpec):
@@ -172,36 +156,28 @@ class StageWriter(MLWriter):
         )
 
     def _network(self, uri: str, param: str, module: nn.Module) -> dict[str, Any] | None:
-        """Returns the description of a network without pickle for `ringspark.json`, and writes its files."""
+        """Writes a network's files without pickle, if it can; returns its part of `ringspark.json`."""
         description = describe_network(module)
-        if not self._holds_weights_of(param):
-            # The start of the training is a part of the estimator.
-            if description is not None:
-                save_start(uri, param, module)
-            return description
-        if description is None and (program := self._program()) is not None:
-            description = save_program(uri, param, program)
+        if self._holds_weights_of(param):
+            if description is None and (program := self._program()) is not None:
+                description = save_program(uri, param, program)
+        elif description is not None:
+            # The initial weights are a part of the estimator.
+            save_start(uri, param, module)
         return description
 
     def _holds_weights_of(self, param: str) -> bool:
-        """Whether `weights/` has the weights of this Param's module; a transform keeps its own."""
+        # A transform keeps its own weights.
         return self._weights is not None and param == "model"
 
 
 class StageReader(MLReader[Stage], Generic[Stage]):
-    """Reads what `StageWriter` wrote."""
-
     def __init__(self, cls: type[Stage]) -> None:
         super().__init__()
         self._cls = cls
 
     def load(self, path: str) -> Stage:
-        """Loads the stage that was saved in the folder `path`.
-
-        Raises:
-            ValueError: There is no stage; or it is damaged, has another class or another format, or holds
-                pickled code that the user has not allowed.
-        """
+        """Loads the stage that was saved in the folder `path`; raises ValueError if it cannot."""
         uri = meaning_of(path)
         description = self._describe(path, uri)
         if not storage.list_names(storage.join(uri, METADATA)):
@@ -238,8 +214,10 @@ class StageReader(MLReader[Stage], Generic[Stage]):
                 uri, param, description, is_fitted=param == "model" and hasattr(self._cls, "_restore")
             )
         except ValueError as error:
-            told = f"the network of {param!r} cannot be loaded: {error}; if need be, save the stage again"
-            raise ValueError(f"{path}: {told}") from error
+            raise ValueError(
+                f"{path}: the network of {param!r} cannot be loaded: {error}; if need be, save the stage "
+                "again"
+            ) from error
 
     def _describe(self, path: str, uri: str) -> Description:
         file = storage.join(uri, DESCRIPTION)
@@ -258,11 +236,7 @@ class StageReader(MLReader[Stage], Generic[Stage]):
 
 
 def meaning_of(path: str) -> str:
-    """Returns the URI, as `storage.normalize` spells it, of what Spark means by `path`. Runs on the driver.
-
-    Raises:
-        ValueError: It lies where this process cannot reach it; the message says what to give instead.
-    """
+    """Returns the normalized URI of the folder that Spark means by `path`. Runs on the driver."""
     session = find_session()
     if session is None:
         return storage.normalize(path)
@@ -281,10 +255,9 @@ def meaning_of(path: str) -> str:
 
 
 def _holds_stage(uri: str, names: list[str]) -> bool:
-    """Returns whether a folder with these names inside is a saved stage, of ours or of Spark's."""
     if DESCRIPTION in names:
         return True
-    # Not only stages have a folder of that name: Iceberg's tables do, too.
+    # Iceberg's tables have a folder of that name, too.
     try:
         return METADATA in names and "uid" in read_metadata(uri)
     except (ValueError, KeyError, TypeError):
@@ -294,11 +267,8 @@ def _holds_stage(uri: str, names: list[str]) -> bool:
 def _swap(new: str, old: str) -> None:
     """Puts the folder `new` in the place of the folder `old`.
 
-    A local disk does it by two renames: at each moment one of the two stages is complete, under its name
-    or next to it. Object stores cannot rename; there the new stage stays next to it until it is copied.
-
-    Raises:
-        OSError: A store failed in between; names the folder that holds the new stage, whole.
+    On a local disk, one of the two stages is always complete. On an object store, the new stage stays until
+    it is copied.
     """
     if storage.is_local(new):
         retired = f"{old}.{uuid.uuid4().hex[:12]}"
@@ -318,7 +288,7 @@ def _swap(new: str, old: str) -> None:
     _, target = storage.filesystem(old)
     try:
         storage.remove(old, recursive=True)
-        # Copied first: a move that fails half-way may have removed what it had moved.
+        # A copy, because a move that fails halfway may have removed what it had moved.
         fs.copy(source, target, recursive=True)
     except Exception as error:
         raise OSError(
@@ -352,15 +322,13 @@ def _is_json(value: Any) -> bool:
 
 
 def allows_pickle() -> bool:
-    """Returns whether the user allows code from saved stages, by an environment variable."""
     return os.environ.get(ALLOW_PICKLE) == "1"
 
 
 def _load_objects(path: str, uri: str, names: Sequence[str]) -> dict[str, Any]:
     if not allows_pickle():
-        network = (
-            "; a network can be trained only by its class, which that code is" if "model" in names else ""
-        )
+        network = "; a network can be trained only by its class, which that code is"
+        network = network if "model" in names else ""
         raise ValueError(
             f"{path} holds pickled Python code for {list(names)}, which runs when it is loaded{network}; if "
             f"you trust whoever wrote it set {ALLOW_PICKLE}=1, or save a model made by ModelSpec instead"

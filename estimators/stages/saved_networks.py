@@ -1,7 +1,6 @@
-"""Networks in a stage's folder, without pickle: a description in `ringspark.json`, or a program.
+"""Networks in a stage's folder, without pickle: a description that builds the network, or a program.
 
-A description builds the network; an estimator's comes with the weights from which it trains. A program only
-predicts, so only a fitted model has one.
+A program only predicts, so only a fitted model has one.
 """
 
 from __future__ import annotations
@@ -25,15 +24,18 @@ from ringspark.pipelines.typed_json import parse_object
 
 PROGRAM = "program"
 
+# The names of a Param's files.
+_start = "{}.safetensors".format
+_program = "{}.program.json".format
+_constants = "{}.constants.safetensors".format
+
 
 def save_start(uri: str, param: str, module: nn.Module) -> None:
-    """Writes the weights from which an estimator trains."""
     with replacing(uri, _start(param)) as file:
         tensor_file.write(module.state_dict(), file)
 
 
 def save_program(uri: str, param: str, program: Program) -> dict[str, Any]:
-    """Writes a program; returns what `ringspark.json` says of it."""
     storage.write_atomic(storage.join(uri, _program(param)), json.dumps(program.text).encode())
     constants = {name: tensor.contiguous().clone() for name, tensor in program.constants().items()}
     if constants:
@@ -42,11 +44,7 @@ def save_program(uri: str, param: str, program: Program) -> dict[str, Any]:
 
 
 def load_network(uri: str, param: str, description: Mapping[str, Any], *, is_fitted: bool) -> nn.Module:
-    """Returns the network that a Param held; a fitted model's without weights, which are its checkpoint's.
-
-    Raises:
-        ValueError: A file is missing or damaged, or does not fit the libraries that are installed here.
-    """
+    """Returns a Param's network; a fitted model's without weights, which are in its checkpoint."""
     if PROGRAM in description:
         return _load_program(uri, param)
     if is_fitted:
@@ -75,15 +73,3 @@ def _load_program(uri: str, param: str) -> Program:
     except (SafetensorError, LookupError) as error:
         raise ValueError(f"{_constants(param)}: {type(error).__name__}: {error}") from error
     return program
-
-
-def _start(param: str) -> str:
-    return f"{param}.safetensors"
-
-
-def _program(param: str) -> str:
-    return f"{param}.program.json"
-
-
-def _constants(param: str) -> str:
-    return f"{param}.constants.safetensors"

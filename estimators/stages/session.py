@@ -1,4 +1,4 @@
-"""Reads from a Spark session what the launch needs, on Spark Classic and on Spark Connect."""
+"""Reads a Spark session's conf and application id, on Spark Classic and on Spark Connect."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pyspark.sql import SparkSession
 
 from ringspark.pipelines.spark_paths import is_remote
 
-# Asked one by one: to list a conf takes Spark Classic three round trips per entry, for dozens of entries, and
-# Spark Connect before 4.0 cannot list it.
+# Read one by one: to list a conf takes Spark Classic three round trips per entry, and Spark Connect before
+# 4.0 cannot list it.
 _KEYS = (
     "spark.app.id",
     "spark.cores.max",
@@ -30,7 +30,7 @@ _KEYS = (
 
 
 def spark_conf(spark: SparkSession) -> dict[str, str]:
-    """Returns the conf of the application, at least the keys that this package asks for."""
+    """Returns the conf of the application, at least the keys that this package reads."""
     context: Any = None if is_remote(spark) else spark.sparkContext
     conf: Any = spark.conf if context is None else context._conf
     if context is None and hasattr(type(conf), "getAll"):
@@ -40,7 +40,7 @@ def spark_conf(spark: SparkSession) -> dict[str, str]:
 
 
 def application_of(spark: SparkSession) -> str:
-    """Returns Spark's id of the application, which all sessions share that use its executors."""
+    """Returns Spark's application id; all sessions of an application share its executors."""
     if is_remote(spark):
         return str(spark.conf.get("spark.app.id", ""))
     return str(spark.sparkContext.applicationId)

@@ -19,12 +19,12 @@ METADATA = "metadata"
 # The fields that Spark's reader needs, and their types.
 _METADATA_TYPES = {"class": str, "uid": str, "sparkVersion": str, "paramMap": dict, "defaultParamMap": dict}
 
-# Settings whose default depends on what is installed: each machine that loads a stage has its own.
+# Settings with defaults that depend on the machine's installed packages.
 _OF_THE_MACHINE = [setting.name for setting in SETTINGS.values() if setting.default_words]
 
 
 def write_metadata(stage: Params, uri: str, params: dict[str, Any]) -> None:
-    """Writes the same files as Spark's `DefaultParamsWriter`, which cannot on Connect before Spark 4."""
+    """Writes the files of Spark's `DefaultParamsWriter`, which does not work on Connect before Spark 4."""
     metadata = {
         "class": f"{type(stage).__module__}.{type(stage).__name__}",
         "timestamp": int(time.time() * 1000),
@@ -44,11 +44,7 @@ def write_metadata(stage: Params, uri: str, params: dict[str, Any]) -> None:
 
 
 def read_metadata(uri: str) -> dict[str, Any]:
-    """Reads the metadata that `write_metadata` or Spark's `DefaultParamsWriter` wrote.
-
-    Raises:
-        ValueError: The metadata is damaged.
-    """
+    """Reads the files of `write_metadata` or `DefaultParamsWriter`."""
     folder = storage.join(uri, METADATA)
     (part,) = [name for name in storage.list_names(folder) if name.startswith("part-")]
     # The values of Params may be NaN.

@@ -15,11 +15,6 @@ from ringspark.pipelines.spark_paths import resolve
 
 
 def active_session() -> SparkSession:
-    """Returns the session of this thread, or else of this process.
-
-    Raises:
-        ValueError: No session is active.
-    """
     session = find_session()
     if session is None:
         raise ValueError("no Spark session is active; make one with SparkSession.builder.getOrCreate()")
@@ -36,11 +31,7 @@ def find_session() -> SparkSession | None:
 
 
 def storage_root(spark: SparkSession, storage_uri: str | None) -> str:
-    """Returns the parent folder of all fits, after checking that it can be written.
-
-    Raises:
-        ValueError: No folder was given and the master is not local, or the folder cannot be written.
-    """
+    """Returns the parent folder of all fits, after checking that it can be written."""
     if storage_uri:
         root = storage.normalize(resolve(spark, storage_uri))
     else:
@@ -62,7 +53,6 @@ def _session_folder(master: str) -> str:
 
 @cache
 def _temporary_folder() -> str:
-    """Returns this process's folder for models without storageUri; it is removed when the process ends."""
     folder = tempfile.mkdtemp(prefix="ringspark-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

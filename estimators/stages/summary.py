@@ -64,20 +64,20 @@ class TrainingSummary:
     def history(self) -> pd.DataFrame:
         """One row per epoch: losses, metrics, learning rate, rows, steps, skipped steps, seconds, cost.
 
-        The cost is `training_seconds`, `rows_per_second`, `bytes_sent`, `flops`, `flops_per_second`,
-        `flops_utilization` and `energy_joules`, of all ranks together, `communication_seconds` of a rank, and
-        `communication_hidden`, the share of that in which it computed too; None where nobody knows.
+        The cost columns `training_seconds`, `rows_per_second`, `bytes_sent`, `flops`, `flops_per_second`,
+        `flops_utilization` and `energy_joules` count all ranks together; `communication_seconds` is one
+        rank's, and `communication_hidden` the share of it during which the rank also computed. Unknown costs
+        are None.
         """
         return pd.DataFrame([record.row() for record in self.epochs])
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps that changed no weights because gradients overflowed; only in precision "fp16"."""
+        """Steps that changed no weights because gradients overflowed; only in precision "fp16"."""
         return sum(record.skipped_steps for record in self.epochs)
 
     @property
     def restarts(self) -> int:
-        """Number of times that the workers were started again."""
         return len(self.restart_reasons)
 
     @property
@@ -86,7 +86,6 @@ class TrainingSummary:
 
     @property
     def sentence(self) -> str:
-        """The result of the training, in a sentence."""
         last = [record for record in self.epochs if record.epoch == self.model_epoch] or [*self.epochs[-1:]]
         losses = "".join(
             f", training loss {record.train_loss:.4g}"
@@ -101,44 +100,29 @@ class TrainingSummary:
     def plot(self) -> Figure:
         """Returns a figure of the losses and the learning rate, which a notebook shows.
 
-        It needs matplotlib, which `pip install 'ringspark[report]'` brings; `savefig` writes it to a file.
-
-        Raises:
-            ImportError: matplotlib is not installed.
+        Raises ImportError if matplotlib is not installed (`pip install 'ringspark[report]'`).
         """
         return load_object(f"{REPORT}:loss_figure")(self)  # type: ignore[no-any-return]
 
     def timeline(self, path: str) -> str:
-        """Writes where the time of the recorded steps went as a trace for Perfetto; returns `path`.
+        """Writes a trace of the recorded steps for Perfetto, a `.json` file on any store; returns `path`.
 
-        Args:
-            path: File of any store, `.json`.
-
-        Raises:
-            ValueError: The training recorded none (`timelineEverySteps`), or its folder is gone.
+        Raises ValueError if no step was recorded (`timelineEverySteps`), or the run's folder is gone.
         """
         return load_object(WRITE_TRACE)(self.run_uri, path)  # type: ignore[no-any-return]
 
     def report(self, path: str | os.PathLike[str]) -> None:
-        """Writes one HTML page about the training, complete in itself, to a file of any store.
+        """Writes one self-contained HTML page about the training to a file on any store.
 
-        A model's own `report` adds what it says of held-out rows. It needs `pip install 'ringspark[report]'`.
-
-        Args:
-            path: File to write; without a scheme, one on this machine's disk.
-
-        Raises:
-            ImportError: A package of the report is not installed.
+        A model's own `report` can add predictions for held-out rows. A path without a scheme is on the local
+        disk. Raises ImportError if a package of `pip install 'ringspark[report]'` is missing.
         """
         load_object(f"{REPORT}:report_summary")(self, path)
 
     def logs(self, rank: int | None = None) -> list[str]:
-        """Returns what the ranks printed, each line as "[rank 1 host-a] ...".
+        """Returns the output of one rank, or of all ranks in order, each line as "[rank 1 host-a] ...".
 
         It is empty if nothing was printed or the run's folder is gone.
-
-        Args:
-            rank: The rank; None for all ranks in order.
         """
         return rank_log.read_lines(self.run_uri, rank)
 
@@ -167,14 +151,7 @@ class TrainingSummary:
 
     @classmethod
     def of_run(cls, finished: str, run_uri: str) -> tuple[TrainingSummary, TrainResult]:
-        """Returns summary and result from the record that a finished run has written.
-
-        Args:
-            run_uri: Folder that the run is in now; it may have been moved since it finished.
-
-        Raises:
-            ValueError: The record is damaged.
-        """
+        """Returns summary and result from the record of a finished run, which is in `run_uri` now."""
         try:
             found = record(FinishedRun, parse_object(finished, allow_nan=True))
         except ValueError as error:

@@ -30,24 +30,27 @@ _OPTIONS_OF_AXES = {
 def config_of(
     stage: _TrainingParams, task: Task, label_columns: Sequence[str]
 ) -> tuple[TrainConfig, UserObjects]:
-    """Returns the Params as one config, and the Python objects that have no name.
-
-    Raises:
-        ValueError: A setting cannot be used, or two settings refuse each other.
-    """
+    """Returns the Params as one config, and the Python objects that have no name."""
     if not stage.isDefined(stage.model):
         raise ValueError(
             f"{type(stage).__name__} needs a model; pass model=ModelSpec('mlp', {{...}}) or an nn.Module"
         )
     given = values_of(stage)
-    _check_validation(given["validationFraction"], given["validationIndicatorCol"])
+    fraction, indicator = given["validationFraction"], given["validationIndicatorCol"]
+    if fraction is not None and indicator is not None:
+        raise ValueError(
+            f"set validationFraction or validationIndicatorCol, not both; got {fraction} and {indicator!r}"
+        )
     if isinstance(given["model"], Program):
         raise ValueError(
             "model is a saved program, which predicts and cannot be trained; give a network of its class, "
             "filled by network.load_state_dict(program.state_dict())"
         )
     metrics = name_metrics(given["metrics"])
-    model, losses = given["model"], _for_each_label(given["loss"], len(label_columns))
+    # A single loss serves all labels; a list of a wrong length is refused later.
+    model, losses = given["model"], given["loss"] if isinstance(given["loss"], list) else [given["loss"]]
+    if len(losses) == 1:
+        losses = losses * len(label_columns)
     values = {
         setting.field: _frozen(given[name])
         for name, setting in SETTINGS.items()
@@ -67,7 +70,7 @@ def config_of(
         # Data parallelism until the planner has chosen, because it looks at the network and the rows.
         values["parallelism"] = Mesh()
     if (given["useGpu"] or needs_parts) and not stage.isSet(stage.collective):
-        # torch brings NCCL along, which Horovod has only where it was built with CUDA, and parts of a gang.
+        # torch includes NCCL, which Horovod has only if it was built with CUDA, and process groups.
         values["collective"] = "torch"
     values.setdefault("loss_weights", (1.0,) * len(label_columns))
     by_factory = {name: values.pop(name) for name in _FACTORIES if not isinstance(values[name], str)}
@@ -89,32 +92,13 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def _for_each_label(loss: Any, num_labels: int) -> list[Any]:
-    """Returns one loss per label; a single one serves all. A list of a wrong length is refused later."""
-    losses = list(loss) if isinstance(loss, list) else [loss]
-    return losses * num_labels if len(losses) == 1 else losses
-
-
-def _check_validation(fraction: float | None, indicator: str | None) -> None:
-    if fraction is not None and indicator is not None:
-        raise ValueError(
-            f"set validationFraction or validationIndicatorCol, not both; got {fraction} and {indicator!r}"
-        )
-
-
-def _differs(mesh: Mesh, path: str) -> bool:
-    return bool(attrgetter(path)(mesh) != attrgetter(path)(Mesh()))
-
-
 def settings_without_effect(stage: _TrainingParams, on_shards: bool) -> Iterator[str]:
     """Yields one sentence per Param that was set and has no effect, or harms another setting."""
     given = values_of(stage)
     was_set = [setting for name, setting in SETTINGS.items() if name in given and stage.isSet(name)]
     for setting in was_set:
-        if setting.without_effect is not None:
-            is_idle, reason = setting.without_effect
-            if is_idle(given):
-                yield f"{setting.name} has no effect: {reason}"
+        if setting.without_effect is not None and setting.without_effect[0](given):
+            yield f"{setting.name} has no effect: {setting.without_effect[1]}"
     compression, optimizer = given["sync"].compressed, given["optimizer"]
     if compression and compression.feedback and optimizer in ADAPTIVE and given["numWorkers"] > 1:
         yield (
@@ -124,7 +108,8 @@ def settings_without_effect(stage: _TrainingParams, on_shards: bool) -> Iterator
         )
     mesh = Mesh() if given["parallelism"] == AUTO else given["parallelism"]
     for axis, options in _OPTIONS_OF_AXES.items():
-        if mesh.size(axis) == 1 and (idle := [name for name in options if _differs(mesh, name)]):
+        idle = [name for name in options if attrgetter(name)(mesh) != attrgetter(name)(Mesh())]
+        if mesh.size(axis) == 1 and idle:
             yield f"parallelism's {idle[0]} has no effect: {axis} has one worker"
     schedule, epochs = given["batchSizeSchedule"], given["epochs"]
     if schedule and schedule[0][0] <= epochs < schedule[-1][0]:
@@ -134,4 +119,4 @@ def settings_without_effect(stage: _TrainingParams, on_shards: bool) -> Iterator
         )
     for setting in was_set if on_shards else []:
         if setting.is_for_writing:
-            yield (f"{setting.name} has no effect on fitOnShards: the shards are written already")
+            yield f"{setting.name} has no effect on fitOnShards: the shards are written already"
