@@ -19,9 +19,7 @@ TEMPORAL = ("date", "timestamp", "timestamp_ntz")
 def input_expression(column: Column, data_type: DataType, *, wants_floats: bool = False) -> Column:
     """Returns the numbers that `write_shards` would store, in a form that pandas can hold.
 
-    Args:
-        column: A column of any type that is stored as numbers.
-        wants_floats: Whether integers and booleans also become floating-point values.
+    `wants_floats`: whether integers and booleans also become floating-point values.
     """
     if isinstance(data_type, VectorUDT):
         inside = F.unwrap_udt(column)
@@ -80,7 +78,6 @@ def _flatten(values: Column, data_type: DataType) -> Column:
 
 
 def holds_null(source: Column, data_type: DataType) -> Column:
-    """Whether the row is null or holds a null."""
     if not _has_null_elements(data_type):
         return source.isNull()
     inside = F.exists(_flatten(source, data_type), lambda value: value.isNull())
@@ -108,26 +105,18 @@ def is_valid(
 def fill(values: Column, data_type: DataType, *, are_floats: bool = False) -> Column:
     """Replaces nulls by zeros; a null array stays null, because only Python knows its shape.
 
-    Args:
-        data_type: Spark type of the source column.
-        are_floats: Whether the values have been cast to floating-point numbers.
+    `are_floats`: whether the values have been cast to floating-point numbers.
     """
-    depth = leaf_type(data_type)[1]
+    if isinstance(data_type, ArrayType):
+        element = data_type.elementType
+        if not _has_null_elements(data_type):
+            return values
+        return F.transform(values, lambda value: fill(value, element, are_floats=are_floats))
     if isinstance(data_type, VectorUDT):
         return values
-    if not depth:
-        return F.coalesce(values, zero(data_type, are_floats=are_floats))
-    return _fill_arrays(values, data_type, are_floats) if _has_null_elements(data_type) else values
-
-
-def _fill_arrays(values: Column, data_type: DataType, are_floats: bool) -> Column:
-    assert isinstance(data_type, ArrayType)
-    element = data_type.elementType
-    if isinstance(element, ArrayType):
-        return F.transform(values, lambda value: _fill_arrays(value, element, are_floats))
-    return F.transform(values, lambda value: F.coalesce(value, zero(element, are_floats=are_floats)))
+    return F.coalesce(values, zero(data_type, are_floats=are_floats))
 
 
 def zero(data_type: DataType, *, are_floats: bool = False) -> Column:
-    """Returns the zero that `fill` puts in place of a null, with the same arguments."""
+    """Returns the zero that `fill` puts in place of a null."""
     return F.lit(False) if data_type.typeName() == "boolean" and not are_floats else F.lit(0)

@@ -1,8 +1,4 @@
-"""Makes a model's inputs in the Python worker: turns Spark's Arrow columns into NumPy arrays.
-
-The dtypes are the same as in training (`training.feed`). An unusable column is refused by an error that
-names it.
-"""
+"""Turns Spark's Arrow columns into the NumPy arrays of a model's inputs, in the Python worker."""
 
 from __future__ import annotations
 
@@ -21,15 +17,13 @@ from ringspark.pipelines.nulls import fill_nulls
 
 @dataclass(frozen=True, kw_only=True)
 class Feed:
-    """One argument of `forward`, made from one Arrow column.
+    """Makes one argument of `forward` from one Arrow column.
 
     Attributes:
-        name: Name of the column, for messages.
         shape: Shape of one row; None accepts any.
-        dtype: "float32" or "int64"; empty takes the dtype of the data.
+        dtype: "float32" or "int64"; empty keeps the dtype of the data.
         kind: Column type whose code makes the array; None for numbers.
-        part: Suffix in a batch of the column type's array, as in `ModelInput`.
-        fills_nulls: Whether a null becomes zeros, as in the shards.
+        part: Suffix of this array among the column type's arrays, as in `ModelInput`.
     """
 
     name: str
@@ -41,19 +35,14 @@ class Feed:
 
     @property
     def judges(self) -> bool:
-        """Whether only Python can tell if a value can be read, as with images."""
+        """Whether only Python finds out if a value can be read, as with images."""
         return isinstance(self.kind, Image)
 
     def read(self, column: pa.Array) -> tuple[pa.Array, dict[int, str]]:
-        """Returns the column as its type reads it; see `Kind.read`."""
         return (column, {}) if self.kind is None else self.kind.read(column)
 
     def __call__(self, column: pa.Array) -> Array:
-        """Returns an array of shape (rows, ...), fp32 or int64, from a column that was read.
-
-        Raises:
-            ValueError: A row is null or NaN, or has another shape.
-        """
+        """Returns an array of shape (rows, ...), fp32 or int64, from a column after `read`."""
         if self.kind is None:
             values = to_input(self.name, column, self.shape, fills_nulls=self.fills_nulls)
             return values.astype(self.dtype, copy=False) if self.dtype else values
@@ -66,7 +55,6 @@ class Feed:
         return to_network_input(values[:-1] if is_starts else values)
 
     def _make_arrays(self, kind: Kind, column: pa.Array) -> dict[str, Array]:
-        """Returns the arrays of the column by part."""
         valid = None
         if column.null_count:
             if not self.fills_nulls:
@@ -99,11 +87,7 @@ class Feed:
 
 
 def make_inputs(feeds: Sequence[Feed], columns: Sequence[pa.Array]) -> list[Array]:
-    """Returns the arguments of `forward`; several arrays of one column are made at once.
-
-    Raises:
-        ValueError: See `Feed.__call__`.
-    """
+    """Returns the arguments of `forward`; makes several arrays of one column at once. See `Feed.__call__`."""
     made: dict[tuple[str, int], dict[str, Array]] = {}
     inputs = []
     for feed, column in zip(feeds, columns, strict=True):
@@ -118,7 +102,6 @@ def make_inputs(feeds: Sequence[Feed], columns: Sequence[pa.Array]) -> list[Arra
 
 
 def _check_vectors(name: str, column: pa.Array, kind: Sparse, valid: Any) -> None:
-    """Refuses vectors with NaN, or with another size than in the training."""
     sizes, _, values = column.flatten()
     if _holds_nan(values.flatten()):
         raise null_error(name)
@@ -132,14 +115,12 @@ def _check_vectors(name: str, column: pa.Array, kind: Sparse, valid: Any) -> Non
 
 
 def unread_error(name: str, problem: str) -> ValueError:
-    """Returns the error for an unreadable value if rows must be complete."""
     return ValueError(
         f"column {name!r} {problem} in transform; repair or drop it, or set handleInvalid to 'skip' or 'keep'"
     )
 
 
 def null_error(name: str) -> ValueError:
-    """Returns the error for a null or NaN if rows must be complete."""
     return ValueError(
         f"column {name!r} has a null or NaN in transform; fill or drop them first, e.g. by df.na.drop, "
         "or set handleInvalid to 'skip' or 'keep'"
@@ -147,21 +128,15 @@ def null_error(name: str) -> ValueError:
 
 
 def to_input(
-    name: str,
-    column: pa.Array,
-    row_shape: tuple[int, ...] | None = None,
-    *,
-    fills_nulls: bool = False,
+    name: str, column: pa.Array, row_shape: tuple[int, ...] | None = None, *, fills_nulls: bool = False
 ) -> Array:
-    """Converts an Arrow column of numbers, or of (nested) lists of numbers, to the module's input.
-
-    Rows have `row_shape`, or any common shape if that is None. Null rows become zeros if `fills_nulls`.
-
-    Raises:
-        ValueError: A value is null or NaN, or an array's length differs from the others or `row_shape`.
-    """
+    """Converts an Arrow column of numbers, or of (nested) lists of numbers, to the module's input."""
     if fills_nulls and row_shape is not None and column.null_count:
-        return _with_zeros(name, column, row_shape)
+        there = column.is_valid()
+        present = to_input(name, column.filter(there), row_shape)
+        filled = np.zeros((len(column), *row_shape), dtype=present.dtype if len(present) else np.float32)
+        filled[there.to_numpy(zero_copy_only=False)] = present
+        return filled
     leaf, shape = column, [len(column)]
     while is_list(leaf.type):
         if leaf.null_count:
@@ -196,20 +171,12 @@ def _numbers(leaf: pa.Array) -> Array:
 
 
 def _holds_nan(leaf: pa.Array) -> bool:
-    """Whether a number is null or NaN. A sum finds NaN in a fraction of the time of a search."""
     if leaf.null_count or not pa.types.is_floating(leaf.type):
         return bool(leaf.null_count)
     values = _numbers(leaf)
+    # A sum finds NaN in a fraction of the time of a search.
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isnan(values.sum())) and bool(np.isnan(values).any())
-
-
-def _with_zeros(name: str, column: pa.Array, row_shape: tuple[int, ...]) -> Array:
-    there = column.is_valid()
-    present = to_input(name, column.filter(there), row_shape)
-    filled = np.zeros((len(column), *row_shape), dtype=present.dtype if len(present) else np.float32)
-    filled[there.to_numpy(zero_copy_only=False)] = present
-    return filled
 
 
 def _describe(shape: tuple[int, ...] | list[int]) -> str:

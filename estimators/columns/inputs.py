@@ -1,10 +1,7 @@
 """Turns the columns of any DataFrame into the numbers that `fit` saw.
 
-A model keeps its inputs in the form of the shards (`ModelInput`: a column with its type). On the driver,
-`bind` matches an input with the schema of a DataFrame and refuses a column that cannot hold the same values.
-It returns two SQL expressions, one for the values that go to Python and one for whether a row has them, and a
-`Feed`, which makes the array in the Python worker. Numbers, arrays and vectors go to Python as numbers and
-become one NumPy array; strings, padded rows and bytes go through the code of their column type.
+On the driver, `bind` matches a model's input (`ModelInput`) with a DataFrame's column. In the Python worker,
+a `Feed` makes the array.
 """
 
 from __future__ import annotations
@@ -61,7 +58,7 @@ class ModelInput:
         column: The column of the shards; None if the shards are not known.
         part: Suffix that follows the column's name in a batch: "" or e.g. ".length" and ".isnull".
         fills_nulls: Whether the shards hold nulls as zeros, so that such rows are valid.
-        place: Index in `inputCols` of the name that the input belongs to, if a name has several inputs.
+        place: Index of the input's name in `inputCols`, if a name has several inputs.
     """
 
     column: ShardColumn | None = None
@@ -71,7 +68,6 @@ class ModelInput:
 
     @property
     def array(self) -> BatchArray:
-        """The array of a batch that the input is."""
         if self.column is None or self.part == MASK:
             return BatchArray("float32")
         return self.column.kind.arrays(self.column.name)[self.column.name + self.part]
@@ -87,10 +83,8 @@ class BoundInput:
     """An input of the model, matched with a column of one DataFrame.
 
     Attributes:
-        values: Expression for the values that go to Python.
         valid: Expression that is true if the row's input has neither null nor NaN.
         filler: Replacement for invalid values, if a null would turn integers into floats.
-        feed: Maker of the array in the Python worker.
     """
 
     values: Column
@@ -100,7 +94,7 @@ class BoundInput:
 
 
 def model_inputs(columns: Sequence[ShardColumn], names: Sequence[str]) -> tuple[ModelInput, ...]:
-    """Returns the inputs that `names` gave a model which was trained on shards with these columns."""
+    """Returns the inputs with these names, for a model trained on shards with these columns."""
     if not columns:
         return tuple(ModelInput() for _ in names)
     known = {column.name: column for column in columns}
@@ -120,7 +114,7 @@ def model_inputs(columns: Sequence[ShardColumn], names: Sequence[str]) -> tuple[
 
 
 def shared_columns(inputs: Sequence[ModelInput]) -> tuple[ModelInput, ...]:
-    """Returns the inputs with one object per column, by which `make_inputs` avoids making arrays twice."""
+    """Returns the inputs with one object per column, so that `make_inputs` makes no array twice."""
     known: dict[ShardColumn, ShardColumn] = {}
     return tuple(
         item if item.column is None else replace(item, column=known.setdefault(item.column, item.column))
@@ -129,11 +123,6 @@ def shared_columns(inputs: Sequence[ModelInput]) -> tuple[ModelInput, ...]:
 
 
 def source_names(inputs: Sequence[ModelInput], names: Sequence[str]) -> list[str]:
-    """Returns the name of the column from which each input is made.
-
-    Raises:
-        ValueError: The number of names is wrong.
-    """
     places = [number if item.place is None else item.place for number, item in enumerate(inputs)]
     wanted = max(places, default=-1) + 1
     if wanted != len(names):
@@ -149,32 +138,19 @@ def source_names(inputs: Sequence[ModelInput], names: Sequence[str]) -> list[str
 def source_columns(
     inputs: Sequence[ModelInput], names: Sequence[str], schema: StructType, exact: bool
 ) -> list[StructField]:
-    """Returns the columns of a DataFrame from which the inputs called `names` are made.
-
-    Args:
-        exact: See `find_fields`.
-
-    Raises:
-        ValueError: The number of names is wrong, or the DataFrame lacks a column.
-    """
+    """Returns the columns of a DataFrame from which the inputs are made; `exact`: see `find_fields`."""
     return [
         find_field(name, "featuresCol or inputCols", schema, exact) for name in source_names(inputs, names)
     ]
 
 
 def layout_of_inputs(inputs: Sequence[ModelInput]) -> InputLayout:
-    """Returns which inputs hold rows of varying length."""
-    return make_layout(
-        [((item.column.name if item.column else "") + item.part, item.array) for item in inputs]
-    )
+    names = [(item.column.name if item.column else "") + item.part for item in inputs]
+    return make_layout([(name, item.array) for name, item in zip(names, inputs, strict=True)])
 
 
 def bind(item: ModelInput, field: StructField) -> BoundInput:
-    """Matches an input with a column of a DataFrame. Runs on the driver and starts no job.
-
-    Raises:
-        ValueError: The column cannot hold what the model was trained on; the message names both.
-    """
+    """Matches an input with a column of a DataFrame, or raises ValueError. Starts no job."""
     name, data_type, source = field.name, field.dataType, F.col(quote(field.name))
     trained = item.column
     if trained is not None and trained.kind.is_choice:
@@ -207,10 +183,9 @@ def bind(item: ModelInput, field: StructField) -> BoundInput:
 
 
 def label_expression(field: StructField, fields: Sequence[Path] = ()) -> Column:
-    """Returns the numbers of a label as doubles, or as equally nested arrays of doubles.
+    """Returns a label as doubles, or as equally nested arrays of doubles.
 
-    Args:
-        fields: The fields that the model was trained on, in order, if its label was a struct.
+    For a struct, `fields` are the fields that the model was trained on, in order.
     """
     is_struct = fields and isinstance(field.dataType, StructType)
     kinds = {field.name: Struct(fields=tuple(fields))} if is_struct else {}
@@ -224,13 +199,11 @@ def label_expression(field: StructField, fields: Sequence[Path] = ()) -> Column:
 
 
 def class_number(field: StructField, labels: Sequence[str]) -> Column:
-    """Returns the class number of a label of strings that the model knows; refuses other columns."""
     Vocabulary().adopt(field.name, field.dataType)
     return class_of(F.col(quote(field.name)), labels)
 
 
 def _given(field: StructField, trained: ShardColumn | None = None) -> ShardColumn:
-    """Returns a column of a DataFrame in the form of the shards; a struct has the fields of the training."""
     schema = StructType([field])
     kinds: dict[str, Kind] = {}
     if trained is not None and isinstance(trained.kind, Struct) and isinstance(field.dataType, StructType):
@@ -273,7 +246,7 @@ def _bind_mask(name: str, source: Column, data_type: DataType, is_null: Column |
 
 
 def _bind_choice(item: ModelInput, field: StructField, source: Column) -> BoundInput:
-    """Binds a column whose type the user chose; the type's code runs in SQL or in Python."""
+    """Binds a column with a type that the user chose."""
     assert item.column is not None
     name, data_type = field.name, field.dataType
     kind = item.column.kind.adopt(name, data_type)
@@ -301,7 +274,6 @@ def _bind_choice(item: ModelInput, field: StructField, source: Column) -> BoundI
 
 
 def _check_same(trained: ShardColumn, given: ShardColumn, data_type: DataType) -> None:
-    """Refuses a column whose values differ in nature from the training's."""
     wrong = _rank(trained) != _rank(given, data_type)
     wrong |= isinstance(trained.kind, Struct) != isinstance(given.kind, Struct)
     # Days and microseconds match only themselves. Whole numbers may replace fractions, but not the reverse.

@@ -1,8 +1,4 @@
-"""Computes a model's metrics over a DataFrame in one Spark job, without moving the rows.
-
-Each task accumulates its rows as a training rank does and sends its state to the driver, which merges the
-states by each metric's own method. Metrics of curves send every score.
-"""
+"""Computes a model's metrics over a DataFrame in one Spark job, without moving the rows."""
 
 from __future__ import annotations
 
@@ -31,13 +27,10 @@ class Evaluation:
     """The metrics of one output.
 
     Attributes:
-        names: Names in `METRICS`.
         width: Values per row of the output; for a classification, its logits.
-        label: Name of the label's column, for messages.
         num_classes: Number of classes; None for a regression.
         ignored: Rows with this label do not count; see `Head.ignored`.
-        output_shape: Shape of one row of the output, for the user's own metrics.
-        whole_labels: Whether the user's metrics get int64 labels, as in a training on this column.
+        whole_labels: Whether the user's metrics get int64 labels, as in the training.
         own: Pickled dict of the user's metrics: name -> (metric, whether it is a function of single rows).
     """
 
@@ -51,11 +44,7 @@ class Evaluation:
     own: bytes = b""
 
     def with_own(self, metrics: Mapping[str, Any]) -> Evaluation:
-        """Returns a copy with the user's metrics, after a trial.
-
-        Raises:
-            ValueError: See `try_metric`.
-        """
+        """Returns a copy with the user's metrics, after a trial; see `try_metric`."""
         if not metrics:
             return self
         classes = max(2, self.num_classes or 0)
@@ -68,15 +57,7 @@ class Evaluation:
         return replace(self, own=user_code.dumps(found))
 
     def over(self, scored: DataFrame) -> dict[str, float]:
-        """Returns the metrics by name.
-
-        Args:
-            scored: Two columns of doubles or arrays of doubles: outputs and labels. Rows without an output do
-                not count.
-
-        Raises:
-            ValueError: A label is null, NaN, no class number, or of another shape than the output.
-        """
+        """Returns the metrics by name, from a column of outputs and a column of labels (double or array)."""
         rows = scored.mapInArrow(self._in_task, _SCHEMA).collect()
         for row in rows:
             if row["problem"] is not None:
@@ -130,7 +111,6 @@ class Evaluation:
         return given, None
 
     def _own_arguments(self, output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns outputs and labels in the shapes and dtypes of a training."""
         rows = len(output)
         shape = () if self.num_classes is not None or label.numel() == rows else self.output_shape
         dtype = torch.int64 if self.whole_labels else torch.float32

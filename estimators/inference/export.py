@@ -32,12 +32,7 @@ _VALUES = 3
 def export_module(
     module: nn.Module, inputs: Sequence[ModelInput], names: Sequence[str], path: str, format: str
 ) -> None:
-    """Traces the module for any number of rows and writes it to the file `path`.
-
-    Raises:
-        ValueError: The format is unknown or not installed, the inputs are not known, `path` is a folder
-            or exists, or the module cannot be traced.
-    """
+    """Traces the module for any number of rows and writes it to the file `path`."""
     if format not in get_args(ExportFormat):
         raise ValueError(f"format must be one of {list(get_args(ExportFormat))}, got {format!r}")
     missing = [p for p in ("onnx", "onnxscript") if format == "onnx" and find_spec(p) is None]
@@ -77,10 +72,9 @@ def export_module(
 
 
 def record_module(module: nn.Module, inputs: Sequence[ModelInput], prepare: Any = None) -> Program:
-    """Records the module as a program, for any number of rows, without `prepare`, which changes its inputs.
+    """Records the module as a program for any number of rows, without `prepare`, which changes its inputs.
 
-    Raises:
-        NoProgramError: It cannot be recorded.
+    Raises NoProgramError if it cannot be recorded.
     """
     if any(item.column is None for item in inputs):
         raise NoProgramError("the types of its inputs are not known")
@@ -114,7 +108,6 @@ def _samples(inputs: Sequence[ModelInput], rows: int, length: int | None = None)
 
 
 def _varying(inputs: Sequence[ModelInput]) -> list[dict[int, Any]]:
-    """Returns the dimensions of each input that differ between batches."""
     # Equal dimensions share a name: the rows, and the concatenated arrays of one column.
     batch = torch.export.Dim("batch", min=1)
     ends: dict[int, Any] = {}

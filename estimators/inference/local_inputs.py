@@ -1,7 +1,4 @@
-"""Predictions without a Spark job: of the rows of a pandas DataFrame, or of the features of one row.
-
-Inputs are made as `transform` makes them. Column types whose values Spark computes are refused.
-"""
+"""Predictions without a Spark job, for the rows of a pandas DataFrame or the features of one row."""
 
 from __future__ import annotations
 
@@ -44,10 +41,7 @@ def predict_frame(
 ) -> pd.DataFrame:
     """Returns the columns that `transform` would add for the rows of a frame, with the frame's index.
 
-    `names` are the model's input columns, `outputs` the result columns, with "" for a column to leave out.
-
-    Raises:
-        ValueError: A column is missing, needs Spark, or holds unusable values.
+    `names` are the model's input columns, `outputs` the result columns ("" omits one).
     """
     schema = StructType([StructField(str(name), NullType()) for name in frame.columns])
     fields = source_columns(inputs, names, schema, exact=False)
@@ -92,15 +86,12 @@ def _make_feed(item: ModelInput, name: str, series: pd.Series[Any]) -> tuple[Fee
 
 
 def _to_integers(name: str, column: pa.Array, dtype: str) -> pa.Array:
-    """Casts numbers to integers, exactly: pandas and JSON may bring whole numbers as doubles.
-
-    Leaves NaN to the feed, which refuses it.
-    """
+    """Casts numbers to integers, exactly: pandas and JSON may bring whole numbers as doubles."""
     leaf, wanted = column, pa.from_numpy_dtype(dtype)
     while is_list(leaf.type):
         leaf, wanted = leaf.flatten(), pa.list_(wanted)
     if pa.types.is_floating(leaf.type) and pc.any(pc.is_nan(leaf)).as_py():
-        return column
+        return column  # the feed refuses NaN
     try:
         return column.cast(wanted)
     except pa.ArrowInvalid as error:
@@ -110,7 +101,6 @@ def _to_integers(name: str, column: pa.Array, dtype: str) -> pa.Array:
 
 
 def _to_lists(series: pd.Series[Any]) -> Any:
-    """Returns values that Arrow takes: vectors and arrays in an object column become lists."""
     if series.dtype != object:
         return series.to_numpy()
     return [
@@ -130,12 +120,9 @@ def num_features(inputs: Sequence[ModelInput]) -> int:
 
 
 def make_row(inputs: Sequence[ModelInput], names: Sequence[str], features: Any) -> Array:
-    """Returns the features as the input of a forward pass, (1, ...) fp32 or int64.
+    """Returns a Spark vector or numbers as the input of a forward pass, (1, ...) fp32 or int64.
 
-    The features are a Spark vector, or numbers that NumPy takes; a flat one fills an array of any shape.
-
-    Raises:
-        ValueError: The model has other inputs than one of numbers, or the numbers do not fit it.
+    A flat vector fills an array of any shape.
     """
     (item, *others) = inputs
     column = item.column

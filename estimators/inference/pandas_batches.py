@@ -1,7 +1,7 @@
 """Prediction for Spark before 4.1, which has no UDF over Arrow arrays: a pandas UDF around Arrow.
 
-Doubles are returned as Arrow inside pandas columns, without a copy and with their NaN. Such a Spark converts
-lists to Arrow one Python object at a time, so a few values per row are returned as that many doubles.
+Such a Spark converts lists one Python object at a time, so a few values per row are returned as that many
+doubles.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ def make_expression(
     widths: Sequence[int],
     columns: Sequence[Column],
 ) -> Column:
-    """Returns `function`, over batches of Arrow columns, applied to `columns` as a pandas UDF.
-
-    Args:
-        widths: Values per row of each result.
-    """
+    """Returns `function`, over batches of Arrow columns, applied to `columns` as a pandas UDF."""
 
     # The two bodies differ only in type hints, which Spark reads.
     def frames(batches: Iterator[Tuple[pd.Series, ...]]) -> Iterator[pd.DataFrame]:  # noqa: UP006
@@ -86,9 +82,9 @@ def _is_flat(widths: Sequence[int]) -> bool:
 
 
 def _arrow(feeds: Sequence[Feed], batch: Any) -> tuple[pa.Array, ...]:
-    """Converts pandas columns to Arrow; a column of nulls alone does not show its type."""
     # If there is only one column, Spark passes a bare Series.
     series = [batch] if isinstance(batch, pd.Series) else batch
+    # The type is given, because a column of nulls does not show it.
     types = [feed.kind and feed.kind.selected for feed in feeds] + [None] * (len(series) - len(feeds))
     return tuple(_array(column, data_type) for column, data_type in zip(series, types, strict=True))
 

@@ -1,10 +1,7 @@
-"""Batched inference as a Spark SQL expression.
+"""Batched inference as a Spark SQL expression, for batch and streaming.
 
-Only the model's input columns go to Python; all other columns stay in the JVM. The expression is lazy, has a
-declared type and no state, so it serves batch and streaming alike. Spark ships little, because the weights
-stay on the store. A Python worker maps them once for consecutive tasks (`ModuleCache`), and the workers of a
-host share the pages (see `training.checkpoint`). On a GPU, whose memory other tasks need, they stay for one
-task.
+The weights stay on the store. A Python worker maps them once for consecutive tasks, and the workers of a host
+share the pages. On a GPU, whose memory other tasks need, they stay for one task.
 """
 
 from __future__ import annotations
@@ -53,15 +50,9 @@ class Predictor:
 
     Attributes:
         model: `ModelSpec` as JSON, or the user's pickled module without weights.
-        weights_uri: Folder of the checkpoint.
         weights_id: Identity of the checkpoint; another id means other weights in the same folder.
         prepare: The user's pickled function that prepares the inputs; empty for none.
-        feeds: Makers of the input arrays, one for each argument of `forward`.
-        layout: Which of them hold rows of varying length.
-        results: Conversion of the outputs to columns.
-        output_widths: Values per row of each output (product of its shape).
-        batch_size: Rows per forward pass.
-        offload: "none" loads all weights at once, "disk" loads each when it is used.
+        output_widths: Values per row of each output.
         keeps_rows: Whether one more column follows, which is false for rows that get no prediction.
         gives_vectors: Whether Python returns vectors, see `takes_vectors`; the driver decides for all.
     """
@@ -81,11 +72,7 @@ class Predictor:
     layout: InputLayout = ()
 
     def load(self, device: str = "cpu", cache: str | None = None) -> nn.Module:
-        """Returns the trained module in eval mode, which computes on `device`.
-
-        Raises:
-            ValueError: The folder no longer holds a checkpoint, or holds another model's.
-        """
+        """Returns the trained module in eval mode, which computes on `device`."""
         module: nn.Module
         if isinstance(self.model, str):
             module = build_on_meta(ModelSpec.from_json(self.model).build)
@@ -119,9 +106,7 @@ class Predictor:
 class ModuleCache(Generic[T]):
     """At most `MAX_MODULES` modules, each released `keep_seconds` after its last use.
 
-    A Python worker of Spark runs the tasks of many jobs: without a limit it would keep gigabytes of unused
-    models. A stream or a pipeline uses its model again within the minute. A running task holds a reference,
-    so a released module stays whole for it.
+    A Python worker runs the tasks of many jobs and would otherwise keep gigabytes of unused models.
     """
 
     def __init__(self, keep_seconds: float = KEEP_SECONDS) -> None:
@@ -132,7 +117,6 @@ class ModuleCache(Generic[T]):
         self._timer: threading.Timer | None = None
 
     def get(self, key: Hashable, load: Callable[[], T]) -> T:
-        """Returns the module of this key; loads it if necessary."""
         with self._lock:
             found = self._known.pop(key, None)
             while found is None and len(self._known) >= MAX_MODULES:
@@ -143,7 +127,6 @@ class ModuleCache(Generic[T]):
         return module
 
     def clear(self) -> None:
-        """Releases all modules."""
         with self._lock:
             self._known.clear()
             if self._timer is not None:
@@ -176,7 +159,6 @@ modules: ModuleCache[nn.Module] = ModuleCache()
 
 
 def cached_module(predictor: Predictor) -> nn.Module:
-    """Returns the predictor's module for the CPU, from this process's cache if possible."""
     p = predictor
     key = p.weights_uri, p.weights_id, p.model, p.prepare, p.offload
     return modules.get(key, lambda: predictor.load(cache=_cache_folder()))
@@ -185,13 +167,7 @@ def cached_module(predictor: Predictor) -> nn.Module:
 def choose_inference_device(
     use_gpu: bool, addresses: Sequence[str], partition_id: int, num_devices: int
 ) -> str:
-    """Returns the torch device of one task; unlike the ranks of a training, tasks may share a GPU.
-
-    If Spark manages no GPUs, `addresses` is empty, and partition numbers spread tasks over the devices.
-
-    Raises:
-        ValueError: `use_gpu` is set and torch sees no GPU.
-    """
+    """Returns the torch device of one task; unlike the ranks of a training, tasks may share a GPU."""
     if not use_gpu:
         return "cpu"
     if not num_devices:
@@ -202,11 +178,11 @@ def choose_inference_device(
     # torch cannot use an identifier, or an index of devices that a container hides.
     if addresses and addresses[0].isdigit() and int(addresses[0]) < num_devices:
         return f"cuda:{int(addresses[0])}"
+    # Without Spark's resources, partition numbers spread tasks over the devices.
     return f"cuda:{partition_id % num_devices}"
 
 
 def task_device(use_gpu: bool) -> str:
-    """Returns the device of the Spark task in which this runs."""
     if not use_gpu:
         return "cpu"
     from pyspark import TaskContext
@@ -219,16 +195,14 @@ def task_device(use_gpu: bool) -> str:
 
 
 def takes_vectors(spark: SparkSession) -> bool:
-    """Whether Spark has a UDF over Arrow arrays (4.1), which takes vectors; its pandas UDF takes only arrays.
-
-    The client of a Spark Connect server may have another version than the server and its workers.
-    """
+    """Whether Spark has a UDF over Arrow arrays (4.1), which can return vectors."""
+    # The client of a Spark Connect server may have another version than the server and its workers.
     major, minor = str(spark.version).split(".")[:2]
     return hasattr(F, "arrow_udf") and (int(major), int(minor)) >= (4, 1)
 
 
 def prediction_expression(predictor: Predictor, columns: Sequence[Column]) -> Column:
-    """Returns the model applied to `columns`; the expression's type is the results' `spark_type`."""
+    """Returns the model applied to `columns`, of the results' `spark_type`."""
     feeds, results = predictor.feeds, predictor.results
     if not predictor.gives_vectors:
         return pandas_batches.make_expression(partial(run, predictor), feeds, results.widths, columns)
@@ -278,11 +252,7 @@ def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[pa.Array]:
 
 
 def inputs_of(predictor: Predictor, chunk: list[pa.Array]) -> tuple[list[Array], Array | None]:
-    """Returns the network's inputs for some rows, and the mask of valid rows, (rows,); None if all are valid.
-
-    Raises:
-        ValueError: A value cannot be read, and the predictor may not leave out rows.
-    """
+    """Returns the network's inputs for some rows, and the mask of valid rows; None if all are valid."""
     valid: Array | None = None
     if predictor.keeps_rows:
         valid = np.array(chunk.pop().to_numpy(zero_copy_only=False))

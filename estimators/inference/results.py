@@ -1,8 +1,4 @@
-"""Turns the network's outputs into the user's columns.
-
-Each result leaves Python complete, as one Arrow array. Arrow takes NumPy's numbers without a copy, and Spark
-sees a vector as a struct around an array, so the JVM copies and computes nothing. NaN stays NaN.
-"""
+"""Turns the network's outputs into the user's columns."""
 
 from __future__ import annotations
 
@@ -45,11 +41,7 @@ class Results(ABC):
 
     @abstractmethod
     def arrays(self, outputs: Array) -> list[Array]:
-        """Returns the columns' numbers, (rows,) or (rows, numbers per row), float64.
-
-        Args:
-            outputs: (rows, values of all outputs) float64.
-        """
+        """Returns the columns' numbers, (rows,) or (rows, numbers per row), from (rows, outputs) float64."""
 
     @property
     def spark_type(self) -> DataType:
@@ -69,7 +61,6 @@ class Results(ABC):
         return columns[0] if len(columns) == 1 else pa.StructArray.from_arrays(columns, self._names)
 
     def columns(self, result: str, *, with_vectors: bool = True) -> list[Column]:
-        """Returns the user's columns, made from the column `result` of the Python results."""
         if not with_vectors:
             return pandas_batches.make_columns(result, self.types, self.widths)
         if len(self.types) == 1:
@@ -112,17 +103,14 @@ class Classes(Results):
 
     @property
     def num_classes(self) -> int:
-        """Number of classes; one logit stands for two."""
-        return max(2, self.width)
+        return max(2, self.width)  # one logit means two classes
 
     @property
     def types(self) -> list[DataType]:
-        """The column types."""
         return [VectorUDT(), VectorUDT(), DoubleType()]
 
     @property
     def widths(self) -> list[int]:
-        """Values per row of each column."""
         return [self.num_classes, self.num_classes, 1]
 
     def arrays(self, outputs: Array) -> list[Array]:
@@ -140,11 +128,9 @@ class Classes(Results):
         return np.where(np.isnan(outputs).any(axis=1), np.nan, scaled.argmax(axis=1))
 
     def raw(self, outputs: Array) -> Array:
-        """Returns the raw predictions, (rows, classes)."""
         return np.concatenate([-outputs, outputs], axis=1) if self.width == 1 else outputs
 
     def probabilities(self, outputs: Array) -> Array:
-        """Returns the probabilities, (rows, classes)."""
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             if self.width > 2:
                 largest = outputs.max(axis=1, keepdims=True)
@@ -162,12 +148,11 @@ def _is_vector(data_type: DataType) -> bool:
 
 
 def _lists(values: Array, *, is_vector: bool) -> pa.Array:
-    """Makes an Arrow array of lists, or of dense vectors, from (rows, numbers per row)."""
     num_rows, width = values.shape
     lists = make_lists(np.arange(num_rows + 1) * width, values.reshape(-1), "float64")
     if not is_vector:
         return lists
-    # A dense vector has neither size nor indices.
+    # A struct, as in Spark, so that the JVM copies nothing. A dense vector has neither size nor indices.
     parts = [pa.array(np.ones(num_rows, np.int8)), pa.nulls(num_rows, pa.int32())]
     parts += [pa.nulls(num_rows, list_type("int32")), lists]
     return pa.StructArray.from_arrays(parts, fields=_VECTOR_PARTS)
