@@ -1,8 +1,6 @@
 """The interface of trackers: a `Tracker` holds the settings, and its `Listener` follows one training.
 
-Listeners run on the driver, each in a thread of its own (see `watcher`): the driver waits in a Spark job and
-may have no connection to the ranks, so their records come from files of the run directory. A listener may be
-slow, and its errors become warnings that end no training.
+Each listener runs in a separate thread of the driver. Its errors become warnings that end no training.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from ringspark.estimators.training.step_log import StepRecord
 
 EndStatus = Literal["finished", "failed", "cancelled"]
 
-# Stores cannot append to a file, and to rewrite it after every epoch takes quadratic time. So a tracker
+# Stores cannot append to a file, and rewriting it after every epoch takes quadratic time. So a tracker
 # rewrites it only if it has grown by this share, and at the end.
 GROWTH = 0.1
 
@@ -29,7 +27,7 @@ class RunStart:
         name: Uid of the stage, such as "TorchClassifier_1f2e".
         settings: The stage's Params by name: numbers, texts and lists of them unchanged, others as text.
         data: Facts about the rows: "rows", "validation_rows", "shards_uri".
-        resumed: Whether the folder holds a part of this training already.
+        resumed: Whether the folder already holds a part of this training.
         surroundings: Result of the trackers' `surroundings` in the thread that called `fit`.
     """
 
@@ -59,7 +57,7 @@ class Listener:
     """Follows one training. One thread makes the calls in sequence; each may raise."""
 
     def progress(self, progress: TrainingProgress) -> None:
-        """Receives the present position about twice a second; positions are left out while calls are slow."""
+        """Receives the present position about twice a second; positions are skipped while calls are slow."""
 
     def steps(self, records: Sequence[StepRecord]) -> None:
         """Receives records of steps, each once; again only if a rollback or restart changed the numbers."""
@@ -74,14 +72,12 @@ class Listener:
 class Tracker:
     """The settings of a listener. One tracker serves many trainings, also at the same time.
 
-    A tracker of this package is a frozen dataclass of plain values, saved with its stage as
-    `{"name": ..., **options}`.
+    A tracker of this package is a frozen dataclass, saved with its stage as `{"name": ..., **options}`.
     """
 
     name: ClassVar[str] = ""
 
     def start(self, run: RunStart) -> Listener:
-        """Starts to follow a training."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -90,8 +86,8 @@ class Tracker:
     def surroundings(self) -> dict[str, str]:
         """Returns facts about the calling thread that `start` needs, such as the active run.
 
-        Runs in the thread that calls `fit`, and in the thread that copies a stage: a CrossValidator copies in
-        its caller's thread and fits in threads of a pool. It must be quick and must not call a server.
+        It must be quick and must not call a server. A CrossValidator copies stages in its caller's thread and
+        fits in a pool, so it runs in both.
         """
         return {}
 

@@ -1,9 +1,6 @@
 """Shows a training on the driver: a bar on a terminal, else plain lines, as for spark-submit or Databricks.
 
-    training: epoch 2/5, step 1,200/3,000, 183,000 rows/s, 12 min left
-
-There is one such line per period, and one line per finished epoch. The time left follows from the steps since
-the workers started, so a resumed training does not look fast.
+training: epoch 2/5, step 1,200/3,000, 183,000 rows/s, 12 min left
 """
 
 from __future__ import annotations
@@ -12,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from tqdm.auto import tqdm
@@ -71,11 +69,9 @@ class _Bar(Listener):
 
 
 class PlainLines(Listener):
-    """Writes a line per period and a line per epoch.
+    """Writes a line per period and a line per epoch, by default to standard error.
 
-    Args:
-        write: Takes one line without its end; the default writes to standard error.
-        clock: Monotonic clock, in seconds.
+    `write` takes one line without its end. `clock` is monotonic, in seconds.
     """
 
     def __init__(
@@ -84,12 +80,12 @@ class PlainLines(Listener):
         clock: Callable[[], float] = time.monotonic,
         period_seconds: float = PERIOD_SECONDS,
     ) -> None:
-        self._write = write or _print_to_stderr
+        self._write = write or partial(print, file=sys.stderr, flush=True)
         self._clock = clock
         self._period = period_seconds
         # The training begins now; its first moments need no line.
         self._written_at = clock()
-        # The first position since the ranks (re)started, and its time.
+        # The first position since the ranks (re)started, so that a resumed training does not look fast.
         self._first: tuple[TrainingProgress, float] | None = None
         self._last_step = 0
 
@@ -109,7 +105,6 @@ class PlainLines(Listener):
 
 
 def progress_line(progress: TrainingProgress, seconds_left: float | None) -> str:
-    """Returns the line of a position; without the time left if it is None."""
     parts = [f"epoch {progress.epoch}/{progress.epochs}", f"step {progress.step:,}/{progress.num_steps:,}"]
     if progress.seconds > 0:
         parts.append(f"{progress.rows / progress.seconds:,.0f} rows/s")
@@ -119,7 +114,6 @@ def progress_line(progress: TrainingProgress, seconds_left: float | None) -> str
 
 
 def epoch_line(record: EpochRecord) -> str:
-    """Returns the line of a finished epoch."""
     parts = [f"loss {record.train_loss:.4f}"]
     if record.validation_loss is not None:
         parts.append(f"validation loss {record.validation_loss:.4f}")
@@ -129,18 +123,12 @@ def epoch_line(record: EpochRecord) -> str:
 
 def duration(seconds: float) -> str:
     """Returns seconds in at most two units: "40 s", "12 min", "3 h 5 min", "2 d 4 h"."""
-    whole = int(seconds + 0.5)
-    if whole < 60:
-        return f"{whole} s"
-    minutes = int(seconds / 60 + 0.5)
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 24:
-        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    if int(seconds + 0.5) < 60:
+        return f"{int(seconds + 0.5)} s"
+    hours, minutes = divmod(int(seconds / 60 + 0.5), 60)
     days, hours = divmod(hours, 24)
-    return f"{days} d {hours} h" if hours else f"{days} d"
-
-
-def _print_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    if days:
+        return f"{days} d {hours} h" if hours else f"{days} d"
+    if hours:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    return f"{minutes} min"

@@ -46,7 +46,6 @@ class _Lines(Listener):
         self._size = self._written = 0
 
     def write(self, events: Sequence[dict[str, Any]], growth: float = 0.0) -> None:
-        """Adds lines; rewrites the run directory's file if it has grown by the share `growth`."""
         lines = [json.dumps({"run": self._run} | _finite(event), allow_nan=False) for event in events]
         text = "".join(f"{line}\n" for line in lines)
         if self._path is not None:

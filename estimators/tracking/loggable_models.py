@@ -3,8 +3,7 @@
     python -m ringspark.estimators.tracking.loggable_models > loggable_models.txt
     spark-submit --conf spark.mlflow.pysparkml.autolog.logModelAllowlistFile=loggable_models.txt ...
 
-Without it, autolog logs parameters and metrics of a pipeline with our stages, and warns that it omits the
-model. A user's list replaces MLflow's, so this list starts with the entries of the installed MLflow.
+A user's list replaces MLflow's, so this list starts with the entries of the installed MLflow.
 """
 
 from __future__ import annotations
@@ -16,11 +15,6 @@ OURS = ("ringspark.estimators.*", "ringspark.extras.*")
 
 
 def lines() -> list[str]:
-    """Returns the list: each entry is a class, a prefix with a star, or a comment.
-
-    Raises:
-        ValueError: MLflow is not installed.
-    """
     try:
         known = files("mlflow.pyspark.ml").joinpath("log_model_allowlist.txt").read_text()
     except (ImportError, FileNotFoundError):

@@ -1,8 +1,6 @@
 """One training as one run of MLflow: records wait here until the server has taken them.
 
-Invariant: each metric is sent once. A training that continues its run first asks which metrics the run has,
-because it receives all records again. A server that does not answer costs one attempt to connect per call:
-MLflow's own retries take minutes, so nothing is sent to a closed port.
+Each metric is sent once: a resumed training first reads the run's metrics.
 """
 
 from __future__ import annotations
@@ -21,23 +19,26 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+import mlflow
+from mlflow import MlflowClient
+from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.tracking.context import registry
+from mlflow.tracking.fluent import _get_experiment_id
+
 from ringspark.estimators import run_layout
 from ringspark.estimators.tracking.base import Listener, RunEnd, RunStart
+from ringspark.estimators.tracking.mlflow_tracker import CONTEXT, EXPERIMENT, PARENT, MlflowTracker
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.step_log import StepRecord
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import parse_object
 
 _log = logging.getLogger(__name__)
-
-# Keys of `RunStart.surroundings`.
-PARENT = "mlflow.parent"
-EXPERIMENT = "mlflow.experiment"
-CONTEXT = "mlflow.context"
 
 # File in the run's tracking folder with the server and id of the MLflow run.
 FILE = "mlflow.json"
@@ -58,35 +59,10 @@ CONNECT_SECONDS = 5.0
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 
 
-class MlflowOptions(Protocol):
-    """The attributes of `MlflowTracker`, which imports this module."""
-
-    @property
-    def tracking_uri(self) -> str | None: ...
-    @property
-    def registry_uri(self) -> str | None: ...
-    @property
-    def experiment(self) -> str | None: ...
-    @property
-    def run_name(self) -> str | None: ...
-    @property
-    def tags(self) -> Mapping[str, str] | None: ...
-    @property
-    def log_model(self) -> bool: ...
-    @property
-    def registered_model_name(self) -> str | None: ...
-    @property
-    def nested(self) -> bool: ...
-    @property
-    def parent_run_id(self) -> str | None: ...
-
-
 class MlflowRun(Listener):
     """A listener that sends to one run, created or found at the first call that reaches the server."""
 
-    def __init__(self, tracker: MlflowOptions, run: RunStart) -> None:
-        import mlflow
-
+    def __init__(self, tracker: MlflowTracker, run: RunStart) -> None:
         self._tracker, self._run = tracker, run
         self._uri: str = tracker.tracking_uri or mlflow.get_tracking_uri()
         self._client: Any = None
@@ -128,11 +104,9 @@ class MlflowRun(Listener):
         self._try_to_send()
 
     def end(self, end: RunEnd) -> None:
-        from mlflow.exceptions import MlflowException
-
         self._try_to_send()
         if self._has_warned:
-            # The warning has said that the rest is lost. A run that exists is ended all the same.
+            # The rest is lost, as the warning said, but an existing run is still ended.
             if self._found is not None:
                 with suppress(MlflowException, OSError):
                     _connect(self._uri)
@@ -146,7 +120,6 @@ class MlflowRun(Listener):
                 log()
             except Exception as error:
                 problems.append(error)
-        # A run whose model could not be logged has ended, too.
         self._client.set_terminated(self._run_id, _STATUS[end.status])
         if problems:
             raise problems[0]
@@ -156,9 +129,6 @@ class MlflowRun(Listener):
         self._waiting += [(_name(name), float(value), at, step) for name, value in values.items()]
 
     def _try_to_send(self) -> None:
-        """Sends all waiting metrics; keeps them, with one warning, if the server does not take them."""
-        from mlflow.exceptions import MlflowException
-
         try:
             self._send()
             self._has_warned = False
@@ -173,8 +143,6 @@ class MlflowRun(Listener):
                 )
 
     def _send(self) -> None:
-        from mlflow.entities import Metric
-
         _connect(self._uri)
         if not self._run_id:
             self._begin()
@@ -190,8 +158,6 @@ class MlflowRun(Listener):
             del self._waiting[: len(piece)]
 
     def _begin(self) -> None:
-        from mlflow import MlflowClient
-
         self._client = MlflowClient(tracking_uri=self._uri, registry_uri=self._tracker.registry_uri)
         self._found = found = self._found or self._find_earlier() or self._create()
         self._begun = found.info.start_time or self._begun
@@ -201,8 +167,6 @@ class MlflowRun(Listener):
         self._run_id = found.info.run_id
 
     def _find_earlier(self) -> Any:
-        from mlflow.exceptions import MlflowException
-
         try:
             known = parse_object(storage.read_bytes(self._file()))
         except (OSError, ValueError):
@@ -239,8 +203,9 @@ class MlflowRun(Listener):
             experiment = parent.info.experiment_id
         if tracker.experiment is not None:
             experiment = _get_or_create_experiment(self._client, tracker.experiment)
+        # The experiment of `mlflow.start_run()`: public functions would also set the process's active run.
         run = self._client.create_run(
-            experiment or _default_experiment(),
+            experiment or str(_get_experiment_id()),
             start_time=self._begun,
             tags={key: storage.redact_text(value)[:TAG_LENGTH] for key, value in tags.items()},
             run_name=tracker.run_name or self._run.name,
@@ -251,8 +216,6 @@ class MlflowRun(Listener):
         return run
 
     def _find_parent(self) -> Any:
-        from mlflow.exceptions import MlflowException
-
         if self._tracker.parent_run_id is not None:
             return self._client.get_run(self._tracker.parent_run_id)
         if not self._tracker.nested or PARENT not in self._run.surroundings:
@@ -266,25 +229,26 @@ class MlflowRun(Listener):
         return parent if parent.info.status == "RUNNING" else None
 
     def _log_settings(self, run: Any) -> None:
-        from mlflow.entities import Param, RunTag
-
         facts = {f"data.{name}": value for name, value in self._run.data.items()}
-        texts = {_name(k): _text(v)[:PARAM_LENGTH] for k, v in {**self._run.settings, **facts}.items()}
-        new = {name: text for name, text in texts.items() if name not in run.data.params}
-        for piece in _pieces([Param(name, text) for name, text in new.items()]):
+        values = {**self._run.settings, **facts}
+        texts = {
+            _name(name): (value if isinstance(value, str) else json.dumps(value, default=str))[:PARAM_LENGTH]
+            for name, value in values.items()
+        }
+        known = run.data.params
+        params = [Param(name, text) for name, text in texts.items() if name not in known]
+        for piece in _pieces(params):
             self._client.log_batch(run.info.run_id, params=piece, synchronous=True)
         # Params of a run cannot change, but some settings may differ in a resumed training.
-        changed = {
-            name: texts[name] for name in texts.keys() - new.keys() if run.data.params[name] != texts[name]
-        }
-        tags = [RunTag(f"ringspark.resumed.{name}", text[:TAG_LENGTH]) for name, text in changed.items()]
-        for tag_piece in _pieces(tags):
-            self._client.log_batch(run.info.run_id, tags=tag_piece, synchronous=True)
+        tags = [
+            RunTag(f"ringspark.resumed.{name}", text[:TAG_LENGTH])
+            for name, text in texts.items()
+            if known.get(name, text) != text
+        ]
+        for piece in _pieces(tags):
+            self._client.log_batch(run.info.run_id, tags=piece, synchronous=True)
 
     def _log_data(self, run: Any) -> None:
-        from mlflow.entities import Dataset, DatasetInput, InputTag
-        from mlflow.exceptions import MlflowException
-
         data = self._run.data
         if run.inputs is not None and run.inputs.dataset_inputs:
             return
@@ -319,8 +283,6 @@ class MlflowRun(Listener):
     def _log_model(self, model: Any) -> None:
         if model is None or not self._tracker.log_model:
             return
-        from mlflow.entities import LoggedModelOutput
-
         # The server must know the model before its files, which name it.
         logged = self._client.create_logged_model(
             self._found.info.experiment_id, name=MODEL, source_run_id=self._run_id, model_type="ringspark"
@@ -341,8 +303,6 @@ class MlflowRun(Listener):
             self._register(self._tracker.registered_model_name, logged)
 
     def _register(self, name: str, logged: Any) -> None:
-        from mlflow.exceptions import MlflowException
-
         try:
             self._client.create_registered_model(name)
         except MlflowException as error:
@@ -361,7 +321,7 @@ class MlflowRun(Listener):
 
 
 def _connect(uri: str) -> None:
-    """Raises OSError if nobody listens at the address of a server; behind a proxy it cannot know."""
+    """Raises OSError if nobody listens at the server's address, because MLflow's own retries take minutes."""
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         return
@@ -372,8 +332,6 @@ def _connect(uri: str) -> None:
 
 
 def _get_or_create_experiment(client: Any, name: str) -> str:
-    from mlflow.exceptions import MlflowException
-
     found = client.get_experiment_by_name(name)
     if found is None:
         try:
@@ -386,26 +344,15 @@ def _get_or_create_experiment(client: Any, name: str) -> str:
     return str(found.experiment_id)
 
 
-def _default_experiment() -> str:
-    """Returns the id of the experiment that `mlflow.start_run()` would use."""
-    # Public functions return it only with a run that then becomes the active run of the process.
-    from mlflow.tracking.fluent import _get_experiment_id
-
-    return str(_get_experiment_id())
-
-
 def _context(surroundings: Mapping[str, str]) -> dict[str, str]:
-    """Returns MLflow's own tags: user and program, and on Databricks the notebook or job."""
     if CONTEXT in surroundings:
         found: dict[str, str] = json.loads(surroundings[CONTEXT])
         return found
-    from mlflow.tracking.context import registry
-
     return dict(registry.resolve_tags())
 
 
 def _known(name: str, step: int, value: float) -> tuple[str, int, str]:
-    """Returns the identity of a metric's value; servers store infinity as the largest number."""
+    # Servers store infinity as the largest number.
     value = float(value)
     if abs(value) >= sys.float_info.max:
         value = math.copysign(math.inf, value)
@@ -419,10 +366,6 @@ def _name(name: str) -> str:
 
 def _short(error: Exception) -> str:
     return storage.redact_text(str(error).split("\n", 1)[0])[:300]
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _pieces(entries: Sequence[Any]) -> Iterator[Sequence[Any]]:

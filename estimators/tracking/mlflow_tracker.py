@@ -1,7 +1,6 @@
 """Logs a training as one run of MLflow, from the driver only.
 
-MLflow's own state of the process (its active run, its tracking URI) is read and never changed, so a
-notebook's `mlflow.start_run()` and fits in other threads are not affected.
+MLflow's active run and tracking URI are read and never changed, so other code of the process is not affected.
 """
 
 from __future__ import annotations
@@ -14,8 +13,16 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import ClassVar
 
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.tracking.base import Listener, RunStart, Tracker
-from ringspark.estimators.tracking.mlflow_run import CONTEXT, EXPERIMENT, PARENT, MlflowRun
+
+# Keys of `RunStart.surroundings`.
+PARENT = "mlflow.parent"
+EXPERIMENT = "mlflow.experiment"
+CONTEXT = "mlflow.context"
+
+# A path, because the module imports MLflow, which takes seconds.
+RUN = "ringspark.estimators.tracking.mlflow_run:MlflowRun"
 
 # Set by Databricks on its clusters.
 _DATABRICKS = "DATABRICKS_RUNTIME_VERSION"
@@ -86,15 +93,14 @@ class MlflowTracker(Tracker):
         return found | {PARENT: given} if given else found
 
     def start(self, run: RunStart) -> Listener:
-        return MlflowRun(self, run)
+        return load_object(RUN)(self, run)  # type: ignore[no-any-return]
 
 
 def _databricks_context() -> dict[str, str]:
-    """Returns the notebook's or job's tags and experiment, which only the calling thread can read."""
     from mlflow.tracking.context import registry as context
     from mlflow.tracking.default_experiment import registry as default
 
-    # Both log their errors and raise nothing.
+    # Only the calling thread can read them. Both log their errors and raise nothing.
     found = {CONTEXT: json.dumps(context.resolve_tags())}
     experiment = default.get_experiment_id()
     return found if experiment is None else found | {EXPERIMENT: str(experiment)}

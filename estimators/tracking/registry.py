@@ -28,11 +28,7 @@ TRACKERS: LazyRegistry[type[Tracker]] = LazyRegistry(
 
 
 def make_trackers(given: Sequence[Any], shows_progress: bool) -> list[Tracker]:
-    """Returns the trackers of `tracking` and `showProgress`, checked.
-
-    Raises:
-        ValueError: A tracker has no such option, or cannot work here; the message says why.
-    """
+    """Returns the trackers of `tracking` and `showProgress`, checked."""
     trackers = [_make_tracker(entry) for entry in given]
     if shows_progress and not any(tracker.name == "console" for tracker in trackers):
         trackers.insert(0, TRACKERS["console"]())

@@ -1,9 +1,4 @@
-"""Writes event files for TensorBoard: scalars by step, the settings as text, and hparams.
-
-The files belong to one start of the training. A start receives the records of all earlier starts again, so it
-first removes their files. After a rollback, the steps are written again behind the mark of a restart, at
-which TensorBoard drops the events of that step and later ones.
-"""
+"""Writes event files for TensorBoard: scalars by step, the settings as text, and hparams."""
 
 from __future__ import annotations
 
@@ -66,6 +61,7 @@ class _Events(Listener):
 
         self._run, self._target = run, storage.normalize(target)
         self._is_local = storage.is_local(self._target)
+        # A start receives the records of all earlier starts again.
         for name in storage.list_names(self._target):
             if name.startswith("events.out.tfevents"):
                 storage.remove(storage.join(self._target, name))
@@ -95,8 +91,8 @@ class _Events(Listener):
     def epoch(self, record: EpochRecord) -> None:
         step = sum(epoch.steps for number, epoch in self._epochs.items() if number < record.epoch)
         step += record.steps
+        # Records of steps may have purged already.
         if record.epoch in self._epochs and step > self._last_step:
-            # Unless a record of a step has already done so.
             self._purge(step)
         self._epochs[record.epoch] = record
         for name, value in _values(record).items():
@@ -129,7 +125,6 @@ class _Events(Listener):
         self._writer.file_writer.add_event(restart, step)
 
     def _copy(self, growth: float = 0.0) -> None:
-        """Copies the files to the run's store if they have grown by the share `growth`."""
         files = [] if self._is_local else sorted(Path(self._folder).iterdir())
         size = sum(file.stat().st_size for file in files)
         if size < (1 + growth) * self._copied:

@@ -1,8 +1,6 @@
 """Follows a training from the driver and notifies the trackers.
 
-One thread reads the files that rank 0 writes to the run directory. Each tracker has its own queue and thread,
-so a tracker that hangs delays neither the training nor other trackers. At the end, the driver waits some
-seconds for them.
+Each tracker has its own queue and thread, so a tracker that hangs delays nothing else.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ Call = Callable[[Listener], None]
 
 
 class RunWatcher:
-    """A context manager around a training. An error that leaves the block is reported to the trackers."""
+    """A context manager around a training. It reports an error that leaves the block to the trackers."""
 
     def __init__(self, run: RunStart, trackers: Sequence[Tracker]) -> None:
         self._run = run
@@ -54,15 +52,15 @@ class RunWatcher:
         return self
 
     def __exit__(self, _: Any, error: BaseException | None, *__: Any) -> None:
-        if error is not None:
-            is_cancelled = isinstance(error, KeyboardInterrupt) or "Cancelled" in type(error).__name__
-            words = storage.redact_text(f"{type(error).__name__}: {error}")
-            self.end(RunEnd(status="cancelled" if is_cancelled else "failed", error=words))
-        else:
+        if error is None:
             self.end(RunEnd(status="finished"))
+            return
+        is_cancelled = isinstance(error, KeyboardInterrupt) or "Cancelled" in type(error).__name__
+        text = storage.redact_text(f"{type(error).__name__}: {error}")
+        self.end(RunEnd(status="cancelled" if is_cancelled else "failed", error=text))
 
     def end(self, end: RunEnd) -> None:
-        """Reports the end of the training to the trackers, and waits for them; a second call does nothing."""
+        """Reports the end of the training to the trackers and waits for them; only the first call counts."""
         if not self._channels or self._stop.is_set():
             return
         # The reader reads once more after the stop, to include the last epoch.
@@ -107,7 +105,7 @@ class RunWatcher:
         if progress is not None:
             for channel in self._channels:
                 # A slow tracker needs no old positions.
-                if channel.is_free:
+                if channel.calls.empty():
                     channel.put(lambda listener: listener.progress(progress))
 
     def _send_epochs(self) -> None:
@@ -134,19 +132,13 @@ class RunWatcher:
 
 
 class _Channel:
-    """One tracker's queue and the thread that empties it."""
-
     def __init__(self, tracker: Tracker, run: RunStart) -> None:
         self._tracker, self._run = tracker, run
-        self._calls: queue.SimpleQueue[tuple[Call, bool] | None] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[tuple[Call, bool] | None] = queue.SimpleQueue()
         # Start of the call in progress.
         self._begun: float | None = None
         self.name = tracker.name or type(tracker).__name__
         self.thread = threading.Thread(target=self._work, name=f"ringspark-tracker-{self.name}", daemon=True)
-
-    @property
-    def is_free(self) -> bool:
-        return self._calls.empty()
 
     @property
     def gives_up_at(self) -> float:
@@ -156,7 +148,7 @@ class _Channel:
 
     def put(self, call: Call | None, always: bool = False) -> None:
         """Queues a call; None ends the thread. `always`: even if the tracker has failed."""
-        self._calls.put(None if call is None else (call, always))
+        self.calls.put(None if call is None else (call, always))
 
     def _work(self) -> None:
         listener = None
@@ -167,7 +159,7 @@ class _Channel:
         except Exception as error:
             self._warn(error, "receives nothing of this training")
         self._begun = None
-        while (entry := self._calls.get()) is not None:
+        while (entry := self.calls.get()) is not None:
             call, always = entry
             if listener is None or (failures >= MAX_FAILURES and not always):
                 continue
@@ -194,5 +186,5 @@ class _Channel:
 
 
 def _numbers(record: EpochRecord) -> str:
-    """Returns the record without its times, as text, in which NaN equals NaN."""
+    # Text, because NaN does not equal itself.
     return repr({key: value for key, value in record.row().items() if key != "seconds"})
