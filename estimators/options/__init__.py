@@ -1,1 +1,1 @@
-"""Settings that have options of their own, one frozen dataclass each."""
+"""Settings that have several options, one frozen dataclass each."""

@@ -1,7 +1,7 @@
-"""The base class of settings that have options of their own, and the ranges of values.
+"""The base class of settings that have several options, and the ranges of values.
 
 One class is the value of a Param, a section of `TrainConfig` and of a job file, and a table of
-docs/settings.md. A dict of the same names is converted. Nothing here imports torch or Spark.
+docs/settings.md. Nothing here imports torch or Spark.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ValueRange:
     Attributes:
         holds: Returns whether a value of the right type is accepted.
         rule: Returns the predicate of the error's sentence, "must be ...".
-        remedy: What to do, if the rule does not say it.
+        remedy: The user's remedy, if the rule does not contain it.
         choices: All values, if they are a few words.
     """
 
@@ -73,7 +73,6 @@ def from_0_below_1() -> ValueRange:
 
 
 def one_of(choices: Sequence[str]) -> ValueRange:
-    """Returns the range of a few words that never change."""
     rule = f"must be {_either(map(repr, choices))}"
     return ValueRange(lambda value: value in choices, lambda: rule, choices=tuple(choices))
 
@@ -101,7 +100,7 @@ class Options:
     A class with variants, such as `Sync`, is never made itself; the dict of a variant has its name as "name".
 
     Attributes:
-        NAME: Name of a variant in dicts and files; its class name in lower case, if it sets none.
+        NAME: Name of a variant in dicts and files; by default its class name in lower case.
         SHORTHAND: Name of the option for a value that is no dict; "" for none.
     """
 
@@ -143,12 +142,7 @@ class Options:
     def of(cls: type[O], value: Any, subject: str = "") -> O:
         """Converts a dict of options, the name of a variant, or the value of `SHORTHAND`.
 
-        Args:
-            subject: The setting, for the errors.
-
-        Raises:
-            TypeError: The value has none of these forms.
-            ValueError: A name is unknown or missing, or a value is outside its range.
+        `subject` is the setting, for the errors.
         """
         variants = cls.variants()
         if isinstance(value, cls) and not type(value).variants():
@@ -181,10 +175,11 @@ class Options:
         names = [each.name for each in fields(made)]
         found = {}
         for key, item in given.items():
-            name = _snake(str(key))
+            # Job files and saved stages of earlier versions have camelCase.
+            name = re.sub(r"(?<=[a-z])([A-Z])", lambda match: f"_{match[1].lower()}", str(key))
             if name not in names:
-                told = ", ".join(names) or "no options"
-                raise ValueError(f"{made.__name__} takes {told}, got {key!r}{nearest(name, names)}")
+                options = ", ".join(names) or "no options"
+                raise ValueError(f"{made.__name__} takes {options}, got {key!r}{nearest(name, names)}")
             found[name] = item
         missing = [each.name for each in fields(made) if each.default is MISSING and each.name not in found]
         if missing:
@@ -193,11 +188,7 @@ class Options:
 
     @classmethod
     def from_values(cls: type[O], values: Mapping[str, Any]) -> O:
-        """Reads the result of `to_values`, or of an earlier version.
-
-        Raises:
-            ValueError: The values are damaged.
-        """
+        """Reads the result of `to_values`, or of an earlier version; raises ValueError if damaged."""
         try:
             return cls.of(values)
         except TypeError as error:
@@ -226,11 +217,6 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _snake(name: str) -> str:
-    """Returns a name in snake_case, as job files and saved stages of earlier versions have camelCase."""
-    return re.sub(r"(?<=[a-z])([A-Z])", lambda match: f"_{match[1].lower()}", name)
-
-
 def _either(words: Iterable[str]) -> str:
     *first, last = words
     return f"{', '.join(first)} or {last}" if first else last
@@ -241,11 +227,6 @@ _TYPE_RULES = {bool: "True or False", int: "a whole number", float: "a number", 
 
 
 def _fit(hint: Any, value: Any, subject: str) -> Any:
-    """Returns the value in the type of a field.
-
-    Raises:
-        ValueError: It has another type.
-    """
     if type(value).__module__ == "numpy" and hasattr(value, "item"):
         value = value.item()  # grids of values are often made by NumPy
     found = _convert(hint, value, subject)

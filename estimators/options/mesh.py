@@ -115,18 +115,14 @@ class Mesh(Options):
         return found or 1
 
     def sizes(self, num_workers: int) -> dict[str, int]:
-        """Returns the number of workers along each axis.
-
-        Raises:
-            ValueError: The product is not the number of workers.
-        """
+        """Returns the workers along each axis; raises ValueError if their product is not `num_workers`."""
         sizes = {axis: self.size(axis) for axis in AXES}
         if self.data is None:
             sizes["data"] = max(1, num_workers // math.prod(sizes.values()))
         if math.prod(sizes.values()) != num_workers:
-            told = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "data 1"
+            given = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "data 1"
             raise ValueError(
-                f"parallelism's axes must multiply to numWorkers ({num_workers}), got {told} = "
+                f"parallelism's axes must multiply to numWorkers ({num_workers}), got {given} = "
                 f"{math.prod(sizes.values())}; set numWorkers to that, or another axis"
             )
         return sizes
@@ -138,7 +134,6 @@ class Mesh(Options):
 
 
 def _changed(options: Options) -> dict[str, Any]:
-    """Returns the options that are not at their defaults."""
     given = {f.name: (getattr(options, f.name), f.default) for f in fields(options)}
     return {
         name: list(value) if isinstance(value, tuple) else value

@@ -248,6 +248,11 @@ class EarlierSetting(NamedTuple):
     default: Any
 
 
+# Names of the earlier setting `localSteps` -> of the variants of `LocalTraining`.
+_LOCAL_NAMES = {"average": "localsgd", "elastic": "elasticaveraging"}
+_CAMEL = {"optimizer_state": "optimizerState", "outer_rate": "outerRate", "outer_momentum": "outerMomentum"}
+
+
 def _write_sharding(value: Any) -> Sync:
     if value not in SHARDINGS:
         raise ValueError(f"sharding must be one of {', '.join(map(repr, SHARDINGS))}, got {value!r}")
@@ -263,22 +268,16 @@ def _write_local_steps(value: Any) -> Sync:
         )
     given = dict(value) if isinstance(value, Mapping) else {"steps": value}
     name = given.pop("name", "average")
-    names = {"average": "localsgd", "elastic": "elasticaveraging"}
     if name == "average" and type(given.get("steps")) is int and given["steps"] == 1:
         return AllReduce()
-    return LocalTraining.of({"name": names.get(str(name), name), **given}, "localSteps")
+    return LocalTraining.of({"name": _LOCAL_NAMES.get(str(name), name), **given}, "localSteps")
 
 
 def _read_local_steps(sync: LocalTraining) -> dict[str, Any]:
     values = sync.to_values()
-    names = {"localsgd": "average", "elasticaveraging": "elastic"}
-    camel = {
-        "optimizer_state": "optimizerState",
-        "outer_rate": "outerRate",
-        "outer_momentum": "outerMomentum",
-    }
-    values["name"] = names.get(values["name"], values["name"])
-    return {camel.get(name, name): value for name, value in values.items()}
+    earlier = {present: name for name, present in _LOCAL_NAMES.items()}
+    values["name"] = earlier.get(values["name"], values["name"])
+    return {_CAMEL.get(name, name): value for name, value in values.items()}
 
 
 def _write_consistency(value: Any) -> Sync:
@@ -309,10 +308,6 @@ def _read_consistency(sync: Sync) -> dict[str, Any]:
     return {"name": "ssp", "staleness": sync.staleness, "correction": sync.correction}
 
 
-def _write_compression(value: Any) -> Sync:
-    return AllReduce(compression=Compression.of(value, "gradientCompression"))
-
-
 EARLIER: dict[str, EarlierSetting] = {
     "sharding": EarlierSetting(
         field="sharding",
@@ -327,7 +322,7 @@ EARLIER: dict[str, EarlierSetting] = {
         variant=AllReduce,
         words="earlier form of sync=AllReduce(compression=...): a name, or a dict with the name and options",
         read=lambda sync: sync.compression.to_values() if sync.compression else {"name": "none"},
-        write=_write_compression,
+        write=lambda value: AllReduce(compression=Compression.of(value, "gradientCompression")),
         default={"name": "none"},
     ),
     "localSteps": EarlierSetting(
@@ -356,19 +351,15 @@ def read_earlier(sync: Sync) -> dict[str, Any]:
 
 
 def write_earlier(sync: Sync, values: Mapping[str, Any]) -> Sync:
-    """Returns `sync` after earlier settings are set; a default takes back only its own kind of `sync`.
-
-    Raises:
-        ValueError: Two settings say how workers agree, or a value is out of range.
-    """
+    """Returns `sync` after earlier settings are set; a default resets only its own variants of `sync`."""
     found = {name: EARLIER[name].write(value) for name, value in values.items()}
     for name, made in found.items():
         if made == AllReduce() and isinstance(sync, EARLIER[name].variant):
             sync = AllReduce()
     asked = {name: made for name, made in found.items() if made != AllReduce()}
     if len(asked) > 1:
-        told = " and ".join(f"{name}={values[name]!r}" for name in asked)
-        raise ValueError(f"{told} each say how workers agree; set one of them, or sync")
+        given = " and ".join(f"{name}={values[name]!r}" for name in asked)
+        raise ValueError(f"{given} each say how workers agree; set one of them, or sync")
     for name, made in asked.items():
         if sync != AllReduce() and not isinstance(sync, EARLIER[name].variant):
             raise ValueError(
@@ -379,10 +370,9 @@ def write_earlier(sync: Sync, values: Mapping[str, Any]) -> Sync:
 
 
 def upgrade(values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Returns a stored config, or identity, of an earlier version with `sync` in place of what it replaced.
+    """Returns a stored config or identity of an earlier version, with `sync` for the settings it replaced.
 
-    Args:
-        names: The names of the earlier settings in `values`, by setting.
+    `names`: the names of the earlier settings in `values`, by setting.
     """
     names = names or {name: earlier.field for name, earlier in EARLIER.items()}
     found = {name: values[stored] for name, stored in names.items() if stored in values}
