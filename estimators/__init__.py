@@ -1,141 +1,71 @@
-"""Spark ML stages that train PyTorch networks: `fit` on a gang of workers, `transform` in batches.
-
-Each name is imported on first use: a machine without Spark trains from shards and plans memory, and a job
-prints its help before torch is imported.
-"""
+"""Spark ML stages that train PyTorch networks, imported on first use: a job's help needs no torch."""
 
 from typing import TYPE_CHECKING
 
 from ringspark.estimators.lazy_imports import make_getattr
 
 if TYPE_CHECKING:
-    from ringspark.estimators.failures import TrainingCancelledError, WorkerError
-    from ringspark.estimators.memory import MemoryPlan, plan_memory
-    from ringspark.estimators.options.compression import (
-        BF16,
-        FP16,
-        QSGD,
-        GradiVeQ,
-        PowerSGD,
-        RandomK,
-        Sign,
-        Sparsify,
-        TopK,
-        Uncompressed,
-    )
-    from ringspark.estimators.options.finetuning import LoRA, Pretrained
-    from ringspark.estimators.options.mesh import Mesh, Pipeline
-    from ringspark.estimators.options.scaling import ScaleLearningRate
-    from ringspark.estimators.options.sync import (
-        AllReduce,
-        DiLoCo,
-        ElasticAveraging,
-        Hogwild,
-        LocalSGD,
-        ParameterServer,
-        Zero,
-    )
-    from ringspark.estimators.torch_estimator import TorchClassifier, TorchEstimator, TorchRegressor
-    from ringspark.estimators.torch_model import (
-        TorchClassificationModel,
-        TorchModel,
-        TorchRegressionModel,
-    )
-    from ringspark.estimators.training.callbacks import Callback, TrainingState
-    from ringspark.extras.planning import (
-        ParallelismPlan,
-        ScalingPlan,
-        fit_scaling,
-        plan_parallelism,
-        plan_scaling,
-    )
-    from ringspark.extras.windows.sequence_windows import SequenceWindows
+    from ringspark.estimators.failures import TrainingCancelledError as TrainingCancelledError
+    from ringspark.estimators.failures import WorkerError as WorkerError
+    from ringspark.estimators.memory import MemoryPlan as MemoryPlan
+    from ringspark.estimators.memory import plan_memory as plan_memory
+    from ringspark.estimators.options.compression import BF16 as BF16
+    from ringspark.estimators.options.compression import FP16 as FP16
+    from ringspark.estimators.options.compression import QSGD as QSGD
+    from ringspark.estimators.options.compression import GradiVeQ as GradiVeQ
+    from ringspark.estimators.options.compression import PowerSGD as PowerSGD
+    from ringspark.estimators.options.compression import RandomK as RandomK
+    from ringspark.estimators.options.compression import Sign as Sign
+    from ringspark.estimators.options.compression import Sparsify as Sparsify
+    from ringspark.estimators.options.compression import TopK as TopK
+    from ringspark.estimators.options.compression import Uncompressed as Uncompressed
+    from ringspark.estimators.options.finetuning import LoRA as LoRA
+    from ringspark.estimators.options.finetuning import Pretrained as Pretrained
+    from ringspark.estimators.options.mesh import Mesh as Mesh
+    from ringspark.estimators.options.mesh import Pipeline as Pipeline
+    from ringspark.estimators.options.scaling import ScaleLearningRate as ScaleLearningRate
+    from ringspark.estimators.options.sync import AllReduce as AllReduce
+    from ringspark.estimators.options.sync import DiLoCo as DiLoCo
+    from ringspark.estimators.options.sync import ElasticAveraging as ElasticAveraging
+    from ringspark.estimators.options.sync import Hogwild as Hogwild
+    from ringspark.estimators.options.sync import LocalSGD as LocalSGD
+    from ringspark.estimators.options.sync import ParameterServer as ParameterServer
+    from ringspark.estimators.options.sync import Zero as Zero
+    from ringspark.estimators.torch_estimator import TorchClassifier as TorchClassifier
+    from ringspark.estimators.torch_estimator import TorchEstimator as TorchEstimator
+    from ringspark.estimators.torch_estimator import TorchRegressor as TorchRegressor
+    from ringspark.estimators.torch_model import TorchClassificationModel as TorchClassificationModel
+    from ringspark.estimators.torch_model import TorchModel as TorchModel
+    from ringspark.estimators.torch_model import TorchRegressionModel as TorchRegressionModel
+    from ringspark.estimators.training.callbacks import Callback as Callback
+    from ringspark.estimators.training.callbacks import TrainingState as TrainingState
+    from ringspark.extras.planning import ParallelismPlan as ParallelismPlan
+    from ringspark.extras.planning import ScalingPlan as ScalingPlan
+    from ringspark.extras.planning import fit_scaling as fit_scaling
+    from ringspark.extras.planning import plan_parallelism as plan_parallelism
+    from ringspark.extras.planning import plan_scaling as plan_scaling
+    from ringspark.extras.windows.sequence_windows import SequenceWindows as SequenceWindows
 
-_PATHS = {
-    "AllReduce": "ringspark.estimators.options.sync:AllReduce",
-    "BF16": "ringspark.estimators.options.compression:BF16",
-    "Callback": "ringspark.estimators.training.callbacks:Callback",
-    "DiLoCo": "ringspark.estimators.options.sync:DiLoCo",
-    "ElasticAveraging": "ringspark.estimators.options.sync:ElasticAveraging",
-    "FP16": "ringspark.estimators.options.compression:FP16",
-    "GradiVeQ": "ringspark.estimators.options.compression:GradiVeQ",
-    "Hogwild": "ringspark.estimators.options.sync:Hogwild",
-    "LoRA": "ringspark.estimators.options.finetuning:LoRA",
-    "LocalSGD": "ringspark.estimators.options.sync:LocalSGD",
-    "MemoryPlan": "ringspark.estimators.memory:MemoryPlan",
-    "Mesh": "ringspark.estimators.options.mesh:Mesh",
-    "ParallelismPlan": "ringspark.extras.planning:ParallelismPlan",
-    "ParameterServer": "ringspark.estimators.options.sync:ParameterServer",
-    "Pipeline": "ringspark.estimators.options.mesh:Pipeline",
-    "PowerSGD": "ringspark.estimators.options.compression:PowerSGD",
-    "Pretrained": "ringspark.estimators.options.finetuning:Pretrained",
-    "QSGD": "ringspark.estimators.options.compression:QSGD",
-    "RandomK": "ringspark.estimators.options.compression:RandomK",
-    "ScaleLearningRate": "ringspark.estimators.options.scaling:ScaleLearningRate",
-    "ScalingPlan": "ringspark.extras.planning:ScalingPlan",
-    "SequenceWindows": "ringspark.extras.windows.sequence_windows:SequenceWindows",
-    "Sign": "ringspark.estimators.options.compression:Sign",
-    "Sparsify": "ringspark.estimators.options.compression:Sparsify",
-    "TopK": "ringspark.estimators.options.compression:TopK",
-    "TorchClassificationModel": "ringspark.estimators.torch_model:TorchClassificationModel",
-    "TorchClassifier": "ringspark.estimators.torch_estimator:TorchClassifier",
-    "TorchEstimator": "ringspark.estimators.torch_estimator:TorchEstimator",
-    "TorchModel": "ringspark.estimators.torch_model:TorchModel",
-    "TorchRegressionModel": "ringspark.estimators.torch_model:TorchRegressionModel",
-    "TorchRegressor": "ringspark.estimators.torch_estimator:TorchRegressor",
-    "TrainingCancelledError": "ringspark.estimators.failures:TrainingCancelledError",
-    "TrainingState": "ringspark.estimators.training.callbacks:TrainingState",
-    "Uncompressed": "ringspark.estimators.options.compression:Uncompressed",
-    "WorkerError": "ringspark.estimators.failures:WorkerError",
-    "Zero": "ringspark.estimators.options.sync:Zero",
-    "fit_scaling": "ringspark.extras.planning:fit_scaling",
-    "plan_memory": "ringspark.estimators.memory:plan_memory",
-    "plan_parallelism": "ringspark.extras.planning:plan_parallelism",
-    "plan_scaling": "ringspark.extras.planning:plan_scaling",
-}
-
-__all__ = [
-    "BF16",
-    "FP16",
-    "QSGD",
-    "AllReduce",
-    "Callback",
-    "DiLoCo",
-    "ElasticAveraging",
-    "GradiVeQ",
-    "Hogwild",
-    "LoRA",
-    "LocalSGD",
-    "MemoryPlan",
-    "Mesh",
-    "ParallelismPlan",
-    "ParameterServer",
-    "Pipeline",
-    "PowerSGD",
-    "Pretrained",
-    "RandomK",
-    "ScaleLearningRate",
-    "ScalingPlan",
-    "SequenceWindows",
-    "Sign",
-    "Sparsify",
-    "TopK",
-    "TorchClassificationModel",
-    "TorchClassifier",
-    "TorchEstimator",
-    "TorchModel",
-    "TorchRegressionModel",
-    "TorchRegressor",
-    "TrainingCancelledError",
-    "TrainingState",
+# Module -> the public names that it defines.
+_NAMES = {
+    "ringspark.estimators.failures": "TrainingCancelledError WorkerError",
+    "ringspark.estimators.memory": "MemoryPlan plan_memory",
+    "ringspark.estimators.options.compression": "BF16 FP16 GradiVeQ PowerSGD QSGD RandomK Sign Sparsify TopK "
     "Uncompressed",
-    "WorkerError",
-    "Zero",
-    "fit_scaling",
-    "plan_memory",
-    "plan_parallelism",
-    "plan_scaling",
-]
+    "ringspark.estimators.options.finetuning": "LoRA Pretrained",
+    "ringspark.estimators.options.mesh": "Mesh Pipeline",
+    "ringspark.estimators.options.scaling": "ScaleLearningRate",
+    "ringspark.estimators.options.sync": "AllReduce DiLoCo ElasticAveraging Hogwild LocalSGD "
+    "ParameterServer Zero",
+    "ringspark.estimators.torch_estimator": "TorchClassifier TorchEstimator TorchRegressor",
+    "ringspark.estimators.torch_model": "TorchClassificationModel TorchModel TorchRegressionModel",
+    "ringspark.estimators.training.callbacks": "Callback TrainingState",
+    "ringspark.extras.planning": "ParallelismPlan ScalingPlan fit_scaling plan_parallelism plan_scaling",
+    "ringspark.extras.windows.sequence_windows": "SequenceWindows",
+}
+_PATHS = {name: f"{module}:{name}" for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(_PATHS)
 
 
 __getattr__ = make_getattr(__name__, _PATHS)
