@@ -1,4 +1,4 @@
-"""Sets environment variables while a library, or a program that starts, reads them."""
+"""Sets environment variables while a library or a new process reads them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Sets environment variables for the block, removes those with value None, and restores the old values.
+    """Sets environment variables inside the block (None removes one), then restores the old values.
 
     Spark reuses its Python workers, so variables left in `os.environ` would affect the next job.
     """

@@ -1,4 +1,4 @@
-"""The failures of a training: one rank's failure, and the error that the driver raises for all ranks."""
+"""The failure of one rank, and the error that the driver raises for all ranks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ class TrainingCancelledError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """One rank's failure, as it is sent to the driver.
+    """One rank's failure; the rank sends it to the driver.
 
     Attributes:
         from_peer: Whether the rank only noticed that another rank was gone.
-        may_pass: Whether a restart may succeed, after a fault of processes, network or store.
-        last_lines: The last lines that the rank printed, which the driver adds.
+        may_pass: Whether a restart may succeed, because processes, the network or the store failed.
     """
 
     rank: int
@@ -78,16 +77,10 @@ class Failure:
 
     @classmethod
     def from_json(cls, text: str) -> Failure:
-        """Reads the result of `to_json`.
-
-        Raises:
-            ValueError: The text does not describe a failure.
-        """
         return record(cls, parse_object(text))
 
     @property
     def is_out_of_memory(self) -> bool:
-        """Whether an allocation failed: Python's, Arrow's, or torch's on any device."""
         if self.type in ("MemoryError", "ArrowMemoryError", "OutOfMemoryError"):
             return True
         message = self.message.lower()
@@ -95,7 +88,6 @@ class Failure:
 
     @property
     def sentence(self) -> str:
-        """The failure in one line."""
         line = (self.message.splitlines() or [""])[0]
         return (
             f"rank {self.rank} on host {self.host} failed in phase '{self.phase}': "
@@ -104,25 +96,20 @@ class Failure:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether the error comes from a store or a network, which may work at the next attempt.
-
-    Readers raise a RuntimeError that names the file, from the store's error. For damaged files, which stay
-    damaged, Arrow raises a bare OSError without a number.
-    """
+    # Readers raise a RuntimeError from the store's error.
     cause = error.__cause__ if isinstance(error, RuntimeError) else error
     if not isinstance(cause, OSError) or not retry.may_pass(cause):
         return False
+    # For a damaged file, which stays damaged, Arrow raises a bare OSError without a number.
     return cause.errno is not None or isinstance(cause, (ConnectionError, TimeoutError))
 
 
 class WorkerError(RuntimeError):
-    """A rank failed. The message has its rank, host, phase and last printed lines.
+    """A rank failed; the message has its rank, host, phase and last printed lines.
 
     Attributes:
         failures: The failures of all ranks, with their traces.
-        first: The failure that caused the others.
-        may_pass: Whether no rank is to blame, so that a restart may succeed.
-        advice: Text of the message after the cause.
+        first: The failure that caused the other failures.
     """
 
     def __init__(self, failures: list[Failure], advice: str = "") -> None:

@@ -1,7 +1,6 @@
-"""Imports objects on first use, by their import paths: "package.module:name".
+"""Imports objects on first use by import paths, "package.module:name".
 
-The registries of the core name the variants of `ringspark.extras` this way. So the core imports without that
-folder, and a training loads only the variants that its settings name.
+The core refers to `ringspark.extras` this way, so it works without that folder.
 """
 
 from __future__ import annotations
@@ -14,17 +13,12 @@ T = TypeVar("T")
 
 
 def load_object(path: str) -> Any:
-    """Returns the object at an import path, "package.module:name"."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
 class LazyRegistry(Mapping[str, T]):
-    """Maps names to objects; imports each object when it is read.
-
-    Attributes:
-        paths: Import path of each object, by name.
-    """
+    """Maps names to objects; imports an object when it is read."""
 
     def __init__(self, paths: Mapping[str, str]) -> None:
         self.paths = dict(paths)
@@ -40,12 +34,7 @@ class LazyRegistry(Mapping[str, T]):
 
 
 def make_getattr(module: str, paths: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns a `__getattr__` for a module whose public names are imported on first use.
-
-    Args:
-        module: Name of the module that gets the function.
-        paths: Import path of each public name.
-    """
+    """Returns a `__getattr__` for the module `module`; `paths` has the import path of each name."""
 
     def get(name: str) -> Any:
         if name not in paths:

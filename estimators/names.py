@@ -1,4 +1,4 @@
-"""Checks names that users write: refuses unknown names and suggests the nearest known one."""
+"""Refuses unknown names that users write, and suggests the nearest known name."""
 
 from __future__ import annotations
 
@@ -14,15 +14,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def check_name(kind: str, name: str, known: Iterable[str], otherwise: str = " or a callable") -> None:
-    """Refuses a name outside `known`.
-
-    Args:
-        kind: The Param that holds the name.
-        otherwise: Text, with a leading space, on the alternatives to a name.
-
-    Raises:
-        ValueError: The name is unknown; the message has the known names and the nearest one.
-    """
+    """Raises ValueError for a name outside `known`; `kind` is the Param, `otherwise` names alternatives."""
     names = sorted(known)
     if name not in names:
         raise ValueError(f"{kind} must be one of {names}{otherwise}, got {name!r}{nearest(name, names)}")

@@ -1,28 +1,28 @@
 """The names of the files and folders in the folder of one training.
 
 run/
-  owner.json      the driver that works on the run now; its presence means that a run has begun
+  owner.json      the driver that works on the run now
   run.json        the settings, data and model that a resume must share: see `run.identity`
   config.json     the settings of the last start
   parallelism.txt the planned mesh, as a table with the reason
-  shards.json     times or versions of the shards, from their file system or store: see `run.shards`
+  shards.json     times or versions of the shards: see `run.shards`
   shards/         the rows, if `fit` wrote them into a folder that the user named
   stop            its presence stops the gang; a search writes it
   heartbeat/      rank-<k>.json: each rank's last heartbeat; rank-<k>.died: its process ended early
   logs/           rank-<k>.txt: beginning and end of each rank's output
   environment.json  versions, hosts and devices of each start, and the memory of its ranks at the end
-  data.json       columns, statistics and sizes of the shards, which may be removed before this folder
+  data.json       columns, statistics and sizes of the shards
   history.json    the epochs so far
   progress.json   the present step
   steps/          <n>.json: mean losses of several steps each: see `training.step_log`
-  tracking/       files of trackers: TensorBoard events, JSON lines, the id of the MLflow run
-  timeline/       rank-<k>-<start>.json: how a rank spent its time, one file per start
+  tracking/       files of trackers
+  timeline/       rank-<k>-<start>.json: how a rank spent its time
   profile/        rank-0-steps-<first>-<last>-<start>.json.gz: the trace of torch.profiler
   first-weights/  the initial weights of the user's large network, until the training has ended
   checkpoints/    step-<n>: positions to resume from, until the training has ended
   checkpoint/     the final weights
   best-<epoch>/   the weights of the best epoch, if they are kept
-  result.json     the finished training; its presence means that the training has finished
+  result.json     the finished training
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A fitted stage as a `pyfunc` of MLflow, which predicts pandas DataFrames and needs no Spark session.
-
-The folder holds the saved stage as any `save` writes it, so `load_stage` returns the stage for `transform`.
-MLflow finds this module by the name in the folder's `MLmodel`, so the module must not move.
-"""
+"""A fitted stage as an MLflow `pyfunc`, which predicts pandas DataFrames without a Spark session."""
 
 from __future__ import annotations
 
@@ -23,18 +19,12 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.kinds import Array, Kind, Padded, Ragged, Scalar, Tokens, Vocabulary
 
 _CLASSES = {kind.__name__: kind for kind in (TorchModel, TorchClassificationModel, TorchRegressionModel)}
-# Rows of the example.
-_ROWS = 2
+_EXAMPLE_ROWS = 2
 _REQUIREMENTS = ("ringspark", "torch", "pyspark", "pyarrow", "pandas", "numpy")
 
 
 def save(model: TorchModel, folder: str, run_id: str | None = None, model_id: str | None = None) -> None:
-    """Writes the model as a `pyfunc` to a local folder that does not exist yet.
-
-    Args:
-        run_id: Id of the MLflow run that made it.
-        model_id: Id of the logged model whose files these are.
-    """
+    """Writes the model as a `pyfunc` to a new local folder, with the ids of MLflow's run and logged model."""
     import mlflow.pyfunc
     from mlflow.models import Model
 
@@ -43,7 +33,7 @@ def save(model: TorchModel, folder: str, run_id: str | None = None, model_id: st
         model.write().save(f"file://{stage}")
         mlflow.pyfunc.save_model(
             path=folder,
-            loader_module=__name__,
+            loader_module=__name__,  # so this module must not move
             data_path=str(stage),
             mlflow_model=Model(run_id=run_id, model_id=model_id),
             signature=_signature(model),
@@ -53,11 +43,7 @@ def save(model: TorchModel, folder: str, run_id: str | None = None, model_id: st
 
 
 def load_stage(model_uri: str) -> Any:
-    """Returns the fitted stage of a logged model, for `transform`.
-
-    Args:
-        model_uri: MLflow's URI, such as "models:/m-1f2e" or "models:/name/1".
-    """
+    """Returns the fitted stage of a logged model, such as "models:/m-1f2e" or "models:/name/1"."""
     from mlflow.artifacts import download_artifacts
     from mlflow.models import Model
 
@@ -67,35 +53,22 @@ def load_stage(model_uri: str) -> Any:
 
 
 def _load_pyfunc(data_path: str) -> ServedModel:
-    """MLflow's entry point, with the folder of the stage."""
+    """MLflow's entry point."""
     return ServedModel(_stage(data_path))
 
 
 class ServedModel:
-    """MLflow's interface to the stage."""
-
     def __init__(self, stage: TorchModel) -> None:
         self.stage = stage
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> pd.DataFrame:
-        """Returns the columns that `transform` adds, such as `prediction`, for the rows of a DataFrame.
-
-        A column of whole numbers may hold them as floats; `transform` refuses such a column.
-
-        Raises:
-            ValueError: A column is missing or cannot be used; the message says which.
-        """
+        """Returns the columns that `transform` would add, also for whole numbers stored as floats."""
         frame = model_input if isinstance(model_input, pd.DataFrame) else pd.DataFrame(model_input)
         names, results = self.stage._outputs()
-        predicted = predict_frame(
-            self.stage._predictor(results=results),
-            self.stage._inputs,
-            self.stage.inputColumns(),
-            names,
-            frame,
-        )
+        predictor = self.stage._predictor(results=results)
+        predicted = predict_frame(predictor, self.stage._inputs, self.stage.inputColumns(), names, frame)
         if name := _class_name(self.stage):
-            # The class after the last stands for unknown strings.
+            # Unknown strings have the number after the last class.
             classes = np.array([*self.stage._labels, None], dtype=object)
             numbers = predicted[self.stage.getPredictionCol()].to_numpy(np.int64)
             predicted[name] = pd.Series(
@@ -119,7 +92,6 @@ def _stage(folder: str) -> TorchModel:
 
 
 def _signature(model: TorchModel) -> Any:
-    """Returns the columns in and out; None if only Spark can make the inputs."""
     from mlflow.models import ModelSignature
     from mlflow.types.schema import Array as Repeated
     from mlflow.types.schema import ColSpec, DataType, Schema
@@ -139,43 +111,38 @@ def _signature(model: TorchModel) -> Any:
         return found
 
     names, results = model._outputs()
-    types = zip(names, results.types, strict=True)
-    return ModelSignature(
-        inputs=Schema([ColSpec(nested(kind), name) for name, kind in sources]),
-        outputs=Schema(
-            [
-                ColSpec(DataType.double if isinstance(of, DoubleType) else Repeated(DataType.double), name)
-                for name, of in types
-                if name
-            ]
-            + [ColSpec(DataType.string, name, required=False) for name in [_class_name(model)] if name]
-        ),
-    )
+    outputs = [
+        ColSpec(DataType.double if isinstance(of, DoubleType) else Repeated(DataType.double), name)
+        for name, of in zip(names, results.types, strict=True)
+        if name
+    ]
+    if class_name := _class_name(model):
+        outputs.append(ColSpec(DataType.string, class_name, required=False))
+    inputs = [ColSpec(nested(kind), name) for name, kind in sources]
+    return ModelSignature(inputs=Schema(inputs), outputs=Schema(outputs))
 
 
 def _example(model: TorchModel) -> pd.DataFrame | None:
-    """Returns some rows of zeros; None if the inputs are bytes or made by Spark."""
     sources = _sources(model)
     if sources is None:
         return None
     columns: dict[str, Any] = {}
     for name, kind in sources:
         if isinstance(kind, Vocabulary):
-            columns[name] = [*(kind.words or ("",))][:1] * _ROWS
+            columns[name] = [*(kind.words or ("",))][:1] * _EXAMPLE_ROWS
         elif isinstance(kind, Tokens):
-            columns[name] = ["text"] * _ROWS
+            columns[name] = ["text"] * _EXAMPLE_ROWS
         elif (shape := _shape(kind)) is None:
             return None
         else:
             dtype = "int64" if _wide(kind).startswith("int") else _wide(kind)
-            columns[name] = list(np.zeros((_ROWS, *shape), dtype))
+            columns[name] = list(np.zeros((_EXAMPLE_ROWS, *shape), dtype))
             if shape:
                 columns[name] = [row.tolist() for row in columns[name]]
     return pd.DataFrame(columns)
 
 
 def _sources(model: TorchModel) -> list[tuple[str, Kind]] | None:
-    """Returns the columns of a DataFrame that the model reads, with their types; None if Spark is needed."""
     found = dict[str, Kind]()
     for item, name in zip(model._inputs, source_names(model._inputs, model.inputColumns()), strict=True):
         if needs_spark(item):
@@ -186,15 +153,13 @@ def _sources(model: TorchModel) -> list[tuple[str, Kind]] | None:
 
 
 def _wide(kind: Kind) -> str:
-    """Returns the dtype of a column type's numbers in a table: fractions as doubles."""
     dtype = str(getattr(kind, "dtype", ""))
     return "float64" if dtype.startswith("float") else dtype
 
 
 def _shape(kind: Kind) -> tuple[int, ...] | None:
-    """Returns the shape of a row of numbers, () for one number; None for texts and bytes."""
     if isinstance(kind, Scalar):
-        return ()
+        return ()  # one number
     if isinstance(kind, Padded | Ragged):
         return (getattr(kind, "length", None) or 1,)
     return (kind.shape or (1,)) if isinstance(kind, Array) else None

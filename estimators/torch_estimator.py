@@ -1,8 +1,7 @@
-"""`TorchEstimator` and its two tasks: from a DataFrame to a trained network, in one `fit`.
+"""The estimators: from a DataFrame to a trained network.
 
-`fit` promises this order to the user. It checks every setting against the schema, then the storage. It writes
-the data once and checks the statistics. It tries the model on two rows of zeros. Only then does a gang start.
-If anything fails, `fit` removes its folders.
+`fit` checks settings, schema and storage, writes the data once, checks its statistics, and tries the model on
+two rows of zeros before a gang starts. If anything fails, it removes its folders.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ from ringspark.estimators.run.shards import ShardStates, run_shards
 from ringspark.estimators.run.tables import check_table, pinned_version, table_rows
 from ringspark.estimators.stages.declared import plain_values, set_params
 from ringspark.estimators.stages.fit_data import SharedShards
-from ringspark.estimators.stages.model_params import (
-    _ClassifierParams,
-    check_distinct,
-    check_thresholds,
-)
+from ringspark.estimators.stages.model_params import _ClassifierParams, check_distinct, check_thresholds
 from ringspark.estimators.stages.params import _MultiLabelParams, _TrainingParams
 from ringspark.estimators.stages.persistence import StageReader, StageWriter
 from ringspark.estimators.stages.storage_root import active_session, storage_root
@@ -58,7 +53,7 @@ M = TypeVar("M", bound=TorchModel)
 
 
 class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], Generic[M]):  # type: ignore[type-arg]
-    """Base class of the estimators. The keywords of the constructor are the Params: see `explainParams()`."""
+    """Base class of the estimators. The constructor's keywords are the Params: see `explainParams()`."""
 
     _task: Task = "any"
     _model_class: type[TorchModel] = TorchModel
@@ -69,21 +64,19 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         set_params(self, params)
 
     def copy(self: E, extra: Any = None) -> E:
-        """Returns a copy, which remembers e.g. the active run of the calling thread for its trackers."""
+        # The calling thread's surroundings, such as MLflow's active run, may be missing in the fit's thread.
         that = super().copy(extra)
         that._surroundings = surroundings_of(that.getTracking()) or self._surroundings
         return that
 
     def setParams(self: E, **params: Any) -> E:
-        """Sets several Params at once."""
         set_params(self, params)
         return self
 
     def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[dict[Any, Any]]) -> Iterator[tuple[int, M]]:
-        """Fits one model per parameter map; all fits that read the same columns share one write of the data.
+        """Fits one model per parameter map; fits that read the same columns share one write of the data.
 
-        Returns:
-            A thread-safe iterator over (index of the map, model); each `next` is one fit.
+        Returns a thread-safe iterator over (index of the map, model); each `next` is one fit.
         """
         estimators = [self.copy(cast(Any, values)) for values in paramMaps]
         fits = [CheckedFit.of(estimator, dataset) for estimator in estimators]
@@ -100,10 +93,10 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         )
 
     def fitOnShards(self, uri: str) -> M:
-        """Trains on shards that `write_shards` has written, and does not change them.
+        """Trains on shards that `write_shards` has written.
 
         Raises:
-            ValueError: The settings, the model or the shards cannot be used; the message says why.
+            ValueError: The settings, the model or the shards cannot be used.
             WorkerError: A worker failed.
         """
         spark = active_session()
@@ -114,14 +107,9 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             return self._train_on(spark, run, fit, manifest)
 
     def fitOnParquet(self, uri: str) -> M:
-        """Trains on the Parquet files in a folder, without a copy of them.
+        """Trains on the Parquet files in a folder, as `spark.read.parquet(uri)` reads them, without a copy.
 
-        The folder is read as `spark.read.parquet(uri)` reads it, partition columns included. Its files must
-        not change during the training.
-
-        Raises:
-            ValueError: The settings, the model or the files cannot be used; the message says why.
-            WorkerError: A worker failed.
+        The files must not change during the training. Raises errors like `fitOnShards`.
         """
         spark = active_session()
         return self._fit_on_table(spark, list_parquet(spark, uri))
@@ -129,11 +117,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
     def fitOnDelta(self, uri: str, version: int | None = None) -> M:
         """Trains on one version of a Delta table, by default the newest, without a copy of its files.
 
-        A resumed run reads the version that it was begun with.
-
-        Raises:
-            ValueError: See `fitOnParquet`; or the table has deletion vectors or column mapping.
-            WorkerError: A worker failed.
+        A resumed run reads its first version. Tables with deletion vectors or column mapping are refused.
         """
         spark = active_session()
         if version is None:
@@ -179,18 +163,15 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             return self._train_on(spark, run, fit, manifest, key)
 
     def _run_uri(self, spark: SparkSession) -> str | None:
-        """Returns the folder that the user named for the run, if a fit may use it."""
         given = self.getRunUri()
         run_uri = None if given is None else storage.normalize(resolve(spark, given))
         check_run_uri(run_uri, self.getResume())
         return run_uri
 
     def _storage_root(self, spark: SparkSession) -> str:
-        """Returns the folder for the shards and runs of fits whose user named no run."""
         return storage_root(spark, self.getStorageUri())
 
     def _run_folder(self, root: str) -> RunFolder:
-        """Returns the folder of the run: `root` if the user named it, otherwise a new folder in `root`."""
         return RunFolder.new(root) if self.getRunUri() is None else RunFolder.given(root, self.getResume())
 
     def _train_on(
@@ -201,7 +182,6 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         manifest: ShardManifest,
         rows_key: str | None = None,
     ) -> M:
-        """Checks the fit with its rows, trains (unless the run has finished already) and makes the model."""
         training = fit.with_rows(self, spark, run, manifest)
         config = training.config
         run.begin(config, identity_of(config, fit.objects, manifest), rows_key)
@@ -218,7 +198,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             resumed=run.has_history(),
             surroundings=surroundings_of(self.getTracking()) or self._surroundings,
         )
-        # Trackers have followed a training that finished before.
+        # Trackers have already followed a finished training.
         with RunWatcher(start, fit.trackers if finished is None else []) as watcher:
             if finished is None:
                 states = ShardStates(manifest, run.uri)
@@ -231,10 +211,10 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
                     token=run.token,
                     check_data=states.check,
                 )
-                result = TrainResult.from_json(supervisor.run()[0])
-                restarts = tuple(supervisor.restarts)
                 finished = FinishedRun(
-                    result=result, restarts=restarts, parallelism=config.parallelism.to_values()
+                    result=TrainResult.from_json(supervisor.run()[0]),
+                    restarts=tuple(supervisor.restarts),
+                    parallelism=config.parallelism.to_values(),
                 ).to_json()
                 run.finish(finished, keeps_checkpoints=config.pause_after is not None)
             model = self._trained_model(spark, run, fit, training, finished)
@@ -244,7 +224,6 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
     def _trained_model(
         self, spark: SparkSession, run: RunFolder, fit: CheckedFit, training: CheckedTraining, finished: str
     ) -> M:
-        """Returns the model of a finished run, and warns of what its user should know."""
         config = training.config
         summary, result = TrainingSummary.of_run(finished, to_spark_uri(spark, run.uri))
         if config.keep == "best" and all(math.isnan(r.value(config.monitor)) for r in result.history):
@@ -273,29 +252,26 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         # The model also gets the parent's uid, like every Spark ML model.
         model._resetUid(self.uid)
         self._copyValues(model)
-        module = fit.objects.module
-        if module is not None:
+        if fit.objects.module is not None:
             # Later changes of the user's module must not affect this model.
-            model._set(model=copy_to_meta(module))
+            model._set(model=copy_to_meta(fit.objects.module))
         return cast(M, model)
 
     def _label_columns(self) -> list[str]:
-        """Returns the label columns, one for each output of the network."""
         return [self.getLabelCol()]
 
     def _label_param(self) -> str:
         return "labelCol"
 
     def _output_columns(self, num_outputs: int) -> list[str]:
-        """Returns the columns that the model will add."""
         return self.predictionColumns(num_outputs)
 
     def _label_outputs(self) -> list[str]:
-        """Returns the columns that the model adds if the labels were strings."""
+        """Returns the columns that the model adds for labels of strings."""
         return []
 
     def _check_outputs(self, shapes: Sequence[tuple[int, ...]], exact: bool) -> None:
-        """Refuses output shapes that the model's `transform` would refuse, before the training."""
+        """Refuses, before the training, output shapes that `transform` would refuse."""
         check_distinct(self._output_columns(len(shapes)), exact)
 
     def _warn(self, on_shards: bool = False) -> None:
@@ -306,7 +282,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
 class TorchEstimator(_TorchEstimator[TorchModel], _MultiLabelParams):
     """Trains any network with any loss; the model's predictions are the network's outputs.
 
-    The network gives one tensor, or a tuple with one for each of `labelCols`.
+    The network returns one tensor, or a tuple with one tensor for each of `labelCols`.
     """
 
     def _label_columns(self) -> list[str]:
@@ -322,7 +298,7 @@ class TorchEstimator(_TorchEstimator[TorchModel], _MultiLabelParams):
 class TorchClassifier(_TorchEstimator[TorchClassificationModel], _ClassifierParams):
     """Trains a network to predict classes 0..n-1.
 
-    The network gives (batch, n) logits, or (batch, 1) or (batch,) for two classes.
+    The network returns (batch, n) logits, or (batch, 1) or (batch,) for two classes.
     """
 
     _task: Task = "classification"
@@ -344,7 +320,7 @@ class TorchClassifier(_TorchEstimator[TorchClassificationModel], _ClassifierPara
 
 
 class TorchRegressor(_TorchEstimator[TorchRegressionModel]):
-    """Trains a network to give numbers: (batch,) or (batch, 1), or (batch, k) for array labels."""
+    """Trains a network to predict numbers: (batch,) or (batch, 1), or (batch, k) for array labels."""
 
     _task: Task = "regression"
     _model_class = TorchRegressionModel

@@ -38,18 +38,15 @@ HELD_OUT_REPORT = "ringspark.extras.report.held_out.held_out_report:HeldOutRepor
 
 
 class _EvaluatedModel(TorchModel, _EvaluatedParams):
-    """A model of one output, whose task determines the type of its labels."""
+    """A model with one output, for a classification or a regression."""
 
     _task: Task
 
     def evaluate(self, dataset: DataFrame) -> dict[str, float]:
-        """Returns the `metrics` of the training over the rows of a DataFrame, by name. Runs one Spark job.
+        """Returns the `metrics` over the rows of a DataFrame, by name. Runs one Spark job.
 
-        Rows that `handleInvalid` leaves without a prediction do not count. As in the training, the class is
-        the largest logit, without `thresholds`, and each row weighs 1.
-
-        Raises:
-            ValueError: There are no `metrics`, or the labels do not fit the predictions.
+        Rows that `handleInvalid` leaves without a prediction do not count. The class is the largest logit,
+        without `thresholds`. Each row has weight 1.
         """
         check_frame(dataset, "evaluate")
         exact = is_case_sensitive(dataset.sparkSession)
@@ -62,9 +59,8 @@ class _EvaluatedModel(TorchModel, _EvaluatedParams):
         check_metrics([name for name in metrics if name not in own], self._task)
         label, numbers = self._label(dataset.schema, exact)
         evaluation = self._evaluation(label, list(metrics)).with_own(own)
-        outputs = Values(shapes=self._output_shapes)
         labelled = dataset.withColumn(_LABEL, numbers)
-        scored = self._add_results(labelled, bound, [_OUTPUT], outputs)
+        scored = self._add_results(labelled, bound, [_OUTPUT], Values(shapes=self._output_shapes))
         return evaluation.over(scored.select(_OUTPUT, _LABEL))
 
     def report(
@@ -78,22 +74,17 @@ class _EvaluatedModel(TorchModel, _EvaluatedParams):
     ) -> None:
         """Writes one HTML page about the training to the file `path` on any store.
 
-        With `data` it adds the model's predictions for these rows: the confusion matrix, the ROC curve and
-        the calibration, or predictions against labels; and the features that decide. Runs one Spark job,
-        which brings a sample to the driver. Each row weighs 1.
+        With `data`, the page adds predictions for these rows: confusion matrix, ROC curve and calibration, or
+        predictions against labels; and the importance of each feature. Runs one Spark job, which brings a
+        sample to the driver. Each row has weight 1.
 
         Args:
             path: File to write; without a scheme, on the local disk.
-            data: Rows that the model was not trained on, with its label.
+            data: Labeled rows that the model was not trained on.
             attributions: "permutation", the loss of quality when a feature is shuffled; "captum", integrated
                 gradients, which needs `pip install 'ringspark[attribution]'`; or "none".
             rows: Maximum rows of the sample; fewer if the rows are as large as images.
             seed: Seed of the sample and of the shuffles.
-
-        Raises:
-            ImportError: A package is not installed.
-            RuntimeError: The model has no summary.
-            ValueError: A choice is unknown, the data have no rows, or the labels do not fit the predictions.
         """
         if data is None:
             super().report(path)
@@ -148,11 +139,7 @@ class TorchRegressionModel(_EvaluatedModel):
     _task = "regression"
 
     def predict(self, features: Any) -> float | list[float]:
-        """Returns the prediction for one vector, like `transform`, without a Spark job.
-
-        Raises:
-            ValueError: The network takes other inputs than one vector, or the numbers do not fit it.
-        """
+        """Returns the prediction for one feature vector without a Spark job."""
         values: list[float] = self._outputs_of(features)[0].tolist()
         return values[0] if len(values) == 1 else values
 
@@ -160,31 +147,30 @@ class TorchRegressionModel(_EvaluatedModel):
 class TorchClassificationModel(_EvaluatedModel, _ClassifierParams):
     """Made by `TorchClassifier`; adds `rawPredictionCol`, `probabilityCol` and `predictionCol`.
 
-    The first two are vectors, as Spark's evaluators take them; an empty name leaves a column out.
+    The first two are vectors, as Spark's evaluators take them; an empty name omits a column.
     """
 
     _task = "classification"
 
     def predict(self, features: Any) -> float:
-        """Returns the class of one vector without a Spark job. See `TorchRegressionModel.predict`."""
+        """Returns the class of one feature vector without a Spark job."""
         return float(self._classes().decide(self._outputs_of(features))[0])
 
     def predictRaw(self, features: Any) -> DenseVector:
-        """Returns the raw predictions for one vector."""
+        """Returns the raw predictions for one feature vector."""
         return DenseVector(self._classes().raw(self._outputs_of(features))[0])
 
     def predictProbability(self, features: Any) -> DenseVector:
-        """Returns the class probabilities for one vector."""
+        """Returns the class probabilities for one feature vector."""
         return DenseVector(self._classes().probabilities(self._outputs_of(features))[0])
 
     @property
     def numClasses(self) -> int:
-        """Number of classes."""
         return self._classes().num_classes
 
     @property
     def labels(self) -> list[str]:
-        """The class names, in the order of their numbers; empty if the labels were numbers."""
+        """The class names, ordered by class number; empty if the labels were numbers."""
         return list(self._labels)
 
     def transformSchema(self, schema: StructType) -> StructType:
@@ -199,9 +185,8 @@ class TorchClassificationModel(_EvaluatedModel, _ClassifierParams):
         return result
 
     def _class_name_fields(self, schema: StructType, exact: bool = False) -> list[StructField]:
-        """Returns the column of the class names, if there is one and its name is free."""
         name = self.getPredictedLabelCol()
-        # It is made from the column of class numbers.
+        # The names are made from the column of class numbers.
         if not self._labels or not name or not self.getPredictionCol():
             return []
         check_free(schema, [name, *(given for given in self._outputs()[0] if given)], exact)
@@ -228,7 +213,7 @@ class TorchClassificationModel(_EvaluatedModel, _ClassifierParams):
 
 
 def is_whole(data_type: DataType) -> bool:
-    """Whether a column holds integers, or arrays of them, which a network gets as int64."""
+    """Whether a column holds integers or arrays of integers, which a network gets as int64."""
     while isinstance(data_type, ArrayType):
         data_type = data_type.elementType
     return isinstance(data_type, IntegralType)

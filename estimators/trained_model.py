@@ -1,4 +1,4 @@
-"""`TorchModel`: a trained network as a Spark ML Transformer, whatever its task."""
+"""`TorchModel`: a trained network as a Spark ML Transformer for any task."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _RESULT = "__ringspark_result"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription(Description):
-    """The description of a model that is saved next to its weights; the attributes are the model's own."""
+    """The content of a model's `ringspark.json`."""
 
     inputs: tuple[ModelInput, ...]
     output_shapes: tuple[Shape, ...]
@@ -76,10 +76,10 @@ class ModelDescription(Description):
 
 
 class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
-    """A trained network. `transform` adds `predictionCol`; all other columns pass through.
+    """A trained network, made by `fit` or `load`. `transform` adds `predictionCol`.
 
-    The prediction is a double if the network gives one number per row, else an array of doubles. A network
-    with several outputs has one column per output, `predictionCols`. Made by `fit` or `load`.
+    The prediction is a double if the network returns one number per row, else an array of doubles. A network
+    with several outputs has one column per output, `predictionCols`.
     """
 
     _description = ModelDescription
@@ -101,7 +101,6 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     @property
     def summary(self) -> TrainingSummary:
-        """The history and the counts of the training."""
         if self._summary is None:
             raise RuntimeError(f"No training summary available for this {type(self).__name__}")
         return self._summary
@@ -111,14 +110,14 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         """Number of features of the one input vector; -1 if the network takes other inputs."""
         return num_features(self._inputs)
 
-    def _told_in_notebook(self) -> str:
+    def _notebook_note(self) -> str:
         return "" if self._summary is None else self._summary.sentence
 
     def module(self) -> nn.Module:
-        """Returns the trained network as a new plain `nn.Module` on the CPU, in eval mode.
+        """Returns the trained network as a new `nn.Module` on the CPU, in eval mode.
 
-        If a loaded model was saved without its class, this is a `Program`: it predicts, and has the
-        `state_dict()` of the class.
+        If it was saved without its class, this is a `Program`, which predicts and has the class's
+        `state_dict()`.
         """
         model = self.getModel()
         module = build_on_meta(model.build) if isinstance(model, ModelSpec) else copy_to_meta(model)
@@ -126,36 +125,25 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         return module.eval()
 
     def adapter(self) -> dict[str, Tensor]:
-        """Returns the weights that a fit with `lora` trained, which the network's weights include.
+        """Returns the adapter weights that a fit with `lora` trained, also merged into the network's weights.
 
         Layer x has "x.lora_A", (rank, in), and "x.lora_B", (out, rank).
         """
         return self._trained().adapter()
 
     def export(self, path: str, format: ExportFormat = "torch.export") -> None:
-        """Writes the trained network, for any number of rows, to the file `path` on any store.
-
-        The file includes `transformInPrediction`.
+        """Writes the trained network to a file, for any number of rows, with `transformInPrediction`.
 
         Args:
-            path: Path or URI of the file to write; without a scheme, on the local disk.
-            format: Format of the file. `torch.export.load` reads "torch.export", ONNX runtimes read "onnx";
-                "onnx" needs `pip install 'ringspark[onnx]'`.
-
-        Raises:
-            ValueError: The format is unknown or not installed, or the network cannot be traced.
+            path: Path or URI of the file on any store; without a scheme, on the local disk.
+            format: "torch.export" for `torch.export.load`, or "onnx" (`pip install 'ringspark[onnx]'`).
         """
         prepare = self.getTransformInPrediction()
         module = self.module() if prepare is None else PreparedNetwork(prepare, self.module())
         export_module(module, self._inputs, self.inputColumns(), path, format)
 
     def report(self, path: str | os.PathLike[str]) -> None:
-        """Writes one HTML page about the training to the file `path` on any store: `summary.report`.
-
-        Raises:
-            ImportError: A package of the report is not installed.
-            RuntimeError: The model has no summary.
-        """
+        """Writes one HTML page about the training to the file `path` on any store."""
         self.summary.report(path)
 
     def write(self) -> StageWriter:
@@ -175,7 +163,6 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         )
 
     def _program(self) -> Program | None:
-        """Returns the network as a program; None, with a warning, if it cannot be recorded."""
         model = self.getModel()
         module = self.module()
         if isinstance(model, Program):
@@ -198,9 +185,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         return StageReader(cls)
 
     def transformSchema(self, schema: StructType) -> StructType:
-        """Returns the schema of `transform`'s result for a DataFrame with `schema`."""
-        session = find_session()
-        exact = session is not None and is_case_sensitive(session)
+        exact = (session := find_session()) is not None and is_case_sensitive(session)
         self._bind(schema, exact)
         names, results = self._outputs()
         added = [StructField(n, t) for n, t in zip(names, results.types, strict=True) if n]
@@ -218,15 +203,15 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     def _add_results(
         self, dataset: DataFrame, bound: Sequence[BoundInput], names: Sequence[str], results: Results
     ) -> DataFrame:
-        """Returns the DataFrame with the results in columns of these names; "" leaves a column out."""
+        """Adds columns of these names to the DataFrame; "" omits a result."""
         valid = _valid(bound)
         judged = any(item.feed.judges for item in bound)
         skips = self.getHandleInvalid() == "skip"
         if skips:
             dataset = dataset.where(valid)
         columns = self._python_columns(bound, only_judged=skips)
-        # A step that works row by row. Straight from Parquet, Spark 4.3 would pass columns, by a converter
-        # that supports no vectors, even in unused columns (UNSUPPORTED_DATATYPE).
+        # This explode works row by row. Straight from Parquet, Spark 4.3 would use a columnar converter that
+        # supports no vectors, even in unused columns (UNSUPPORTED_DATATYPE).
         dataset = dataset.select("*", F.explode(F.array(F.lit(0))).alias(_RESULT)).drop(_RESULT)
         with_vectors = takes_vectors(dataset.sparkSession)
         predictor = replace(
@@ -234,9 +219,8 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             gives_vectors=with_vectors,
             keeps_rows=len(columns) > len(bound),
         )
-        # The struct gets a name before its fields do, so that Spark computes the function once. It is
-        # exploded, because Spark would copy a plain expression into a filter on a field, and run the network
-        # twice.
+        # The struct gets a name first, so that Spark computes the function once for all fields. The explode
+        # stops Spark from copying the expression into a filter, which would run the network twice.
         result = dataset.select(
             "*", F.explode(F.array(prediction_expression(predictor, columns))).alias(_RESULT)
         )
@@ -247,16 +231,19 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         return result.select("*", *named).drop(_RESULT)
 
     def _python_columns(self, bound: Sequence[BoundInput], only_judged: bool = False) -> list[Column]:
-        """Returns the columns that Python needs: the inputs, and their validity if rows may lack some.
+        """Returns the inputs, and a validity column if rows may be invalid.
 
-        Args:
-            only_judged: Whether only rows remain that Python alone may refuse.
+        `only_judged`: whether all remaining rows are valid in SQL, so that only Python may refuse one.
         """
         judged = any(item.feed.judges for item in bound)
         if self.getHandleInvalid() == "error" or (only_judged and not judged):
             return [item.values for item in bound]
-        valid = _valid(bound)
-        return [*(_where_valid(item, valid) for item in bound), valid]
+        valid, columns = _valid(bound), []
+        for item in bound:
+            # Invalid rows get values that Python can handle.
+            values = F.when(valid, item.values)
+            columns.append(values if item.filler is None else F.coalesce(values, item.filler))
+        return [*columns, valid]
 
     def _bind(self, schema: StructType, exact: bool) -> list[BoundInput]:
         self._trained()  # refuses a model that was never fitted
@@ -264,7 +251,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         return [bind(item, field) for item, field in zip(self._inputs, fields, strict=True)]
 
     def _outputs(self) -> tuple[list[str], Results]:
-        """Returns the names of the columns that `transform` adds, "" for one left out, and their contents."""
+        """Returns the names of the columns that `transform` adds ("" omits one), and their contents."""
         values = Values(shapes=self._output_shapes)
         return self.predictionColumns(len(self._output_shapes)), values
 
@@ -286,10 +273,10 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         )
 
     def _rows_per_pass(self) -> int:
-        """Returns the rows per forward pass: the user's, else fewer if the rows are as large as images."""
         rows = self.getInferenceBatchSize()
         if self.isSet("inferenceBatchSize"):
             return rows
+        # Fewer rows if they are as large as images.
         widths = [item.column.kind.row_bytes for item in self._inputs if item.column is not None]
         return max(1, min(rows, CHUNK_BYTES // max(1, sum(widths))))
 
@@ -311,16 +298,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         label_columns: Sequence[str] = (),
         ignored_label: int | None = None,
     ) -> M:
-        """Makes this the model of a training.
-
-        Args:
-            weights_uri: Folder of the checkpoint.
-            output_shapes: Shape of one row, for each output.
-            columns: All columns of the shards; without them, inputs take any numbers.
-            input_columns: Names of the model's inputs in the shards; if empty, the model's own.
-            label_columns: Names of the labels in the shards.
-            ignored_label: Label of rows that do not count; see `Head.ignored`.
-        """
+        """Makes this the model of a training; without `columns`, inputs take any numbers."""
         self._weights = HeldWeights(weights_uri)
         # Held now, because a save over one of the folder's parents may remove it.
         self._weights.hold()
@@ -348,7 +326,6 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         self._label_fields = description.label_fields
 
     def _outputs_of(self, features: Any) -> Array:
-        """Returns the raw outputs for the features of one row, (1, values) float64."""
         predictor = self._predictor()
         row = make_row(self._inputs, self.inputColumns(), features)
         return predictor.predict(cached_module(predictor), [row])
@@ -356,9 +333,3 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
 
 def _valid(bound: Sequence[BoundInput]) -> Column:
     return reduce(operator.and_, [item.valid for item in bound])
-
-
-def _where_valid(item: BoundInput, valid: Column) -> Column:
-    """Returns the input's values; invalid rows get values that Python can handle."""
-    values = F.when(valid, item.values)
-    return values if item.filler is None else F.coalesce(values, item.filler)

@@ -1,8 +1,7 @@
 """Pickles the user's own Python objects that neither a name nor JSON can describe.
 
-Only the driver can import a network that is defined in `my_net.py` next to the job, or in a notebook's
-repository. So classes and functions from files that no package manager installed are pickled by value, with
-their code; those of installed packages are pickled by name.
+Only the driver can import files that no package manager installed, such as `my_net.py`. So their classes and
+functions are pickled by value, with their code.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ _lock = threading.Lock()
 
 
 def dumps(value: Any) -> bytes:
-    """Pickles `value` together with code from the user's own files.
-
-    Raises:
-        ValueError: Something in it cannot be pickled; the message names it.
-    """
+    """Pickles `value` with the code of the user's own files; raises ValueError if that fails."""
     with _lock, _by_value(_own_modules()):
         try:
             pickled: bytes = cloudpickle.dumps(value)
@@ -52,11 +47,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(pickled: bytes) -> Any:
-    """Returns the value given to `dumps`. Runs code, so only for bytes of this process or a trusted file.
-
-    Raises:
-        ValueError: One of the user's modules is missing here and was not pickled; the message says why.
-    """
+    """Returns the value given to `dumps`. Runs code, so only for bytes of this process or a trusted file."""
     value = cloudpickle.loads(pickled)
     if not isinstance(value, _ByName):
         return value
@@ -71,15 +62,13 @@ def loads(pickled: bytes) -> Any:
 
 
 @dataclass(frozen=True)
+# A value with its modules pickled by name, because pickling by value failed.
 class _ByName:
-    """A value whose modules are pickled by name, because pickling by value failed with `problem`."""
-
     pickled: bytes
     problem: str
 
 
 def _own_modules() -> list[ModuleType]:
-    """Returns the imported modules of Python source that no package manager installed."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = [sysconfig.get_path(name) for name in names]
     # A .pth file or PYTHONPATH may add folders of another environment.
