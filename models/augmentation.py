@@ -1,7 +1,7 @@
 """Random image augmentation, for the setting `transformBatch` or as first layers of a network.
 
-Each row draws its own numbers from torch's CPU generator, so one seed gives the same images on every device.
-Evaluation mode returns the images unchanged. Combine several in an `nn.Sequential`.
+Random numbers come from torch's CPU generator, so one seed gives the same images on every device. Evaluation
+mode returns the images unchanged.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class RandomHorizontalFlip(nn.Module):
 class RandomCrop(nn.Module):
     """Shifts an image by up to `padding` pixels each way: (batch, channels, height, width) -> the same.
 
-    It pads all four sides and crops the old size at a random position (He et al. 2016, section 4.2, with 4).
+    He et al. 2016, section 4.2: pads all four sides and crops the old size at a random position.
 
     Args:
-        padding: Pixels on each side.
+        padding: Pixels on each side; the paper uses 4.
         mode: Fill of `torch.nn.functional.pad`: "reflect", or "constant" for 0, which is black only in images
             that are not normalized.
     """

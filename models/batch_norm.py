@@ -1,8 +1,7 @@
-"""Batch normalization that accepts a single row in training.
+"""Batch normalization that accepts a single row in training, such as the last row of an epoch.
 
-The last batch of an epoch may leave a rank one row. One value per channel has no variance, and PyTorch
-refuses it, so the layer then normalizes by its running statistics, as in evaluation, and does not update
-them.
+PyTorch refuses one value per channel, which has no variance. The layer then normalizes by its running
+statistics, as in evaluation, and does not update them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A network as a chain of links, which a pipeline divides into stages on different workers.
-
-A network's method `links()` returns the parts that its forward pass calls in order. The first link takes the
-network's arguments; each further link takes the result of the link before it, a tensor or a tuple of tensors
-and Nones, as positional arguments. An `nn.Sequential` needs no method.
+"""A network as a chain of links, which pipeline parallelism divides into stages on different workers.
 
     class Net(nn.Module):
         def links(self):
@@ -12,8 +8,9 @@ and Nones, as positional arguments. An `nn.Sequential` needs no method.
                 Link("head", self._normed_head, ("norm", "head")),
             ]
 
-Invariant: running the links in order computes `forward`, and every parameter and buffer belongs to a link. A
-parameter of two links is tied.
+The first link takes the network's arguments; each further link takes the result of the link before it, a
+tensor or a tuple of tensors and Nones. Running the links in order must compute `forward`. Every parameter and
+buffer belongs to a link; a parameter of two links is tied. An `nn.Sequential` needs no method.
 """
 
 from __future__ import annotations
@@ -38,11 +35,10 @@ class Link:
         name: Name of the link; for a submodule the submodule's name.
         run: A submodule or a method of the network, so that a copy of the network runs its own.
         parts: Names of the submodules and parameters that it uses.
-        over_time: (state, sequence chunk) -> (chunk of the result, state), for a link whose result depends
-            on earlier time steps alone, such as a recurrent layer. Chunks are (batch, time, ...). The state
-            is a tuple of tensors; None at the start of a row, and for a link that treats each time step
-            alone. All chunks in order give the result of `run`. Like `run`, a method of the object that holds
-            the weights. It must not change its arguments in place. None for a link that needs whole rows.
+        over_time: (state, sequence chunk) -> (chunk of the result, state), for a link whose result depends on
+            earlier time steps alone, such as a recurrent layer. Chunks are (batch, time, ...). The state is a
+            tuple of tensors; None at the start of a row or if the link keeps none. All chunks in order give
+            the result of `run`. It must not change its arguments in place. None if the link needs whole rows.
     """
 
     name: str
@@ -52,11 +48,7 @@ class Link:
 
 
 def links_of(network: nn.Module) -> list[Link]:
-    """Returns the network's links in order.
-
-    Raises:
-        ValueError: The network is no chain, or its links omit a parameter or buffer.
-    """
+    """Returns the network's links in order. Raises ValueError if they are no complete chain."""
     own = getattr(network, "links", None)
     if callable(own):
         links = list(own())
@@ -72,7 +64,6 @@ def links_of(network: nn.Module) -> list[Link]:
 
 
 def run_links(links: Sequence[Link], values: tuple[Any, ...]) -> Any:
-    """Returns the result of the last link."""
     result: Any = values
     for index, link in enumerate(links):
         result = link.run(*(values if index == 0 else as_values(result, link)))
@@ -82,12 +73,9 @@ def run_links(links: Sequence[Link], values: tuple[Any, ...]) -> Any:
 def run_over_time(
     links: Sequence[Link], states: Sequence[State], values: tuple[Any, ...]
 ) -> tuple[Any, list[State]]:
-    """Returns the last link's result for one sequence chunk, and the new state of each link.
+    """Runs links with `over_time` on one sequence chunk; returns the result and the new state of each link.
 
-    Args:
-        links: Links with `over_time`.
-        states: State of each link after the previous chunk; None at the start of the rows.
-        values: One chunk of the first link's arguments.
+    `states` are the states after the previous chunk; None at the start of the rows.
     """
     result: Any = values
     after: list[State] = []
@@ -99,11 +87,7 @@ def run_over_time(
 
 
 def as_values(result: object, link: Link) -> tuple[torch.Tensor | None, ...]:
-    """Returns the arguments of a link as a tuple.
-
-    Raises:
-        ValueError: A value is not a tensor.
-    """
+    """Returns the arguments of a link as a tuple. Raises ValueError if a value is not a tensor."""
     values = result if isinstance(result, tuple) else (result,)
     for value in values:
         if value is not None and not isinstance(value, torch.Tensor):
@@ -115,12 +99,10 @@ def as_values(result: object, link: Link) -> tuple[torch.Tensor | None, ...]:
 
 
 def belongs_to(name: str, part: str) -> bool:
-    """Returns whether the submodule, parameter or buffer `name` is `part` or inside it."""
     return name == part or name.startswith(f"{part}.")
 
 
 def _items(network: nn.Module, prefix: str) -> list[Link]:
-    """Returns the items of a Sequential, with nested Sequentials flattened."""
     links = []
     for key, item in network._modules.items():
         assert item is not None

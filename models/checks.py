@@ -1,4 +1,4 @@
-"""Checks of the arguments of networks."""
+"""Argument checks of networks."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ from difflib import get_close_matches
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raises ValueError if a size is below 1."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
 
 
 def check_dropout(name: str, probability: float) -> None:
-    """Raises ValueError unless 0 <= probability < 1."""
     if not 0.0 <= probability < 1.0:
         raise ValueError(f"{name} must be at least 0 and below 1, got {probability}")
 
 
 def check_choice(name: str, value: object, known: Iterable[str]) -> None:
-    """Raises ValueError if `value` is not one of the known names."""
     known = list(known)
     if value not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}{suggest(value, known)}")

@@ -1,13 +1,9 @@
 """Deferred initialization: builds a network on `meta`, and initializes one parameter at a time later.
 
-For networks that exceed the memory of a rank, which keeps a shard. While the constructor runs, every
-operation on a meta tensor is recorded. Initializing a parameter replays its operations with the recorded
-state of the random generator, so the values are bitwise those of the network built as a whole.
-
-For known constructors: a constructor's hooks of parameters, seeds, default dtype, tensors outside of the
-module and tensors that it changes after reading them are not recorded. `defer_initialization` returns None
-for a constructor that reads values (`tensor.item()`), draws from its own generators, or keeps tensors other
-than parameters in lists.
+It serves networks that exceed the memory of a rank, which keeps a shard. Initializing a parameter replays the
+constructor's operations with the recorded random state, so the values are bitwise the values of the network
+built as a whole. Not recorded: a constructor's parameter hooks, seeds, default dtype, tensors outside of the
+module, and tensors that it changes after reading them.
 """
 
 from __future__ import annotations
@@ -31,10 +27,11 @@ class _CannotDeferError(Exception):
 
 
 def defer_initialization(build: Callable[[], nn.Module]) -> tuple[nn.Module, InitialWeights] | None:
-    """Returns a network with parameters on `meta`, and their initial weights; None if it cannot be deferred.
+    """Returns a network with parameters on `meta`, and their initial weights.
 
-    Buffers and plain tensor attributes have their values. If it returns None, the random generator is
-    unchanged.
+    Buffers and plain tensor attributes have their values. Returns None, with the random generator unchanged,
+    for a constructor that reads values (`tensor.item()`), draws from its own generators, or keeps tensors
+    other than parameters in lists.
     """
     start = torch.get_rng_state()
     recorder = _Recorder(start)
@@ -69,7 +66,6 @@ class InitialWeights:
 
 
 def _fill_others(module: nn.Module, recorder: _Recorder) -> None:
-    """Initializes all tensors except parameters."""
     parameters = {id(p) for p in module.parameters()}
     with torch.random.fork_rng(devices=[]):
         for owner in module.modules():
@@ -88,7 +84,7 @@ def _fill_others(module: nn.Module, recorder: _Recorder) -> None:
 
 @dataclass
 class _RecordedOperation:
-    """An operation that made or changed tensors.
+    """Operation that made or changed tensors.
 
     Attributes:
         made: Results with new storage.
@@ -118,7 +114,7 @@ class _PretendCpu(TorchFunctionMode):
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every operation while it is active, and runs it on `meta`.
 
-    It keeps every storage alive, so that no two storages get the same address.
+    The recorded tensors keep every storage alive, so no two storages get the same address.
     """
 
     def __init__(self, start: torch.Tensor) -> None:
@@ -167,7 +163,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @cached_property
     def _states(self) -> dict[int, torch.Tensor]:
-        """The generator's state before each random operation; computing it runs all of them in order."""
+        """Generator state before each random operation; computing it runs all of them in order."""
         states = {}
         torch.set_rng_state(self._start)
         for index, operation in enumerate(self._operations):
@@ -207,7 +203,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def _find_dependencies(self, tensor: torch.Tensor) -> set[int]:
-        """Returns the indices of the operations on which a tensor depends."""
         needed: set[int] = set()
         # Each storage with the index of the operation that reads it: later writes do not count.
         left = [(_storage(tensor), len(self._operations))]

@@ -17,11 +17,7 @@ def describe_network(module: nn.Module) -> Description | None:
 
 
 def build_network(description: Mapping[str, Any]) -> nn.Module:
-    """Builds the network; its constructors draw the weights.
-
-    Raises:
-        ValueError: This is no description, or it does not fit the installed libraries.
-    """
+    """Builds the network with newly initialized weights. Raises ValueError if the libraries do not fit."""
     if hugging_face.LIBRARY in description:
         return hugging_face.build(description)
     return layers.build(description)

@@ -1,11 +1,8 @@
 """Disk offload: reads each weight when the forward pass uses it, and drops it right after.
 
-A module keeps its tensors in two dicts, of parameters and of buffers. These dicts are replaced by dicts that
-read a tensor at every access, so a tensor lives as long as the operation that uses it. That works for the
-module itself, its parent, and torch's fused kernels, which take the weights of a whole layer. The results are
-bitwise those of the network with all its weights.
-
-If a network changes a fetched buffer in place while it predicts, the change is lost.
+Each module's dicts of parameters and buffers are replaced by dicts that read a tensor at every access, which
+covers access by a parent module and by torch's fused kernels too. The results are bitwise the results with
+all weights in memory, but a fetched buffer that prediction changes in place loses the change.
 """
 
 from __future__ import annotations
@@ -19,8 +16,6 @@ from torch import nn
 
 
 class TensorSource(Protocol):
-    """Reads the tensors of a state dict by name."""
-
     def read(self, name: str) -> torch.Tensor:
         """Returns the tensor on the CPU, a new one at every call."""
 
@@ -29,13 +24,9 @@ class TensorSource(Protocol):
 
 
 class FetchedTensors(dict[str, Any]):
-    """Parameters or buffers of one module, of which some are fetched at every access.
+    """Parameters or buffers of one module; `fetch` reads some of them at every access.
 
     A tensor that the module sets itself is no longer fetched.
-
-    Args:
-        known: The module's tensors; meta tensors for the tensors to fetch.
-        fetch: Name -> function that reads the tensor, for each tensor to fetch.
     """
 
     def __init__(self, known: dict[str, Any], fetch: dict[str, Callable[[], torch.Tensor]]) -> None:
@@ -68,11 +59,10 @@ class FetchedTensors(dict[str, Any]):
 
 
 def offload_to_disk(module: nn.Module, source: TensorSource, device: torch.device | str = "cpu") -> None:
-    """Makes the module fetch its meta tensors whenever it uses them.
+    """Makes the module fetch its meta tensors from `source` whenever it uses them.
 
     Args:
         module: A meta-device module, see `models.meta_device`. Tensors with values move to `device`.
-        source: Reads the values of the meta tensors.
         device: Device of the fetched tensors.
 
     Raises:
@@ -119,7 +109,6 @@ def offload_to_disk(module: nn.Module, source: TensorSource, device: torch.devic
 def _reader(
     source: TensorSource, name: str, meta: torch.Tensor, device: torch.device | str
 ) -> Callable[[], torch.Tensor]:
-    """Returns a function that reads the values of a meta tensor."""
     dtype, needs_gradient = meta.dtype, meta.requires_grad
     is_parameter = isinstance(meta, nn.Parameter)
 
@@ -153,12 +142,10 @@ class _BarredParameter(_Barred, nn.Parameter):
 
 
 class _Prefetcher:
-    """Prefetches a used tensor, and the tensor that followed it last time.
+    """Prefetches a used tensor and the tensor that followed it last time.
 
-    Otherwise a memory mapping would read and wait page by page.
-
-    Args:
-        embeddings: Names of tensors that are not prefetched, because few of their rows are used.
+    Otherwise a memory mapping would read and wait page by page. Embedding tables are not prefetched, because
+    few of their rows are used.
     """
 
     def __init__(self, source: TensorSource, embeddings: set[str]) -> None:

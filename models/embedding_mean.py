@@ -1,7 +1,7 @@
 """A bag-of-words text classifier: a linear head on the mean of the tokens' embeddings.
 
-Joulin et al. 2017, "Bag of Tricks for Efficient Text Classification". It ignores word order, trains in
-seconds on a CPU, and is the baseline for a transformer.
+Joulin et al. 2017, "Bag of Tricks for Efficient Text Classification". It ignores word order and is the
+baseline for a transformer.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _RANK_FACTOR = 1_000_003
 
 
 def get_generator_state(device: torch.device) -> tuple[Tensors, dict[str, Any]]:
-    """Returns the state of all generators: their words as tensors, and the remaining plain numbers."""
+    """Returns the state of all generators as tensors and plain numbers."""
     _, words, position, has_gauss, gauss = np.random.get_state()
     version, python, python_gauss = random.getstate()
     tensors = {
@@ -38,11 +38,7 @@ def get_generator_state(device: torch.device) -> tuple[Tensors, dict[str, Any]]:
 
 
 def set_generator_state(tensors: Tensors, plain: dict[str, Any], device: torch.device) -> None:
-    """Sets all generators to a state from `get_generator_state`.
-
-    Raises:
-        ValueError: The values are not a state of these generators.
-    """
+    """Sets all generators to a state from `get_generator_state`. Raises ValueError if it is damaged."""
     try:
         torch.set_rng_state(tensors["torch"].clone())
         if device.type == "cuda" and "cuda" in tensors:
@@ -57,7 +53,7 @@ def set_generator_state(tensors: Tensors, plain: dict[str, Any], device: torch.d
 
 
 def seed_rank(seed: int, step: int, rank: int) -> None:
-    """Seeds all generators of a rank that starts at `step`, each with its own stream.
+    """Seeds all generators of a rank that starts at `step`, each with a different stream.
 
     torch's seed at step 0 must not change, so that old trainings are reproduced bitwise. With seed 0, rank 0
     therefore draws its dropout from the stream of the initial weights.

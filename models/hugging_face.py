@@ -1,10 +1,10 @@
-"""Describes a network of the transformers library by its class and its config, in JSON.
+"""Describes a network of the transformers library by its class and config, in JSON.
 
     {"transformers": "BertForSequenceClassification", "config": {...}, "attention": "sdpa",
      "dtype": "float32", "frozen": []}
 
-The class must be in the library itself, so no code comes from a model's repository. The network is rebuilt
-from the description and compared; a network that was changed by hand has no description.
+The class must be in the library itself, so no code comes from a model's repository. A network that differs
+from the network rebuilt from the description has no description.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def describe(module: nn.Module) -> Description | None:
-    """Describes a network; returns None if it has no description."""
     if not type(module).__module__.startswith(f"{LIBRARY}."):
         return None
     try:
@@ -58,11 +57,7 @@ def describe(module: nn.Module) -> Description | None:
 
 
 def build(description: Mapping[str, Any]) -> nn.Module:
-    """Builds the network; its class draws the weights.
-
-    Raises:
-        ValueError: The library is not installed, or this does not describe one of its classes.
-    """
+    """Builds the network with newly initialized weights. Raises ValueError if the library does not fit."""
     try:
         import transformers
     except ImportError:
@@ -124,7 +119,6 @@ def _is_same(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _compared(value: Any) -> Any:
-    """Returns plain values and functions themselves, and the type of any other attribute."""
     if isinstance(value, _PLAIN) or inspect.isfunction(value):
         return value
     if type(value) in (list, tuple):
@@ -137,7 +131,6 @@ def _compared(value: Any) -> Any:
 
 
 def _form(module: nn.Module) -> tuple[Any, ...]:
-    """Returns a comparable form of a layer, without its weights."""
     tensors = {
         name: (tuple(t.shape), t.dtype, t.requires_grad)
         for name, t in [*module._parameters.items(), *module._buffers.items()]

@@ -2,9 +2,8 @@
 
     {"layers": {"layer": "Sequential", "children": {"0": {"layer": "Linear", "in_features": 4, ...}}}}
 
-A layer is described by its class in `torch.nn` and the constructor arguments, which torch's layers keep as
-attributes. The network is rebuilt from the description and compared, attribute by attribute; if anything
-differs, or a layer is of another class, the network has no description.
+A layer is described by its class in `torch.nn` and its constructor arguments. A network that differs in any
+attribute from the network rebuilt from the description has no description.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class _NoDescriptionError(Exception):
 
 
 def describe(module: nn.Module) -> Description | None:
-    """Describes a network; returns None if it has no description."""
     known: dict[int, str] = {}
     if any(is_lazy(tensor) for tensor in [*module.parameters(), *module.buffers()]):
         return None
@@ -51,11 +49,7 @@ def describe(module: nn.Module) -> Description | None:
 
 
 def build(description: Mapping[str, Any]) -> nn.Module:
-    """Builds the network; the layers' constructors draw the weights.
-
-    Raises:
-        ValueError: This is no description, or it does not fit this torch.
-    """
+    """Builds the network with newly initialized weights. Raises ValueError if this torch does not fit."""
     try:
         module = _build(description["layers"], "", {})
         module.to(getattr(torch, description["dtype"]))
@@ -74,12 +68,10 @@ def build(description: Mapping[str, Any]) -> nn.Module:
 
 
 def frozen_names(module: nn.Module) -> list[str]:
-    """Returns the names of the frozen parameters."""
     return [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
 
 
 def freeze(module: nn.Module, names: Sequence[str]) -> None:
-    """Freezes the parameters of these names."""
     for name in names:
         module.get_parameter(name).requires_grad_(False)
 
@@ -108,7 +100,6 @@ def _layer(module: nn.Module | None, path: str, known: dict[int, str]) -> Descri
 
 
 def _arguments(module: nn.Module) -> dict[str, Any]:
-    """Returns the constructor arguments that a layer keeps."""
     special = _ARGUMENTS.get(type(module))
     if special is not None:
         return special(module)
@@ -207,7 +198,6 @@ def _build(description: Mapping[str, Any], path: str, known: dict[str, nn.Module
 
 
 def find_tied_names(module: nn.Module) -> list[list[str]]:
-    """Returns the names of each tied parameter; a repeated layer counts once."""
     names: dict[int, list[str]] = {}
     for prefix, owner in module.named_modules():
         for name, parameter in owner._parameters.items():
@@ -217,7 +207,6 @@ def find_tied_names(module: nn.Module) -> list[list[str]]:
 
 
 def _is_same(one: nn.Module, other: nn.Module) -> bool:
-    """Returns whether two networks compute the same with the same weights."""
     ours, theirs = (list(m.named_modules(remove_duplicate=False)) for m in (one, other))
     return len(ours) == len(theirs) and all(
         name == other_name and _is_same_layer(first, second)

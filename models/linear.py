@@ -9,8 +9,8 @@ from ringspark.models.checks import check_sizes
 class Linear(nn.Module):
     """One affine map: (batch, in_features) -> (batch, out_features).
 
-    With a squared loss it is linear regression; with a cross-entropy loss its outputs are logits and it is
-    logistic regression.
+    It is linear regression with a squared loss, and logistic regression with a cross-entropy loss, for which
+    its outputs are logits.
 
     Raises:
         ValueError: If a size is below 1.

@@ -1,11 +1,9 @@
 """LoRA: trains a product of two thin matrices for each chosen linear layer; the layer's weight is frozen.
 
-Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models". A layer with weight W computes
-W x + (alpha / rank) B A x. A (rank, in) is initialized like a linear layer's weight and B (out, rank) with
-zeros, so the initial outputs are those of the network without adapters.
-
-A and B are parameters `lora_A` and `lora_B` of the layer itself, and a forward hook adds their product. So
-all other names of the state dict stay, unlike with the `peft` package (see docs/design.md).
+Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models": a layer with weight W computes
+W x + (alpha / rank) B A x. B (out, rank) starts as zeros, so the network's initial outputs do not change. A
+forward hook adds the product of the layer's own parameters `lora_A` and `lora_B`, so all other names of the
+state dict stay, unlike with the `peft` package (see docs/design.md).
 """
 
 from __future__ import annotations
@@ -81,7 +79,6 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _is_plain(layer: nn.Linear) -> bool:
-    """Returns whether the layer computes W x + b with a parameter W, so that an adapter can be merged."""
     has_hooks = layer._forward_hooks or layer._forward_pre_hooks
     forward = layer.__dict__.get("forward", type(layer).forward)
     return forward is nn.Linear.forward and "weight" in layer._parameters and not has_hooks
@@ -110,7 +107,7 @@ def _scale(layer: Any) -> float:
 
 
 def find_adapters(module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the layers with an adapter of ours, by name; a user's layer may have such matrices too."""
+    """Returns the layers to which `add_lora` added an adapter, by name."""
     return {
         name: layer
         for name, layer in module.named_modules(remove_duplicate=False)
@@ -119,14 +116,13 @@ def find_adapters(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def matrix_names(module: nn.Module) -> set[str]:
-    """Returns the names of the adapters' matrices in the state dict."""
     return {f"{prefix}.{part}".lstrip(".") for prefix in find_adapters(module) for part in (_A, _B)}
 
 
 def merged_state(module: nn.Module) -> State:
     """Returns the state dict of a network without adapters that computes the same.
 
-    Runs on every rank if the weights are sharded.
+    If the weights are sharded, every rank calls it.
     """
     state: State = module.state_dict()
     for prefix, layer in find_adapters(module).items():
@@ -138,7 +134,7 @@ def merged_state(module: nn.Module) -> State:
 
 
 def _product(second: Any, first: Any, weight: Any) -> torch.Tensor:
-    """Returns B A; if the weights are sharded (`DTensor`), sharded like the weight."""
+    """Returns B A, sharded like the weight if the weights are sharded (`DTensor`)."""
     if not hasattr(weight, "full_tensor"):
         return torch.matmul(second, first)
     from torch.distributed.tensor import distribute_tensor

@@ -1,6 +1,5 @@
 """Modules on the `meta` device: copies without weights, which a checkpoint fills.
 
-Parameters and persistent buffers of a meta-device module have shapes and dtypes, but no values.
 Non-persistent buffers and plain attributes keep their values, because no checkpoint holds them. Tied weights
 stay one object.
 """
@@ -22,7 +21,6 @@ from ringspark.models.process_state import PROCESS_LOCK, fork_generators
 
 
 def copy_to_meta(module: nn.Module) -> nn.Module:
-    """Returns a copy of the module on the `meta` device, without copying the weights first."""
     # deepcopy uses these entries as finished copies.
     memo: dict[int, object] = {}
     for parameter in module.parameters():
@@ -37,14 +35,7 @@ def copy_to_meta(module: nn.Module) -> nn.Module:
 
 
 def copy_module(module: nn.Module, memo: dict[int, object] | None = None) -> nn.Module:
-    """Returns a deep copy of a user's module.
-
-    Args:
-        memo: See `copy.deepcopy`.
-
-    Raises:
-        ValueError: An attribute of the module cannot be copied.
-    """
+    """Returns a deep copy of a user's module. Raises ValueError if an attribute cannot be copied."""
     try:
         result: nn.Module = copy.deepcopy(module, memo)
     except MemoryError:
@@ -61,9 +52,7 @@ def fill(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Replaces the module's tensors by the tensors of a state dict, without a copy.
 
     Each parameter stays the same object, so tied weights stay tied and other references see the new values.
-
-    Raises:
-        RuntimeError: The state dict does not fit; the message is torch's.
+    Raises torch's RuntimeError if the state dict does not fit.
     """
     dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
     cast = {
@@ -86,11 +75,9 @@ def fill(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def find_changed_buffers(start: nn.Module, trained: nn.Module) -> list[str]:
-    """Returns the names of the non-persistent buffers that a training changed; no checkpoint holds them.
+    """Returns the names of the non-persistent buffers, which no checkpoint holds, that a training changed.
 
-    Args:
-        start: The module before the training, or its `copy_to_meta`, which keeps such buffers.
-        trained: The module after the training, on any device.
+    `start` is the module before the training, or its `copy_to_meta`, which keeps such buffers.
     """
     before, after = _non_persistent(start), _non_persistent(trained)
     return sorted(
@@ -117,7 +104,7 @@ def _is_same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """Returns the network that `build` builds, on `meta`; uses no memory and no random draws for weights."""
+    """Returns the network of `build`, on `meta`; uses no memory and no random draws for weights."""
     mine = threading.get_ident()
     empty: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 

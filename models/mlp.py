@@ -1,8 +1,4 @@
-"""Multi-layer perceptron: dense blocks and a linear head.
-
-The blocks are the items of one `nn.Sequential`, `trunk`, which activation checkpointing can cut into
-segments.
-"""
+"""Multi-layer perceptron: dense blocks, `trunk`, and a linear head."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -45,11 +41,6 @@ class DenseBlock(nn.Module):
 def dense_trunk(
     in_dim: int, hidden: Sequence[int], activation: str = "relu", dropout: float = 0.0, norm: str = "none"
 ) -> nn.Sequential:
-    """Builds one dense block per width in `hidden`; the identity if there is none.
-
-    Raises:
-        ValueError: If a width, the dropout, or a name is out of range.
-    """
     if any(width < 1 for width in hidden):
         raise ValueError(f"hidden must hold widths of at least 1, got {list(hidden)}")
     check_dropout("dropout", dropout)
@@ -60,7 +51,6 @@ def dense_trunk(
 
 
 def trunk_links(trunk: nn.Sequential) -> list[Link]:
-    """Returns the links of a network's `trunk`."""
     return [Link(f"trunk.{key}", block, (f"trunk.{key}",)) for key, block in trunk.named_children()]
 
 

@@ -20,7 +20,6 @@ def find_hook(module: nn.Module) -> str | None:
 
 
 def has_gradient_hook(module: nn.Module) -> bool:
-    """Returns whether a parameter of the module has a gradient hook."""
     return any(
         bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
         for parameter in module.parameters()

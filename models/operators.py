@@ -1,9 +1,8 @@
 """Allowlist of operators for saved programs, which may come from untrusted files.
 
-Each operator computes new tensors from tensors and checks shapes and indices itself (on CPUs; on GPUs an
-index out of range ends the process). Not allowed are operators that write into their arguments, return
-uninitialized memory, make sparse, nested or quantized tensors, choose storage (`as_strided`, `set_`,
-`resize_`), skip checks (`_unsafe_*`, `native_batch_norm`), or open files.
+Not allowed are operators that write into their arguments, return uninitialized memory, make sparse, nested or
+quantized tensors, choose storage (`as_strided`, `set_`, `resize_`), skip checks (`_unsafe_*`,
+`native_batch_norm`), or open files. On GPUs an index out of range ends the process.
 """
 
 from __future__ import annotations
@@ -91,11 +90,7 @@ class Device:
 
 
 def find_operator(name: str) -> Callable[..., Any]:
-    """Returns the operator of this name.
-
-    Raises:
-        ValueError: The operator is not allowed.
-    """
+    """Returns the operator of this name. Raises ValueError if it is not allowed."""
     if name in ON_SIZES:
         return ON_SIZES[name]
     match = _OPERATOR.fullmatch(name)
@@ -109,11 +104,7 @@ def find_operator(name: str) -> Callable[..., Any]:
 
 
 def check_arguments(function: Callable[..., Any], args: list[Any], named: dict[str, Any]) -> None:
-    """Refuses arguments that make other than strided tensors on the inputs' device.
-
-    Raises:
-        ValueError: An argument is not allowed.
-    """
+    """Refuses arguments that make other than strided tensors on the inputs' device."""
     schema = function._schema.arguments if isinstance(function, torch._ops.OpOverload) else []
     positional = zip((argument.name for argument in schema), args, strict=False)
     for name, value in [*positional, *named.items()]:

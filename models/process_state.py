@@ -1,6 +1,6 @@
 """Guards state that all threads of a process share: torch's generators and traces, stderr and warnings.
 
-Searches and Spark's `CrossValidator` build, check and save networks from several threads of the driver.
+Searches and Spark's `CrossValidator` build, check and save networks in several threads of the driver.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ def fork_generators(devices: Sequence[torch.device] = ()) -> Iterator[None]:
 
 @contextmanager
 def ignore_warnings(message: str = "", category: type[Warning] = Warning) -> Iterator[None]:
-    """Ignores this thread's warnings; warnings of other threads are shown.
-
-    Args:
-        message: Regular expression that the beginning of an ignored warning matches.
-    """
+    """Ignores this thread's warnings whose beginning matches the regular expression `message`."""
     thread = _ThisThread(message)
     # `catch_warnings` is not thread-safe: the last thread to leave it may restore another thread's filters.
     filters: Any = warnings.filters
@@ -77,16 +73,15 @@ class _ThisThread:
         return not self.has_ended and threading.get_ident() == self._ident
 
     def match(self, text: str) -> bool:
-        """Returns whether a warning is ignored; `warnings` calls this like a compiled pattern's method."""
+        """Called by `warnings` like a compiled pattern's method."""
         return self.is_running() and self._pattern.match(text) is not None
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether a log handler may handle the record."""
         return not self.is_running() or record.levelno > logging.WARNING
 
 
 class _OtherThreads:
-    """A stream that drops the text of one thread and writes the text of all others."""
+    """Stream that drops the text of one thread and writes the text of all other threads."""
 
     def __init__(self, stream: Any, thread: _ThisThread) -> None:
         self._stream, self._thread = stream, thread

@@ -4,12 +4,10 @@
      "tensors": [{"name": "fc.weight", "dtype": "float32", "shape": [2, 4], "kind": "parameter"}, ...],
      "steps": [["aten.linear.default", [{"at": 2}, {"at": 0}, {"at": 1}], {}]]}
 
-`recording.record_program` makes it by `torch.export`, but not in torch's own format: `torch.export.load`
-(torch 2.13) unpickles and evaluates code of the file. This format is JSON. Each step is an operator of
-torch's `aten` library that `operators` allows, or arithmetic on sizes. `{"at": n}` is an index into the
-tensors, the inputs and the results of the steps, in this order.
-
-Tensors have the names of the network's state dict, so both read the same checkpoint.
+The format is JSON, because `torch.export.load` (torch 2.13) unpickles and evaluates code of the file. Each
+step is an operator of torch's `aten` library that `operators` allows, or arithmetic on sizes. `{"at": n}` is
+an index into the tensors, the inputs and the results of the steps, in this order. Tensors have the names of
+the network's state dict, so both read the same checkpoint.
 """
 
 from __future__ import annotations
@@ -43,15 +41,10 @@ class ValueRef:
 
 
 class Program(nn.Module):
-    """Computes the recorded network's results of evaluation, in either mode.
+    """Computes the recorded network's evaluation results, in either mode.
 
-    The constructor leaves weights on `meta`, to be filled as in `models.meta_device`.
-
-    Attributes:
-        text: The program as JSON values.
-
-    Raises:
-        ValueError: This torch cannot run the program.
+    The constructor leaves weights on `meta`, to be filled as in `models.meta_device`. It raises ValueError if
+    this torch cannot run the program.
     """
 
     def __init__(self, text: Json) -> None:
@@ -78,11 +71,7 @@ class Program(nn.Module):
         return {name: self.get_buffer(name) for name in names}
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Sets the tensor of this name.
-
-        Raises:
-            ValueError: The program has no tensor of this name, shape and dtype.
-        """
+        """Sets the tensor of this name. Raises ValueError if its shape or dtype does not fit."""
         path, _, own = name.rpartition(".")
         try:
             owner = self.get_submodule(path)
@@ -176,11 +165,7 @@ class _Values(dict[int, Any]):
 
 
 def encode(value: Any) -> Any:
-    """Encodes an argument of a step as JSON.
-
-    Raises:
-        ValueError: The argument's type is not supported.
-    """
+    """Encodes an argument of a step as JSON. Raises ValueError if its type is not supported."""
     if isinstance(value, ValueRef):
         return {"at": value.index}
     if isinstance(value, float) and not math.isfinite(value):
@@ -198,7 +183,6 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Inverts `encode`."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

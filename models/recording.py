@@ -35,7 +35,7 @@ _CONSTANT = "constant_of_program"
 
 
 class NoProgramError(ValueError):
-    """The network cannot be recorded; the message is a clause that says why."""
+    """The network cannot be recorded; the message is a clause with the reason."""
 
 
 def record_program(
@@ -44,10 +44,9 @@ def record_program(
     varying: Sequence[Mapping[int, Any]],
     lengths: Sequence[int] = (),
 ) -> Program:
-    """Records a network and compares the program with it on a few rows; both share the weights.
+    """Records a network in eval mode, and compares the program with it on a few rows; both share the weights.
 
     Args:
-        module: The network with its weights, in eval mode.
         samples: (number of rows, length if any) -> inputs.
         varying: Dynamic dimensions of each input, as for `torch.export`.
         lengths: Lengths to compare, for inputs that are padded to their longest row.
@@ -74,7 +73,7 @@ def record_program(
 def trace_network(
     module: nn.Module, inputs: Inputs, varying: Sequence[Mapping[int, Any]]
 ) -> torch.export.ExportedProgram:
-    """Exports the network's evaluation by torch, with its tensor outputs alone."""
+    """Exports the network's evaluation by torch, with only its tensor outputs."""
     # Hide torch's messages: errors are raised anyway, and the caller checks the result.
     with PROCESS_LOCK, torch.no_grad(), silence_thread():
         return torch.export.export(_Outputs(module).eval(), inputs, dynamic_shapes=(tuple(varying),))
@@ -87,8 +86,6 @@ def first_line(error: Exception) -> str:
 
 
 class _Outputs(nn.Module):
-    """Returns the tensors among the network's outputs."""
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
@@ -101,7 +98,6 @@ class _Outputs(nn.Module):
 def _text_of(
     exported: torch.export.ExportedProgram, module: nn.Module
 ) -> tuple[Json, dict[str, torch.Tensor]]:
-    """Returns the program as JSON values, and its tensors by name."""
     tensors = dict(module.state_dict(keep_vars=True))
     declared = [
         _declared(name, tensor, "parameter" if isinstance(tensor, nn.Parameter) else "buffer")
@@ -138,7 +134,6 @@ def _text_of(
 
 
 def _without_writes(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Returns the exported program with new tensors instead of in-place writes."""
     targets = [node.target for node in exported.graph.nodes]
     if not any(isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable for t in targets):
         return exported
@@ -171,7 +166,6 @@ def _declared(name: str, tensor: torch.Tensor, kind: str) -> Json:
 def _steps(
     exported: torch.export.ExportedProgram, entries: dict[str, ValueRef], next_entry: int
 ) -> tuple[list[Any], list[Any]]:
-    """Returns the steps and the outputs, with a `ValueRef` for each node of the graph."""
     steps: list[Any] = []
 
     def refer(argument: Any) -> Any:
@@ -214,7 +208,6 @@ def _name(target: Any) -> str:
 def _compare(
     program: Program, module: nn.Module, samples: Callable[..., Inputs], lengths: Sequence[int]
 ) -> None:
-    """Raises NoProgramError if the program's results differ from the network's."""
     sizes = [(rows,) for rows in _TRIED_ROWS] + [(TRACED_ROWS, length) for length in lengths]
     for size in sizes:
         zeros = samples(*size)

@@ -1,8 +1,8 @@
 """Recurrent networks over sequences of numbers or token ids: GRU, LSTM or Elman layers, and a linear head.
 
 Cho et al. 2014 (GRU), Hochreiter and Schmidhuber 1997 (LSTM). Each layer is a link that accepts sequence
-chunks, so in a pipeline the second layer can compute one chunk while the first layer computes the next
-(Appleyard et al. 2016, "Optimizing Performance of Recurrent Neural Networks on GPUs").
+chunks, so a pipeline's second layer can compute one chunk while the first computes the next (Appleyard et al.
+2016, "Optimizing Performance of Recurrent Neural Networks on GPUs").
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ class RecurrentLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, state: State = None) -> tuple[torch.Tensor, State]:
-        """Runs the layer on (batch, time, width).
-
-        Args:
-            state: State that the call for the previous chunk returned; None at the start of the rows.
+        """Runs the layer on (batch, time, width), from the state after the previous chunk.
 
         Returns:
             Outputs (batch, time, hidden), and the state after the last time step.
@@ -113,7 +110,6 @@ class Recurrent(nn.Module):
         return self._pooled_head(y, real)
 
     def links(self) -> list[Link]:
-        """Returns the embedding, the layers and the head; each passes the mask on."""
         layers = [_LayerLink(layer) for layer in self.layers]
         first = Link("tokens", self._vectors, ("tokens",), self._vectors_over_time)
         return [
@@ -153,7 +149,7 @@ class Recurrent(nn.Module):
 
 
 class _LayerLink:
-    """A layer that passes the mask on."""
+    """Passes the mask through a layer's link."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer

@@ -1,4 +1,4 @@
-"""Layers report losses and counts from inside a network, without a change of what the network returns.
+"""Layers report losses and counts from inside a network, without a change of the network's outputs.
 
 A layer calls `add_loss` or `add_counts`; the caller of the forward pass reads them from `collect_reports`.
 Outside of `collect_reports` nothing is kept, so a recomputed layer adds nothing twice.
@@ -16,7 +16,7 @@ from torch import nn
 
 
 class CountingLayer(nn.Module):
-    """Base of layers that count something over their rows; `num_counts` numbers, equal on all ranks."""
+    """Base of layers that count something over their rows; `num_counts` is equal on all ranks."""
 
     num_counts: int
 
@@ -32,12 +32,7 @@ class CountingLayer(nn.Module):
 
 @dataclass(frozen=True)
 class CountingLayerInfo:
-    """Description of a counting layer, which may be on another rank.
-
-    Attributes:
-        names: Names of the layer in the network.
-        num_counts, numbers: See `CountingLayer`.
-    """
+    """Description of a counting layer, which may be on another rank, with its names in the network."""
 
     names: tuple[str, ...]
     num_counts: int
@@ -45,7 +40,6 @@ class CountingLayerInfo:
 
 
 def find_counting_layers(network: nn.Module) -> list[CountingLayerInfo]:
-    """Describes the network's counting layers, in order."""
     names: dict[CountingLayer, list[str]] = {}
     for name, layer in network.named_modules(remove_duplicate=False):
         if isinstance(layer, CountingLayer):
@@ -57,12 +51,7 @@ def find_counting_layers(network: nn.Module) -> list[CountingLayerInfo]:
 
 @dataclass(frozen=True)
 class Reports:
-    """Losses and counts that the layers of one forward pass added.
-
-    Attributes:
-        losses: Losses of the rows, (rows,) each.
-        counts: Layer -> its counts, summed over its calls.
-    """
+    """Losses of the rows, (rows,) each, and counts by layer, summed over the layer's calls."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     counts: dict[CountingLayer, torch.Tensor] = field(default_factory=dict)
@@ -73,7 +62,6 @@ _OPEN: ContextVar[Reports | None] = ContextVar("_OPEN", default=None)
 
 @contextmanager
 def collect_reports() -> Iterator[Reports]:
-    """Wraps a forward pass; yields the reports of its layers."""
     reports = Reports()
     token = _OPEN.set(reports)
     try:
@@ -83,13 +71,10 @@ def collect_reports() -> Iterator[Reports]:
 
 
 def add_loss(rows: torch.Tensor) -> None:
-    """Adds the mean of `rows` over the global batch to the training loss.
+    """Adds the mean of `rows`, the loss of each row, over the global batch to the training loss.
 
-    Rows have the same weights as in the loss of the outputs. Call it in training mode only.
-
-    Args:
-        rows: Loss of each row, (rows,). A loss that is not a sum over rows would depend on the number of
-            ranks.
+    Rows have the same weights as in the loss of the outputs. Call it in training mode only. A loss that is
+    not a sum over rows would depend on the number of ranks.
     """
     reports = _OPEN.get()
     if reports is not None:
@@ -103,7 +88,6 @@ def num_losses() -> int:
 
 
 def add_counts(layer: CountingLayer, counts: torch.Tensor) -> None:
-    """Adds to the counts of a layer; see `CountingLayer`."""
     reports = _OPEN.get()
     if reports is not None:
         known = reports.counts.get(layer)

@@ -1,8 +1,7 @@
 """`ModelSpec`: a network as an import path and JSON keyword arguments.
 
 A spec travels from the driver to the ranks and is saved as text with the weights, so a model is rebuilt
-without unpickling. Invariant: `from_json(to_json())` returns an equal spec, because the constructor refuses
-arguments that JSON would change.
+without unpickling.
 """
 
 from __future__ import annotations
@@ -65,11 +64,7 @@ class ModelSpec:
         object.__setattr__(self, "kwargs", checked)
 
     def build(self) -> nn.Module:
-        """Imports the class and calls it.
-
-        Raises:
-            ValueError: If the class cannot be imported, is not an `nn.Module`, or refuses the arguments.
-        """
+        """Imports the class and calls it. Raises ValueError if either fails."""
         cls = _import_class(self.target)
         signature = inspect.signature(cls)
         try:
@@ -91,11 +86,7 @@ class ModelSpec:
 
     @classmethod
     def from_json(cls, text: str) -> ModelSpec:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            ValueError: If the text is not JSON, or is not a spec.
-        """
+        """Reads the result of `to_json`. Raises ValueError if the text is not a spec."""
         try:
             fields = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -105,13 +96,10 @@ class ModelSpec:
         return cls(fields["target"], fields.get("kwargs"))
 
     def check_apart(self, folder: str) -> None:
-        """Refuses a class that a file in `folder` may define; imports nothing.
+        """Refuses a class that a file in `folder`, the saved stage, may define; imports nothing.
 
         Python treats any folder on `sys.path` as a namespace package, so a path such as `model.weights.net`
         may lead into a folder of data.
-
-        Args:
-            folder: Local folder of the stage that contains this spec.
 
         Raises:
             ValueError: A module of the import path lies in the folder, its top-level package contains the
@@ -148,7 +136,6 @@ class ModelSpec:
 
 
 def _check_target(target: str) -> None:
-    """Refuses a target that no worker could resolve; imports nothing."""
     if ":" not in target:
         if target in MODELS:
             return
@@ -168,11 +155,7 @@ def _check_target(target: str) -> None:
 
 
 def _find_module(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
-    """Returns the import spec of a module without importing its packages; None if there is no such module.
-
-    Args:
-        places: Folders of the module's package; None for a top-level module.
-    """
+    """Returns the import spec of a module without importing its packages; None if there is no such module."""
     if name in sys.modules:
         return sys.modules[name].__spec__
     for finder in sys.meta_path:
@@ -208,7 +191,7 @@ def _import_class(target: str) -> type[nn.Module]:
 
 
 def _to_json_value(value: object, where: str) -> JSON:
-    """Returns a deep copy of `value` in JSON types; errors name the position, `where`."""
+    """Returns a deep copy of `value` in JSON types; errors name its position, `where`."""
     if value is None or isinstance(value, bool | int | str):
         # The type must match exactly: a str or int subclass (an Enum, numpy.str_) would change its type.
         if value is None or type(value) in (bool, int, str):

@@ -1,8 +1,7 @@
 """Entity-embedding network for tables of categories and numbers.
 
-Each categorical column has an embedding table (Guo and Berkhahn 2016, "Entity Embeddings of Categorical
-Variables"). The embeddings and the numbers of a row are concatenated and go through dense blocks, `trunk`,
-which activation checkpointing can cut into segments.
+Guo and Berkhahn 2016, "Entity Embeddings of Categorical Variables". The embeddings of the categories and the
+numbers of a row are concatenated and go through dense blocks, `trunk`.
 """
 
 import math

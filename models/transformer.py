@@ -1,8 +1,7 @@
 """Transformers: an encoder that classifies sequences of token ids, and a causal language model.
 
 Vaswani et al. 2017, "Attention Is All You Need", with normalization before each sublayer (Xiong et al. 2020)
-and learned positions. The blocks are the items of one `nn.ModuleList`, `blocks`, which activation
-checkpointing can cut into segments. A mixture of experts may replace the perceptron of some blocks.
+and learned positions. A mixture of experts may replace the perceptron of some blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Attention(nn.Module):
 
     Attributes:
         head_dim: Width of a head. With tensor parallelism `qkv` and `out` hold only some of the heads.
-        attend: Attention function; `whole_rows.attend` unless context parallelism replaces it.
+        attend: Attention function; context parallelism replaces it.
     """
 
     attend: Attend = staticmethod(attend)
@@ -117,11 +116,7 @@ class MixtureBlock(_AttentionBlock):
 
 
 class _Trunk(nn.Module):
-    """Embeddings, blocks and the last normalization, which both networks share.
-
-    Attributes:
-        rows: Tokens of a row that this rank has; see `WholeRows`.
-    """
+    """Embeddings, blocks and the last normalization of both networks."""
 
     rows = WholeRows()
     causal: bool
@@ -159,11 +154,7 @@ class _Trunk(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def tensor_plan(self, num_ranks: int) -> dict[str, Any]:
-        """Returns how tensor parallelism shards the layers: heads, pairs of linear layers, token ids.
-
-        Raises:
-            ValueError: `num_ranks` does not divide the heads.
-        """
+        """Returns how tensor parallelism shards the layers: heads, pairs of linear layers, token ids."""
         heads = next(layer.num_heads for layer in self.modules() if isinstance(layer, Attention))
         if heads % num_ranks:
             raise ValueError(
@@ -195,7 +186,6 @@ class _Trunk(nn.Module):
         return out
 
     def _links(self, embed: Callable[..., Any], last: str) -> list[Link]:
-        """Returns the embeddings, the blocks and the head; each passes the result of `rows.told` on."""
         return [
             Link("tokens", embed, ("tokens", "positions", "dropout")),
             *(
@@ -209,7 +199,6 @@ class _Trunk(nn.Module):
         raise NotImplementedError
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Maps (batch, seq) ids to (batch, own seq, dim)."""
         seq = ids.shape[1]
         if seq > self.max_seq_len:
             raise ValueError(f"sequences must have at most max_seq_len={self.max_seq_len} tokens, got {seq}")
@@ -358,7 +347,7 @@ class TransformerLM(_Trunk):
 
 
 class _MaskedBlock:
-    """A block that passes the result of `WholeRows.told` on."""
+    """Passes the result of `WholeRows.told` through a block's link."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block

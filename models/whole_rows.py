@@ -1,8 +1,7 @@
 """The interface between a network over tokens and context parallelism.
 
 A network supports context parallelism if it has an attribute `rows`, calls its methods as the transformers
-here do, and attends by the attribute `attend` of its modules. Without context parallelism every rank has
-whole rows, and `WholeRows` and `attend` do nothing special. For sequence-sharded rows the parallel package
+here do, and attends by the attribute `attend` of its modules. For sequence-sharded rows the parallel package
 replaces both, and each rank gets its shard of the tokens.
 """
 
@@ -16,11 +15,9 @@ from torch.nn import functional as F
 class WholeRows:
     """Rows of which this rank has every token. The methods document sequence-sharded rows too.
 
-    Between `pool` and `alike` all ranks of a row compute the same values, so they must also draw the same
-    random numbers there.
-
-    Attributes:
-        is_spread: Whether rows are sequence-sharded.
+    Between `pool` and `alike` all ranks of a row compute the same values, so they must draw the same random
+    numbers. Arguments named `tokens` are (batch, seq) booleans, False for padding; None without padding.
+    `seq` is the number of all tokens.
     """
 
     is_spread = False
@@ -28,20 +25,14 @@ class WholeRows:
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns this rank's shard of `x`, without a gradient.
 
-        Args:
-            x: A tensor over all tokens, such as ids, equal on all ranks of a row.
-            dim: Dimension of the tokens.
+        `x`, such as ids, holds all tokens in dimension `dim` and is equal on all ranks of a row.
         """
         return x
 
     def embedded(self, table: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings of this rank's tokens, (batch, own tokens, dim).
+        """Returns the embeddings of this rank's tokens, (batch, own tokens, dim), from (batch, seq) ids.
 
         The first call of a forward pass.
-
-        Args:
-            table: Maps ids to embeddings.
-            ids: (batch, seq), all tokens.
         """
         found: torch.Tensor = table(self.own(ids, 1))
         return found
@@ -49,29 +40,16 @@ class WholeRows:
     def mask(self, mask: torch.Tensor | None, seq: int) -> torch.Tensor | None:
         """Returns the mask for `attend`, over all tokens; sequence-sharded rows always have one.
 
-        Args:
-            mask: (batch, 1, 1, seq) booleans, False for tokens to ignore; None for none.
-            seq: Number of all tokens.
+        `mask` is (batch, 1, 1, seq) booleans, False for tokens to ignore; None for none.
         """
         return mask
 
     def told(self, tokens: torch.Tensor | None, seq: int) -> torch.Tensor | None:
-        """Returns a tensor from which later links, which see no ids, `read` the real tokens and the length.
-
-        Args:
-            tokens: (batch, seq) booleans, False for padding; None without padding.
-            seq: Number of all tokens.
-        """
+        """Returns a tensor from which later links, which see no ids, `read` real tokens and the length."""
         return tokens
 
     def pool(self, x: torch.Tensor, tokens: torch.Tensor | None, seq: int) -> torch.Tensor:
-        """Returns the mean over all tokens, (batch, dim).
-
-        Args:
-            x: (batch, own tokens, dim).
-            tokens: (batch, seq) booleans, False for padding; None without padding.
-            seq: Number of all tokens.
-        """
+        """Returns the mean of `x`, (batch, own tokens, dim), over all tokens: (batch, dim)."""
         if tokens is None:
             return x.mean(1)
         real = tokens.unsqueeze(-1).to(x.dtype)  # (batch, seq, 1)
@@ -82,22 +60,15 @@ class WholeRows:
         return outputs
 
     def joined(self, x: torch.Tensor, dim: int, seq: int) -> torch.Tensor:
-        """All-gathers outputs of the network, in the order of the tokens.
-
-        Args:
-            x: A tensor over this rank's tokens.
-            dim: Dimension of the tokens.
-            seq: Number of all tokens.
-        """
+        """All-gathers a tensor over this rank's tokens, in dimension `dim`, in the order of the tokens."""
         return x
 
 
 def read(known: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor | None, int]:
     """Returns the real tokens, (batch, seq) booleans or None without padding, and the number of all tokens.
 
-    Args:
-        known: Result of `WholeRows.told`, (batch, seq); (0, seq), which gives the length alone; or None.
-        x: (batch, own tokens, ...).
+    `known` is a result of `WholeRows.told`; its shape (0, seq) gives only the length. `x` is (batch, own
+    tokens, ...).
     """
     if known is None:
         return None, x.shape[1]
@@ -112,13 +83,9 @@ def attend(
     dropout: float,
     causal: bool,
 ) -> torch.Tensor:
-    """Computes scaled dot-product attention, (batch, heads, seq, head_dim).
+    """Computes scaled dot-product attention of (batch, heads, seq, head_dim) tensors.
 
-    Args:
-        query, key, value: (batch, heads, seq, head_dim).
-        mask: (batch, 1, 1, seq) booleans, False for keys to ignore; None for none.
-        dropout: Dropout probability of a weight; 0 in evaluation.
-        causal: Whether a query ignores later keys.
+    `mask` is (batch, 1, 1, seq) booleans, False for keys to ignore. `causal` ignores later keys.
     """
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal

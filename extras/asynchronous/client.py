@@ -40,9 +40,9 @@ class ParameterClient:
 
         Args:
             links: To each server, in rank order.
-            pieces: For each server, its pieces by the parameter's index, in its own order.
-            parameters: The worker's own copy of all parameters; their memory order is that of the pieces.
-            optimizer: The settings of its groups, such as the learning rate, travel with each push.
+            pieces: For each server, its slices by the parameter's index, in its own order.
+            parameters: The worker's own copy of all parameters, with the memory order of the slices.
+            optimizer: Its group settings, such as the learning rate, travel with each push.
             bound: See `Asynchronous.bound`.
         """
         self.clock = 0
@@ -60,14 +60,12 @@ class ParameterClient:
         return self._bound == 0
 
     def push(self, index: int, gradient: torch.Tensor) -> None:
-        """Sends the gradient of one parameter, as part of the current step."""
         self._send({index: gradient}, ends_step=False)
 
     def pull(self, index: int) -> torch.Tensor:
         """Returns the current value of a parameter; waits until this worker is within the bound.
 
-        Raises:
-            CollectiveError: A worker has left, so the training cannot continue.
+        Raises CollectiveError if a worker has left.
         """
         parameter = self._parameters[index]
         result = torch.empty_like(parameter)
@@ -75,7 +73,6 @@ class ParameterClient:
         return result
 
     def tick(self) -> None:
-        """Ends the current step, and increments this worker's clock."""
         self.push_step({})
 
     def push_step(self, gradients: Mapping[int, torch.Tensor]) -> None:
@@ -92,7 +89,6 @@ class ParameterClient:
         self._read([], 0, {})
 
     def read_all(self) -> None:
-        """`pull_all` under the bound of the staleness."""
         self.pull_all(self._bound)
 
     def close(self) -> None:
@@ -128,7 +124,6 @@ class ParameterClient:
 
 
 def _align(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns a gradient in the parameter's dtype and memory format."""
     if gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
         return gradient
     return torch.empty_like(parameter).copy_(gradient)

@@ -1,8 +1,7 @@
 """The workers' clocks: the number of steps that each has pushed; without threads.
 
-Invariant (stale synchronous parallel): a reader at clock c with a bound s may read only if every worker has
-pushed at least c - s steps. So it sees every update of clocks 0 to c - s - 1, and no worker that has read is
-more than s steps ahead of the slowest, because clocks never decrease.
+Stale synchronous parallel: a reader at clock c with a bound s may read only if every worker has pushed at
+least c - s steps. Clocks never decrease, so a worker that has read is at most s steps ahead.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Hogwild: the ranks of one host train the same weights in shared memory, without a lock.
 
-Recht et al. 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent". Each rank
-computes gradients at the current weights, and its optimizer writes into them while other ranks read and
-write; an update may be lost if two ranks write one element at the same time. The paper's bound is for sparse
-gradients and plain SGD. Optimizer state, such as momentum, is local to a rank.
-
-As with a parameter server out of step, a step uses the mean gradient of the rank's own rows, with the rate
-divided by the number of ranks. Servers without parameters keep the ranks' clocks, so `settle` can wait for
-all steps, and a lost rank is noticed.
+Recht et al. 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent". Two ranks
+that write one element at the same time may lose an update; the paper's bound is for sparse gradients and
+plain SGD. A step uses the mean gradient of the rank's own rows, with the rate divided by the number of ranks.
+Servers without parameters keep the ranks' clocks, so `settle` can wait, and a lost rank is noticed.
 """
 
 from __future__ import annotations
@@ -49,8 +45,6 @@ _REMEDY = "set sync=ParameterServer(), which uses the network"
 
 
 class HogwildStrategy:
-    """Puts the trained parameters of the ranks of one host into memory that all of them map."""
-
     takes_sparse = False
 
     def prepare(
@@ -89,13 +83,8 @@ class HogwildStrategy:
 def share_memory(parameters: Sequence[nn.Parameter], collective: Collective, timeout_seconds: float) -> None:
     """Moves equal parameters to memory that all ranks map, until they leave. Runs on every rank.
 
-    The memory is in no file system, so a killed rank leaves no file.
-
-    Args:
-        timeout_seconds: Longest wait of a rank for the memory.
-
-    Raises:
-        ValueError: A rank cannot map the memory; raised on every rank.
+    The memory is in no file system, so a killed rank leaves no file. Every rank raises ValueError if one
+    cannot map it.
     """
     starts, end = [], _ALIGNMENT
     for parameter in parameters:
@@ -123,11 +112,7 @@ def share_memory(parameters: Sequence[nn.Parameter], collective: Collective, tim
 
 
 def _open_memory(num_bytes: int, collective: Collective, timeout_seconds: float) -> mmap.mmap | None:
-    """Returns memory that rank 0 makes and sends to the other ranks. Runs on every rank.
-
-    Returns:
-        None if rank 0 does not have that much memory, or this rank cannot map it.
-    """
+    """Returns memory that rank 0 makes and sends to the other ranks; None on failure. Runs on every rank."""
     with ExitStack() as stack:
         memory: mmap.mmap | None = None
         descriptor, door, link = -1, None, None
@@ -164,8 +149,6 @@ def _leave_memory(parameters: Sequence[nn.Parameter]) -> None:
 
 
 class HogwildSync(GradientSync):
-    """Steps the shared weights directly."""
-
     def __init__(
         self,
         network: nn.Module,

@@ -1,4 +1,4 @@
-"""A worker's connection to one server: a call for its own server, a socket for others."""
+"""A worker's connection to one server: a call for its own server, a socket for other servers."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
 """A parameter server whose shards run in the workers: every rank is a worker and serves its shard.
 
 Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server". A step pushes the gradients
-to the servers, which step the optimizer, and pulls weights that are as new as the consistency promises. So
-the rank's copy is the last weights that it read.
-
-With a bound of 0 the training equals data parallelism: all copies are equal after each step. Otherwise they
-differ until `settle`, which waits for the pushes of all ranks and reads the same weights on all.
+to the servers, which step the optimizer, and pulls weights as new as the consistency promises. With a bound
+of 0 all copies are equal after each step; otherwise they differ until `settle`.
 """
 
 from __future__ import annotations
@@ -120,8 +117,6 @@ def _close(links: list[ServerLink]) -> None:
 
 
 class ServedSync(GradientSync):
-    """Pushes the gradients of a step, and pulls the weights for the next step."""
-
     def __init__(
         self,
         network: nn.Module,
@@ -133,7 +128,7 @@ class ServedSync(GradientSync):
         client: ParameterClient,
         collective: Collective,
     ) -> None:
-        """Stores the parts that `ParameterServer.prepare` made.
+        """Stores the parts that `ParameterServerStrategy.prepare` made.
 
         Args:
             settings: Optimizer of the network's own parameters; only its group settings are used.

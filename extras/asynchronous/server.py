@@ -1,8 +1,7 @@
 """Serves one rank's table to the other workers, in threads of the rank's process.
 
 Each worker has one connection to each server, so a pull sees all earlier pushes of its worker. A peer that
-does not know the token of the run is disconnected. The port is closed once every worker has connected. The
-end of a connection means that its worker has left.
+does not know the run's token is disconnected. A worker whose connection ends has left.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ class ShardServer:
         return sent
 
     def close(self) -> None:
-        """Ends all connections and threads, and frees the port."""
         with self._lock:
             self._closed = True
             connections = [*self._unproved, *self._workers.values()]
@@ -113,10 +111,7 @@ class ShardServer:
         self._close_port()
 
     def _has_room(self) -> bool:
-        """Returns whether there is room for a connection.
-
-        If there is none, disconnects the oldest peer without a proof after `CROWDED_SECONDS`.
-        """
+        """Disconnects the oldest peer without a proof, after `CROWDED_SECONDS`, if there is no room."""
         if len(self._unproved) + len(self._workers) < len(self._expected) + MAX_STRANGERS:
             return True
         oldest, since = next(iter(self._unproved.items()))
@@ -140,7 +135,6 @@ class ShardServer:
             thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Serves one peer, from its proof to the end of its connection."""
         with connection:
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

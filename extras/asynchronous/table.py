@@ -1,17 +1,12 @@
-"""One server's shard of the parameters, its optimizer, and the workers' clocks.
+"""One server's shard of the parameters, its optimizer, and the workers' clocks. Thread-safe.
 
-With a bound of 0 no worker reads between the updates of one step. So updates are kept until all workers have
-pushed, summed in rank order, and applied as one step: this equals training with the sum of the gradients,
-bitwise, for any order of arrival. Otherwise each push is applied on arrival as its own step. A worker then
-pushes the mean gradient of its own rows, and the rate is divided by the number of workers, so that one push
-per worker moves the weights about as far as one common step; for SGD, exactly as far along the same
-gradients.
+With a bound of 0 the pushes of all workers are summed in rank order and applied as one step, which equals
+training with the sum of the gradients, bitwise. Otherwise each push, the mean gradient of a worker's own
+rows, is applied on arrival as its own step, and the rate is divided by the number of workers, so that one
+push per worker moves the weights about as far as one common step.
 
-A late gradient may be corrected by the rate (Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed
-Deep Learning"): the rate is divided by the staleness, in steps of other workers since the worker's last
-read. Workers of equal speed have about 1, and keep their rate.
-
-Threads may share a table: each method holds its lock.
+For late gradients the rate may be divided by the staleness, in steps of other workers since the worker's last
+read (Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning").
 """
 
 from __future__ import annotations
@@ -60,7 +55,6 @@ class ParameterTable:
         Args:
             held: The optimizer's 1-D tensor of each parameter of which this server has a slice.
             optimizer: Optimizer of the slices; None for a table that only keeps clocks.
-            size: Number of workers.
             sync: How far apart the workers may run.
             timeout_seconds: The longest wait for a worker that takes no step.
         """
@@ -80,13 +74,7 @@ class ParameterTable:
         self._moves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def push(self, worker: int, gradients: Gradients, groups: Groups, *, ends_step: bool) -> None:
-        """Takes gradients of a worker's current step.
-
-        Args:
-            gradients: This server's slices, without parameters that have no gradient.
-            groups: Settings of the optimizer's groups in this step, such as the learning rate.
-            ends_step: Whether this push ends the worker's step.
-        """
+        """Takes a worker's gradients of its current step, without parameters that have none."""
         with self._changed:
             if self._sync.in_step:
                 self._keep(worker, gradients, groups)
@@ -118,7 +106,6 @@ class ParameterTable:
 
         Raises:
             WorkerLeftError: A worker has left, or a worker takes no step for `timeout_seconds`.
-            Exception: The error of the optimizer in a step.
         """
         while True:
             with self._changed:
@@ -131,25 +118,21 @@ class ParameterTable:
             progress()
 
     def leave(self, worker: int) -> None:
-        """Marks a worker as gone; reads from now on raise an error."""
+        """Marks a worker as gone; later reads raise an error."""
         with self._changed:
             self._left.setdefault(worker, self.clocks.pushed[worker])
             self._changed.notify_all()
 
     @torch.no_grad()
     def load(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Overwrites slices."""
         with self._changed:
             for index, value in values.items():
                 self.held[index].copy_(value)
 
     def move(self, changes: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Applies a callback's changes of the copy of this server's own worker.
+        """Applies a callback's changes, index -> (values when they were read, values now).
 
         With staleness 0 the next step applies them, because a slow worker may still read the current values.
-
-        Args:
-            changes: Index of each changed slice -> (values when they were read, values now).
         """
         with self._changed:
             self._moves = dict(changes)
@@ -172,7 +155,6 @@ class ParameterTable:
         return self.clocks.may_read(clock, bound)
 
     def _await_step(self, needed: int) -> None:
-        """Waits until a worker takes a step towards `needed`, or leaves."""
         if not self._changed.wait_for(
             partial(self._has_news, needed, self.clocks.towards(needed)), self._timeout
         ):
@@ -197,7 +179,6 @@ class ParameterTable:
         of_clock[worker] = (kept, groups)
 
     def _apply_whole_steps(self) -> None:
-        """Applies the steps that all workers have ended, in order."""
         for clock in sorted(clock for clock in self._waiting if clock < self.clocks.slowest):
             of_clock = self._waiting.pop(clock)
             self._apply_moves()

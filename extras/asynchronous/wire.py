@@ -1,7 +1,7 @@
-"""Messages between a worker and a server: a type, a JSON header, and tensors as bytes.
+"""Messages between a worker and a server: type (1 byte), lengths of header (4) and payload (8), then both.
 
-A message has its type (1 byte), the lengths of header (4 bytes) and payload (8 bytes), then both. Nothing is
-unpickled. The peers have authenticated before (see `collectives.rendezvous.channel`).
+The header is JSON and the payload tensors as bytes, so nothing is unpickled. The peers have authenticated
+before (see `collectives.rendezvous.channel`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ _ALIGNMENT = 16
 def send(
     connection: socket.socket, kind: int, header: dict[str, Any], tensors: Sequence[torch.Tensor] = ()
 ) -> int:
-    """Sends one message; returns the bytes of its payload.
-
-    Args:
-        tensors: 1-D, on the CPU.
-    """
+    """Sends one message with 1-D tensors on the CPU; returns the bytes of its payload."""
     text = json.dumps(header).encode()
     ends = _ends([tensor.nbytes for tensor in tensors])
     total = ends[-1] if ends else 0
@@ -46,11 +42,8 @@ def send(
 def receive(connection: socket.socket, most_bytes: int) -> tuple[int, dict[str, Any], torch.Tensor]:
     """Returns type, header and payload, 1-D bytes, of the next message.
 
-    Args:
-        most_bytes: Largest payload that a member sends.
-
     Raises:
-        OSError: The connection is gone, or no member sends such a message.
+        OSError: The connection is gone, or the message is damaged or larger than `most_bytes`.
     """
     kind, header_bytes, payload_bytes = _HEAD.unpack(_read(connection, _HEAD.size).numpy().tobytes())
     if header_bytes > _MAX_HEADER_BYTES or payload_bytes > most_bytes:
@@ -66,14 +59,7 @@ def receive(connection: socket.socket, most_bytes: int) -> tuple[int, dict[str, 
 
 
 def split_payload(payload: torch.Tensor, like: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-    """Returns the tensors of a payload, as views.
-
-    Args:
-        like: Number of elements and dtype of each tensor.
-
-    Raises:
-        ConnectionError: The payload has another length.
-    """
+    """Returns the tensors of a payload, as views; `like` has each tensor's number of elements and dtype."""
     sizes = [number * dtype.itemsize for number, dtype in like]
     ends = _ends(sizes)
     if (ends[-1] if ends else 0) != len(payload):
@@ -85,7 +71,6 @@ def split_payload(payload: torch.Tensor, like: Sequence[tuple[int, torch.dtype]]
 
 
 def payload_bytes(like: Sequence[tuple[int, torch.dtype]]) -> int:
-    """Returns the length of a payload; its argument is that for `split_payload`."""
     return sum(_pad(number * dtype.itemsize) for number, dtype in like)
 
 

@@ -1,8 +1,8 @@
 """GradiVeQ: principal components of gradients, which can be all-reduced (Yu et al. 2018).
 
 Slices of one tensor's gradient vary together. In a few steps gradients are sent whole, and the sums show the
-few directions along which the slices vary most. In many later steps only the components along these
-directions are all-reduced. Then the directions are computed again.
+few directions along which the slices vary most. In the next `refresh` steps only the components along these
+directions are all-reduced.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Reverses `pack`."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     codes: torch.Tensor = (packed[:, None] >> shifts) & (2**bits - 1)
     return codes.view(-1)

@@ -34,8 +34,7 @@ class _Signs:
 
 
 class SignCompressor(Compressor):
-    """One bit a number. Without feedback it may go the wrong way, as rare large gradients lose against many
-    small ones."""
+    """Sends one bit per number. Without feedback it may go the wrong way: it ignores rare large gradients."""
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         random = generator_for(vector)

@@ -13,11 +13,12 @@ _ROUNDS = 4
 
 
 class SparsifyCompressor(Compressor):
-    """Number g is sent as g / p with the chance p = min(1, lambda |g|): unbiased, with the least variance for
-    the expected share of numbers that are sent.
+    """Sends number g as g / p with probability p = min(1, lambda |g|): unbiased.
 
-    With feedback it sends g instead: the residual of g / p may be larger than g and would be scaled up again
-    in the next step, so residuals would grow without bound.
+    No other p has less variance for the same expected share of sent numbers. With feedback it sends g
+    instead: the residual of g / p may be larger than g and would be scaled up again in the next step, so
+        residuals would
+    grow without bound.
     """
 
     unbiased = True

@@ -1,9 +1,9 @@
 """Local SGD: every few steps all ranks' weights are replaced by their average.
 
-Stich 2019, "Local SGD Converges Fast and Communicates Little"; after synchronous steps at the start it is
-post-local SGD (Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD"). With the period "training"
-it is one-shot averaging (Zinkevich et al. 2010, "Parallelized Stochastic Gradient Descent"): each rank keeps
-its weights over all epochs, and the end of an epoch validates and saves their average.
+Stich 2019, "Local SGD Converges Fast and Communicates Little"; after synchronous steps it is post-local SGD
+(Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD"). With the period "training" it is one-shot
+averaging (Zinkevich et al. 2010, "Parallelized Stochastic Gradient Descent"): each rank keeps its weights,
+and the end of an epoch validates and saves their average.
 """
 
 from __future__ import annotations
@@ -64,8 +64,6 @@ class AveragedWeights(LocalSync):
 
 
 class LocalAveraging(LocalStrategy):
-    """Local steps, then the average of the weights."""
-
     sync = AveragedWeights
 
 

@@ -1,17 +1,9 @@
 """Averages a vector over the ranks with 32, 16 or 8 bits per element.
 
-For 16 and 8 bits the ranks first agree on the largest magnitude m of each parameter (one number per
-parameter), then all-reduce the scaled elements. With n ranks, the error of an element of the average is at
-most
-
-- fp16: m n / 4,096: each rank sends 1/n of it, rounded, and each addition rounds again;
-- int8: m / (2 floor(127 / n)): the sum of n integers must stay within 127, so each has floor(127 / n) levels
-  on either side, and a rank's rounding costs at most half a level.
-
-A value that is not finite makes its whole parameter NaN on all ranks, so the next loss shows it.
-
-Not every library sums bytes, so four bytes are sent as one int32. Bytes count from 0 and their sum over
-ranks is at most 254, so none overflows into its neighbour.
+For 16 and 8 bits the ranks first agree on the largest magnitude m of each parameter, then all-reduce the
+scaled elements. With n ranks, the error of an element of the average is at most m n / 4,096 for fp16, and
+m / (2 floor(127 / n)) for int8, whose sum of n integers must stay within 127. A value that is not finite
+makes its whole parameter NaN on all ranks, so the next loss shows it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """DiLoCo: the change of the weights in a period is the gradient of an outer optimizer.
 
 Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models": the outer
-gradient is the weights at the period's start minus the average of the ranks' weights at its end; the outer
-optimizer is SGD with Nesterov momentum. Its state is equal on all ranks without communication.
+gradient is the weights at the period's start minus the average of the ranks' weights at its end.
 
-Streaming (Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"): the parameters form F
-fragments, and one fragment synchronizes every H / F steps. Its outer gradient is sent tau steps before it is
-used, and the ranks continue meanwhile. Then each rank's weights become alpha * its own + (1 - alpha) * the
-outer optimizer's.
+Douillard et al. 2025, "Streaming DiLoCo with overlapping communication": one of F fragments of the parameters
+synchronizes every H / F steps. Its outer gradient is sent tau steps before it is used. Then each rank's
+weights become alpha * its own + (1 - alpha) * the outer optimizer's.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ class Fragment:
 
 
 class OuterSync(LocalSync):
-    """Synchronizes one fragment after the other."""
+    """Synchronizes one fragment after another."""
 
     def __init__(
         self,
@@ -118,7 +116,6 @@ class OuterSync(LocalSync):
             fragment.start = apply_change(fragment.start, *move)
 
     def _send(self, number: int) -> None:
-        """Starts to average the outer gradient of a fragment."""
         fragment = self._fragments[number]
         gradient = fragment.start - fragment.weights.read()
         fragment.pending = start_average(
@@ -175,8 +172,6 @@ class OuterSync(LocalSync):
 
 
 class DiLoCoStrategy(LocalStrategy):
-    """Local steps, then a step of the outer optimizer."""
-
     sync = OuterSync
 
 

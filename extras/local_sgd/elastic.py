@@ -2,8 +2,7 @@
 
 Zhang, Choromanska and LeCun 2015, "Deep learning with Elastic Averaging SGD", synchronous: with d_i = x_i -
 c for rank i's weights x_i and the centre c, x_i becomes x_i - alpha d_i and c becomes c + alpha sum(d_i).
-The ranks never become equal; the model is the centre, which the end of an epoch validates. Every rank keeps
-the centre, from the same sums.
+The model is the centre, which every rank keeps.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ BETA = 0.9
 
 
 class ElasticSync(LocalSync):
-    """One rank's weights, and the centre."""
-
     def __init__(
         self,
         module: nn.Module,
@@ -71,6 +68,4 @@ class ElasticSync(LocalSync):
 
 
 class ElasticStrategy(LocalStrategy):
-    """Local steps, then an attraction of ranks and centre."""
-
     sync = ElasticSync

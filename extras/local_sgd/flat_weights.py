@@ -1,8 +1,6 @@
 """Copies the trained parameters of a network to one vector and back, whole or in fragments.
 
-Invariant: all ranks use the same order, because they sum the vectors element by element. The vector has 32
-bits per element, or 64 if a parameter has, so 16-bit parameters are averaged in 32 bits. A complex number is
-two elements.
+The vector has 32 bits per element, or 64 if a parameter has. A complex number is two elements.
 """
 
 from __future__ import annotations
@@ -13,11 +11,7 @@ import torch
 
 
 class FlatWeights:
-    """Parameters of one device as a vector.
-
-    Attributes:
-        sizes: Elements of each parameter in the vector.
-    """
+    """Parameters of one device as a vector, with `sizes` elements each."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = list(parameters)
@@ -32,11 +26,6 @@ class FlatWeights:
 
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
-        """Overwrites the weights with `values`, in the order of `read`.
-
-        Raises:
-            ValueError: They belong to another network.
-        """
         if len(values) != sum(self.sizes):
             raise ValueError(
                 f"the checkpoint has {len(values)} trained weights per rank, but the network has "
@@ -48,16 +37,11 @@ class FlatWeights:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor; complex numbers become pairs in a last dimension."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def split_into_fragments(parameters: Sequence[torch.Tensor], count: int) -> list[FlatWeights]:
-    """Splits parameters into `count` fragments of about equal size, in the order of the layers.
-
-    Raises:
-        ValueError: There are fewer parameters than fragments.
-    """
+    """Splits parameters into `count` fragments of about equal size, in the order of the layers."""
     if len(parameters) < count:
         raise ValueError(
             f"localSteps has {count} fragments for {len(parameters)} trained parameters; lower 'fragments'"

@@ -2,10 +2,7 @@
 
 A rank differentiates the loss of its rows, divided by the rows of the whole batch, times the number of
 ranks. So the average of the ranks' gradients is the gradient of the synchronous step, also with uneven
-shards. A rank without rows in a step takes it with gradients of zero for the parameters that had one before,
-so that momentum and weight decay continue.
-
-Invariant: all ranks take the same number of steps, so they synchronize without negotiation.
+shards. All ranks take the same number of steps, so they synchronize without negotiation.
 """
 
 from __future__ import annotations
@@ -39,8 +36,7 @@ class LocalSync(GradientSync):
     """Base class; subclasses implement the end of a local step and of an epoch.
 
     Attributes:
-        shown: Whether the network holds the ranks' common weights; the rank's own weights return before the
-            next step.
+        shown: Whether the network holds the ranks' common weights, not the rank's own.
     """
 
     def __init__(
@@ -50,11 +46,6 @@ class LocalSync(GradientSync):
         collective: Collective,
         settings: LocalTraining,
     ) -> None:
-        """Starts with equal weights on all ranks.
-
-        Args:
-            settings: The options of the local training.
-        """
         super().__init__(module, optimizer)
         self.ranks_differ = True
         self._collective = collective
@@ -167,8 +158,7 @@ class LocalSync(GradientSync):
     def _average_weights(self, ranks: Iterable[torch.Tensor]) -> torch.Tensor:
         """Returns the average of the ranks' weights, from which another number of ranks resumes.
 
-        Args:
-            ranks: Weights of each rank, read one at a time; they may be changed.
+        The weights of each rank are read one at a time, and may be changed.
         """
         rest, count = iter(ranks), 1
         total = next(rest)
@@ -225,11 +215,7 @@ class LocalSync(GradientSync):
 
 
 class LocalStrategy:
-    """Base of the strategies of local training.
-
-    Attributes:
-        sync: Its synchronization.
-    """
+    """Base of the strategies of local training, which differ in `sync`."""
 
     takes_sparse = False
     sync: ClassVar[type[LocalSync]]

@@ -34,7 +34,6 @@ def state_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def load_tensors(
     network: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Restores the result of `state_tensors`, if there is one."""
     if _PLAIN not in tensors:
         return
     state: OptimizerState = json.loads(tensors[_PLAIN].numpy().tobytes())
@@ -53,8 +52,7 @@ def average_state(
 ) -> None:
     """Averages momentum and second moments over the ranks. Runs on every rank.
 
-    Only floating-point tensors are averaged, not step counts, and only if all ranks have state for the
-    parameter; a rank that never had a gradient has none.
+    Step counts are not averaged, nor is the state of a parameter that never had a gradient on some rank.
     """
     device = parameters[0].device
     has = torch.tensor([float(bool(optimizer.state.get(p))) for p in parameters], device=device)

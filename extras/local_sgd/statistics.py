@@ -1,8 +1,8 @@
 """Averages floating-point buffers over the ranks, such as running statistics of batch normalization.
 
-Only buffers of the state dict that changed on some rank since the last time are averaged, so that rounding
-does not change constants, such as a mask with infinities. Buffers whose shape changed on some rank are
-skipped. Integers, such as a count of batches, differ between ranks until a validation shares rank 0's.
+Only buffers that changed on some rank since the last time are averaged, so that rounding does not change
+constants, such as a mask with infinities. Integers, such as a count of batches, differ between ranks until a
+validation shares rank 0's.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from ringspark.estimators.collectives import Collective
 
 
 class Statistics:
-    """The floating-point buffers of one rank's network."""
-
     def __init__(self, network: nn.Module, collective: Collective) -> None:
         self._network = network
         self._collective = collective

@@ -1,8 +1,7 @@
 """A stage's passes over one micro-batch in sequence chunks, section by section.
 
-Invariant: each chunk of each section has its own graph, with its inputs and initial states as leaves. So the
-backward pass of a chunk can run, and its gradients be sent, before the backward pass of the previous chunk;
-chunks run in reverse order, and pass on the gradients of the states.
+Each chunk of each section has its own graph, with its inputs and initial states as leaves. So the gradients
+of a chunk can be sent before the backward pass of the previous chunk; chunks run in reverse order.
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ class ChunkPass:
 
 @dataclass
 class LiveChunks:
-    """A stage's chunks of a micro-batch by section, and its sends in flight."""
-
     sections: list[list[ChunkPass]]
     sent: list[Wait] = field(default_factory=list)
 
@@ -150,7 +147,6 @@ def _section_backward(
 def _rechunk(
     chunks: Iterator[Values], is_chunked: bool, needs_chunks: bool, lengths: Sequence[int]
 ) -> Iterator[Values]:
-    """Yields the values in chunks, or as whole rows."""
     if is_chunked == needs_chunks:
         yield from chunks
     elif is_chunked:

@@ -30,8 +30,6 @@ ADDS_IN_CHUNKS = (
 
 
 class ChunkedStages:
-    """Runs the stages; the caller enters the contexts of a pass."""
-
     def __init__(self, place: StagePlacement, exchange: StageTransfers) -> None:
         self._place, self._exchange = place, exchange
 
@@ -46,12 +44,7 @@ class ChunkedStages:
     ) -> list[list[ChunkPass]]:
         """Runs a stage on a micro-batch; returns the chunks by section.
 
-        Args:
-            arguments: The network's arguments if the stage is the first.
-            give, span: As for `chunk_passes.run_forward`.
-
-        Raises:
-            ValueError: A layer that works on chunks adds to the loss.
+        The first stage takes the network's `arguments`. See also `chunk_passes.run_forward`.
         """
         streams_in, lengths = self._place.streams_in(stage), self._exchange.lengths(micro)
         if stage == 0:

@@ -1,20 +1,15 @@
 """Schedules without a flush: a step's last backward passes run in the next step, and no rank waits.
 
-When the pipeline is full, a stage runs a backward pass after each forward pass; the remaining backward
-passes of a step run in the next step. So gradients are late: with f_t the mean loss of step t's rows and w_t
-the weights after t steps, stage s takes the step
+Gradients are late: with f_t the mean loss of step t's rows and w_t the weights after t steps, stage s steps
 
     w_{t+1} = w_t - rate * gradient of f_{t-d} at w_{t-d},   d = d_s
 
-- `2bw` (Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training"): d = 1 on every stage. A
-  rank keeps two versions of its weights. No rank waits if a step has at least p - 1 micro-batches.
+- `2bw` (Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training"): d = 1 on every stage. No
+  rank waits if a step has at least p - 1 micro-batches.
 - `pipedream` (Narayanan et al. 2019, "PipeDream", weight stashing): the smallest possible delay of each
-  stage. With m micro-batches per step, stage s of p has d = ceil((p - 1 - s) / m), the last stage 0, and
-  keeps d + 1 versions. With m = 1 this is the paper's update after every micro-batch.
+  stage. With m micro-batches per step, stage s of p has d = ceil((p - 1 - s) / m).
 
-During a step there is one more version, a copy on which its passes run.
-
-After `drain` the pipeline is empty, and the next gradient belongs to the newest weights.
+A stage keeps d + 1 versions of its weights, and during a step one more, on which the step's passes run.
 """
 
 from __future__ import annotations
@@ -47,12 +42,10 @@ class DelayedStep:
 
 
 def one_step_late(num_ranks: int, num_micro: int) -> list[int]:
-    """Returns the delay of each stage in `2bw`, in steps."""
     return [1 if num_ranks > 1 else 0] * num_ranks
 
 
 def late_by_depth(num_ranks: int, num_micro: int) -> list[int]:
-    """Returns the delay of each stage in `pipedream`, in steps."""
     return [-(-(num_ranks - 1 - stage) // num_micro) for stage in range(num_ranks)]
 
 

@@ -1,9 +1,7 @@
 """Weight stashing: older weights for micro-batches whose backward pass runs after a later step's update.
 
-Narayanan et al. 2019, "PipeDream": a micro-batch's backward pass must use the weights of its forward pass;
-otherwise its gradient is wrong. Each step's micro-batches run on a copy of the weights, which also collects
-their gradients, so that gradients of two steps do not mix. A copy lives until its step's last backward pass.
-A stage without delay has no copies.
+Narayanan et al. 2019, "PipeDream". Each step's micro-batches run on a copy of the weights, which also
+collects their gradients, so that gradients of two steps do not mix.
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ from torch import nn
 
 
 class StashedWeights:
-    """A copy of a module's parameters at one step, with gradients."""
-
     def __init__(self, module: nn.Module) -> None:
         copies: dict[int, nn.Parameter] = {}
         self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
@@ -42,7 +38,6 @@ class StashedWeights:
                 setattr(owner, name, parameter)
 
     def release(self) -> None:
-        """Moves the gradients of the copies to the parameters."""
         with torch.no_grad():
             for _, _, parameter, copy in self._places:
                 parameter.grad = copy.grad

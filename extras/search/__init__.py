@@ -1,4 +1,4 @@
-"""Hyperparameter search over gangs: concurrent trainings on one write of the data.
+"""Hyperparameter search: concurrent trainings on one write of the data.
 
 Each name is imported on first use; only `OptunaSearch` needs optuna.
 """

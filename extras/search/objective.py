@@ -1,8 +1,7 @@
 """The value by which a search compares trials.
 
-Without an evaluator, a trial's value is `monitor` in the history of its training, at the epoch of its model's
-weights. With an evaluator, it is the evaluator's metric of the model's predictions for held-out rows. In both
-cases, the pruner sees `monitor` after each epoch.
+With an evaluator it is the metric of the model's predictions for held-out rows; otherwise `monitor` in the
+training's history, at the epoch of the model's weights. The pruner sees `monitor` after each epoch.
 """
 
 from __future__ import annotations
@@ -23,15 +22,6 @@ from ringspark.pipelines import ShardManifest
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The comparison of one search's trials.
-
-    Attributes:
-        monitor: Entry of the history.
-        monitor_is_larger_better: Whether a larger value is better.
-        evaluator: The evaluator, or None.
-        held_out: Rows for the evaluator, or None.
-    """
-
     monitor: str
     monitor_is_larger_better: bool
     evaluator: Any
@@ -46,11 +36,7 @@ class Objective:
         evaluator: Any,
         held_out: DataFrame | None,
     ) -> Objective:
-        """Resolves `monitor` as a training would, from settings and data of the given estimator.
-
-        Raises:
-            ValueError: The settings cannot be trained with, or the history will have no such entry.
-        """
+        """Resolves `monitor` as a training would. Raises ValueError if the history will lack it."""
         # A pretrained checkpoint has no effect here; each trial resolves its folder.
         config = replace(fit.config, shards_uri=manifest.uri, keep="best", pretrained=None)
         if monitor is not None:
@@ -88,7 +74,6 @@ class Objective:
         return f"{metric} of {type(self.evaluator).__name__}{suffix}, pruned by {self.monitor}"
 
     def of_epoch(self, record: EpochRecord) -> float:
-        """Returns the pruner's value of an epoch, in the direction of the search."""
         return self.turn(record.value(self.monitor))
 
     def turn(self, value: float) -> float:

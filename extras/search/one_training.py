@@ -1,4 +1,4 @@
-"""Runs one training of a search: of a copy that a file can stop, on rows that all trainings share."""
+"""Runs one training of a search, which a file can stop, on rows that all trainings share."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def train_in(
 ) -> Any:
     """Trains in a folder, unless the training is finished; returns the model.
 
-    Args:
-        begin: Receives the settings and the file that stops the gang, just before it starts; returns the
-            settings to train with.
+    `begin` gets the settings and the file that stops the gang; it returns the settings to train with.
     """
     stop_uri = storage.join(run.uri, run_layout.STOP)
     with run.guarded():

@@ -1,7 +1,7 @@
 """`OptunaSearch`: an estimator that searches the settings of another estimator.
 
-`fit` guarantees this order: it checks names, ranges and the estimator's settings against the schema; it
-writes the rows once, and checks them with the network; only then does a trial start.
+`fit` checks names, ranges and the estimator's settings against the schema, writes the rows once, and checks
+them with the network. Only then does a trial start.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class OptunaSearch(_OptunaParams, SearchStage):
         set_params(self, named_pruner(params))
 
     def setParams(self, **params: Any) -> OptunaSearch:
-        """Sets several Params at once."""
         set_params(self, named_pruner(params))
         return self
 

@@ -1,5 +1,4 @@
-"""Decisions of population based training (Jaderberg et al. 2017): which member copies which, and what
-changes.
+"""Decisions of population based training (Jaderberg et al. 2017): who copies whom, and what changes.
 
 They depend only on the seed, the round, the member's number and the values of the previous round. So a search
 whose driver was killed makes the same decisions again.
@@ -23,12 +22,10 @@ REDRAW_SHARE = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A member in one round.
+    """A member in one round, with its values by name of the space.
 
     Attributes:
-        number: From 0.
-        settings: Values by name of the space.
-        copied_from: Member whose checkpoint of the previous round it resumes from; its own, unless it was one
+        copied_from: Member whose checkpoint of the previous round it resumes from; itself, unless it was one
             of the worst. None in the first round.
     """
 
@@ -49,7 +46,6 @@ class Population:
     is_larger_better: bool
 
     def first(self) -> list[Member]:
-        """Returns the members of round 0, with settings drawn from the ranges."""
         drawn = [_Draws(self._generator(0, number)) for number in range(self.size)]
         return [
             Member(number=number, settings={name: r.suggest(draws, name) for name, r in self.ranges.items()})
@@ -57,14 +53,9 @@ class Population:
         ]
 
     def after(self, number: int, members: Sequence[Member], values: Sequence[float | None]) -> list[Member]:
-        """Returns the members of the next round.
+        """Returns the members of the round after round `number`, from the members' values in it.
 
-        Args:
-            number: The finished round, from 0.
-            values: Value of each member in it; None for a failed member, which is worse than any other.
-
-        Raises:
-            ValueError: All members failed.
+        A failed member has the value None, which is worse than any other.
         """
         ranked = self.ranked(values)
         if not ranked:

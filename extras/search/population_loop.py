@@ -1,8 +1,7 @@
 """The rounds of a population: all members train, then the worst resume from the best.
 
 Each member trains each round in its own folder, which begins with a copy of a checkpoint of the previous
-round: weights, optimizer, random states and history. The result of a round is saved once; a killed driver's
-unsaved round is resumed.
+round. The result of a round is saved once; a killed driver's unsaved round is resumed.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Trained:
         steps: Optimizer steps over all rounds so far; names the checkpoint that the next round resumes from.
         epochs: Epochs over all rounds so far.
         seconds: Wall time of this round, in seconds.
-        reason: Why it failed; empty if it did not.
+        reason: Error message; empty if it did not fail.
     """
 
     value: float | None = None
@@ -64,20 +63,13 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class _State:
-    """Content of `population.json`.
-
-    Attributes:
-        about: Settings, as text, that a resumed search must repeat.
-        rounds: Finished rounds, each with one entry per member.
-    """
+    """Content of `population.json`: settings that a resumed search must repeat, and finished rounds."""
 
     about: dict[str, str]
     rounds: tuple[tuple[Trained, ...], ...]
 
 
 class PopulationLoop:
-    """Trains a population for several rounds."""
-
     def __init__(
         self,
         *,
@@ -96,9 +88,6 @@ class PopulationLoop:
         Args:
             about: Settings, as text, that a resumed search must repeat.
             epochs: Epochs of all rounds together.
-
-        Raises:
-            ValueError: The folder holds another search.
         """
         self._population, self._space, self._objective = population, space, objective
         self._data, self._dataset, self._run_uri = data, dataset, run_uri
@@ -113,12 +102,7 @@ class PopulationLoop:
         self._rounds: list[list[Trained]] = self._noted()
 
     def run(self, parallelism: int) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
-        """Trains the missing rounds; returns the best model, its settings, and the table's rows.
-
-        Raises:
-            TrainingCancelledError: A training's Spark job was cancelled.
-            RuntimeError: All members failed, or another driver has taken over the search.
-        """
+        """Trains the missing rounds; returns the best model, its settings, and the table's rows."""
         if self._run_uri is not None:
             write_owner(self._run_uri, self._token, 0)
         members, rows = self._population.first(), []
@@ -175,7 +159,7 @@ class PopulationLoop:
             discard(self._folders.pop(key))
 
     def _end(self, error: BaseException) -> None:
-        """Starts no more trainings, and asks the running ones to stop."""
+        """Starts no more trainings, and asks the running trainings to stop."""
         with self._lock:
             self._errors.append(error)
             running = list(self._running)
@@ -240,7 +224,7 @@ class PopulationLoop:
         return uri
 
     def _discard_all(self, kept: tuple[int, int] | None) -> None:
-        """Removes the folders of all trainings except one, including those of a killed driver."""
+        """Removes the folders of all trainings except one, including a killed driver's folders."""
         if self._run_uri is None:
             for key, uri in self._folders.items():
                 if key != kept:

@@ -1,8 +1,4 @@
-"""`PopulationSearch`: an estimator that changes another estimator's settings while it trains.
-
-`fit` checks in the order of `OptunaSearch.fit`: names, ranges and settings against the schema; then the rows,
-once; only then does a training start.
-"""
+"""`PopulationSearch`: an estimator that changes another estimator's settings while it trains."""
 
 from __future__ import annotations
 
@@ -59,7 +55,6 @@ class PopulationSearch(_PopulationParams, SearchStage):
         set_params(self, params)
 
     def setParams(self, **params: Any) -> PopulationSearch:
-        """Sets several Params at once."""
         set_params(self, params)
         return self
 
@@ -116,7 +111,7 @@ class PopulationSearch(_PopulationParams, SearchStage):
 
 
 def _check_changeable(space: Space, estimator: Any) -> None:
-    """Raises ValueError for settings that a training resumed from a checkpoint cannot change."""
+    """Refuses settings that a training resumed from a checkpoint cannot change."""
     if space.varies("learningRate") and not space.ranges:
         raise ValueError("space of a PopulationSearch must be a dict from Params to ranges, got a callable")
     own_rate = not isinstance(estimator.getOrDefault("optimizer"), str)

@@ -155,7 +155,6 @@ def _text(value: Any) -> str:
 
 
 def from_json(form: dict[str, Any]) -> SearchRange:
-    """Reads the JSON form of a range. Raises ValueError if it is not one."""
     kinds: dict[str, Any] = {"uniform": Uniform, "int_range": IntRange, "choice": Choice}
     ((kind, fields),) = form.items()
     if kind not in kinds:

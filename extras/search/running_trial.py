@@ -17,7 +17,6 @@ class RunningTrial:
     """The driver's view of one training. Thread-safe.
 
     Attributes:
-        trial: optuna's trial.
         is_pruned: Whether the pruner has ended it. The decision depends only on the values of the epochs, in
             their order, not on the training's progress when the driver read them.
         num_epochs: Number of epochs up to the decision.
@@ -35,7 +34,6 @@ class RunningTrial:
         self._last_reported = max(reported, default=0)
 
     def look(self) -> None:
-        """Reports the epochs in the run's folder."""
         # The store may fail for a moment; the next call, or the end of the training, reads the same.
         with suppress(OSError, ValueError):
             self.report(read_history(self._run_uri))

@@ -1,8 +1,4 @@
-"""Saves stages that hold other stages, each in its own subfolder.
-
-<part>/          estimator/, evaluator/ of a search; best-model/ of its result metadata/, ringspark.json, ...
-the stage itself, see `persistence`
-"""
+"""Saves stages that hold other stages, each in a subfolder: `estimator`, `evaluator`, `best-model`."""
 
 from __future__ import annotations
 
@@ -23,8 +19,6 @@ from ringspark.pipelines.spark_paths import to_spark_uri
 
 
 class SearchWriter(StageWriter):
-    """Writes a stage and the stages that it holds."""
-
     def __init__(self, stage: Params, parts: Mapping[str, Any], extra: dict[str, Any] | None = None) -> None:
         bare = copy.copy(stage)
         bare._paramMap = {param: value for param, value in stage._paramMap.items() if param.name not in parts}
@@ -53,11 +47,10 @@ _OURS = ("ringspark.estimators.", "ringspark.extras.")
 
 
 def load_part(uri: str, name: str) -> Any:
-    """Loads a part of a saved stage; None if there is none.
+    """Loads a part of a saved stage; returns None if there is none.
 
-    Raises:
-        ValueError: The part cannot be loaded, or its class is neither from ringspark nor an evaluator of
-            Spark ML, and the user has not allowed other code.
+    Raises ValueError for a class that is neither from ringspark nor an evaluator of Spark ML, unless the user
+    has allowed other code.
     """
     folder = storage.join(uri, name)
     if not storage.exists(storage.join(folder, METADATA)):

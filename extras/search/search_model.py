@@ -22,13 +22,6 @@ BEST_MODEL = "best-model"
 
 @dataclass(frozen=True, kw_only=True)
 class SearchDescription(Description):
-    """The description of a saved search result.
-
-    Attributes:
-        trials: One entry per training, see `trial_table`.
-        best_params: Values of the best training, as text if JSON has no form of them.
-    """
-
     trials: tuple[dict[str, Any], ...]
     best_params: dict[str, Any]
 
@@ -74,12 +67,10 @@ class SearchModel(DeclaredParams, Model, MLWritable, MLReadable["SearchModel"]):
         return made
 
     def transformSchema(self, schema: StructType) -> StructType:
-        """Returns the schema of `transform`'s result for a DataFrame with `schema`."""
         found: StructType = self.bestModel.transformSchema(schema)
         return found
 
     def write(self) -> SearchWriter:
-        """Returns a writer; its `overwrite()` replaces an existing stage."""
         return SearchWriter(
             self,
             {BEST_MODEL: self.bestModel},
@@ -99,5 +90,4 @@ class SearchModel(DeclaredParams, Model, MLWritable, MLReadable["SearchModel"]):
         return self
 
     def _restore(self, uri: str, description: SearchDescription) -> None:
-        """Restores a saved stage; the reader calls it with the stage's folder."""
         self._set_found(load_part(uri, BEST_MODEL), description.best_params, description.trials)

@@ -1,4 +1,4 @@
-"""The Params of the searches: common ones, and those of each search."""
+"""The Params of the searches."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ _PERTURBATION = _setting(
 
 
 def named_pruner(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the Params with "none" for a pruner of None, which otherwise would mean the default."""
+    """Replaces a pruner of None, which Spark treats as the default, by "none"."""
     return values | ({"pruner": "none"} if "pruner" in values and values["pruner"] is None else {})
 
 
@@ -154,8 +154,6 @@ class _SearchParams(DeclaredParams):
 
 
 class _OptunaParams(_SearchParams):
-    """The Params of `OptunaSearch`."""
-
     numTrials, getNumTrials, setNumTrials = declared(_NUM_TRIALS)
     sampler, getSampler, setSampler = declared(_SAMPLER)
     pruner, getPruner, setPruner = declared(_PRUNER)
@@ -165,13 +163,10 @@ class _OptunaParams(_SearchParams):
         self._set_defaults(_NUM_TRIALS, _SAMPLER, _PRUNER)
 
     def _set(self: S, **values: Any) -> S:
-        """Sets Params by name. None clears a Param, but as a pruner it means no pruning."""
         return super()._set(**named_pruner(values))
 
 
 class _PopulationParams(_SearchParams):
-    """The Params of `PopulationSearch`."""
-
     population, getPopulation, setPopulation = declared(_POPULATION)
     epochsPerRound, getEpochsPerRound, setEpochsPerRound = declared(_EPOCHS_PER_ROUND)
     quantile, getQuantile, setQuantile = declared(_QUANTILE)

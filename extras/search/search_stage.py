@@ -34,8 +34,6 @@ _MARKS = {JOURNAL, STATE, f"{ROUND}-"}
 
 
 class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # type: ignore[type-arg]
-    """Base class of the searches."""
-
     def copy(self: S, extra: Any = None) -> S:
         """Returns a copy with a copy of the estimator, which takes its Params of `extra`."""
         extra = dict(extra or {})
@@ -49,7 +47,6 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
         return made
 
     def write(self) -> SearchWriter:
-        """Returns a writer; its `overwrite()` replaces an existing stage."""
         return SearchWriter(self, {name: getattr(self, f"get{name.title()}")() for name in _PARTS})
 
     @classmethod
@@ -57,7 +54,6 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
         return StageReader(cls)
 
     def _restore(self, uri: str, description: Description) -> None:
-        """Restores a saved stage; the reader calls it with the stage's folder."""
         for name in _PARTS:
             self._set(**{name: load_part(uri, name)})
 
@@ -87,11 +83,7 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
     def _checked_run(self, dataset: DataFrame, *known: str) -> str | None:
         """Returns the folder of the search, created if needed; None if the user named none.
 
-        Args:
-            known: Prefixes of the names in the folder of a search to resume.
-
-        Raises:
-            ValueError: It holds something else, or cannot be written.
+        `known` are prefixes of the names in the folder of a search to resume.
         """
         given = self.getRunUri()
         if given is None:
@@ -117,7 +109,6 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
 
     @contextmanager
     def _split(self, dataset: DataFrame, fit: CheckedFit) -> Iterator[tuple[DataFrame, DataFrame | None]]:
-        """Yields the training rows, and the rows for the evaluator."""
         if self.getEvaluator() is None:
             yield dataset, None
             return

@@ -1,4 +1,4 @@
-"""The space of a search: which Params of the estimator vary, and over which ranges.
+"""The space of a search: the estimator's Params that vary, and their ranges.
 
 A name is a Param, or "model.x" for the argument x of the estimator's ModelSpec. Names and the ends of all
 ranges are checked before anything starts; a callable is checked with each of its trials.
@@ -30,11 +30,7 @@ _SPEC = "model."
 
 
 def as_param(given: Any) -> Any:
-    """Returns a space in the Param's form: names, and ranges in their JSON form if they have one.
-
-    Raises:
-        TypeError: It is not a space.
-    """
+    """Returns a space in the Param's form: names, and ranges in their JSON form if they have one."""
     if callable(given):
         return given
     if not isinstance(given, Mapping) or not given:
@@ -59,18 +55,7 @@ def as_param(given: Any) -> Any:
 
 
 class Space:
-    """The space of one search with its estimator."""
-
     def __init__(self, held: Any, estimator: Any) -> None:
-        """Checks names and ranges.
-
-        Args:
-            held: Result of `as_param`.
-            estimator: The estimator whose Params vary.
-
-        Raises:
-            ValueError: A name is not a Param, or a Param refuses an end of its range.
-        """
         self._estimator = estimator
         self._draw: Callable[[Any], Mapping[Any, Any]] | None = held if callable(held) else None
         self._ranges: dict[str, SearchRange] = {}
@@ -98,11 +83,7 @@ class Space:
         return dict(self._ranges)
 
     def fixed_settings(self, fit: CheckedFit, manifest: ShardManifest) -> dict[str, str]:
-        """Returns the settings and the model that all trainings share, as text, by the names that users know.
-
-        Raises:
-            ValueError: The settings cannot be trained with.
-        """
+        """Returns the settings and the model that all trainings share, as text by name."""
         if self._draw is not None:
             return {}  # a callable may change any setting
         config = replace(fit.config, shards_uri=manifest.uri)
@@ -120,7 +101,7 @@ class Space:
         return self._draw is not None or name in self._ranges
 
     def values(self, trial: Any) -> dict[str, Any]:
-        """Returns the values of an optuna trial by name; draws those that the trial lacks."""
+        """Returns the values of an optuna trial by name; draws values that the trial lacks."""
         if self._draw is None:
             return {name: found.suggest(trial, name) for name, found in self._ranges.items()}
         drawn = self._draw(trial)

@@ -1,8 +1,7 @@
 """A file in a trial's run folder stops the trial; rank 0 looks for it.
 
-The gang then ends as after an error of user code: every rank returns its failure as its row, Spark's job ends
-by itself, no process is killed, and the slots are free. A gang in the queue stops once it has started, and
-the hang detector ends a hanging gang.
+The gang then ends as after an error of user code, so no process is killed and the slots are free. A gang in
+the queue stops once it has started, and the hang detector ends a hanging gang.
 """
 
 from __future__ import annotations
@@ -50,11 +49,10 @@ class StopFile(Callback):
 
 
 def ask_to_stop(uri: str) -> None:
-    """Writes the file. Runs on the driver."""
     storage.write_atomic(uri, b"")
 
 
 def forget_stop(uri: str) -> None:
-    """Removes an earlier driver's file. Runs on the driver."""
+    """Removes an earlier driver's file."""
     with suppress(FileNotFoundError):
         storage.remove(uri)

@@ -38,7 +38,6 @@ PRUNERS: dict[str, Callable[[Any, int | str], Any]] = {
 
 
 def import_optuna() -> Any:
-    """Returns the module. Raises ValueError if it is not installed."""
     try:
         import optuna
     except ImportError:
@@ -49,7 +48,6 @@ def import_optuna() -> Any:
 
 
 def check_choices(sampler: Any, pruner: Any) -> None:
-    """Raises ValueError for an unknown name, or an object that is not optuna's."""
     optuna = import_optuna()
     kinds = (
         ("sampler", sampler, SAMPLERS, optuna.samplers.BaseSampler),
@@ -63,7 +61,6 @@ def check_choices(sampler: Any, pruner: Any) -> None:
 
 
 def sampler_of(sampler: Any, seed: int, number: int) -> Any:
-    """Returns the sampler of one trial; a sampler of the user is used unchanged."""
     if not isinstance(sampler, str):
         return sampler
     # optuna 4 warns about a parameter that version 5 sets itself.
@@ -72,7 +69,7 @@ def sampler_of(sampler: Any, seed: int, number: int) -> Any:
 
 
 def pruner_of(pruner: Any, epochs: int | None) -> Any:
-    """Returns the pruner of a search; `epochs` is None if they differ between trials."""
+    """Returns the pruner of a search; `epochs` is None if the number differs between trials."""
     return PRUNERS[pruner](import_optuna(), epochs or "auto") if isinstance(pruner, str) else pruner
 
 
@@ -82,9 +79,6 @@ def open_study(run_uri: str | None, is_larger_better: bool, pruner: Any, about: 
     Args:
         run_uri: Folder of the search on a disk; None keeps the study in memory.
         about: Settings, as text, that a resumed search must repeat.
-
-    Raises:
-        ValueError: The folder holds another search, or its journal is damaged.
     """
     optuna = import_optuna()
     verbosity = optuna.logging.get_verbosity()

@@ -28,8 +28,6 @@ SHARDS = "shards"
 
 
 class TrialData:
-    """The shards of one search. Thread-safe."""
-
     def __init__(self, dataset: DataFrame, run_uri: str | None) -> None:
         self._dataset = dataset
         self._run_uri = run_uri
@@ -37,11 +35,7 @@ class TrialData:
         self._written: dict[FitData, ShardManifest] = {}
 
     def manifest(self, data: FitData) -> ShardManifest:
-        """Returns the shards of a fit; writes them at the first call.
-
-        Raises:
-            ValueError: The DataFrame has other rows than the search began with.
-        """
+        """Returns the shards of a fit; writes them at the first call. Thread-safe."""
         with self._lock:
             if data not in self._written:
                 if self._run_uri is None:
@@ -52,7 +46,6 @@ class TrialData:
             return self._written[data]
 
     def close(self) -> None:
-        """Removes the rows, unless the search has a folder."""
         if self._run_uri is None:
             for manifest in self._written.values():
                 discard(manifest.uri)

@@ -1,7 +1,7 @@
 """The trials of one search: concurrent gangs, started by threads, with one thread that watches them all.
 
-A trial's end is reported to optuna once. A reported trial is finished; a killed driver's unreported trial is
-resumed, from its checkpoint if it has one. Only the best trial keeps its folder.
+A trial's end is reported to optuna once. A killed driver's unreported trial is resumed, from its checkpoint
+if it has one. Only the best trial keeps its folder.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ _logger = logging.getLogger(__name__)
 
 
 class TrialLoop:
-    """Runs trials until a study has enough of them."""
-
     def __init__(
         self,
         *,
@@ -69,12 +67,7 @@ class TrialLoop:
         self._unfinished = [t for t in study.get_trials(deepcopy=False) if not t.state.is_finished()]
 
     def run(self, num_trials: int, parallelism: int) -> None:
-        """Runs the missing trials; blocks until all have ended.
-
-        Raises:
-            TrainingCancelledError: A trial's Spark job was cancelled.
-            RuntimeError: Another driver has taken over the search.
-        """
+        """Runs the missing trials; blocks until all have ended."""
         if self._run_uri is not None:
             write_owner(self._run_uri, self._token, 0)
         run_in_threads(
@@ -88,11 +81,7 @@ class TrialLoop:
             raise self._errors[0]
 
     def best(self) -> tuple[Any, dict[str, Any]]:
-        """Returns the best trial's model and values; reads an earlier driver's model from its folder.
-
-        Raises:
-            RuntimeError: No trial has finished.
-        """
+        """Returns the best trial's model and values; reads an earlier driver's model from its folder."""
         number = self._best_number()
         if number is None:
             ended = [t for t in self._study.get_trials(deepcopy=False) if t.user_attrs.get(REASON)]
@@ -113,7 +102,7 @@ class TrialLoop:
             each.look()
 
     def _end(self, error: BaseException) -> None:
-        """Starts no more trials, and asks the running ones to stop."""
+        """Starts no more trials, and asks the running trials to stop."""
         with self._lock:
             self._is_over = True
             self._errors.append(error)
@@ -122,7 +111,6 @@ class TrialLoop:
             each.stop()
 
     def _work(self, num_trials: int) -> None:
-        """Runs one trial after the other. The function of a thread."""
         try:
             while True:
                 with self._lock:
@@ -228,9 +216,7 @@ class TrialLoop:
             discard(last[2])
 
     def _best_number(self) -> int | None:
-        """Returns the best trial so far; of equal trials the first one, not the one that happened to end
-        first.
-        """
+        """Returns the best trial so far; of equal trials the one with the lowest number."""
         states = import_optuna().trial.TrialState
         done = [t for t in self._study.get_trials(deepcopy=False) if t.state == states.COMPLETE]
         if not done:
@@ -240,7 +226,6 @@ class TrialLoop:
         return int(min(t.number for t in done if t.value == value))
 
     def _discard_others(self) -> None:
-        """Removes folders of a killed driver."""
         if self._run_uri is None or self._best is None:
             return
         folder = storage.join(self._run_uri, TRIALS)

@@ -16,8 +16,6 @@ _STATES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNIN
 
 
 def rows_of(study: Any, objective: Objective) -> list[dict[str, Any]]:
-    """Returns one entry per trial, in JSON types."""
-
     def value_of(trial: Any) -> float | None:
         if trial.value is None:
             return None

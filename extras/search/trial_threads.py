@@ -22,10 +22,9 @@ def run_in_threads(
     watch: Callable[[], None],
     end: Callable[[BaseException], None],
 ) -> None:
-    """Runs `work` in `number` threads; blocks until all have ended, even after an error or an interrupt.
+    """Runs `work`, which must not raise, in threads until all have ended, even after an error or interrupt.
 
     Args:
-        work: Must not raise; it keeps its errors.
         watch: Called every `POLL_SECONDS` in the calling thread.
         end: Receives an error of the calling thread, such as a KeyboardInterrupt, and makes `work` return
             soon.

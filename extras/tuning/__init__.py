@@ -1,5 +1,4 @@
-"""Tools that choose settings: folds, a learning rate, a batch size that fits. They complement
-`pyspark.ml.tuning`.
+"""Tools that choose settings: folds, a learning rate, a batch size. They complement `pyspark.ml.tuning`.
 
 Each name is imported on first use.
 """

@@ -1,9 +1,8 @@
 """`advise_batch_size`: recommends a batch size from a training's gradient noise.
 
 McCandlish et al. 2018, "An Empirical Model of Large-Batch Training". With noise scale N, batches of B rows
-need 1 + N / B times the steps of infinite batches, and 1 + B / N times the rows of the smallest batches. At B
-= N, the critical size, both factors are 2. Below it, doubling the batch almost halves the steps; above it, it
-almost only adds rows.
+need 1 + N / B times the steps of infinite batches, and 1 + B / N times the rows of the smallest batches. At
+B = N, the critical size, both factors are 2.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ class BatchAdvice:
         return 1 / (1 + batch_size / self.noise_scale)
 
     def steps(self, batch_size: int) -> float:
-        """Returns the optimizer steps to the same loss, as a multiple of the steps with the current batch
-        size.
-        """
+        """Returns the steps to the same loss, as a multiple of the steps with the current batch size."""
         return (1 + self.noise_scale / batch_size) / (1 + self.noise_scale / self.batch_size)
 
     def rows(self, batch_size: int) -> float:
@@ -118,7 +115,6 @@ def advise_batch_size(model: Any) -> BatchAdvice:
 
 
 def advice_of(epochs: Sequence[EpochRecord]) -> BatchAdvice:
-    """Returns the advice for a history. Raises ValueError like `advise_batch_size`."""
     found = [record for record in epochs if record.noise is not None]
     if not found:
         raise ValueError(

@@ -1,7 +1,7 @@
 """`batch_that_fits`: finds by training the largest micro-batch that fits a worker's memory.
 
-The batch of an optimizer step stays unchanged, and so does its learning rate; it is split into more
-micro-batches until one fits.
+The batch of an optimizer step and its learning rate do not change; the batch is split into more micro-batches
+until one fits.
 """
 
 from __future__ import annotations
@@ -143,7 +143,6 @@ def _sizes(estimator: Any) -> BatchSizes:
 
 
 def _plan_bytes(fit: CheckedFit, manifest: ShardManifest, parts: int) -> int | None:
-    """Returns the planned bytes of a step; None if the network does not run without data."""
     config = replace(fit.config, shards_uri=manifest.uri, gradient_accumulation=parts)
     config = check_training(config, fit.objects, manifest, fit.heads).config
     rows = math.ceil(config.batch_size / config.num_workers)

@@ -77,7 +77,6 @@ def _row(
 
 
 def _runs_of(whole: Any) -> list[str]:
-    """Returns the run folders of the models in an estimator or a model."""
     models = [stage for stage in _stages(whole) if isinstance(stage, TorchModel)]
     return [model.summary.run_uri for model in models if model.hasSummary]
 

@@ -1,13 +1,8 @@
 """Folds as a column of numbers 0..k-1, for Spark's `CrossValidator(foldCol=...)` and `fold_pairs`.
 
-A row's fold depends only on the rows and the seed, not on order or partitions. Both functions deal rows in an
-order instead of taking a hash modulo k, so they can guarantee the sizes of the folds:
-
-- `stratified_folds`: the rows of a class are ordered by a 128-bit hash of seed and all columns (after a hash
-  of `keyCols`, if set) and dealt in turn, each class starting after the previous one. Any two folds differ by
-  at most one row in each class, and by at most one row in total.
-- `grouped_folds`: groups are ordered by size, largest first, and by a hash of seed and key, and dealt in
-  turn. Any two folds differ by at most the largest group.
+A row's fold depends only on the rows and the seed, not on order or partitions. Rows are dealt out in the
+order of a hash instead of taking a hash modulo k, which bounds the difference of any two folds: for
+`stratified_folds` by one row per class and one row in total, for `grouped_folds` by the largest group.
 """
 
 from __future__ import annotations
@@ -113,7 +108,6 @@ def grouped_folds(df: DataFrame, groupCol: str, k: int, seed: int = 0, *, foldCo
 
 
 def check_count(name: str, k: Any) -> None:
-    """Raises ValueError if `k` is not a number of folds."""
     if isinstance(k, bool) or not isinstance(k, int) or k < 2:
         raise ValueError(f"k of {name} must be a whole number of at least 2 folds, got {k!r}")
 
@@ -135,7 +129,6 @@ def _check(df: DataFrame, name: str, param: str, column: str, k: int, fold_col: 
 
 
 def _hashed_parts(df: DataFrame, names: Sequence[str]) -> list[Column]:
-    """Returns the hash arguments for some columns."""
     types = {field.name: field.dataType for field in df.schema.fields}
     found = []
     for name in names:

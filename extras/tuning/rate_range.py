@@ -1,8 +1,7 @@
 """`lr_range_test`: one short training whose learning rate rises from step to step (Smith 2015).
 
-The rate rises exponentially: each step multiplies it by the same factor. The sweep is an ordinary `fit` on
-the gang of the estimator's settings, with its own schedule and the loss recorded after every step. Its epochs
-are short, because a training ends early only between epochs.
+Each step multiplies the rate by the same factor. The sweep is an ordinary `fit` with its own schedule and the
+loss recorded after every step. Its epochs are short, because a training ends early only between epochs.
 """
 
 from __future__ import annotations
@@ -131,10 +130,9 @@ def rate_range(rates: list[float], losses: list[float], has_diverged: bool = Fal
 
     Args:
         rates: Increasing rate of each step.
-        losses: Loss of each step. A loss that is not finite is left out, or is divergence if no finite one
+        losses: Loss of each step. A loss that is not finite is ignored, or is divergence if no finite loss
             follows.
-        has_diverged: Whether the sweep ended early because of divergence, maybe before the smoothed loss
-            shows it.
+        has_diverged: Whether divergence ended the sweep early, maybe before the smoothed loss shows it.
     """
     loss = np.asarray(losses, float)
     table = pd.DataFrame({"step": range(1, len(rates) + 1), "learning_rate": rates, "train_loss": loss})

@@ -37,7 +37,6 @@ _CLEARED: tuple[Setting[Any], ...] = (
 
 
 def check_estimator(estimator: Any, function: str) -> None:
-    """Raises ValueError if this is not an estimator of ringspark."""
     if not isinstance(estimator, _TorchEstimator):
         raise ValueError(
             f"{function} needs an estimator of ringspark, such as a TorchClassifier, got "
@@ -46,9 +45,7 @@ def check_estimator(estimator: Any, function: str) -> None:
 
 
 def plain_copy(estimator: Any) -> Any:
-    """Returns a copy with one batch size and without folder, checkpoints, validation, warm-up, scaled rate,
-    trackers and progress.
-    """
+    """Returns a copy without folder, checkpoints, validation, warm-up, trackers and progress."""
     made = estimator.copy()
     for setting in _CLEARED:
         if made.hasParam(setting.name):
@@ -58,8 +55,6 @@ def plain_copy(estimator: Any) -> Any:
 
 
 def training_rows(estimator: Any, df: DataFrame) -> DataFrame:
-    """Returns the rows that `validationIndicatorCol` leaves for the training. Raises ValueError for invalid
-    settings.
-    """
+    """Returns the rows that `validationIndicatorCol` leaves for the training."""
     indicator = CheckedFit.of(estimator, df).data.validation_col
     return df if indicator is None else df.where(~F.col(quote(indicator)).cast("boolean"))

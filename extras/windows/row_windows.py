@@ -1,13 +1,9 @@
 """Windows over the rows of a series, in Spark SQL: each row's last values, and the next ones.
 
-Three steps use one ordering (the keys, then the time), so Spark shuffles and sorts once, and spills to disk
-if memory is short. The first step numbers the rows of each series. The second finds where each unbroken run
-begins. The third collects the values with `collect_list` over a frame of rows, which holds one window at a
-time and was twice as fast as an array of lags.
-
-Times are compared as whole numbers, the microseconds or days since 1970. A day on which the clock of the
-session's time zone is set back has 25 hours; with a `maxGap` of one day, rows one day apart are still no gap.
-Rows that a series cannot order raise an error when the plan runs.
+Three steps use one ordering (the keys, then the time), so Spark shuffles and sorts once. They number the rows
+of each series, find the start of each unbroken run, and collect the values with `collect_list` over a frame
+of rows, which was twice as fast as an array of lags. Times are compared as whole numbers, the microseconds or
+days since 1970. Rows that a series cannot order raise an error when the plan runs.
 """
 
 from __future__ import annotations
@@ -98,13 +94,10 @@ class RowWindows:
         return F.col(_TARGETS) if self.horizon > 1 else F.get(F.col(_TARGETS), F.lit(0))
 
     def end(self) -> Column:
-        """Returns the time of the last target."""
         return F.col(_END)
 
     def _judged(self, frame: DataFrame, more: dict[str, Column]) -> DataFrame:
-        """Adds the columns of the three steps, `more` with the third, and the reason why a row ends no
-        window.
-        """
+        """Adds the columns of the three steps, `more`, and the reason why a row ends no window."""
         if self.skips_invalid:
             frame = frame.where(~self._unplaced())
         checked = [self.time, *self.values, *([self.target] if self.target else [])]
@@ -131,7 +124,6 @@ class RowWindows:
         return found.withColumns(more | self._targets()).withColumn(_REASON, self._reason())
 
     def _is_gap(self, max_gap: int) -> Column:
-        """Returns a boolean column: whether a row is further from the previous row than `max_gap`."""
         now, before = F.col(_NOW), F.col(_BEFORE)
         elapsed = now - before > max_gap
         if not self.gap_days:
@@ -145,7 +137,6 @@ class RowWindows:
         return Window.partitionBy(*(_col(key) for key in self.keys)).orderBy(_NOW)
 
     def _targets(self) -> dict[str, Column]:
-        """Returns the columns of the values after a window, in the same run."""
         if self.target is None:
             return {}
         ahead = self._order.rowsBetween(1, self.horizon)
@@ -180,7 +171,6 @@ class RowWindows:
         return F.coalesce(*(F.when(applies, why) for applies, why in rules))
 
     def _unplaced(self) -> Column:
-        """Returns whether a row has no place in a series: its key or its time is null."""
         return _any_null([*self.keys, self.time])
 
     def _where(self) -> Column:

@@ -1,8 +1,8 @@
 """`SequenceWindows`: a stage that turns rows of a table into sequences for a network.
 
 Each row of a series (the rows of one key, in time order) ends a window: its last `steps` values become an
-array column, and the next `horizon` values of another column its label. Everything is Spark SQL over window
-frames: nothing is collected, and a label is always later than its window.
+array column, and the next `horizon` values of another column its label. Everything is lazy Spark SQL, and a
+label is always later than its window.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
         set_params(self, params)
 
     def setParams(self, **params: Any) -> SequenceWindows:
-        """Sets several Params at once."""
         set_params(self, params)
         return self
 
@@ -79,12 +78,10 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
         return counts
 
     def transformSchema(self, schema: StructType) -> StructType:
-        """Returns the schema of the result of `transform` for a DataFrame with this schema."""
         plan = self._windows(schema)
         return StructType([*schema.fields, *self._added(plan, schema, exact=False)])
 
     def write(self) -> StageWriter:
-        """Returns a writer; its `overwrite()` replaces an existing stage."""
         return StageWriter(self)
 
     @classmethod
@@ -115,9 +112,6 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
         return self._windows(dataset.schema, is_case_sensitive(dataset.sparkSession))
 
     def _windows(self, schema: StructType, exact: bool = False) -> RowWindows:
-        """Returns the plan for a schema. Raises ValueError if a Param or column is missing, or a type is
-        unusable.
-        """
         for name in ("keyCols", "timeCol", "valueCols", "steps"):
             if not self.isSet(name):
                 raise ValueError(f"SequenceWindows needs {name}: {self.getParam(name).doc}")
@@ -149,7 +143,6 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
         )
 
     def _added(self, plan: RowWindows, schema: StructType, exact: bool) -> list[StructField]:
-        """Returns the columns that `transform` adds. Raises ValueError if one exists."""
         if self.isSet(self.outputCols):
             names = self.getOutputCols()
             if len(names) != len(plan.values):
@@ -199,10 +192,7 @@ def _check_values(fields: Sequence[StructField]) -> None:
 
 
 def _ticks(gap: str | int | None, time: StructField) -> tuple[int | None, int]:
-    """Returns `maxGap` in the unit in which times are compared, and the number of calendar days in it.
-
-    Raises ValueError if the column holds no times, or the gap has another unit.
-    """
+    """Returns `maxGap` in the unit in which times are compared, and the number of calendar days in it."""
     name = time.dataType.typeName()
     if name not in (*WHOLE, "date", "timestamp", "timestamp_ntz"):
         raise ValueError(

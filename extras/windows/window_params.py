@@ -24,11 +24,7 @@ _PART = re.compile(r"\s*(\d+)\s*([a-z]+)\s*", re.IGNORECASE)
 
 
 def days_and_microseconds(text: str) -> tuple[int, int]:
-    """Parses a duration such as "1 hour" or "1 day 12 hours".
-
-    Returns:
-        Its days, including its weeks, and its other units in microseconds.
-    """
+    """Parses a duration such as "1 hour" or "1 day 12 hours" to days and microseconds."""
     days, rest, place = 0, 0, 0
     while part := _PART.match(text, place):
         unit, place = part[2].lower().removesuffix("s"), part.end()
@@ -48,7 +44,6 @@ def days_and_microseconds(text: str) -> tuple[int, int]:
 
 
 def _gap(value: Any) -> str | int:
-    """Returns a gap in the form that a stage keeps: the text of a duration, or a whole number."""
     if isinstance(value, timedelta):
         rest = (value - timedelta(days=value.days)) // timedelta(microseconds=1)
         value = f"{value.days} days {rest} microseconds"

@@ -1,8 +1,8 @@
 """A mixture of experts: several perceptrons, of which a few compute each token.
 
-The experts' weights are stacked along the first dimension of each parameter, so expert parallelism shards
-that dimension. Only assigned tokens are computed. A dropped token comes out as zeros, so the residual
-connection passes it on unchanged.
+The experts' weights are stacked along the first dimension of each parameter, which expert parallelism shards.
+Only assigned tokens are computed. A dropped token's output is zeros, so the residual connection passes it on
+unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Dispatch = Callable[["Experts", torch.Tensor, list[int]], torch.Tensor]
 
 
 class Experts(nn.Module):
-    """Two-layer perceptrons; slices of a weight, (experts, mlp_dim, dim), are laid out as in `nn.Linear`."""
+    """Two-layer perceptrons; each expert's slice of a weight is laid out as in `nn.Linear`."""
 
     def __init__(self, num_experts: int, dim: int, mlp_dim: int) -> None:
         super().__init__()
@@ -56,13 +56,11 @@ class Experts(nn.Module):
         return torch.cat([self.run(chunk, own) for chunk, own in zip(chunks, self.each(), strict=True)])
 
     def each(self) -> list[tuple[torch.Tensor, ...]]:
-        """Returns the weights and biases of each expert of this rank."""
         stacked = (self.up_weight, self.up_bias, self.down_weight, self.down_bias)
         # One `unbind`: indexing would make a gradient of the size of all experts for each expert.
         return list(zip(*(parameter.unbind(0) for parameter in stacked), strict=True))
 
     def run(self, rows: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Computes rows by one expert."""
         up, up_bias, down, down_bias = weights
         return F.linear(self.activation(F.linear(rows, up, up_bias)), down, down_bias)
 
@@ -138,7 +136,7 @@ class MixtureOfExperts(CountingLayer):
         Args:
             x: (batch, own tokens, dim).
             real: (batch, seq) booleans, False for padding, which uses no capacity; None without padding. For
-                sequence-sharded rows, those of whole rows, or the result of `WholeRows.told`.
+                sequence-sharded rows, the booleans of whole rows, or the result of `WholeRows.told`.
 
         Raises:
             ValueError: Rows are sequence-sharded, and `real` is None.
@@ -199,11 +197,7 @@ class MixtureOfExperts(CountingLayer):
         )
 
     def _compute_assigned(self, flat: torch.Tensor, routing: Routing, num_routed: int) -> torch.Tensor:
-        """Computes each assignment by its expert, and sums per token in fp32.
-
-        Args:
-            num_routed: Number of routed tokens, including other ranks' tokens of sequence-sharded rows.
-        """
+        """Computes each assignment by its expert, and sums per token in fp32."""
         order = routing.experts.argsort(stable=True)
         sizes = self._sizes(routing.experts, flat.shape[0], num_routed)
         order = order[: sum(sizes)]  # assignments without an expert are last
@@ -298,11 +292,7 @@ def _is_exporting() -> bool:
 
 
 def mixture_options(given: Mapping[str, Any], depth: int) -> tuple[int, dict[str, Any]]:
-    """Returns the distance of mixtures, in blocks, and their options, from a network's argument `experts`.
-
-    Raises:
-        ValueError: An option is unknown, or no block gets a mixture.
-    """
+    """Returns the distance of mixtures, in blocks, and their options, from a network's argument `experts`."""
     if not isinstance(given, Mapping):
         raise ValueError(f"experts must be a dict such as {{'num_experts': 8}}, got {given!r}")
     options = dict(given)

@@ -1,14 +1,8 @@
 """Assigns tokens to experts: pure functions on fp32 logits.
 
-- `switch`: each token chooses its best expert (Fedus et al. 2021, "Switch Transformers").
-- `gshard`: each token chooses its two best experts (Lepikhin et al. 2020, "GShard").
-- `expert_choice`: each expert chooses its best tokens (Zhou et al. 2022).
-
 Tokens of one row compete for an expert's capacity, which follows from the row's number of tokens without
 padding. The papers use groups of a fixed size; here the group is a row, so the result depends neither on the
-batch nor on the number of ranks.
-
-Ties go to the expert with the lowest number, or to the earlier token.
+batch nor on the number of ranks. Ties go to the expert with the lowest number, or to the earlier token.
 """
 
 from __future__ import annotations
@@ -42,11 +36,10 @@ class CapacityRule:
     chances: Callable[[torch.Tensor], torch.Tensor] = torch.rand_like
 
     def capacity(self, tokens: torch.Tensor, num_experts: int, choices: int) -> torch.Tensor:
-        """Returns max(min_capacity, ceil(choices * tokens / num_experts * capacity_factor)), in integers.
+        """Returns max(min_capacity, ceil(choices * tokens / num_experts * capacity_factor)), (batch,).
 
-        Args:
-            tokens: Number of tokens of each row, (batch,) int64.
-            choices: Experts that a token requests.
+        `tokens` is the number of tokens of each row, (batch,) int64; `choices` the experts that a token
+        requests.
         """
         over, under = self._ratio(num_experts, choices)
         return ((tokens * over + under - 1) // under).clamp(min=self.min_capacity)
@@ -93,7 +86,9 @@ Router = Callable[[torch.Tensor, torch.Tensor, CapacityRule], Routing]
 
 
 def switch(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule) -> Routing:
-    """Each token requests its best expert, and multiplies the expert's output by its probability.
+    """Each token requests its best expert (Fedus et al. 2021, "Switch Transformers").
+
+    The token multiplies the expert's output by its probability.
 
     Args:
         logits: (batch, seq, num_experts) fp32.
@@ -105,8 +100,7 @@ def switch(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule) -> Rout
 def gshard(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule) -> Routing:
     """Each token requests its two best experts, with weights that sum to 1 before tokens are dropped.
 
-    Args:
-        logits, real: See `switch`.
+    Lepikhin et al. 2020, "GShard". Arguments as in `switch`.
     """
     return _tokens_choose(logits, real, rule, 2)
 
@@ -114,10 +108,8 @@ def gshard(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule) -> Rout
 def expert_choice(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule) -> Routing:
     """Each expert takes the tokens of a row with the highest probabilities, up to its capacity.
 
-    A token may have several experts, or none. The load is even, so the balance loss is 0.
-
-    Args:
-        logits, real: See `switch`.
+    Zhou et al. 2022. A token may have several experts, or none. The load is even, so the balance loss is 0.
+    Arguments as in `switch`.
     """
     batch, seq, num_experts = logits.shape
     probabilities = logits.softmax(-1)
@@ -192,7 +184,6 @@ def _tokens_choose(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule,
 
 
 def _best(probabilities: torch.Tensor, choices: int) -> torch.Tensor:
-    """Returns the experts with the highest probabilities, best first, (..., choices)."""
     found: list[torch.Tensor] = []
     for _ in range(choices):
         # `argmax` returns the first of equals; `topk` does not promise it.

@@ -1,13 +1,11 @@
 """Activation checkpointing: drops activations in the forward pass, and recomputes them in the backward pass.
 
-Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost": a chain of n blocks is divided into about
-sqrt(n) segments. Only the segments' inputs are stored, and in the backward pass the activations of one
-segment, so memory is O(sqrt(n)) for one more forward pass. `segment_recompute.Segment` recomputes.
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost": only the inputs of about sqrt(n) segments
+of a chain of n blocks are stored, so memory is O(sqrt(n)) for one more forward pass.
 
-Invariants: only the instance attribute `forward` of the chosen modules is replaced, so types, parameter
-names, state-dict keys and hooks stay. On the CPU outputs and gradients are bitwise the same, with dropout
-too. Buffers that a forward pass updates (running means) are updated once. Nothing is recomputed in evaluation
-or without gradients. Segments change memory, but no result.
+Only the instance attribute `forward` of the chosen modules is replaced, so types, parameter names, state-dict
+keys and hooks stay. On the CPU outputs and gradients are bitwise the same. Buffers that a forward pass
+updates (running means) are updated once. Nothing is recomputed in evaluation or without gradients.
 """
 
 from __future__ import annotations
@@ -32,18 +30,15 @@ Chain = nn.Sequential | nn.ModuleList
 
 
 def apply_activation_checkpoint(net: Net, policy: str | int | Sequence[str]) -> Net:
-    """Changes `net` in place so that the backward pass recomputes some activations.
+    """Changes `net` in place so that the backward pass recomputes some activations, and returns it.
 
     Args:
         net: The network. Its chain is the `nn.Sequential` or `nn.ModuleList` with the most blocks, including
-            the network itself, and the outermost of equals. A block is an item with parameters, and in a list
-            one of several layers. Tensors that a loop makes between two blocks are kept.
+            the network itself; the outermost if several have as many. A block is an item with parameters; in
+            a list it must have several layers. Tensors that a loop makes between two blocks are kept.
         policy: `"none"`; `"all"` recomputes every block separately; `"sqrt"` or a number from 2 divides the
             chain into that many segments of consecutive blocks, of which the last keeps its activations,
             because the backward pass starts with it; names of submodules to recompute.
-
-    Returns:
-        `net` itself.
 
     Raises:
         ValueError: If the policy is unknown, there is no chain, or a policy was applied before.
@@ -155,7 +150,6 @@ def _longest_chain(net: nn.Module, setting: str) -> tuple[str, Chain]:
 
 
 def _callables(block: nn.Module) -> list[nn.Module]:
-    """Returns the block, or its items if it has no forward, such as a pair of layers."""
     if _has_forward(block):
         return [block]
     return [module for child in block.children() for module in _callables(child)]
@@ -219,7 +213,7 @@ _PASS: ContextVar[_Pass | None] = ContextVar("_PASS", default=None)
 
 
 class _ReplacedForward:
-    """Replaces `module.forward`. A class, not a closure, so that networks can be deep-copied and pickled."""
+    """Replaces `module.forward`; a class, not a closure, so that networks can be deep-copied and pickled."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -254,7 +248,6 @@ class _Recompute(_ReplacedForward):
     """Recomputes the module's calls, separately or with the other calls of a segment.
 
     Args:
-        module: The module whose `forward` this replaces.
         places: Segment number of each occurrence of the module in the chain; None for the last segment, which
             keeps its activations. Empty to recompute each call separately.
     """

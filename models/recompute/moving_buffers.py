@@ -1,7 +1,6 @@
 """Records the buffers that a forward pass changes, so that a rerun starts from them and changes copies.
 
-Otherwise batch normalization would add every batch to its running mean twice, and spectral normalization
-would divide by a different estimate in the rerun.
+Otherwise a rerun would add a batch to a running mean twice.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class MovingBuffers:
 def replace_buffers(module: nn.Module, recorded: Values) -> Iterator[None]:
     """Wraps a rerun: replaces all buffers by copies of their recorded or else their present values.
 
-    The buffers are swapped, not written in place, which would fail autograd's version check on saved tensors.
+    Writing in place would fail autograd's version check on saved tensors.
     """
     kept = [(path, owner, dict(owner._buffers)) for path, owner in module.named_modules() if owner._buffers]
     for path, owner, buffers in kept:

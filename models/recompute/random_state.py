@@ -1,8 +1,6 @@
 """States of all random generators, so that a rerun of a forward pass draws the same numbers.
 
-Dropout draws from torch's generators; a user's block may also draw from Python's `random` or from NumPy. The
-states are read twice per block and step. Few networks use Python's and NumPy's generators, so an unchanged
-state is not copied again.
+The states are read twice per block and step, so an unchanged state is not copied again.
 """
 
 from __future__ import annotations
@@ -22,10 +20,7 @@ Cuda = dict[torch.device, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class RandomState:
-    """States of the generators of `random`, of NumPy, and of torch on the CPU and each CUDA device in use.
-
-    None for a generator that needs no restoring.
-    """
+    """States of the generators of `random`, NumPy and torch; None for a generator that needs no restoring."""
 
     python: tuple[Any, ...] | None
     numpy: tuple[Any, ...] | None
@@ -53,7 +48,6 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """Sets the generators to this state."""
         if self.python is not None:
             random.setstate(self.python)
         if self.numpy is not None:
@@ -71,7 +65,7 @@ _latest_numpy_bytes = b""
 
 
 def current_state(tensors: Iterable[torch.Tensor]) -> RandomState:
-    """Returns the current state of all generators; for CUDA, of the tensors' devices only."""
+    """Returns the current state of all generators; for CUDA, only of the tensors' devices."""
     global _latest
     python = random.getstate()
     cpu, cuda = _torch_state({tensor.device for tensor in tensors if tensor.is_cuda})
@@ -91,7 +85,6 @@ def current_state(tensors: Iterable[torch.Tensor]) -> RandomState:
 
 @contextlib.contextmanager
 def keep_random_state(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Restores all generators at the end."""
     before = current_state(tensors)
     try:
         yield

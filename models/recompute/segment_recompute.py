@@ -1,14 +1,11 @@
 """A segment: calls of modules that keep only their inputs, and run again in the backward pass.
 
-As in `torch.utils.checkpoint` (non-reentrant), the autograd graph is the graph of the forward pass, and the
-rerun only supplies the values of its saved tensors. So the calls of a segment need not be consecutive in one
-function: the network's own code between two blocks (masks, skipped blocks, lists of hidden states) is outside
-the segment, is not run again, and keeps its saved tensors.
+As in `torch.utils.checkpoint` (non-reentrant), a rerun only supplies the saved tensors of the forward pass's
+autograd graph. So the network's own code between two calls (masks, lists of hidden states) is not run again.
 
-Invariants: a tensor made by a call of the segment is recomputed, not kept. Every other argument of a call is
-kept through autograd, like a saved tensor, so that outer hooks (offload, compression) see it and a change in
-place raises. Nothing in the graph refers to a later part of it, so a graph without a backward pass is freed
-at once.
+A tensor made by a call of the segment is recomputed, not kept. Every other argument of a call is kept through
+autograd, so that outer hooks (offload, compression) see it and a change in place raises. Nothing in the graph
+refers to a later part of it, so a graph without a backward pass is freed at once.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ class _Call:
 
     Attributes:
         arguments: Leaves of (args, kwargs), with slots for tensors.
-        random: Generator states, except those that the previous call leaves.
+        random: Generator states, except states equal to the previous call's last ones.
         autocast: (device type, enabled, dtype) for each device type.
         buffers: Values of changed buffers before the call.
         outputs: Slot of each leaf of the return value; None for a leaf that is not a tensor.
@@ -71,8 +68,6 @@ class _Holder:
 
 
 class Segment:
-    """Calls of modules that run again together, once per backward pass."""
-
     def __init__(self) -> None:
         self._calls: list[_Call] = []
         self._num_slots = 0
@@ -144,7 +139,6 @@ class Segment:
         return holder
 
     def run_again(self) -> None:
-        """Fills every holder that the graph still has."""
         values = {
             slot: keeper.grad_fn.saved_tensors[0].detach().requires_grad_(requires_grad)  # type: ignore[union-attr]
             for slot, (keeper, requires_grad) in self._kept.items()
