@@ -25,11 +25,7 @@ class AveragedWeights(LocalSync):
     """Weights are bitwise equal on all ranks after each synchronization."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        collective: Collective,
-        settings: LocalSGD,
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, collective: Collective, settings: LocalSGD
     ) -> None:
         super().__init__(module, optimizer, collective, settings)
         self._is_one_shot = settings.steps == "training"

@@ -56,11 +56,7 @@ class OuterSync(LocalSync):
     """Synchronizes one fragment after another."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        collective: Collective,
-        settings: DiLoCo,
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, collective: Collective, settings: DiLoCo
     ) -> None:
         self._settings = settings
         self._fragments: list[Fragment] = []

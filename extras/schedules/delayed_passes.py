@@ -12,19 +12,10 @@ import torch
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.model.pipeline.actions import CompletedActions, with_arrivals
 from ringspark.estimators.parallel.model.pipeline.executor import Added, Context, Loss
-from ringspark.estimators.parallel.model.pipeline.passes import (
-    PipelineOptions,
-    PipelinePasses,
-    add_nothing,
-)
+from ringspark.estimators.parallel.model.pipeline.passes import PipelineOptions, PipelinePasses, add_nothing
 from ringspark.estimators.parallel.model.pipeline.schedules import Schedule
 from ringspark.estimators.parallel.model.pipeline.transfers import StagePlacement
-from ringspark.extras.schedules.delayed import (
-    Backlog,
-    DelayedStep,
-    late_by_depth,
-    one_step_late,
-)
+from ringspark.extras.schedules.delayed import Backlog, DelayedStep, late_by_depth, one_step_late
 from ringspark.extras.schedules.weight_stashing import StashedWeights
 
 

@@ -42,16 +42,10 @@ _SPACE = _setting(
     convert=as_param,
 )
 _NUM_TRIALS = _setting(
-    "numTrials",
-    "trials of the search, including pruned and failed ones",
-    default=20,
-    accepts=at_least(1),
+    "numTrials", "trials of the search, including pruned and failed ones", default=20, accepts=at_least(1)
 )
 _PARALLELISM = _setting(
-    "parallelism",
-    "concurrent trainings, as far as slots are free",
-    default=1,
-    accepts=at_least(1),
+    "parallelism", "concurrent trainings, as far as slots are free", default=1, accepts=at_least(1)
 )
 _TRAIN_RATIO = _setting(
     "trainRatio",
@@ -69,10 +63,7 @@ _PRUNER = _setting(
 )
 _SEED = _setting("seed", "seed of all random choices of the search, and of the held-out rows", default=0)
 _POPULATION = _setting(
-    "population",
-    "members that train in each round",
-    default=8,
-    accepts=at_least(2, "members"),
+    "population", "members that train in each round", default=8, accepts=at_least(2, "members")
 )
 _EPOCHS_PER_ROUND = _setting(
     "epochsPerRound",

@@ -144,11 +144,7 @@ class Segment:
             for slot, (keeper, requires_grad) in self._kept.items()
         }
         refill = _Refill(self._holders, self._saved)
-        with (
-            torch.enable_grad(),
-            keep_random_state(list(values.values())),
-            contextlib.suppress(_AllRefilled),
-        ):
+        with torch.enable_grad(), keep_random_state(list(values.values())), contextlib.suppress(_AllRefilled):
             for call in self._calls:
                 self._run_call_again(call, values, refill)
         refill.check_complete(self._calls)
