@@ -32,6 +32,7 @@ from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, Scal
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.sharded.parameter_shards import is_dense, view_at
+from ringspark.estimators.parallel.sharded.shard_layout import ParameterSlice
 from ringspark.estimators.parallel.sync_settings import SyncSettings
 from ringspark.extras.asynchronous.client import ParameterClient
 from ringspark.extras.asynchronous.parameter_server import open_service
@@ -62,21 +63,13 @@ class HogwildStrategy:
         trained = [p for p in module.parameters() if p.requires_grad]
         if any(p.device.type != "cpu" for p in trained):
             raise ValueError(f"sync=Hogwild() trains in the host's memory, not on a GPU; {_REMEDY}")
-        share_memory(trained, collective, settings.timeout_seconds)
+        seconds = settings.timeout_seconds
+        share_memory(trained, collective, seconds)
         optimizer = make_optimizer(module)
         assert isinstance(settings.sync, Hogwild)
-        seconds = settings.timeout_seconds
         table = ParameterTable({}, None, collective.size, settings.sync, seconds)
-        none: list[Mapping[int, object]] = [{} for _ in range(collective.size)]
-        server, client = open_service(
-            table,
-            none,  # type: ignore[arg-type]
-            [],
-            optimizer,
-            collective,
-            settings.sync,
-            seconds,
-        )
+        no_slices = [dict[int, ParameterSlice]()] * collective.size
+        server, client = open_service(table, no_slices, [], optimizer, collective, settings.sync, seconds)
         return HogwildSync(module, optimizer, server, client, collective)
 
 

@@ -57,23 +57,13 @@ class ParameterServerStrategy:
         for tensor in shard.held.values():
             # The server's values differ from the values that the network in this process has read.
             tensor.data = tensor.data.clone()
-        assert isinstance(settings.sync, Asynchronous)
-        table = ParameterTable(
-            {piece.index: tensor for piece, tensor in shard.held.items()},
-            optimizer,
-            collective.size,
-            settings.sync,
-            settings.timeout_seconds,
-        )
+        sync, seconds = settings.sync, settings.timeout_seconds
+        assert isinstance(sync, Asynchronous)
+        held = {piece.index: tensor for piece, tensor in shard.held.items()}
+        table = ParameterTable(held, optimizer, collective.size, sync, seconds)
         pieces = [shard.slices_of(rank) for rank in range(collective.size)]
         server, client = open_service(
-            table,
-            pieces,
-            shard.parameters,
-            worker_optimizer,
-            collective,
-            settings.sync,
-            settings.timeout_seconds,
+            table, pieces, shard.parameters, worker_optimizer, collective, sync, seconds
         )
         return ServedSync(module, worker_optimizer, shard, optimizer, table, server, client, collective)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.model.pipeline.actions import CompletedActions, with_arrivals
@@ -16,7 +17,42 @@ from ringspark.estimators.parallel.model.pipeline.passes import PipelineOptions,
 from ringspark.estimators.parallel.model.pipeline.schedules import Schedule
 from ringspark.estimators.parallel.model.pipeline.transfers import StagePlacement
 from ringspark.extras.schedules.delayed import Backlog, DelayedStep, late_by_depth, one_step_late
-from ringspark.extras.schedules.weight_stashing import StashedWeights
+
+
+class StashedWeights:
+    """A copy of a module's parameters at one step, which also collects the gradients of its micro-batches.
+
+    Weight stashing (Narayanan et al. 2019, "PipeDream"): a micro-batch's backward pass uses the weights of
+    its forward pass, and gradients of two steps do not mix.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        copies: dict[int, nn.Parameter] = {}
+        self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        for owner in module.modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                # One copy per tied parameter, so that its gradients add up.
+                if id(parameter) not in copies:
+                    copies[id(parameter)] = nn.Parameter(parameter.detach().clone())
+                self._places.append((owner, name, parameter, copies[id(parameter)]))
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Sets the module's parameters to the copies; in backward passes too, for recomputed layers."""
+        for owner, name, _, copy in self._places:
+            setattr(owner, name, copy)
+        try:
+            yield
+        finally:
+            for owner, name, parameter, _ in self._places:
+                setattr(owner, name, parameter)
+
+    def release(self) -> None:
+        with torch.no_grad():
+            for _, _, parameter, copy in self._places:
+                parameter.grad = copy.grad
 
 
 class DelayedPasses(PipelinePasses):

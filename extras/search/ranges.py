@@ -41,7 +41,7 @@ class Uniform:
         for name, value in (("low", self.low), ("high", self.high)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"{name} of Uniform must be a finite number, got {value!r}")
-        _check(self, self.low)
+        _check(self)
 
     def suggest(self, trial: Any, name: str) -> float:
         return float(trial.suggest_float(name, self.low, self.high, step=self.step, log=self.log))
@@ -74,7 +74,7 @@ class IntRange:
         for name, value in (("low", self.low), ("high", self.high), ("step", self.step)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name} of IntRange must be a whole number, got {value!r}")
-        _check(self, self.low)
+        _check(self)
 
     def suggest(self, trial: Any, name: str) -> int:
         return int(trial.suggest_int(name, self.low, self.high, step=self.step, log=self.log))
@@ -96,14 +96,14 @@ def _count_steps(old: float, new: float, step: float) -> int:
     return round((new - old) / step) or (new > old) - (new < old)
 
 
-def _check(given: Uniform | IntRange, low: float) -> None:
+def _check(given: Uniform | IntRange) -> None:
     kind = type(given).__name__
     if given.low > given.high:
         raise ValueError(f"{kind} runs from low to high, got low {given.low} and high {given.high}")
     if given.step is not None and not given.step > 0:
         raise ValueError(f"step of {kind} must be above 0, got {given.step}")
-    if given.log and not low > 0:
-        raise ValueError(f"low of {kind} must be above 0 with log=True, got {low}")
+    if given.log and not given.low > 0:
+        raise ValueError(f"low of {kind} must be above 0 with log=True, got {given.low}")
     if given.log and given.step not in (None, 1):
         raise ValueError(f"{kind} takes log or step, not both; got step {given.step}")
 

@@ -126,7 +126,9 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
         _check_values(values)
         target = fields("targetCol", [self.getTargetCol()]) if self.getTargetCol() else (None,)
         if target == (None,):
-            self._warn_without_target()
+            unused = [name for name in ("horizon", "handleUnlabeled", "targetTimeCol") if self.isSet(name)]
+            if unused:
+                warnings.warn(f"{', '.join(unused)} has no effect: targetCol is not set", stacklevel=3)
         max_gap, gap_days = _ticks(self.getMaxGap(), time)
         return RowWindows(
             keys=fields("keyCols", self.getKeyCols()),
@@ -155,7 +157,11 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
             ]
             windows = [(n, ArrayType(t, False)) for n, t in zip(names, types, strict=True)]
         else:
-            row = ArrayType(_NUMBERS[number_type(plan.values)], not _never_null(plan.values))
+            # Spark does not look into concatenated arrays, so it takes their numbers as nullable.
+            may_be_null = any(
+                f.nullable or isinstance(f.dataType, ArrayType | VectorUDT) for f in plan.values
+            )
+            row = ArrayType(_NUMBERS[number_type(plan.values)], may_be_null)
             windows = [(self.getOutputCol(), ArrayType(row, False))]
         added = [StructField(name, kind, nullable=False) for name, kind in windows]
         if plan.target is not None:
@@ -167,16 +173,6 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
                 added.append(StructField(self.getTargetTimeCol(), plan.time.dataType))
         check_free(schema, [field.name for field in added], exact)
         return added
-
-    def _warn_without_target(self) -> None:
-        unused = [n for n in ("horizon", "handleUnlabeled", "targetTimeCol") if self.isSet(n)]
-        if unused:
-            warnings.warn(f"{', '.join(unused)} has no effect: targetCol is not set", stacklevel=4)
-
-
-def _never_null(fields: Sequence[StructField]) -> bool:
-    """Returns whether Spark knows that no number of a row is null; it ignores concatenated arrays."""
-    return not any(f.nullable or isinstance(f.dataType, ArrayType | VectorUDT) for f in fields)
 
 
 def _check_values(fields: Sequence[StructField]) -> None:

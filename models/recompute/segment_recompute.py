@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,13 +92,14 @@ class Segment:
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         random = current_state(tensors)
+        device_types = sorted({"cpu"} | {tensor.device.type for tensor in tensors if tensor.is_cuda})
         call = _Call(
             module=module,
             forward=forward,
             arguments=[self._argument(leaf) for leaf in leaves],
             spec=spec,
             random=random.since(self._random),
-            autocast=_autocast_state(tensors),
+            autocast=[(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in device_types],
         )
         self._calls.append(call)
         with buffers.record(module) as call.buffers, saved_tensors_hooks(self._pack, _unpack):
@@ -166,7 +167,9 @@ class Segment:
 
         token = _AGAIN.set((call.module, forward))
         try:
-            with _autocast(call.autocast):
+            with contextlib.ExitStack() as stack:
+                for device_type, enabled, dtype in call.autocast:
+                    stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled))
                 # With the module's hooks: fully sharded modules gather their parameters there.
                 call.module(*args, **kwargs)
         finally:
@@ -259,16 +262,3 @@ def _keep(tensor: torch.Tensor) -> torch.Tensor:
 
 def _description(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tuple(tensor.shape), tensor.device
-
-
-def _autocast_state(tensors: Sequence[torch.Tensor]) -> list[tuple[str, bool, torch.dtype]]:
-    types = {"cpu"} | {tensor.device.type for tensor in tensors if tensor.is_cuda}
-    return [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in sorted(types)]
-
-
-@contextlib.contextmanager
-def _autocast(state: Sequence[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for device_type, enabled, dtype in state:
-            stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled))
-        yield

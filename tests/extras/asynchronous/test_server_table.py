@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ringspark.estimators.options.sync import ParameterServer
-from ringspark.extras.asynchronous.clocks import Clocks
-from ringspark.extras.asynchronous.table import ParameterTable, WorkerLeftError
+from ringspark.extras.asynchronous.table import Clocks, ParameterTable, WorkerLeftError
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -31,7 +31,7 @@ from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.extras.local_sgd.compact_sum import start_average
 from ringspark.extras.local_sgd.flat_weights import FlatWeights
-from ringspark.extras.local_sgd.statistics import Statistics
+from ringspark.extras.local_sgd.local_sync import Statistics
 
 SIZE = 2
 EPOCHS = 2
