@@ -11,7 +11,6 @@ import logging
 import math
 import threading
 import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,7 +19,6 @@ from pyspark.sql import DataFrame
 
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.failures import WorkerError
-from ringspark.estimators.launch.owner import read_owner, write_owner
 from ringspark.estimators.run.folder import RunFolder, RunRefusedError
 from ringspark.estimators.stages.fit_data import discard
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, copy_checkpoint
@@ -28,6 +26,7 @@ from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.search.objective import Objective
 from ringspark.extras.search.one_training import train_in
 from ringspark.extras.search.population import Member, Population
+from ringspark.extras.search.search_folder import SearchFolder, check_settings, damage_error, failure_reason
 from ringspark.extras.search.space import Space
 from ringspark.extras.search.stop_file import ask_to_stop
 from ringspark.extras.search.trial_data import TrialData
@@ -93,18 +92,17 @@ class PopulationLoop:
         self._data, self._dataset, self._run_uri = data, dataset, run_uri
         self._about = dict(about)
         self._epochs, self._epochs_per_round = epochs, epochs_per_round
-        self._token = uuid.uuid4().hex
+        self._search_folder = SearchFolder(run_uri)
         self._lock = threading.Lock()
         self._running: set[str] = set()
         self._errors: list[BaseException] = []
         self._folders: dict[tuple[int, int], str] = {}
         self._models: dict[int, Any] = {}
-        self._rounds: list[list[Trained]] = self._noted()
+        self._rounds: list[list[Trained]] = self._read_rounds()
 
     def run(self, parallelism: int) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
         """Trains the missing rounds; returns the best model, its settings, and the table's rows."""
-        if self._run_uri is not None:
-            write_owner(self._run_uri, self._token, 0)
+        self._search_folder.claim()
         members, rows = self._population.first(), []
         num_rounds = math.ceil(self._epochs / self._epochs_per_round)
         try:
@@ -154,7 +152,7 @@ class PopulationLoop:
         if self._errors:
             raise self._errors[0]
         self._rounds.append([ended[member.number] for member in members])
-        self._note()
+        self._save_rounds()
         for key in [key for key in self._folders if key[0] < number]:
             discard(self._folders.pop(key))
 
@@ -176,7 +174,7 @@ class PopulationLoop:
         except RunRefusedError:
             raise  # not the member's fault
         except (WorkerError, ValueError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
+            reason = failure_reason(error)
             if not self._errors:
                 _logger.warning("member %d failed in round %d: %s", member.number, number, reason)
             return Trained(reason=reason, seconds=time.monotonic() - started)
@@ -242,7 +240,7 @@ class PopulationLoop:
                 if member != f"member-{kept[1]}":
                     discard(storage.join(folder, member))
 
-    def _noted(self) -> list[list[Trained]]:
+    def _read_rounds(self) -> list[list[Trained]]:
         if self._run_uri is None:
             return []
         uri = storage.join(self._run_uri, STATE)
@@ -251,37 +249,19 @@ class PopulationLoop:
         except FileNotFoundError:
             return []
         except ValueError as error:
-            raise self._damaged(str(error)) from None
-        old = known.about
-        changed = [
-            f"{name}: {old.get(name)} -> {self._about.get(name)}"
-            for name in sorted(old.keys() | self._about.keys())
-            if old.get(name) != self._about.get(name)
-        ]
-        if changed:
-            raise ValueError(
-                f"cannot resume the search in {self._run_uri!r}, because its settings differ: "
-                f"{'; '.join(changed)}; restore them, or set another runUri"
-            )
+            raise damage_error(self._run_uri, STATE, error) from None
+        check_settings(self._run_uri, known.about, self._about)
+        size = self._population.size
         for number, entries in enumerate(known.rounds):
-            if len(entries) != self._population.size:
-                raise self._damaged(
-                    f"round {number} has {len(entries)} members instead of {self._population.size}"
-                )
+            if len(entries) != size:
+                problem = f"round {number} has {len(entries)} members instead of {size}"
+                raise damage_error(self._run_uri, STATE, problem)
         return [list(entries) for entries in known.rounds]
 
-    def _damaged(self, problem: str) -> ValueError:
-        return ValueError(
-            f"cannot resume the search in {self._run_uri!r}, because {STATE} is damaged ({problem}); set "
-            "another runUri"
-        )
-
-    def _note(self) -> None:
+    def _save_rounds(self) -> None:
         if self._run_uri is None:
             return
-        owner = read_owner(self._run_uri)
-        if owner is None or owner.token != self._token:
-            raise RuntimeError(f"another driver has taken over the search in {self._run_uri!r}; fit there")
+        self._search_folder.check_owner()
         state = asdict(_State(about=self._about, rounds=tuple(map(tuple, self._rounds))))
         storage.write_atomic(storage.join(self._run_uri, STATE), json.dumps(state, indent=1).encode())
 

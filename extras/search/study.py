@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ringspark.estimators.names import check_name
+from ringspark.extras.search.search_folder import check_settings, damage_error
 from ringspark.models.process_state import ignore_warnings
 from ringspark.pipelines import storage
 
@@ -92,10 +93,7 @@ def open_study(run_uri: str | None, is_larger_better: bool, pruner: Any, about: 
         try:
             kept = optuna.storages.JournalStorage(backend)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"cannot resume the search in {run_uri!r}, because {JOURNAL} is damaged ({error}); set "
-                "another runUri"
-            ) from None
+            raise damage_error(run_uri, JOURNAL, error) from None
     try:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(
@@ -111,12 +109,5 @@ def open_study(run_uri: str | None, is_larger_better: bool, pruner: Any, about: 
     if known is None:
         study.set_user_attr(_ABOUT, about)
         return study
-    changed = [
-        f"{name}: {known.get(name)} -> {about[name]}" for name in about if known.get(name) != about[name]
-    ]
-    if changed:
-        raise ValueError(
-            f"cannot resume the search in {run_uri!r}, because its settings differ: {'; '.join(changed)}; "
-            "restore them, or set another runUri"
-        )
+    check_settings(run_uri, known, about)
     return study

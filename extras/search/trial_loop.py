@@ -10,7 +10,6 @@ import logging
 import math
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -19,13 +18,13 @@ from pyspark.sql import SparkSession
 
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.failures import WorkerError
-from ringspark.estimators.launch.owner import read_owner, write_owner
 from ringspark.estimators.run.folder import RunFolder, RunRefusedError
 from ringspark.estimators.stages.fit_data import discard
 from ringspark.estimators.training.history import EpochRecord, read_history
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.search.objective import Objective
 from ringspark.extras.search.one_training import train_in
+from ringspark.extras.search.search_folder import SearchFolder, failure_reason
 from ringspark.extras.search.space import Space
 from ringspark.extras.search.stop_file import ask_to_stop
 from ringspark.extras.search.study import import_optuna
@@ -108,8 +107,7 @@ class TrialLoop:
         self._spark, self._study, self._make_sampler = spark, study, make_sampler
         self._space, self._objective = space, objective
         self._data, self._dataset = data, dataset
-        self._run_uri = run_uri
-        self._token = uuid.uuid4().hex
+        self._run_uri, self._folder = run_uri, SearchFolder(run_uri)
         self._lock = threading.Lock()
         self._running: dict[int, RunningTrial] = {}
         self._is_over = False
@@ -123,8 +121,7 @@ class TrialLoop:
 
     def run(self, num_trials: int, parallelism: int) -> None:
         """Runs the missing trials; blocks until all have ended."""
-        if self._run_uri is not None:
-            write_owner(self._run_uri, self._token, 0)
+        self._folder.claim()
         run_in_threads(
             self._spark,
             lambda: self._work(num_trials),
@@ -184,7 +181,7 @@ class TrialLoop:
             self._study.sampler = self._make_sampler(frozen.number)
             trial = self._as_trial(frozen)
         elif number < num_trials and not self._has_all:
-            self._check_owner()
+            self._folder.check_owner()
             self._study.sampler = self._make_sampler(number)
             trial = self._study.ask()
         else:
@@ -213,7 +210,7 @@ class TrialLoop:
         except (WorkerError, ValueError) as error:
             if self._is_over:
                 return  # unfinished: a later fit resumes it
-            reason = _first_line(error)
+            reason = failure_reason(error)
         finally:
             with self._lock:
                 self._running.pop(trial.number, None)
@@ -251,7 +248,7 @@ class TrialLoop:
         return train_in(run, estimator, self._dataset, self._data, begin), run.uri
 
     def _tell(self, trial: Any, value: float, reason: str, is_pruned: bool) -> None:
-        self._check_owner()
+        self._folder.check_owner()
         states = import_optuna().trial.TrialState
         if is_pruned:
             self._study.tell(trial, state=states.PRUNED)
@@ -287,15 +284,3 @@ class TrialLoop:
         for name in storage.list_names(folder):
             if name != str(self._best[0]):
                 discard(storage.join(folder, name))
-
-    def _check_owner(self) -> None:
-        """Raises RuntimeError if another driver has taken over the search, so that nothing counts twice."""
-        if self._run_uri is None:
-            return
-        owner = read_owner(self._run_uri)
-        if owner is None or owner.token != self._token:
-            raise RuntimeError(f"another driver has taken over the search in {self._run_uri!r}; fit there")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
