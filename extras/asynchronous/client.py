@@ -97,7 +97,11 @@ class ParameterClient:
 
     @torch.no_grad()
     def _send(self, gradients: Mapping[int, torch.Tensor], *, ends_step: bool) -> None:
-        whole = {index: _align(g, self._parameters[index]) for index, g in gradients.items()}
+        whole = dict(gradients)
+        for index, gradient in gradients.items():
+            parameter = self._parameters[index]
+            if gradient.stride() != parameter.stride() or gradient.dtype != parameter.dtype:
+                whole[index] = torch.empty_like(parameter).copy_(gradient)
         groups = [group_settings(group) for group in self._optimizer.param_groups]
         for link, pieces in zip(self._links, self._pieces, strict=True):
             own = {
@@ -121,12 +125,6 @@ class ParameterClient:
             for index, values in zip(own, link.answer(self.progress), strict=True):
                 piece = pieces[index]
                 flatten_memory(into[index].data)[piece.start : piece.stop] = values.to(into[index].device)
-
-
-def _align(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    if gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
-        return gradient
-    return torch.empty_like(parameter).copy_(gradient)
 
 
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import nn
@@ -89,8 +88,9 @@ def open_service(
     collective.on_leave(server.close)
     addresses = gather_bytes(collective, token + f"{server.port} {collective.member.host}".encode())
     links: list[ServerLink] = []
+    client = ParameterClient(links, pieces, parameters, settings, sync.bound)
     # Leaving calls the last function first, so connections close before the server waits for its threads.
-    collective.on_leave(partial(_close, links))
+    collective.on_leave(client.close)
     for other, text in enumerate(addresses):
         if other == rank:
             links.append(OwnLink(table, rank))
@@ -98,12 +98,7 @@ def open_service(
         port, host = text[_TOKEN_BYTES:].decode().split(" ", 1)
         like = {index: (p.stop - p.start, parameters[index].dtype) for index, p in pieces[other].items()}
         links.append(RemoteLink(other, (host, int(port)), text[:_TOKEN_BYTES], rank, like, timeout_seconds))
-    return server, ParameterClient(links, pieces, parameters, settings, sync.bound)
-
-
-def _close(links: list[ServerLink]) -> None:
-    for link in links:
-        link.close()
+    return server, client
 
 
 class ServedSync(GradientSync):
@@ -151,14 +146,10 @@ class ServedSync(GradientSync):
         self._read = self._copy_own()
         self._count()
 
-    def _own_pieces(self) -> dict[int, torch.Tensor]:
-        """Returns views of the elements of this rank's network that its own server serves."""
-        parameters = self._shard.parameters
-        own = self._shard.slices_of(self._collective.rank)
-        return {i: flatten_memory(parameters[i].data)[piece.start : piece.stop] for i, piece in own.items()}
-
     def _copy_own(self) -> dict[int, torch.Tensor]:
-        return {index: values.clone() for index, values in self._own_pieces().items()}
+        """Copies the elements of this rank's network that its own server serves."""
+        parameters, own = self._shard.parameters, self._shard.slices_of(self._collective.rank)
+        return {i: flatten_memory(parameters[i].data)[p.start : p.stop].clone() for i, p in own.items()}
 
     def _send_changes(self) -> None:
         """Sends this rank's server the changes that callbacks made to the weights since the last read."""

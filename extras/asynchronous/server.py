@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from typing import Any
 
 from ringspark.estimators.collectives.rendezvous.channel import prove_as_server
 from ringspark.estimators.collectives.rendezvous.server import CROWDED_SECONDS, MAX_STRANGERS
@@ -176,12 +175,13 @@ class ShardServer:
             if kind == wire.PUSH:
                 indices: list[int] = header["indices"]
                 gradients = wire.split_payload(payload, [like[index] for index in indices])
-                self._table.push(
-                    worker,
-                    dict(zip(indices, gradients, strict=True)),
-                    [_settings(group) for group in header["groups"]],
-                    ends_step=header["ends_step"],
-                )
+                # JSON has no tuples, which torch's optimizers need.
+                groups = [
+                    {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+                    for group in header["groups"]
+                ]
+                own = dict(zip(indices, gradients, strict=True))
+                self._table.push(worker, own, groups, ends_step=header["ends_step"])
                 continue
             try:
                 values = self._table.pull(worker, header["indices"], header["clock"], header["bound"], notice)
@@ -198,8 +198,3 @@ class ShardServer:
                 # Count before sending, so that a rank that knows of their arrival counts them.
                 self._sent += wire.payload_bytes([(value.numel(), value.dtype) for value in values])
             wire.send(connection, wire.VALUES, {}, values)
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns a group's settings for torch, which needs tuples; JSON has none."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}

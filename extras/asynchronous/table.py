@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -118,7 +117,8 @@ class ParameterTable:
             else:
                 late = self.clocks.of_others(worker) - self._seen[worker]
                 if gradients:
-                    self._step(gradients, groups, self._rate_share(late))
+                    steps = late / (self._size - 1) if self._sync.corrects and self._size > 1 else 0.0
+                    self._step(gradients, groups, 1.0 / self._size / max(1.0, steps))
                 if ends_step:
                     self.staleness[late] += 1
             if ends_step:
@@ -192,21 +192,17 @@ class ParameterTable:
         return self.clocks.may_read(clock, bound)
 
     def _await_step(self, needed: int) -> None:
-        if not self._changed.wait_for(
-            partial(self._has_news, needed, self.clocks.towards(needed)), self._timeout
-        ):
+        before = self.clocks.towards(needed)
+
+        def has_news() -> bool:
+            return self.failure is not None or bool(self._left) or self.clocks.towards(needed) > before
+
+        if not self._changed.wait_for(has_news, self._timeout):
             rank = self.clocks.behind(needed)[0]
             raise WorkerLeftError(
                 f"rank {rank} has taken no step for {self._timeout:g} s after its step "
                 f"{self.clocks.pushed[rank]}, and other workers wait for its step {needed}"
             )
-
-    def _has_news(self, needed: int, before: int) -> bool:
-        return self.failure is not None or bool(self._left) or self.clocks.towards(needed) > before
-
-    def _rate_share(self, late: int) -> float:
-        steps = late / (self._size - 1) if self._sync.corrects and self._size > 1 else 0.0
-        return 1.0 / self._size / max(1.0, steps)
 
     def _keep(self, worker: int, gradients: Gradients, groups: Groups) -> None:
         of_clock = self._waiting.setdefault(self.clocks.pushed[worker], {})

@@ -133,17 +133,13 @@ class DelayedPasses(PipelinePasses):
 class PipeDream(DelayedPasses):
     """Each stage has the delay that its depth requires."""
 
-    @staticmethod
-    def delays(num_ranks: int, num_micro: int) -> list[int]:
-        return late_by_depth(num_ranks, num_micro)
+    delays = staticmethod(late_by_depth)
 
 
 class DoubleBuffered(DelayedPasses):
     """Every stage is one step late (PipeDream-2BW)."""
 
-    @staticmethod
-    def delays(num_ranks: int, num_micro: int) -> list[int]:
-        return one_step_late(num_ranks, num_micro)
+    delays = staticmethod(one_step_late)
 
 
 def _no_loss(outputs: Any, index: int) -> torch.Tensor:

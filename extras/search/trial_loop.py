@@ -112,8 +112,8 @@ class TrialLoop:
         self._running: dict[int, RunningTrial] = {}
         self._is_over = False
         # A sampler without further values, such as optuna's GridSampler, calls this.
-        self._has_all = False
-        study.stop = self._draw_no_more
+        self._has_all = threading.Event()
+        study.stop = self._has_all.set
         self._errors: list[BaseException] = []
         self._best: tuple[int, Any, str] | None = None
         # Started by an earlier driver, but not ended.
@@ -144,7 +144,11 @@ class TrialLoop:
         if self._best is None or self._best[0] != number:
             assert self._run_uri is not None
             self._best = (number, *self._train(trial, values, None))
-        self._discard_others()
+        if self._run_uri is not None:  # it may hold folders of a killed driver
+            folder = storage.join(self._run_uri, TRIALS)
+            for name in storage.list_names(folder):
+                if name != str(number):
+                    discard(storage.join(folder, name))
         return self._best[1], values
 
     def _watch(self) -> None:
@@ -180,7 +184,7 @@ class TrialLoop:
             frozen = self._unfinished.pop(0)
             self._study.sampler = self._make_sampler(frozen.number)
             trial = self._as_trial(frozen)
-        elif number < num_trials and not self._has_all:
+        elif number < num_trials and not self._has_all.is_set():
             self._folder.check_owner()
             self._study.sampler = self._make_sampler(number)
             trial = self._study.ask()
@@ -188,9 +192,6 @@ class TrialLoop:
             return None
         # Drawn here, by the sampler of this trial.
         return trial, self._space.values(trial)
-
-    def _draw_no_more(self) -> None:
-        self._has_all = True
 
     def _as_trial(self, frozen: Any) -> Any:
         return import_optuna().trial.Trial(self._study, frozen._trial_id)
@@ -276,11 +277,3 @@ class TrialLoop:
         best = max if self._objective.is_larger_better else min
         value = best(t.value for t in done)
         return int(min(t.number for t in done if t.value == value))
-
-    def _discard_others(self) -> None:
-        if self._run_uri is None or self._best is None:
-            return
-        folder = storage.join(self._run_uri, TRIALS)
-        for name in storage.list_names(folder):
-            if name != str(self._best[0]):
-                discard(storage.join(folder, name))

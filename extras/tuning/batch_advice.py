@@ -110,8 +110,7 @@ def advise_batch_size(model: Any) -> BatchAdvice:
     Raises:
         ValueError: Its history has no noise scale, or the noise hid the gradient in every epoch.
     """
-    epochs = tuple(getattr(getattr(model, "summary", None), "epochs", ()))
-    return advice_of(epochs)
+    return advice_of(getattr(getattr(model, "summary", None), "epochs", ()))
 
 
 def advice_of(epochs: Sequence[EpochRecord]) -> BatchAdvice:
@@ -128,17 +127,12 @@ def advice_of(epochs: Sequence[EpochRecord]) -> BatchAdvice:
             "advise_batch_size needs an epoch whose gradient exceeds its noise, got none; train for more "
             "steps, or with a larger batchSize"
         )
-    last = found[-1]
+    last, suggestion = found[-1], 1
+    while suggestion * 2**0.5 < known[-1]:
+        suggestion *= 2
     return BatchAdvice(
         batch_size=last.batch_size or -(-last.rows // last.steps),
         noise_scale=known[-1],
         by_epoch=by_epoch,
-        suggestion=_power_of_two(known[-1]),
+        suggestion=suggestion,
     )
-
-
-def _power_of_two(rows: float) -> int:
-    power = 1
-    while power * 2**0.5 < rows:
-        power *= 2
-    return power

@@ -168,7 +168,8 @@ class MixtureOfExperts(CountingLayer):
         if self.rows.is_spread:
             routing = self._select_own(routing, seq)
         flat = x.reshape(-1, x.shape[-1])  # (batch * seq, dim)
-        if _is_exporting():
+        # torch 2.6 cannot tell an export from a compiled call.
+        if getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)():
             out = self._compute_all(flat, routing)
         else:
             out = self._compute_assigned(flat, routing, real.numel())
@@ -283,12 +284,6 @@ def _check_router(
         raise ValueError(
             f"random_second needs router 'gshard', which has two experts per token, got {router!r}"
         )
-
-
-def _is_exporting() -> bool:
-    # torch 2.6 cannot tell an export from a compiled call.
-    is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
-    return bool(is_exporting())
 
 
 def mixture_options(given: Mapping[str, Any], depth: int) -> tuple[int, dict[str, Any]]:

@@ -47,7 +47,7 @@ def apply_activation_checkpoint(net: Net, policy: str | int | Sequence[str]) -> 
         return net
     if any(isinstance(vars(module).get("forward"), _ReplacedForward) for module in net.modules()):
         raise ValueError(
-            f"gradientCheckpointing={policy!r}: {_name(net)} is checkpointed already; apply it once"
+            f"gradientCheckpointing={policy!r}: {type(net).__name__} is checkpointed already; apply it once"
         )
     if isinstance(policy, str | int):
         # Each member of an ensemble has its own chain.
@@ -139,12 +139,12 @@ def _longest_chain(net: nn.Module, setting: str) -> tuple[str, Chain]:
                 blocks = [block for block in blocks if any(True for _ in block.children())]
             length = len(blocks)
             if length > best_length:
-                path = f"{_name(net)}.{name}" if name else _name(net)
+                path = f"{type(net).__name__}.{name}".rstrip(".")
                 best, best_length = (path, module), length
     if best is None:
         raise ValueError(
-            f"{setting} found no chain of blocks in {_name(net)}; use an nn.Sequential or nn.ModuleList of "
-            "at least two items with parameters, or give a list of submodule names"
+            f"{setting} found no chain of blocks in {type(net).__name__}; use an nn.Sequential or nn.ModuleList "
+            "of at least two items with parameters, or give a list of submodule names"
         )
     return best
 
@@ -166,16 +166,14 @@ def _find_named(net: nn.Module, names: list[str]) -> list[nn.Module]:
     for name in names:
         if name not in known or not name:
             hint = suggest(name, known) or "; see named_modules()"
-            raise ValueError(f"gradientCheckpointing names {name!r}, which {_name(net)} does not have{hint}")
+            raise ValueError(
+                f"gradientCheckpointing names {name!r}, which {type(net).__name__} does not have{hint}"
+            )
         if not _has_forward(known[name]):
             raise ValueError(
                 f"gradientCheckpointing names {name!r}, a container without a forward; name its items"
             )
     return list(dict.fromkeys(known[name] for name in names))
-
-
-def _name(net: nn.Module) -> str:
-    return type(net).__name__
 
 
 def _replace_forward(module: nn.Module, forward: _ReplacedForward) -> None:

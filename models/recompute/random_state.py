@@ -111,20 +111,16 @@ def _numpy_state() -> tuple[Any, ...]:
         if _latest is not None and memory == _latest_numpy_bytes and not _latest.numpy[_HAS_GAUSS]:  # type: ignore[index]
             return _latest.numpy  # type: ignore[return-value]
     state: Any = np.random.get_state()
-    if _latest is not None and _latest.numpy is not None and _same_numpy(_latest.numpy, state):
-        state = _latest.numpy
+    if _latest is not None and _latest.numpy is not None:
+        (name, keys, *position), (last_name, last_keys, *last_position) = state, _latest.numpy
+        if (name, position) == (last_name, last_position) and np.array_equal(keys, last_keys):
+            state = _latest.numpy
     _latest_numpy_bytes = memory
     return state  # type: ignore[no-any-return]
 
 
 _MT19937_BYTES = 624 * 4 + 4  # the key and the position in it
 _HAS_GAUSS = 3  # index in `get_state` of the flag for a cached normal number
-
-
-def _same_numpy(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
-    name, keys, *position = first
-    other_name, other_keys, *other_position = second
-    return bool(name == other_name and position == other_position and np.array_equal(keys, other_keys))
 
 
 def _same_tensors(first: torch.Tensor, second: torch.Tensor) -> bool:
