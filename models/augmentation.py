@@ -1,7 +1,6 @@
 """Random image augmentation, for the setting `transformBatch` or as first layers of a network.
 
-Random numbers come from torch's CPU generator, so one seed gives the same images on every device. Evaluation
-mode returns the images unchanged.
+Random numbers come from torch's CPU generator, so one seed gives the same images on every device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Batch normalization that accepts a single row in training, such as the last row of an epoch.
 
-PyTorch refuses one value per channel, which has no variance. The layer then normalizes by its running
-statistics, as in evaluation, and does not update them.
+PyTorch refuses one value per channel, which has no variance. The layer then uses its running statistics, and
+does not update them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def accept_single_rows(module: nn.Module) -> None:
-    """Makes the module's batch normalizations accept one value per channel in training."""
     for layer in module.modules():
         if isinstance(layer, _BatchNorm) and layer.track_running_stats:
             layer.register_forward_pre_hook(_evaluate_single_values)

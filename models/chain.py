@@ -36,9 +36,9 @@ class Link:
         run: A submodule or a method of the network, so that a copy of the network runs its own.
         parts: Names of the submodules and parameters that it uses.
         over_time: (state, sequence chunk) -> (chunk of the result, state), for a link whose result depends on
-            earlier time steps alone, such as a recurrent layer. Chunks are (batch, time, ...). The state is a
-            tuple of tensors; None at the start of a row or if the link keeps none. All chunks in order give
-            the result of `run`. It must not change its arguments in place. None if the link needs whole rows.
+            earlier time steps alone. Chunks are (batch, time, ...). The state is a tuple of tensors; None at
+            the start of a row or if the link keeps none. It must not change its arguments in place. None if
+            the link needs whole rows.
     """
 
     name: str

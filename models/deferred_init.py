@@ -47,11 +47,7 @@ def defer_initialization(build: Callable[[], nn.Module]) -> tuple[nn.Module, Ini
 
 
 class InitialWeights:
-    """Initial weights of a network's parameters.
-
-    Attributes:
-        tensors: A meta tensor for each name, including all names of tied parameters.
-    """
+    """Initial weights by name, with all names of tied parameters; `tensors` are on `meta`."""
 
     def __init__(self, recorder: _Recorder, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
@@ -84,13 +80,7 @@ def _fill_others(module: nn.Module, recorder: _Recorder) -> None:
 
 @dataclass
 class _RecordedOperation:
-    """Operation that made or changed tensors.
-
-    Attributes:
-        made: Results with new storage.
-        reads: Storages that the operation reads or changes.
-        is_random: Whether it draws from torch's generator.
-    """
+    """Operation that made or changed tensors; it made `made` and reads or changes the storages `reads`."""
 
     func: Any
     args: Any
@@ -112,7 +102,7 @@ class _PretendCpu(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every operation while it is active, and runs it on `meta`.
+    """Records every operation, and runs it on `meta`.
 
     The recorded tensors keep every storage alive, so no two storages get the same address.
     """

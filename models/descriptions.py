@@ -12,7 +12,7 @@ from ringspark.models.layers import Description
 
 
 def describe_network(module: nn.Module) -> Description | None:
-    """Describes a network of torch's own layers or of transformers; returns None for any other."""
+    """Describes a network; returns None if its class is neither torch's nor transformers'."""
     return layers.describe(module) or hugging_face.describe(module)
 
 

@@ -163,7 +163,6 @@ class _Prefetcher:
 
 
 def _embedding_names(module: nn.Module, names: dict[int, str]) -> set[str]:
-    """Returns the names of embedding tables that no other module shares."""
     tables: set[str] = set()
     others: set[str] = set()
     for owner in module.modules():

@@ -1,8 +1,4 @@
-"""A bag-of-words text classifier: a linear head on the mean of the tokens' embeddings.
-
-Joulin et al. 2017, "Bag of Tricks for Efficient Text Classification". It ignores word order and is the
-baseline for a transformer.
-"""
+"""A bag-of-words text classifier (Joulin et al. 2017, "Bag of Tricks for Efficient Text Classification")."""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ _RANK_FACTOR = 1_000_003
 
 
 def get_generator_state(device: torch.device) -> tuple[Tensors, dict[str, Any]]:
-    """Returns the state of all generators as tensors and plain numbers."""
     _, words, position, has_gauss, gauss = np.random.get_state()
     version, python, python_gauss = random.getstate()
     tensors = {

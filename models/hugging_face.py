@@ -100,7 +100,6 @@ def _refuse_fetching(name: str, settings: Any) -> None:
 
 
 def _keys(value: Any) -> Iterator[str]:
-    """Yields the names of all settings except None and False, at any depth."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if inner is not None and inner is not False:

@@ -77,7 +77,6 @@ def freeze(module: nn.Module, names: Sequence[str]) -> None:
 
 
 def single_dtype(module: nn.Module) -> str:
-    """Returns the dtype of the floating tensors; torch's default if they have several or none."""
     tensors = [*module.parameters(), *module.buffers()]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     return str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else "float32"

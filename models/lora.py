@@ -107,7 +107,6 @@ def _scale(layer: Any) -> float:
 
 
 def find_adapters(module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the layers to which `add_lora` added an adapter, by name."""
     return {
         name: layer
         for name, layer in module.named_modules(remove_duplicate=False)
@@ -120,10 +119,7 @@ def matrix_names(module: nn.Module) -> set[str]:
 
 
 def merged_state(module: nn.Module) -> State:
-    """Returns the state dict of a network without adapters that computes the same.
-
-    If the weights are sharded, every rank calls it.
-    """
+    """Returns the state dict of an merged network; every rank calls it if the weights are sharded."""
     state: State = module.state_dict()
     for prefix, layer in find_adapters(module).items():
         first, second, weight = (f"{prefix}.{name}".lstrip(".") for name in (_A, _B, "weight"))

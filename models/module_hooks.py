@@ -13,7 +13,6 @@ _KINDS = {
 
 
 def find_hook(module: nn.Module) -> str | None:
-    """Describes the module's hook or its replaced `forward`; returns None if it has neither."""
     if "forward" in vars(module):
         return "a replaced forward()"
     return next((kind for name, kind in _KINDS.items() if getattr(module, name)), None)

@@ -73,7 +73,6 @@ class _ThisThread:
         return not self.has_ended and threading.get_ident() == self._ident
 
     def match(self, text: str) -> bool:
-        """Called by `warnings` like a compiled pattern's method."""
         return self.is_running() and self._pattern.match(text) is not None
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -81,7 +80,7 @@ class _ThisThread:
 
 
 class _OtherThreads:
-    """Stream that drops the text of one thread and writes the text of all other threads."""
+    """Drops the text that the given thread writes."""
 
     def __init__(self, stream: Any, thread: _ThisThread) -> None:
         self._stream, self._thread = stream, thread

@@ -118,7 +118,6 @@ class Program(nn.Module):
             owner.register_buffer(own, empty, persistent=kind == "buffer")
 
     def _resolve(self) -> None:
-        """Resolves the operators' names, and finds the last use of each value."""
         first = len(self.text["tensors"]) + self.text["num_inputs"]
         decoded = [
             (find_operator(name), decode(args), {key: decode(value) for key, value in named.items()})

@@ -73,7 +73,6 @@ def record_program(
 def trace_network(
     module: nn.Module, inputs: Inputs, varying: Sequence[Mapping[int, Any]]
 ) -> torch.export.ExportedProgram:
-    """Exports the network's evaluation by torch, with only its tensor outputs."""
     # Hide torch's messages: errors are raised anyway, and the caller checks the result.
     with PROCESS_LOCK, torch.no_grad(), silence_thread():
         return torch.export.export(_Outputs(module).eval(), inputs, dynamic_shapes=(tuple(varying),))

@@ -97,10 +97,9 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(hidden, out_features)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Maps rows to (batch, out_features).
+        """Maps (batch, time, in_features) numbers or (batch, time) ids to (batch, out_features).
 
         Args:
-            x: (batch, time, in_features) numbers, or (batch, time) ids.
             mask: (batch, time), 0 for padding at a row's end; None uses `padding_id`. The head sees zeros for
                 a row of padding alone.
         """
@@ -149,8 +148,6 @@ class Recurrent(nn.Module):
 
 
 class _LayerLink:
-    """Passes the mask through a layer's link."""
-
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
 

@@ -1,4 +1,4 @@
-"""Import paths of the networks that ship with ringspark, by name; listing a name imports no network.
+"""Import paths of the networks that ship with ringspark, by name.
 
 A new network needs a line here and a line of example arguments in `tests/models/test_contract.py`.
 """

@@ -1,6 +1,5 @@
 """Layers report losses and counts from inside a network, without a change of the network's outputs.
 
-A layer calls `add_loss` or `add_counts`; the caller of the forward pass reads them from `collect_reports`.
 Outside of `collect_reports` nothing is kept, so a recomputed layer adds nothing twice.
 """
 
@@ -22,11 +21,7 @@ class CountingLayer(nn.Module):
 
     @staticmethod
     def numbers(totals: Sequence[torch.Tensor]) -> dict[str, float]:
-        """Returns columns of the training history.
-
-        Args:
-            totals: Counts of each layer of this class, (num_counts,) each, summed over all rows.
-        """
+        """Returns columns of the training history from each layer's counts, (num_counts,), over all rows."""
         raise NotImplementedError
 
 
@@ -51,8 +46,6 @@ def find_counting_layers(network: nn.Module) -> list[CountingLayerInfo]:
 
 @dataclass(frozen=True)
 class Reports:
-    """Losses of the rows, (rows,) each, and counts by layer, summed over the layer's calls."""
-
     losses: list[torch.Tensor] = field(default_factory=list)
     counts: dict[CountingLayer, torch.Tensor] = field(default_factory=dict)
 

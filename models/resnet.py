@@ -1,7 +1,6 @@
 """Residual networks for small images (He et al. 2016, "Deep Residual Learning", section 4.2).
 
-A convolution, stages of blocks of two convolutions, global averaging and a linear head. From the second stage
-on, the first block halves height and width.
+From the second stage on, the first block halves height and width.
 """
 
 from __future__ import annotations

@@ -100,10 +100,6 @@ class ModelSpec:
 
         Python treats any folder on `sys.path` as a namespace package, so a path such as `model.weights.net`
         may lead into a folder of data.
-
-        Raises:
-            ValueError: A module of the import path lies in the folder, its top-level package contains the
-                folder, or the path leads through a namespace package.
         """
         if self.target in MODELS:
             return
@@ -155,7 +151,7 @@ def _check_target(target: str) -> None:
 
 
 def _find_module(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
-    """Returns the import spec of a module without importing its packages; None if there is no such module."""
+    """Returns the import spec of a module without importing its packages."""
     if name in sys.modules:
         return sys.modules[name].__spec__
     for finder in sys.meta_path:

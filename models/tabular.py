@@ -1,7 +1,6 @@
 """Entity-embedding network for tables of categories and numbers.
 
-Guo and Berkhahn 2016, "Entity Embeddings of Categorical Variables". The embeddings of the categories and the
-numbers of a row are concatenated and go through dense blocks, `trunk`.
+Guo and Berkhahn 2016, "Entity Embeddings of Categorical Variables".
 """
 
 import math

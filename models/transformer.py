@@ -76,14 +76,13 @@ class TransformerBlock(_AttentionBlock):
         self.up, self.activation, self.down = nn.Linear(dim, mlp_dim), nn.GELU(), nn.Linear(mlp_dim, dim)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Maps (batch, seq, dim) to the same; `mask` as in `Attention`."""
         x = self._add_attention(x, mask)
         out: torch.Tensor = x + self.dropout(self.down(self.activation(self.up(self.mlp_norm(x)))))
         return out
 
 
 class MixtureBlock(_AttentionBlock):
-    """A transformer block with a mixture of experts as its perceptron; see `MixtureOfExperts`."""
+    """A transformer block with a mixture of experts as its perceptron."""
 
     def __init__(
         self,
@@ -116,8 +115,6 @@ class MixtureBlock(_AttentionBlock):
 
 
 class _Trunk(nn.Module):
-    """Embeddings, blocks and the last normalization of both networks."""
-
     rows = WholeRows()
     causal: bool
 
@@ -259,9 +256,7 @@ class TransformerClassifier(_Trunk):
     def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Maps (batch, seq) token ids to (batch, out_features).
 
-        Args:
-            ids: (batch, seq) token ids.
-            mask: (batch, seq), 0 for padding; None uses `padding_id`.
+        `mask` is (batch, seq), 0 for padding; None uses `padding_id`.
         """
         tokens = self._real_tokens(ids, mask)
         return self._pooled_head(self._features(ids, tokens), tokens, ids.shape[1])
@@ -347,8 +342,6 @@ class TransformerLM(_Trunk):
 
 
 class _MaskedBlock:
-    """Passes the result of `WholeRows.told` through a block's link."""
-
     def __init__(self, block: nn.Module) -> None:
         self.block = block
 

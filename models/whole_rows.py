@@ -1,8 +1,7 @@
 """The interface between a network over tokens and context parallelism.
 
 A network supports context parallelism if it has an attribute `rows`, calls its methods as the transformers
-here do, and attends by the attribute `attend` of its modules. For sequence-sharded rows the parallel package
-replaces both, and each rank gets its shard of the tokens.
+do, and attends by the attribute `attend` of its modules. For sequence-sharded rows both are replaced.
 """
 
 from __future__ import annotations

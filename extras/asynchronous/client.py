@@ -41,7 +41,6 @@ class ParameterClient:
         Args:
             links: To each server, in rank order.
             pieces: For each server, its slices by the parameter's index, in its own order.
-            parameters: The worker's own copy of all parameters, with the memory order of the slices.
             optimizer: Its group settings, such as the learning rate, travel with each push.
             bound: See `Asynchronous.bound`.
         """
@@ -56,17 +55,13 @@ class ParameterClient:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the workers take each step together."""
         return self._bound == 0
 
     def push(self, index: int, gradient: torch.Tensor) -> None:
         self._send({index: gradient}, ends_step=False)
 
     def pull(self, index: int) -> torch.Tensor:
-        """Returns the current value of a parameter; waits until this worker is within the bound.
-
-        Raises CollectiveError if a worker has left.
-        """
+        """Returns the current value of a parameter; waits until this worker is within the bound."""
         parameter = self._parameters[index]
         result = torch.empty_like(parameter)
         self._read([index], self._bound, {index: result})
@@ -76,7 +71,7 @@ class ParameterClient:
         self.push_step({})
 
     def push_step(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Sends all gradients of a step, by the parameter's index, and ends the step."""
+        """Sends all gradients of a step, and ends the step."""
         self._send(gradients, ends_step=True)
         self.clock += 1
 

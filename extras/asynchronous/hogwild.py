@@ -136,7 +136,6 @@ def _open_memory(num_bytes: int, collective: Collective, timeout_seconds: float)
 
 
 def _leave_memory(parameters: Sequence[nn.Parameter]) -> None:
-    """Copies the parameters out of the shared memory, so that it can be freed."""
     for parameter in parameters:
         parameter.data = parameter.data.clone()
 

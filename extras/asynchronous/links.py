@@ -21,7 +21,7 @@ Question = dict[str, Any]
 
 
 class ServerLink(Protocol):
-    """A connection to one server. Every method raises `CollectiveError` if the training has lost a worker."""
+    """A connection to one server; raises `CollectiveError` if the training has lost a worker."""
 
     def push(self, gradients: Gradients, groups: Groups, *, ends_step: bool) -> int:
         """Sends gradients; returns the bytes sent. See `ParameterTable.push`."""
@@ -36,8 +36,6 @@ class ServerLink(Protocol):
 
 
 class OwnLink:
-    """Connection to the server in the same process."""
-
     def __init__(self, table: ParameterTable, worker: int) -> None:
         self._table = table
         self._worker = worker
@@ -69,7 +67,6 @@ class RemoteLink:
     Args:
         address: Host and port of the server of rank `server`.
         like: Number of elements and dtype of its slices, by the parameter's index.
-        timeout_seconds: See `ParameterTable`.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ _TOKEN_BYTES = 32
 
 
 class ParameterServerStrategy:
-    """Deals the parameters out to servers on all ranks; for any `Asynchronous` except Hogwild."""
+    """Deals the parameters out to servers on all ranks."""
 
     takes_sparse = False
 
@@ -113,7 +113,7 @@ class ServedSync(GradientSync):
         client: ParameterClient,
         collective: Collective,
     ) -> None:
-        """Stores the parts that `ParameterServerStrategy.prepare` made.
+        """Stores its arguments.
 
         Args:
             settings: Optimizer of the network's own parameters; only its group settings are used.
@@ -147,12 +147,11 @@ class ServedSync(GradientSync):
         self._count()
 
     def _copy_own(self) -> dict[int, torch.Tensor]:
-        """Copies the elements of this rank's network that its own server serves."""
         parameters, own = self._shard.parameters, self._shard.slices_of(self._collective.rank)
         return {i: flatten_memory(parameters[i].data)[p.start : p.stop].clone() for i, p in own.items()}
 
     def _send_changes(self) -> None:
-        """Sends this rank's server the changes that callbacks made to the weights since the last read."""
+        """Sends this rank's server the changes that callbacks made since the last read."""
         now = self._copy_own()
         changed = {i: (before, now[i]) for i, before in self._read.items() if not before.equal(now[i])}
         if changed:

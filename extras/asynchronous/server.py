@@ -31,7 +31,6 @@ class ShardServer:
         host: Address to bind to, by which other workers reach this one.
         token: Secret of the workers of this training.
         rank: The worker in this process, which uses the table directly.
-        size: Number of workers.
     """
 
     def __init__(self, table: ParameterTable, host: str, token: bytes, rank: int, size: int) -> None:

@@ -32,13 +32,10 @@ class WorkerLeftError(RuntimeError):
 
 
 class Clocks:
-    """One clock per worker, from 0; without threads.
+    """Each worker's number of pushed steps.
 
     Stale synchronous parallel: a reader at clock c with a bound s may read only if every worker has pushed at
     least c - s steps. Clocks never decrease, so a worker that has read is at most s steps ahead.
-
-    Attributes:
-        pushed: Steps that each worker has pushed, by rank.
     """
 
     def __init__(self, size: int) -> None:
@@ -49,11 +46,9 @@ class Clocks:
         return min(self.pushed)
 
     def tick(self, worker: int) -> None:
-        """Ends a worker's step."""
         self.pushed[worker] += 1
 
     def may_read(self, clock: int, bound: int | None) -> bool:
-        """Returns whether a reader at `clock` is at most `bound` steps ahead of the slowest worker."""
         return bound is None or self.slowest >= clock - bound
 
     def towards(self, clock: int) -> int:
@@ -61,11 +56,9 @@ class Clocks:
         return sum(min(pushed, clock) for pushed in self.pushed)
 
     def behind(self, clock: int) -> list[int]:
-        """Returns the ranks that have pushed fewer than `clock` steps."""
         return [rank for rank, pushed in enumerate(self.pushed) if pushed < clock]
 
     def of_others(self, worker: int) -> int:
-        """Returns the total number of steps that other workers have pushed."""
         return sum(self.pushed) - self.pushed[worker]
 
 
@@ -73,7 +66,6 @@ class ParameterTable:
     """The slices of parameters that one server holds.
 
     Attributes:
-        clocks: The workers' clocks.
         staleness: Staleness, in steps of other workers -> number of pushes.
         failure: Error of the optimizer in a step.
     """
@@ -91,7 +83,6 @@ class ParameterTable:
         Args:
             held: The optimizer's 1-D tensor of each parameter of which this server has a slice.
             optimizer: Optimizer of the slices; None for a table that only keeps clocks.
-            sync: How far apart the workers may run.
             timeout_seconds: The longest wait for a worker that takes no step.
         """
         self.held = dict(held)
@@ -140,9 +131,6 @@ class ParameterTable:
             indices: Parameters to read; None for all, in the order of `held`.
             clock: Number of steps that the reader has pushed.
             progress: Called at each step of a worker for which this call waits.
-
-        Raises:
-            WorkerLeftError: A worker has left, or a worker takes no step for `timeout_seconds`.
         """
         while True:
             with self._changed:

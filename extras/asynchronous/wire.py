@@ -40,11 +40,7 @@ def send(
 
 
 def receive(connection: socket.socket, most_bytes: int) -> tuple[int, dict[str, Any], torch.Tensor]:
-    """Returns type, header and payload, 1-D bytes, of the next message.
-
-    Raises:
-        OSError: The connection is gone, or the message is damaged or larger than `most_bytes`.
-    """
+    """Returns type, header and payload, 1-D bytes, of the next message of at most `most_bytes`."""
     kind, header_bytes, payload_bytes = _HEAD.unpack(_read(connection, _HEAD.size).numpy().tobytes())
     if header_bytes > _MAX_HEADER_BYTES or payload_bytes > most_bytes:
         raise ConnectionError(

@@ -1,8 +1,7 @@
 """GradiVeQ: principal components of gradients, which can be all-reduced (Yu et al. 2018).
 
-Slices of one tensor's gradient vary together. In a few steps gradients are sent whole, and the sums show the
-few directions along which the slices vary most. In the next `refresh` steps only the components along these
-directions are all-reduced.
+Slices of one tensor's gradient vary together. In a few steps gradients are sent whole, which shows the
+directions along which the slices vary most. Later only components along these directions are all-reduced.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ringspark.extras.compressors.packing import in_buckets
 
 
 class GradiVeQCompressor(Compressor):
-    """`components` numbers for each slice, except in the steps that look for the directions.
+    """Sends `components` numbers for each slice, except in the steps that look for the directions.
 
     Rank 0 broadcasts the directions, because other processors may round differently.
     """

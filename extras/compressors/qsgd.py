@@ -44,7 +44,7 @@ class _Levels:
 
 
 class QsgdCompressor(Compressor):
-    """A number as one of 2^bits - 1 levels. Unbiased; the variance grows as the levels become few."""
+    """Sends a number as one of 2^bits - 1 levels; unbiased."""
 
     unbiased = True
 

@@ -13,12 +13,11 @@ _ROUNDS = 4
 
 
 class SparsifyCompressor(Compressor):
-    """Sends number g as g / p with probability p = min(1, lambda |g|): unbiased.
+    """Sends number g as g / p with probability p = min(1, lambda |g|): unbiased, with the least variance.
 
-    No other p has less variance for the same expected share of sent numbers. With feedback it sends g
-    instead: the residual of g / p may be larger than g and would be scaled up again in the next step, so
-        residuals would
-    grow without bound.
+    With feedback it sends g instead: the residual of g / p may be larger than g and would be scaled up again
+        in
+    the next step, so residuals would grow without bound.
     """
 
     unbiased = True

@@ -28,7 +28,6 @@ def start_average(
         values: They must not be used afterwards.
         sizes: Number of elements of each parameter, which has its own scale.
         form: "fp32" (which keeps fp64), "fp16" or "int8".
-        name: See `Collective.start_sum`.
 
     Returns:
         A function that waits and returns the average; bitwise equal on all ranks.

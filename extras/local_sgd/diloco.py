@@ -42,7 +42,7 @@ class Fragment:
         start: The outer optimizer's weights, (weights,).
         momentum: Its momentum, (weights,).
         is_settled: Whether the ranks' weights are `start`.
-        pending: Waits for the outer gradient in flight and returns it, or None.
+        pending: Waits for the outer gradient in flight and returns it.
     """
 
     weights: FlatWeights
@@ -53,8 +53,6 @@ class Fragment:
 
 
 class OuterSync(LocalSync):
-    """Synchronizes one fragment after another."""
-
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, collective: Collective, settings: DiLoCo
     ) -> None:

@@ -11,8 +11,6 @@ import torch
 
 
 class FlatWeights:
-    """Parameters of one device as a vector, with `sizes` elements each."""
-
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = list(parameters)
         self.sizes = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
@@ -20,7 +18,6 @@ class FlatWeights:
 
     @torch.no_grad()
     def read(self) -> torch.Tensor:
-        """Returns a copy of the weights, 1-D."""
         dtype = torch.float64 if self._is_double else torch.float32
         return torch.cat([_real(p.detach()).reshape(-1).to(dtype) for p in self._parameters])
 

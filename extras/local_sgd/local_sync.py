@@ -34,9 +34,8 @@ from ringspark.extras.local_sgd.rank_optimizer import load_tensors, state_tensor
 class Statistics:
     """Averages floating-point buffers over the ranks, such as running statistics of batch normalization.
 
-    Only buffers that changed on some rank since the last time are averaged, so that rounding does not change
-    constants, such as a mask with infinities. Integers, such as a count of batches, differ between ranks
-    until a validation shares rank 0's.
+    Only buffers that changed on some rank since the last time are averaged, because rounding must not change
+    constants, such as a mask with infinities.
     """
 
     def __init__(self, network: nn.Module, collective: Collective) -> None:
@@ -82,11 +81,7 @@ class Statistics:
 
 
 class LocalSync(GradientSync):
-    """Base class; subclasses implement the end of a local step and of an epoch.
-
-    Attributes:
-        shown: Whether the network holds the ranks' common weights, not the rank's own.
-    """
+    """Base class; subclasses implement the end of a local step and of an epoch."""
 
     def __init__(
         self,
@@ -118,7 +113,6 @@ class LocalSync(GradientSync):
         return self._own is not None
 
     def _begin_phase(self) -> None:
-        """Makes the following steps synchronous or local, by their number."""
         self._is_local = self._steps >= self._after
         self.loss_factor = float(self._collective.size) if self._is_local else 1.0
         if self._is_local:
@@ -205,10 +199,7 @@ class LocalSync(GradientSync):
         """Restores `_shared_state`."""
 
     def _average_weights(self, ranks: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Returns the average of the ranks' weights, from which another number of ranks resumes.
-
-        The weights of each rank are read one at a time, and may be changed.
-        """
+        """Returns the average of the ranks' weights, from which another number of ranks resumes."""
         rest, count = iter(ranks), 1
         total = next(rest)
         for own in rest:
@@ -264,8 +255,6 @@ class LocalSync(GradientSync):
 
 
 class LocalStrategy:
-    """Base of the strategies of local training, which differ in `sync`."""
-
     takes_sparse = False
     sync: ClassVar[type[LocalSync]]
 

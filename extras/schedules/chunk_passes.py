@@ -60,7 +60,6 @@ def run_forward(
     """Runs a stage forward.
 
     Args:
-        lengths: Length of each chunk.
         arriving: The stage's inputs, leaves, in chunks or as whole rows.
         give: Called with the results of the last section.
         streams_in: Whether the inputs arrive in chunks.
@@ -91,9 +90,8 @@ def run_backward(
 ) -> Iterator[list[torch.Tensor]]:
     """Runs a stage backward; yields gradients of the stage's inputs, the last chunk's first.
 
-    Args:
-        gradients: Gradients of the stage's results, the last chunk's first.
-        streams_in: Whether the previous stage needs chunks.
+    `gradients` are the results' gradients, also the last chunk's first. With `streams_in` the previous stage
+    needs chunks.
     """
     for number in range(len(sections) - 1, -1, -1):
         found = _section_backward(kept[number], gradients, span)

@@ -20,8 +20,6 @@ from ringspark.models.chain import as_values
 
 
 class ChunkedExecutor(Executor):
-    """Runs the stages of one rank; stages with sections run chunk by chunk."""
-
     def __init__(self, place: StagePlacement, wire: Wire) -> None:
         super().__init__(place, wire)
         self._chunked = ChunkedStages(place, self._exchange)

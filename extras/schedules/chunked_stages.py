@@ -42,10 +42,7 @@ class ChunkedStages:
         give: Give,
         span: Span,
     ) -> list[list[ChunkPass]]:
-        """Runs a stage on a micro-batch; returns the chunks by section.
-
-        The first stage takes the network's `arguments`. See also `chunk_passes.run_forward`.
-        """
+        """Runs a stage, the first one on `arguments`; returns the chunks by section."""
         streams_in, lengths = self._place.streams_in(stage), self._exchange.lengths(micro)
         if stage == 0:
             arriving: Iterator[Values] = iter([tuple(arguments)])
@@ -70,7 +67,6 @@ class ChunkedStages:
         return run_forward(sections, lengths, arriving, call, give, streams_in=streams_in, span=span)
 
     def run_backward(self, stage: int, micro: int, live: LiveChunks, span: Span) -> None:
-        """Runs a stage backward, and sends the gradients of its inputs chunk by chunk."""
         place, lengths = self._place, self._exchange.lengths(micro)
         if stage == place.last:
             gradients: Gradients = [[torch.ones_like(r) for r in live.sections[-1][0].results]]

@@ -29,7 +29,6 @@ class DelayedStep:
     Attributes:
         orders: Actions of each stage.
         micros: Numbers of the step's own micro-batches.
-        number: Number of the step.
         released: Stage -> step whose gradients are complete on the stage.
         finished: Micro-batches whose last backward pass runs in this step.
     """
@@ -50,11 +49,7 @@ def late_by_depth(num_ranks: int, num_micro: int) -> list[int]:
 
 
 class Backlog:
-    """The micro-batches in flight; every rank can derive them.
-
-    Args:
-        delays: Delay of each stage's gradients, in steps.
-    """
+    """Tracks the micro-batches in flight, equally on every rank."""
 
     def __init__(self, delays: list[int]) -> None:
         self._delays = delays
@@ -72,7 +67,6 @@ class Backlog:
         return max(0, self._last_step + max(self._delays) + 1 - self._next_step)
 
     def step(self, num_micro: int, *, is_drain: bool = False) -> DelayedStep:
-        """Returns the next step, and assumes that it runs."""
         number = self._next_step
         self._next_step += 1
         if not is_drain:

@@ -131,13 +131,13 @@ class DelayedPasses(PipelinePasses):
 
 
 class PipeDream(DelayedPasses):
-    """Each stage has the delay that its depth requires."""
+    """Delays each stage as much as its depth requires."""
 
     delays = staticmethod(late_by_depth)
 
 
 class DoubleBuffered(DelayedPasses):
-    """Every stage is one step late (PipeDream-2BW)."""
+    """Delays every stage by one step (PipeDream-2BW)."""
 
     delays = staticmethod(one_step_late)
 

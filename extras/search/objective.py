@@ -81,7 +81,6 @@ class Objective:
         return value if self.is_larger_better == self.monitor_is_larger_better else -value
 
     def of_trial(self, model: Any) -> float:
-        """Returns the value of a finished trial; NaN if there is none."""
         if self.evaluator is not None:
             return float(self.evaluator.evaluate(model.transform(self.held_out)))
         epochs: Sequence[EpochRecord] = model.summary.epochs

@@ -1,8 +1,4 @@
-"""`OptunaSearch`: an estimator that searches the settings of another estimator.
-
-`fit` checks names, ranges and the estimator's settings against the schema, writes the rows once, and checks
-them with the network. Only then does a trial start.
-"""
+"""`OptunaSearch`: an estimator that searches the settings of another estimator."""
 
 from __future__ import annotations
 

@@ -22,11 +22,9 @@ REDRAW_SHARE = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A member in one round, with its values by name of the space.
+    """A member in one round.
 
-    Attributes:
-        copied_from: Member whose checkpoint of the previous round it resumes from; itself, unless it was one
-            of the worst. None in the first round.
+    It resumes from the previous round's checkpoint of the member `copied_from`; None in the first round.
     """
 
     number: int
@@ -36,8 +34,6 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Population:
-    """The rules of a population; see the Params of `PopulationSearch`."""
-
     ranges: Mapping[str, SearchRange]
     size: int
     quantile: float

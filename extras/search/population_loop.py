@@ -43,13 +43,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A member's result in a round.
+    """A member's result in a round; `value` is None if it failed.
 
     Attributes:
-        value: None if it failed.
         steps: Optimizer steps over all rounds so far; names the checkpoint that the next round resumes from.
         epochs: Epochs over all rounds so far.
-        seconds: Wall time of this round, in seconds.
         reason: Error message; empty if it did not fail.
     """
 
@@ -157,7 +155,6 @@ class PopulationLoop:
             discard(self._folders.pop(key))
 
     def _end(self, error: BaseException) -> None:
-        """Starts no more trainings, and asks the running trainings to stop."""
         with self._lock:
             self._errors.append(error)
             running = list(self._running)

@@ -1,4 +1,4 @@
-"""Ranges of a search's space: plain declarations from which optuna draws a trial's values.
+"""Ranges of a search's space, from which optuna draws a trial's values.
 
 A range of plain data has a JSON form, so a search is saved without pickle.
 """
@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 
 class SearchRange(Protocol):
-    """The range of one name in a space."""
-
     def suggest(self, trial: Any, name: str) -> Any:
         """Returns the trial's value; optuna draws it at the first call."""
 
@@ -22,7 +20,7 @@ class SearchRange(Protocol):
         """Returns the value times a factor, within the range; unchanged if it is not a number."""
 
     def ends(self) -> list[Any]:
-        """Returns the values that show, if accepted, that the whole range is accepted."""
+        """Returns values that are checked instead of the whole range."""
 
     def to_json(self) -> dict[str, Any] | None:
         """Returns the JSON form; None if there is none."""

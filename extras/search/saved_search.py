@@ -50,7 +50,7 @@ def load_part(uri: str, name: str) -> Any:
     """Loads a part of a saved stage; returns None if there is none.
 
     Raises ValueError for a class that is neither from ringspark nor an evaluator of Spark ML, unless the user
-    has allowed other code.
+    allowed other code.
     """
     folder = storage.join(uri, name)
     if not storage.exists(storage.join(folder, METADATA)):

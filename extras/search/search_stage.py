@@ -1,4 +1,4 @@
-"""The common part of the searches as Spark ML stages: copying, saving, and the checks and splits of `fit`."""
+"""The common part of the searches as Spark ML stages."""
 
 from __future__ import annotations
 

@@ -97,7 +97,6 @@ class Space:
         return {name: json.dumps(value) for name, value in settings.items() if name not in varied}
 
     def varies(self, name: str) -> bool:
-        """Returns whether trials may differ in this Param; always True for a callable."""
         return self._draw is not None or name in self._ranges
 
     def values(self, trial: Any) -> dict[str, Any]:

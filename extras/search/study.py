@@ -1,7 +1,7 @@
 """The optuna part of a search: samplers and pruners by name, and the study with its journal.
 
-Each trial has its own sampler, seeded by the search's seed and the trial's number. So consecutive trials are
-equal in every search with one seed, even after a driver was killed.
+Each trial has its own sampler, seeded by the search's seed and the trial's number, so a search continues
+equally after its driver was killed.
 """
 
 from __future__ import annotations
@@ -70,16 +70,13 @@ def sampler_of(sampler: Any, seed: int, number: int) -> Any:
 
 
 def pruner_of(pruner: Any, epochs: int | None) -> Any:
-    """Returns the pruner of a search; `epochs` is None if the number differs between trials."""
     return PRUNERS[pruner](import_optuna(), epochs or "auto") if isinstance(pruner, str) else pruner
 
 
 def open_study(run_uri: str | None, is_larger_better: bool, pruner: Any, about: dict[str, str]) -> Any:
-    """Returns the study: from the journal in the search's folder, or a new one.
+    """Returns the study: from the journal in the search's folder on a disk, or a new one.
 
-    Args:
-        run_uri: Folder of the search on a disk; None keeps the study in memory.
-        about: Settings, as text, that a resumed search must repeat.
+    `about` are settings, as text, that a resumed search must repeat.
     """
     optuna = import_optuna()
     verbosity = optuna.logging.get_verbosity()

@@ -1,7 +1,6 @@
 """The rows of a search, written once for all trials that read the same rows.
 
-A search with a folder keeps them there, and a resumed search reads its original rows: in another Spark
-application the DataFrame is written again and compared.
+A search with a folder keeps them there; a resumed search compares its DataFrame with them.
 """
 
 from __future__ import annotations

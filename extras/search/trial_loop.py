@@ -42,10 +42,8 @@ _logger = logging.getLogger(__name__)
 class RunningTrial:
     """The driver's view of one training. Thread-safe.
 
-    Attributes:
-        is_pruned: Whether the pruner has ended it. The decision depends only on the values of the epochs, in
-            their order, not on the training's progress when the driver read them.
-        num_epochs: Number of epochs up to the decision.
+    The decision to prune depends only on the values of the epochs, in their order, not on the training's
+    progress when the driver read them.
     """
 
     def __init__(self, trial: Any, run_uri: str, stop_uri: str, epochs: int, objective: Objective) -> None:
@@ -158,7 +156,6 @@ class TrialLoop:
             each.look()
 
     def _end(self, error: BaseException) -> None:
-        """Starts no more trials, and asks the running trials to stop."""
         with self._lock:
             self._is_over = True
             self._errors.append(error)

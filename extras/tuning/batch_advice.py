@@ -69,7 +69,6 @@ class BatchAdvice:
         return f"{now} is near the critical size of {self.noise_scale:,.0f} rows; leave it"
 
     def table(self) -> str:
-        """Returns a text with one line per batch size, then the verdict."""
         rows = [_HEADER, *self._rows()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
         lines = [

@@ -82,7 +82,6 @@ def _runs_of(whole: Any) -> list[str]:
 
 
 def _stages(whole: Any) -> list[Any]:
-    """Returns the parts of an estimator or a model: the stages of a Pipeline, the best model of a search."""
     for name in ("getStages", "stages", "bestModel"):
         found = getattr(whole, name, None)
         if found is not None:

@@ -113,7 +113,6 @@ def check_count(name: str, k: Any) -> None:
 
 
 def _check(df: DataFrame, name: str, param: str, column: str, k: int, fold_col: str) -> str:
-    """Checks the arguments of both functions; returns the column's name in the DataFrame."""
     check_frame(df, name)
     check_count(name, k)
     exact = is_case_sensitive(df.sparkSession)

@@ -1,7 +1,7 @@
 """`lr_range_test`: one short training whose learning rate rises from step to step (Smith 2015).
 
-Each step multiplies the rate by the same factor. The sweep is an ordinary `fit` with its own schedule and the
-loss recorded after every step. Its epochs are short, because a training ends early only between epochs.
+The sweep is an ordinary `fit` with its own schedule and the loss recorded after every step. Its epochs are
+short, because a training ends early only between epochs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REASON = "the loss diverged"
 
 @dataclass(frozen=True)
 class Sweep:
-    """The schedule: rises from `first` in step 0 to 1 in the last step, by the same factor per step."""
+    """Raises the rate from `first` in step 0 to 1 in the last step, by the same factor per step."""
 
     first: float
 

@@ -90,7 +90,6 @@ class RowWindows:
         return rows.unionByName(unplaced.select(F.lit("null").alias("reason"), "count"))
 
     def label(self) -> Column:
-        """Returns the next value of the target, or the array of the next `horizon` values."""
         return F.col(_TARGETS) if self.horizon > 1 else F.get(F.col(_TARGETS), F.lit(0))
 
     def end(self) -> Column:
@@ -204,7 +203,6 @@ class RowWindows:
 
 
 def number_type(fields: Sequence[StructField]) -> str:
-    """Returns the Spark type that holds the numbers of all fields: bigint, float or double."""
     leaves = {_leaf(field.dataType) for field in fields}
     if leaves <= set(WHOLE):
         return "bigint"
@@ -212,7 +210,6 @@ def number_type(fields: Sequence[StructField]) -> str:
 
 
 def numbers_of(fields: Sequence[StructField]) -> Column:
-    """Returns one array with the numbers of all fields of a row."""
     to = number_type(fields)
     # Without arrays, one array: concatenating many arrays of one number would copy each of them.
     if not any(isinstance(field.dataType, VectorUDT | ArrayType) for field in fields):

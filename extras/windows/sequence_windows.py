@@ -1,9 +1,4 @@
-"""`SequenceWindows`: a stage that turns rows of a table into sequences for a network.
-
-Each row of a series (the rows of one key, in time order) ends a window: its last `steps` values become an
-array column, and the next `horizon` values of another column its label. Everything is lazy Spark SQL, and a
-label is always later than its window.
-"""
+"""`SequenceWindows`: a stage that turns rows of a table into sequences for a network, in lazy Spark SQL."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A mixture of experts: several perceptrons, of which a few compute each token.
 
-The experts' weights are stacked along the first dimension of each parameter, which expert parallelism shards.
-Only assigned tokens are computed. A dropped token's output is zeros, so the residual connection passes it on
-unchanged.
+Expert parallelism shards the first dimension of each parameter, along which the experts are stacked. A
+dropped token's output is zeros, so the residual connection passes it on unchanged.
 """
 
 from __future__ import annotations
@@ -137,9 +136,6 @@ class MixtureOfExperts(CountingLayer):
             x: (batch, own tokens, dim).
             real: (batch, seq) booleans, False for padding, which uses no capacity; None without padding. For
                 sequence-sharded rows, the booleans of whole rows, or the result of `WholeRows.told`.
-
-        Raises:
-            ValueError: Rows are sequence-sharded, and `real` is None.
         """
         if torch.compiler.is_dynamo_compiling():
             # The number of rows per expert is known only at run time.
@@ -209,7 +205,6 @@ class MixtureOfExperts(CountingLayer):
         return torch.zeros_like(flat, dtype=weighted.dtype).index_add(0, tokens, weighted)
 
     def _sizes(self, experts: torch.Tensor, num_own: int, num_routed: int) -> list[int]:
-        """Returns the number of assignments of own tokens to each expert."""
         if experts.is_meta or isinstance(experts, FakeTensor):
             # The memory planner has no values, and assumes an even load without drops.
             each, more = divmod(len(experts) * num_own // num_routed, self.num_experts)

@@ -1,8 +1,7 @@
 """Assigns tokens to experts: pure functions on fp32 logits.
 
-Tokens of one row compete for an expert's capacity, which follows from the row's number of tokens without
-padding. The papers use groups of a fixed size; here the group is a row, so the result depends neither on the
-batch nor on the number of ranks. Ties go to the expert with the lowest number, or to the earlier token.
+Tokens of one row compete for an expert's capacity, so the result depends neither on the batch nor on the
+number of ranks. Ties go to the expert with the lowest number, or to the earlier token.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ class CapacityRule:
         return ((tokens * over + under - 1) // under).clamp(min=self.min_capacity)
 
     def most(self, tokens: int, num_experts: int, choices: int) -> int:
-        """Returns the capacity for a row of `tokens` tokens."""
         over, under = self._ratio(num_experts, choices)
         return max((tokens * over + under - 1) // under, self.min_capacity)
 
@@ -142,7 +140,7 @@ ROUTERS: dict[str, Router] = {"switch": switch, "gshard": gshard, "expert_choice
 def z_loss(logits: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     """Returns each row's mean of the squared log-sum-exp of its tokens' logits, (batch,).
 
-    Zoph et al. 2022, "ST-MoE": it keeps logits small, because large logits round badly.
+    Zoph et al. 2022, "ST-MoE": large logits round badly.
     """
     return _mean(logits.logsumexp(-1).square(), real)
 

@@ -88,7 +88,7 @@ def compile_segments(net: nn.Module, mode: str | None) -> bool:
 
 
 def segment_bounds(num_blocks: int, num_segments: int) -> list[tuple[int, int]]:
-    """Divides a chain into consecutive segments of nearly equal length; longer segments come first."""
+    """Divides a chain into segments of nearly equal length; longer segments come first."""
     size, extra = divmod(num_blocks, num_segments)
     starts = [i * size + min(i, extra) for i in range(num_segments + 1)]
     return list(itertools.pairwise(starts))
@@ -143,8 +143,8 @@ def _longest_chain(net: nn.Module, setting: str) -> tuple[str, Chain]:
                 best, best_length = (path, module), length
     if best is None:
         raise ValueError(
-            f"{setting} found no chain of blocks in {type(net).__name__}; use an nn.Sequential or nn.ModuleList "
-            "of at least two items with parameters, or give a list of submodule names"
+            f"{setting} found no chain of blocks in {type(net).__name__}; use an nn.Sequential or "
+            "nn.ModuleList of at least two items with parameters, or give a list of submodule names"
         )
     return best
 
@@ -182,8 +182,6 @@ def _replace_forward(module: nn.Module, forward: _ReplacedForward) -> None:
 
 
 class _Pass:
-    """One forward pass of a network, with its open segment."""
-
     def __init__(self) -> None:
         self._calls: Counter[int] = Counter()
         self._place: int | None = None
@@ -192,7 +190,7 @@ class _Pass:
     def segment_of(self, module: nn.Module, places: Sequence[int | None]) -> Segment | None:
         """Returns the segment of a call of `module`; None in the last segment, which keeps everything.
 
-        A module that occurs several times in the chain is assumed to be called in this order.
+        Several occurrences of a module in the chain are assumed to be called in this order.
         """
         place = places[self._calls[id(module)] % len(places)]
         self._calls[id(module)] += 1
@@ -222,7 +220,7 @@ class _ReplacedForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The network's own forward, whose arguments `inspect.signature` shows."""
+        """Forward of the network's class, for `inspect.signature`."""
         return self.plain_forward()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -230,8 +228,6 @@ class _ReplacedForward:
 
 
 class _MarkPass(_ReplacedForward):
-    """Marks begin and end of a forward pass for the blocks of a chain."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = _Pass()
         token = _PASS.set(current)

@@ -1,7 +1,4 @@
-"""Records the buffers that a forward pass changes, so that a rerun starts from them and changes copies.
-
-Otherwise a rerun would add a batch to a running mean twice.
-"""
+"""Records the buffers that a forward pass changes, so that a rerun does not change a running mean twice."""
 
 from __future__ import annotations
 
@@ -18,9 +15,8 @@ Values = dict[Key, torch.Tensor]
 class MovingBuffers:
     """Learns which buffers a module's forward pass changes, and copies only these before each pass.
 
-    Autograd's version counter shows a change. The kernels of batch normalization do not increase it, but in
-    training they do not read their buffers, so a rerun needs no copies. A buffer that does not change in the
-    first pass is copied only after its first change.
+    Autograd's version counter shows a change. Batch normalization does not increase it, but in training it
+    does not read its buffers, so a rerun needs no copies.
     """
 
     def __init__(self) -> None:
@@ -28,7 +24,7 @@ class MovingBuffers:
 
     @contextlib.contextmanager
     def record(self, module: nn.Module) -> Iterator[Values]:
-        """Wraps a forward pass; yields a dict that holds the old values of changed buffers at the end."""
+        """Wraps a forward pass; the yielded dict holds the old values of changed buffers at the end."""
         recorded: Values = {}
         before = _buffers(module)
         versions = {key: buffer._version for key, buffer in before.items()}

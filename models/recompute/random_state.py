@@ -1,7 +1,4 @@
-"""States of all random generators, so that a rerun of a forward pass draws the same numbers.
-
-The states are read twice per block and step, so an unchanged state is not copied again.
-"""
+"""States of all random generators, so that a rerun of a forward pass draws the same numbers."""
 
 from __future__ import annotations
 
@@ -39,7 +36,6 @@ class RandomState:
         )
 
     def now_of_torch(self) -> RandomState:
-        """Returns this state with the present states of torch's generators."""
         cpu, cuda = _torch_state(self.cuda or ())
         return replace(
             self,

@@ -43,7 +43,6 @@ class _Call:
         arguments: Leaves of (args, kwargs), with slots for tensors.
         random: Generator states, except states equal to the previous call's last ones.
         autocast: (device type, enabled, dtype) for each device type.
-        buffers: Values of changed buffers before the call.
         outputs: Slot of each leaf of the return value; None for a leaf that is not a tensor.
     """
 
@@ -112,7 +111,6 @@ class Segment:
         return output
 
     def close(self) -> None:
-        """Drops the state that only further calls would need."""
         self._known.clear()
         self._random = None
 
