@@ -40,7 +40,7 @@ def defer_initialization(build: Callable[[], nn.Module]) -> tuple[nn.Module, Ini
             module = build()
         parameters = dict(module.named_parameters(remove_duplicate=False))
         _fill_others(module, recorder)
-    except Exception:  # of any kind: a constructor that meets meta tensors may raise anything
+    except Exception:  # a constructor that gets meta tensors may raise anything
         torch.set_rng_state(start)
         return None
     return module, InitialWeights(recorder, {name: p.detach() for name, p in parameters.items()})

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 class WholeRows:
-    """Rows of which this rank has every token. The methods document sequence-sharded rows too.
+    """Rows whose tokens are all on this rank. The methods document sequence-sharded rows too.
 
     Between `pool` and `alike` all ranks of a row compute the same values, so they must draw the same random
     numbers. Arguments named `tokens` are (batch, seq) booleans, False for padding; None without padding.

@@ -81,7 +81,7 @@ class ParameterTable:
         """Stores the slices.
 
         Args:
-            held: The optimizer's 1-D tensor of each parameter of which this server has a slice.
+            held: The optimizer's 1-D slice of each parameter on this server, by index.
             optimizer: Optimizer of the slices; None for a table that only keeps clocks.
             timeout_seconds: The longest wait for a worker that takes no step.
         """

@@ -94,7 +94,7 @@ class LocalSync(GradientSync):
         self.ranks_differ = True
         self._collective = collective
         collective.operations.in_every_step = False
-        # A text stands for periods that no number of steps ends.
+        # A text names a period that does not end after a number of steps.
         self._period: int | None = settings.steps if isinstance(settings.steps, int) else None
         self._after: int = settings.after
         self._synchronous = synchronize(module, optimizer, collective) if self._after else None

@@ -109,7 +109,7 @@ class _Draws:
 
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
         if log:
-            # A whole number stands for all numbers that round to it, so the lowest has its fair share.
+            # All numbers that round to a whole number draw it, so the lowest has its fair share.
             drawn = math.exp(self._generator.uniform(math.log(low - 0.5), math.log(high + 0.5)))
             return min(high, max(low, round(drawn)))
         return low + step * self._whole((high - low) // step)

@@ -1,4 +1,4 @@
-"""A mixture of experts: several perceptrons, of which a few compute each token.
+"""A mixture of experts: several perceptrons; a few of them compute each token.
 
 Expert parallelism shards the first dimension of each parameter, along which the experts are stacked. A
 dropped token's output is zeros, so the residual connection passes it on unchanged.
@@ -164,7 +164,7 @@ class MixtureOfExperts(CountingLayer):
         if self.rows.is_spread:
             routing = self._select_own(routing, seq)
         flat = x.reshape(-1, x.shape[-1])  # (batch * seq, dim)
-        # torch 2.6 cannot tell an export from a compiled call.
+        # torch 2.6 cannot distinguish an export from a compiled call.
         if getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)():
             out = self._compute_all(flat, routing)
         else:
