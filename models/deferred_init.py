@@ -1,9 +1,8 @@
 """Deferred initialization: builds a network on `meta`, and initializes one parameter at a time later.
 
-It serves networks that exceed the memory of a rank, which keeps a shard. Initializing a parameter replays the
-constructor's operations with the recorded random state, so the values are bitwise the values of the network
-built as a whole. Not recorded: a constructor's parameter hooks, seeds, default dtype, tensors outside of the
-module, and tensors that it changes after reading them.
+Initializing a parameter replays the constructor's operations with the recorded random state, so the values
+are bitwise the values of the network built as a whole. Not recorded: a constructor's parameter hooks, seeds,
+default dtype, tensors outside of the module, and tensors that it changes after reading them.
 """
 
 from __future__ import annotations

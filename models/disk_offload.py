@@ -1,8 +1,7 @@
 """Disk offload: reads each weight when the forward pass uses it, and drops it right after.
 
-Each module's dicts of parameters and buffers are replaced by dicts that read a tensor at every access, which
-covers access by a parent module and by torch's fused kernels too. The results are bitwise the results with
-all weights in memory, but a fetched buffer that prediction changes in place loses the change.
+Each module's dicts of parameters and buffers are replaced by dicts that read a tensor at every access. The
+results are bitwise the same, but a fetched buffer that prediction changes in place loses the change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Random generators of a rank: torch's on the CPU and the GPU, NumPy's and Python's.
-
-Their state is tensors and plain numbers, so it is saved without pickle.
-"""
+"""Random generators of a rank: torch's, NumPy's and Python's; their state is saved without pickle."""
 
 from __future__ import annotations
 
@@ -54,8 +51,7 @@ def set_generator_state(tensors: Tensors, plain: dict[str, Any], device: torch.d
 def seed_rank(seed: int, step: int, rank: int) -> None:
     """Seeds all generators of a rank that starts at `step`, each with a different stream.
 
-    torch's seed at step 0 must not change, so that old trainings are reproduced bitwise. With seed 0, rank 0
-    therefore draws its dropout from the stream of the initial weights.
+    torch's seed at step 0 must not change, so that old trainings are reproduced bitwise.
     """
     torch.manual_seed((seed * _RANK_FACTOR + step * _STEP_FACTOR + rank) % 2**63)
     _seed_by_name(f"{seed} {step} {rank}")

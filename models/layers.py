@@ -2,8 +2,7 @@
 
     {"layers": {"layer": "Sequential", "children": {"0": {"layer": "Linear", "in_features": 4, ...}}}}
 
-A layer is described by its class in `torch.nn` and its constructor arguments. A network that differs in any
-attribute from the network rebuilt from the description has no description.
+A network that differs in any attribute from the network rebuilt from the description has no description.
 """
 
 from __future__ import annotations

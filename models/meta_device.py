@@ -51,8 +51,7 @@ def copy_module(module: nn.Module, memo: dict[int, object] | None = None) -> nn.
 def fill(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Replaces the module's tensors by the tensors of a state dict, without a copy.
 
-    Each parameter stays the same object, so tied weights stay tied and other references see the new values.
-    Raises torch's RuntimeError if the state dict does not fit.
+    Each parameter stays the same object, so tied weights stay tied.
     """
     dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
     cast = {

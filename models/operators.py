@@ -2,7 +2,7 @@
 
 Not allowed are operators that write into their arguments, return uninitialized memory, make sparse, nested or
 quantized tensors, choose storage (`as_strided`, `set_`, `resize_`), skip checks (`_unsafe_*`,
-`native_batch_norm`), or open files. On GPUs an index out of range ends the process.
+`native_batch_norm`), or open files.
 """
 
 from __future__ import annotations

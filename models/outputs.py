@@ -11,12 +11,9 @@ import torch
 def as_outputs(output: object, model: str = "the model") -> tuple[torch.Tensor, ...]:
     """Returns the tensors of a module's output, in the module's order.
 
-    A tuple or list of tensors is several outputs. If a mapping or dataclass has `logits`, as in the
-    transformers library, only they count: the rest is hidden states and attentions. Otherwise all values
-        except None count.
-
-    Raises:
-        ValueError: The module returned nothing, or not only tensors.
+    If a mapping or dataclass has `logits`, as in the transformers library, only they count: the rest is
+    hidden states and attentions. Otherwise all values except None count. Raises ValueError for anything but
+    tensors.
     """
     if isinstance(output, torch.Tensor):
         return (output,)

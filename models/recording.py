@@ -50,9 +50,6 @@ def record_program(
         samples: (number of rows, length if any) -> inputs.
         varying: Dynamic dimensions of each input, as for `torch.export`.
         lengths: Lengths to compare, for inputs that are padded to their longest row.
-
-    Raises:
-        NoProgramError: The network cannot be recorded.
     """
     try:
         # A trace changes `nn.Module` itself, so the lock also covers `_compare`, which runs the network.

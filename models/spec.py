@@ -1,8 +1,4 @@
-"""`ModelSpec`: a network as an import path and JSON keyword arguments.
-
-A spec travels from the driver to the ranks and is saved as text with the weights, so a model is rebuilt
-without unpickling.
-"""
+"""`ModelSpec`: a network as an import path and JSON keyword arguments, saved and rebuilt without pickle."""
 
 from __future__ import annotations
 

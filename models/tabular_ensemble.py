@@ -1,8 +1,8 @@
 """A deep ensemble of tabular networks in one module.
 
 Lakshminarayanan, Pritzel and Blundell 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep
-Ensembles". Averaging the members' outputs in training would make them one wide network, so a loss
-`..._per_member` compares each member with the label.
+Ensembles". A loss `..._per_member` compares each member with the label, because averaging the outputs in
+training would make the members one wide network.
 """
 
 from collections.abc import Iterable, Sequence

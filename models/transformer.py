@@ -1,7 +1,7 @@
 """Transformers: an encoder that classifies sequences of token ids, and a causal language model.
 
 Vaswani et al. 2017, "Attention Is All You Need", with normalization before each sublayer (Xiong et al. 2020)
-and learned positions. A mixture of experts may replace the perceptron of some blocks.
+and learned positions.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class WholeRows:
     def mask(self, mask: torch.Tensor | None, seq: int) -> torch.Tensor | None:
         """Returns the mask for `attend`, over all tokens; sequence-sharded rows always have one.
 
-        `mask` is (batch, 1, 1, seq) booleans, False for tokens to ignore; None for none.
+        `mask` is (batch, 1, 1, seq) booleans, False for tokens to ignore.
         """
         return mask
 

@@ -1,9 +1,8 @@
 """Hogwild: the ranks of one host train the same weights in shared memory, without a lock.
 
 Recht et al. 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent". Two ranks
-that write one element at the same time may lose an update; the paper's bound is for sparse gradients and
-plain SGD. A step uses the mean gradient of the rank's own rows, with the rate divided by the number of ranks.
-Servers without parameters keep the ranks' clocks, so `settle` can wait, and a lost rank is noticed.
+that write one element at the same time may lose an update. A step uses the mean gradient of the rank's own
+rows, with the rate divided by the number of ranks. Servers without parameters keep the ranks' clocks.
 """
 
 from __future__ import annotations

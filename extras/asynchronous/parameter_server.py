@@ -78,7 +78,7 @@ def open_service(
 ) -> tuple[ShardServer, ParameterClient]:
     """Serves this rank's table, and connects this rank to all servers. Runs on every rank.
 
-    The authenticated collective carries the addresses and the token of each server, which peers must prove.
+    The authenticated collective carries the addresses and tokens of the servers.
     """
     # Pushes and pulls are no calls of the collective.
     collective.operations.sees_all = False

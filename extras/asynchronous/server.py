@@ -1,7 +1,6 @@
 """Serves one rank's table to the other workers, in threads of the rank's process.
 
-Each worker has one connection to each server, so a pull sees all earlier pushes of its worker. A peer that
-does not know the run's token is disconnected. A worker whose connection ends has left.
+A peer that does not know the run's token is disconnected. A worker whose connection ends has left.
 """
 
 from __future__ import annotations

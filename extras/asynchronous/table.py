@@ -1,9 +1,8 @@
 """One server's shard of the parameters, its optimizer, and the workers' clocks. Thread-safe.
 
 With a bound of 0 the pushes of all workers are summed in rank order and applied as one step, which equals
-training with the sum of the gradients, bitwise. Otherwise each push, the mean gradient of a worker's own
-rows, is applied on arrival as its own step, and the rate is divided by the number of workers, so that one
-push per worker moves the weights about as far as one common step.
+training with the sum of the gradients, bitwise. Otherwise each push, the mean gradient of the worker's rows,
+is applied on arrival as its own step, and the rate is divided by the number of workers.
 
 For late gradients the rate may be divided by the staleness, in steps of other workers since the worker's last
 read (Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning").

@@ -1,9 +1,8 @@
 """Averages a vector over the ranks with 32, 16 or 8 bits per element.
 
-For 16 and 8 bits the ranks first agree on the largest magnitude m of each parameter, then all-reduce the
-scaled elements. With n ranks, the error of an element of the average is at most m n / 4,096 for fp16, and
-m / (2 floor(127 / n)) for int8, whose sum of n integers must stay within 127. A value that is not finite
-makes its whole parameter NaN on all ranks, so the next loss shows it.
+For 16 and 8 bits the elements are scaled by the largest magnitude m of each parameter over all ranks. With n
+ranks, the error of the average is at most m n / 4,096 for fp16, and m / (2 floor(127 / n)) for int8, whose
+sum of n integers must stay within 127. A value that is not finite makes its whole parameter NaN.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """DiLoCo: the change of the weights in a period is the gradient of an outer optimizer.
 
-Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models": the outer
-gradient is the weights at the period's start minus the average of the ranks' weights at its end.
-
-Douillard et al. 2025, "Streaming DiLoCo with overlapping communication": one of F fragments of the parameters
-synchronizes every H / F steps. Its outer gradient is sent tau steps before it is used. Then each rank's
-weights become alpha * its own + (1 - alpha) * the outer optimizer's.
+Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models". Streaming
+(Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"): one of F fragments of the
+parameters synchronizes every H / F steps. Its outer gradient is sent tau steps before it is used. Then each
+rank's weights become alpha * its own + (1 - alpha) * the outer optimizer's.
 """
 
 from __future__ import annotations

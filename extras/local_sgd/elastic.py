@@ -1,8 +1,7 @@
-"""Elastic averaging: the ranks and a centre attract each other every few steps.
+"""Elastic averaging: the ranks and a centre, which is the model, attract each other every few steps.
 
 Zhang, Choromanska and LeCun 2015, "Deep learning with Elastic Averaging SGD", synchronous: with d_i = x_i -
 c for rank i's weights x_i and the centre c, x_i becomes x_i - alpha d_i and c becomes c + alpha sum(d_i).
-The model is the centre, which every rank keeps.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A rank differentiates the loss of its rows, divided by the rows of the whole batch, times the number of
 ranks. So the average of the ranks' gradients is the gradient of the synchronous step, also with uneven
-shards. All ranks take the same number of steps, so they synchronize without negotiation.
+shards.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def average_state(
 ) -> None:
     """Averages momentum and second moments over the ranks. Runs on every rank.
 
-    Step counts are not averaged, nor is the state of a parameter that never had a gradient on some rank.
+    The state of a parameter that never had a gradient on some rank is not averaged.
     """
     device = parameters[0].device
     has = torch.tensor([float(bool(optimizer.state.get(p))) for p in parameters], device=device)

@@ -1,7 +1,7 @@
 """A stage's passes over one micro-batch in sequence chunks, section by section.
 
-Each chunk of each section has its own graph, with its inputs and initial states as leaves. So the gradients
-of a chunk can be sent before the backward pass of the previous chunk; chunks run in reverse order.
+Each chunk of each section has its own graph, with its inputs and initial states as leaves, so its gradients
+can be sent before the backward pass of the previous chunk. Chunks run backward in reverse order.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,18 +12,27 @@ from torch import nn
 
 from ringspark.estimators.parallel.model.pipeline.actions import Action
 from ringspark.estimators.parallel.model.pipeline.executor import Executor, select_differentiable
-from ringspark.estimators.parallel.model.pipeline.transfers import StagePlacement
-from ringspark.estimators.parallel.model.pipeline.wire import Values, Wait, Wire
-from ringspark.extras.schedules.chunk_passes import Give, LiveChunks
-from ringspark.extras.schedules.chunked_stages import ADDS_IN_CHUNKS, ChunkedStages
-from ringspark.models.chain import as_values
+from ringspark.estimators.parallel.model.pipeline.sections import StageSection
+from ringspark.estimators.parallel.model.pipeline.wire import Values, Wait
+from ringspark.extras.schedules.chunk_passes import (
+    ChunkPass,
+    Give,
+    Gradients,
+    LiveChunks,
+    Span,
+    run_backward,
+    run_forward,
+)
+from ringspark.models.chain import State, as_values
+from ringspark.models.reports import num_losses
+
+_ADDS_IN_CHUNKS = (
+    "parallelism's 'time_chunks' does not support layers that add to the loss in a stage that works on "
+    "sequence chunks; leave 'time_chunks' out"
+)
 
 
 class ChunkedExecutor(Executor):
-    def __init__(self, place: StagePlacement, wire: Wire) -> None:
-        super().__init__(place, wire)
-        self._chunked = ChunkedStages(place, self._exchange)
-
     def _evaluate(
         self, module: nn.Module, stage: int, micro: int, inputs: Sequence[torch.Tensor]
     ) -> tuple[Any, list[Wait]]:
@@ -33,7 +42,7 @@ class ChunkedExecutor(Executor):
         returned: list[Any] = []
         give = self._giver(stage, micro, sent, returned)
         with self.weights(micro), self.around():
-            self._chunked.run_forward(module, stage, micro, inputs, give, nullcontext)
+            self._run_forward(module, stage, micro, inputs, give, nullcontext)
         return returned[0] if returned else None, sent
 
     def _keep_forward(
@@ -54,13 +63,13 @@ class ChunkedExecutor(Executor):
         span = partial(self.recorder.span, action)
         # One context for all chunks, because it collects the layers' reports of the micro-batch.
         with self.weights(micro), self.around():
-            live.sections = self._chunked.run_forward(module, stage, micro, arguments, give, span)
+            live.sections = self._run_forward(module, stage, micro, arguments, give, span)
         if stage == self._place.last:
             # Outside autocast, as for whole rows: the loss is computed in fp32.
             with self.recorder.span(action):
                 live.sections[-1][0].results = select_differentiable((loss(returned.pop()),))
         elif added() is not None:
-            raise ValueError(ADDS_IN_CHUNKS)
+            raise ValueError(_ADDS_IN_CHUNKS)
 
     def _backward(self, action: Action) -> None:
         _, stage, micro = action
@@ -68,9 +77,7 @@ class ChunkedExecutor(Executor):
             super()._backward(action)
             return
         with self.weights(micro):
-            self._chunked.run_backward(
-                stage, micro, self._live[stage, micro], partial(self.recorder.span, action)
-            )
+            self._run_backward(stage, micro, self._live[stage, micro], partial(self.recorder.span, action))
         del self._live[stage, micro]
 
     def _giver(self, stage: int, micro: int, sent: list[Wait], returned: list[Any]) -> Give:
@@ -85,3 +92,60 @@ class ChunkedExecutor(Executor):
             return select_differentiable(outputs)
 
         return give
+
+    def _run_forward(
+        self,
+        module: nn.Module,
+        stage: int,
+        micro: int,
+        arguments: Sequence[torch.Tensor | None],
+        give: Give,
+        span: Span,
+    ) -> list[list[ChunkPass]]:
+        """Runs a stage, the first one on `arguments`; returns the chunks by section."""
+        streams_in, lengths = self._place.streams_in(stage), self._exchange.lengths(micro)
+        if stage == 0:
+            arriving: Iterator[Values] = iter([tuple(arguments)])
+        else:
+            chunks = range(len(lengths) if streams_in else 1)
+            arriving = (self._exchange.arrived(True, stage, micro, chunk) for chunk in chunks)
+
+        def call(
+            values: Values, section: StageSection, states: Sequence[State]
+        ) -> tuple[Any, Sequence[State]]:
+            known = num_losses()
+            found: tuple[Any, Sequence[State]] = module(
+                *values,
+                stage=stage,
+                part=(section.first, section.end, states if section.is_chunked else None),
+            )
+            if section.is_chunked and num_losses() > known:
+                raise ValueError(_ADDS_IN_CHUNKS)
+            return found
+
+        sections = self._place.sections[stage]
+        return run_forward(sections, lengths, arriving, call, give, streams_in=streams_in, span=span)
+
+    def _run_backward(self, stage: int, micro: int, live: LiveChunks, span: Span) -> None:
+        place, lengths = self._place, self._exchange.lengths(micro)
+        if stage == place.last:
+            gradients: Gradients = [[torch.ones_like(r) for r in live.sections[-1][0].results]]
+        else:
+            chunks = reversed(range(len(lengths) if place.streams[stage] else 1))
+            gradients = (self._exchange.arrived(False, stage, micro, chunk) for chunk in chunks)
+        streams_in = place.streams_in(stage)
+        found = run_backward(
+            place.sections[stage], live.sections, lengths, gradients, streams_in=streams_in, span=span
+        )
+        sent: list[Wait] = []
+        chunk = len(lengths) if streams_in else 1
+        for own in found:
+            chunk -= 1
+            if stage > 0:
+                sent.append(self._exchange.hand_back(own, stage, micro, chunk))
+        for wait in live.sent:
+            # The gradients have arrived, so this does not wait.
+            wait()
+        if sent:
+            self._exchange.limit_sends()
+            self._exchange.keep(sent)

@@ -9,10 +9,9 @@ from pyspark.sql import DataFrame
 
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.launch.python_daemon import choose_daemon
-from ringspark.estimators.stages.declared import set_params
 from ringspark.extras.search.objective import Objective
 from ringspark.extras.search.search_model import SearchModel
-from ringspark.extras.search.search_params import _OptunaParams, named_pruner
+from ringspark.extras.search.search_params import _OptunaParams
 from ringspark.extras.search.search_stage import SearchStage
 from ringspark.extras.search.space import Space
 from ringspark.extras.search.study import JOURNAL, check_choices, open_study, pruner_of, sampler_of
@@ -39,14 +38,6 @@ class OptunaSearch(_OptunaParams, SearchStage):
 
     The keywords of the constructor are the Params: see `explainParams()`.
     """
-
-    def __init__(self, **params: Any) -> None:
-        super().__init__()
-        set_params(self, named_pruner(params))
-
-    def setParams(self, **params: Any) -> OptunaSearch:
-        set_params(self, named_pruner(params))
-        return self
 
     def _fit(self, dataset: DataFrame) -> SearchModel:
         check_frame(dataset, "OptunaSearch.fit")

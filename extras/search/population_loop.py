@@ -1,7 +1,7 @@
 """The rounds of a population: all members train, then the worst resume from the best.
 
 Each member trains each round in its own folder, which begins with a copy of a checkpoint of the previous
-round. The result of a round is saved once; a killed driver's unsaved round is resumed.
+round. A killed driver's unsaved round is resumed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ from ringspark.estimators.stages.fit_data import discard
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, copy_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.search.objective import Objective
-from ringspark.extras.search.one_training import train_in
 from ringspark.extras.search.population import Member, Population
-from ringspark.extras.search.search_folder import SearchFolder, check_settings, damage_error, failure_reason
 from ringspark.extras.search.space import Space
 from ringspark.extras.search.stop_file import ask_to_stop
+from ringspark.extras.search.trainings import (
+    SearchFolder,
+    check_settings,
+    damage_error,
+    failure_reason,
+    run_in_threads,
+    train_in,
+)
 from ringspark.extras.search.trial_data import TrialData
 from ringspark.extras.search.trial_table import EPOCHS, REASON, SECONDS, in_words
-from ringspark.extras.search.trial_threads import run_in_threads
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import parse_object, record
 
@@ -80,12 +85,6 @@ class PopulationLoop:
         epochs: int,
         epochs_per_round: int,
     ) -> None:
-        """Reads the state that an earlier driver saved in `run_uri`.
-
-        Args:
-            about: Settings, as text, that a resumed search must repeat.
-            epochs: Epochs of all rounds together.
-        """
         self._population, self._space, self._objective = population, space, objective
         self._data, self._dataset, self._run_uri = data, dataset, run_uri
         self._about = dict(about)

@@ -9,7 +9,6 @@ from pyspark.sql import DataFrame
 
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.launch.python_daemon import choose_daemon
-from ringspark.estimators.stages.declared import set_params
 from ringspark.extras.search.objective import Objective
 from ringspark.extras.search.population import Population
 from ringspark.extras.search.population_loop import ROUND, STATE, PopulationLoop
@@ -49,14 +48,6 @@ class PopulationSearch(_PopulationParams, SearchStage):
 
     The keywords of the constructor are the Params: see `explainParams()`.
     """
-
-    def __init__(self, **params: Any) -> None:
-        super().__init__()
-        set_params(self, params)
-
-    def setParams(self, **params: Any) -> PopulationSearch:
-        set_params(self, params)
-        return self
 
     def _fit(self, dataset: DataFrame) -> SearchModel:
         check_frame(dataset, "PopulationSearch.fit")

@@ -126,12 +126,11 @@ class _SearchParams(DeclaredParams):
         )
     )
 
+    _defaults: tuple[Setting[Any], ...] = (_PARALLELISM, _TRAIN_RATIO, _SEED)
+
     def __init__(self) -> None:
         super().__init__()
-        self._set_defaults(_PARALLELISM, _TRAIN_RATIO, _SEED)
-
-    def _set_defaults(self, *settings: Setting[Any]) -> None:
-        self._setDefault(**{setting.name: setting.default for setting in settings})
+        self._setDefault(**{setting.name: setting.default for setting in self._defaults})
 
     def getSpace(self) -> Any:
         """Gets `space`: ranges by name, or the callable."""
@@ -149,9 +148,7 @@ class _OptunaParams(_SearchParams):
     sampler, getSampler, setSampler = declared(_SAMPLER)
     pruner, getPruner, setPruner = declared(_PRUNER)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._set_defaults(_NUM_TRIALS, _SAMPLER, _PRUNER)
+    _defaults = (*_SearchParams._defaults, _NUM_TRIALS, _SAMPLER, _PRUNER)
 
     def _set(self: S, **values: Any) -> S:
         return super()._set(**named_pruner(values))
@@ -162,7 +159,4 @@ class _PopulationParams(_SearchParams):
     epochsPerRound, getEpochsPerRound, setEpochsPerRound = declared(_EPOCHS_PER_ROUND)
     quantile, getQuantile, setQuantile = declared(_QUANTILE)
     perturbation, getPerturbation, setPerturbation = declared(_PERTURBATION)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._set_defaults(_POPULATION, _EPOCHS_PER_ROUND, _QUANTILE, _PERTURBATION)
+    _defaults = (*_SearchParams._defaults, _POPULATION, _EPOCHS_PER_ROUND, _QUANTILE, _PERTURBATION)

@@ -14,11 +14,12 @@ from pyspark.sql import functions as F
 
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.run_layout import IDENTITY
+from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.persistence import Description, StageReader
 from ringspark.estimators.torch_estimator import _TorchEstimator
 from ringspark.extras.search.population_loop import ROUND, STATE
 from ringspark.extras.search.saved_search import SearchWriter, load_part
-from ringspark.extras.search.search_params import _SearchParams
+from ringspark.extras.search.search_params import _SearchParams, named_pruner
 from ringspark.extras.search.study import JOURNAL
 from ringspark.extras.search.trial_data import KEYS, SHARDS
 from ringspark.pipelines import storage
@@ -34,6 +35,15 @@ _MARKS = {JOURNAL, STATE, f"{ROUND}-"}
 
 
 class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # type: ignore[type-arg]
+    def __init__(self, **params: Any) -> None:
+        super().__init__()
+        set_params(self, named_pruner(params))
+
+    def setParams(self: S, **params: Any) -> S:
+        """Sets several Params at once."""
+        set_params(self, named_pruner(params))
+        return self
+
     def copy(self: S, extra: Any = None) -> S:
         """Returns a copy with a copy of the estimator, which takes its Params of `extra`."""
         extra = dict(extra or {})

@@ -1,7 +1,6 @@
 """The space of a search: the estimator's Params that vary, and their ranges.
 
-A name is a Param, or "model.x" for the argument x of the estimator's ModelSpec. Names and the ends of all
-ranges are checked before anything starts; a callable is checked with each of its trials.
+A name is a Param, or "model.x" for the argument x of the estimator's ModelSpec.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A file in a trial's run folder stops the trial; rank 0 looks for it.
 
-The gang then ends as after an error of user code, so no process is killed and the slots are free. A gang in
-the queue stops once it has started, and the hang detector ends a hanging gang.
+The gang then ends as after an error of user code, so no process is killed and the slots are free.
 """
 
 from __future__ import annotations

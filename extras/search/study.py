@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ringspark.estimators.names import check_name
-from ringspark.extras.search.search_folder import check_settings, damage_error
+from ringspark.extras.search.trainings import check_settings, damage_error
 from ringspark.models.process_state import ignore_warnings
 from ringspark.pipelines import storage
 

@@ -1,7 +1,6 @@
 """The trials of one search: concurrent gangs, started by threads, with one thread that watches them all.
 
-A trial's end is reported to optuna once. A killed driver's unreported trial is resumed, from its checkpoint
-if it has one. Only the best trial keeps its folder.
+A killed driver's unreported trial is resumed. Only the best trial keeps its folder.
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ from ringspark.estimators.stages.fit_data import discard
 from ringspark.estimators.training.history import EpochRecord, read_history
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.search.objective import Objective
-from ringspark.extras.search.one_training import train_in
-from ringspark.extras.search.search_folder import SearchFolder, failure_reason
 from ringspark.extras.search.space import Space
 from ringspark.extras.search.stop_file import ask_to_stop
 from ringspark.extras.search.study import import_optuna
+from ringspark.extras.search.trainings import SearchFolder, failure_reason, run_in_threads, train_in
 from ringspark.extras.search.trial_data import TrialData
 from ringspark.extras.search.trial_table import EPOCHS, REASON, SECONDS
-from ringspark.extras.search.trial_threads import run_in_threads
 from ringspark.models.process_state import ignore_warnings
 from ringspark.pipelines import storage
 

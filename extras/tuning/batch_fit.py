@@ -1,8 +1,4 @@
-"""`batch_that_fits`: finds by training the largest micro-batch that fits a worker's memory.
-
-The batch of an optimizer step and its learning rate do not change; the batch is split into more micro-batches
-until one fits.
-"""
+"""`batch_that_fits`: finds by training the largest micro-batch that fits a worker's memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Folds as a column of numbers 0..k-1, for Spark's `CrossValidator(foldCol=...)` and `fold_pairs`.
 
-A row's fold depends only on the rows and the seed, not on order or partitions. Rows are dealt out in the
-order of a hash instead of taking a hash modulo k, which bounds the difference of any two folds: for
-`stratified_folds` by one row per class and one row in total, for `grouped_folds` by the largest group.
+A row's fold depends only on the rows and the seed. Rows are dealt out in the order of a hash, so two folds
+differ at most by one row per class in `stratified_folds`, and by the largest group in `grouped_folds`.
 """
 
 from __future__ import annotations

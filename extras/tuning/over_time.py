@@ -1,8 +1,7 @@
 """Folds of a time series: each validates on rows after all its training rows, with a gap.
 
 The k + 1 blocks of time have about the same number of rows. Fold i trains on the blocks up to the i-th and
-validates on the next one. In every fold, a training row is more than `gap` before any validation row, for
-labels that look ahead and features that look back, such as "departures of the next 3 hours".
+validates on the next one.
 """
 
 from __future__ import annotations

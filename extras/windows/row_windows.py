@@ -2,8 +2,7 @@
 
 Three steps use one ordering (the keys, then the time), so Spark shuffles and sorts once. They number the rows
 of each series, find the start of each unbroken run, and collect the values with `collect_list` over a frame
-of rows, which was twice as fast as an array of lags. Times are compared as whole numbers, the microseconds or
-days since 1970. Rows that a series cannot order raise an error when the plan runs.
+of rows, which was twice as fast as an array of lags. Rows that a series cannot order raise an error.
 """
 
 from __future__ import annotations

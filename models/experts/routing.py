@@ -68,7 +68,7 @@ class Routing:
         asked: Requested assignments, (batch,) fp32; with expert choice, tokens.
         dropped: Requested assignments beyond the capacity, (batch,) fp32.
         balance: Switch's balance loss of each row, (batch,) fp32: `num_experts` times the sum over experts of
-            the share of first choices times the mean probability. 1 if both are even.
+            the share of first choices times the mean probability.
     """
 
     tokens: torch.Tensor
@@ -86,8 +86,6 @@ Router = Callable[[torch.Tensor, torch.Tensor, CapacityRule], Routing]
 def switch(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule) -> Routing:
     """Each token requests its best expert (Fedus et al. 2021, "Switch Transformers").
 
-    The token multiplies the expert's output by its probability.
-
     Args:
         logits: (batch, seq, num_experts) fp32.
         real: (batch, seq) booleans, False for padding.
@@ -96,18 +94,14 @@ def switch(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule) -> Rout
 
 
 def gshard(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule) -> Routing:
-    """Each token requests its two best experts, with weights that sum to 1 before tokens are dropped.
-
-    Lepikhin et al. 2020, "GShard". Arguments as in `switch`.
-    """
+    """Each token requests its two best experts (Lepikhin et al. 2020, "GShard"). Arguments as in `switch`."""
     return _tokens_choose(logits, real, rule, 2)
 
 
 def expert_choice(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule) -> Routing:
-    """Each expert takes the tokens of a row with the highest probabilities, up to its capacity.
+    """Each expert takes the tokens of a row with the highest probabilities (Zhou et al. 2022).
 
-    Zhou et al. 2022. A token may have several experts, or none. The load is even, so the balance loss is 0.
-    Arguments as in `switch`.
+    A token may have several experts, or none. The load is even, so the balance loss is 0.
     """
     batch, seq, num_experts = logits.shape
     probabilities = logits.softmax(-1)

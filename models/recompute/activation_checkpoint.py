@@ -1,11 +1,9 @@
 """Activation checkpointing: drops activations in the forward pass, and recomputes them in the backward pass.
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost": only the inputs of about sqrt(n) segments
-of a chain of n blocks are stored, so memory is O(sqrt(n)) for one more forward pass.
-
-Only the instance attribute `forward` of the chosen modules is replaced, so types, parameter names, state-dict
-keys and hooks stay. On the CPU outputs and gradients are bitwise the same. Buffers that a forward pass
-updates (running means) are updated once. Nothing is recomputed in evaluation or without gradients.
+of n blocks are stored. Only the instance attribute `forward` of the chosen modules is replaced, so types,
+state-dict keys and hooks stay. On the CPU results are bitwise the same, and buffers such as running means are
+updated once. Nothing is recomputed in evaluation.
 """
 
 from __future__ import annotations

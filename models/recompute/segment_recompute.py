@@ -1,11 +1,10 @@
 """A segment: calls of modules that keep only their inputs, and run again in the backward pass.
 
 As in `torch.utils.checkpoint` (non-reentrant), a rerun only supplies the saved tensors of the forward pass's
-autograd graph. So the network's own code between two calls (masks, lists of hidden states) is not run again.
-
-A tensor made by a call of the segment is recomputed, not kept. Every other argument of a call is kept through
-autograd, so that outer hooks (offload, compression) see it and a change in place raises. Nothing in the graph
-refers to a later part of it, so a graph without a backward pass is freed at once.
+autograd graph, so the network's own code between two calls is not run again. A tensor made by a call is
+recomputed. Every other argument is kept through autograd, so that outer hooks (offload, compression) see it
+and a change in place raises. Nothing in the graph refers to a later part of it, so a graph without a backward
+pass is freed at once.
 """
 
 from __future__ import annotations
