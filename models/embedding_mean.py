@@ -16,9 +16,6 @@ class EmbeddingMean(nn.Module):
         dim: Width of the embeddings.
         out_features: Outputs per row.
         dropout: Dropout probability on the mean.
-
-    Raises:
-        ValueError: If an argument is out of range.
     """
 
     def __init__(self, vocab_size: int, dim: int, out_features: int, dropout: float = 0.0) -> None:

@@ -11,9 +11,6 @@ class Linear(nn.Module):
 
     It is linear regression with a squared loss, and logistic regression with a cross-entropy loss, for which
     its outputs are logits.
-
-    Raises:
-        ValueError: If a size is below 1.
     """
 
     def __init__(self, in_features: int, out_features: int = 1) -> None:

@@ -64,9 +64,6 @@ class MLP(nn.Module):
         activation: A name in `ACTIVATIONS`.
         dropout: Probability of zeroing a hidden unit in training.
         norm: `"none"`, `"batch"` (training needs at least two rows per batch) or `"layer"`.
-
-    Raises:
-        ValueError: If an argument is out of range.
     """
 
     def __init__(

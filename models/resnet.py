@@ -49,9 +49,6 @@ class ResNet(nn.Module):
         depths: Blocks of each stage; `[n, n, n]` gives the paper's networks.
         width: Channels of the first stage; each further stage has twice as many.
         norm: `"batch"` or `"group"`.
-
-    Raises:
-        ValueError: If an argument is out of range.
     """
 
     def __init__(

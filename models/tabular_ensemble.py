@@ -20,9 +20,6 @@ class TabularEnsemble(nn.Module):
     Args:
         members: Number of networks; time and memory grow with it.
         cardinalities, num_numeric, hidden, out_features, dropout, embedding_dropout: See `TabularNet`.
-
-    Raises:
-        ValueError: If an argument is out of range.
     """
 
     def __init__(

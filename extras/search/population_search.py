@@ -65,13 +65,7 @@ class PopulationSearch(_PopulationParams, SearchStage):
         with self._split(dataset, fit) as (training, held_out), closing(TrialData(training, run_uri)) as data:
             manifest = data.manifest(fit.data)
             objective = Objective.of(fit, manifest, self.getMonitor(), self.getEvaluator(), held_out)
-            rules = {
-                "population": self.getPopulation(),
-                "epochsPerRound": self.getEpochsPerRound(),
-                "quantile": self.getQuantile(),
-                "perturbation": self.getPerturbation(),
-                "seed": self.getSeed(),
-            }
+            rules = ("population", "epochsPerRound", "quantile", "perturbation", "seed")
             loop = PopulationLoop(
                 population=Population(
                     ranges=space.ranges,
@@ -90,7 +84,7 @@ class PopulationSearch(_PopulationParams, SearchStage):
                     **space.fixed_settings(fit, manifest),
                     "space": space.text,
                     "value": objective.text,
-                    **{name: repr(value) for name, value in rules.items()},
+                    **{name: repr(self.getOrDefault(name)) for name in rules},
                 },
                 epochs=fit.config.epochs,
                 epochs_per_round=self.getEpochsPerRound(),

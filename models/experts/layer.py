@@ -107,9 +107,6 @@ class MixtureOfExperts(CountingLayer):
             jitter: In training the router's input is multiplied by numbers between 1 - jitter and 1 + jitter.
             random_second: Whether training requests `gshard`'s second choice at random, see `CapacityRule`.
             causal: Whether routing ignores later tokens of a row. Earlier tokens then get capacity first.
-
-        Raises:
-            ValueError: An argument is out of range, or excludes another one.
         """
         super().__init__()
         _check_router(num_experts, router, capacity_factor, causal, random_second)

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from ringspark.models.checks import suggest
-from ringspark.models.recompute.moving_buffers import MovingBuffers
-from ringspark.models.recompute.segment_recompute import Segment, take_rerun
+from ringspark.models.recompute.segment_recompute import MovingBuffers, Segment, take_rerun
 
 Net = TypeVar("Net", bound=nn.Module)
 Chain = nn.Sequential | nn.ModuleList

@@ -28,20 +28,12 @@ class RandomState:
         """Returns this state without the states that are the same object in `other`."""
         if other is None:
             return self
-        return RandomState(
-            None if self.python is other.python else self.python,
-            None if self.numpy is other.numpy else self.numpy,
-            None if self.cpu is other.cpu else self.cpu,
-            None if self.cuda is other.cuda else self.cuda,
-        )
+        names = ("python", "numpy", "cpu", "cuda")
+        return replace(self, **{n: None for n in names if getattr(self, n) is getattr(other, n)})
 
     def now_of_torch(self) -> RandomState:
-        cpu, cuda = _torch_state(self.cuda or ())
-        return replace(
-            self,
-            cpu=self.cpu if self.cpu is not None and _same_tensors(self.cpu, cpu) else cpu,
-            cuda=self.cuda if self.cuda is not None and _same_cuda(self.cuda, cuda) else cuda,
-        )
+        cpu, cuda = _torch_state(self.cuda or (), self)
+        return replace(self, cpu=cpu, cuda=cuda)
 
     def restore(self) -> None:
         if self.python is not None:
@@ -63,19 +55,12 @@ _latest_numpy_bytes = b""
 def current_state(tensors: Iterable[torch.Tensor]) -> RandomState:
     """Returns the current state of all generators; for CUDA, only of the tensors' devices."""
     global _latest
-    python = random.getstate()
-    cpu, cuda = _torch_state({tensor.device for tensor in tensors if tensor.is_cuda})
-    now, old = RandomState(python, _numpy_state(), cpu, cuda), _latest
-    if old is not None:
-        assert old.cpu is not None
-        assert old.cuda is not None
-        now = RandomState(
-            old.python if old.python == python else python,
-            now.numpy,
-            old.cpu if _same_tensors(old.cpu, cpu) else cpu,
-            old.cuda if _same_cuda(old.cuda, cuda) else cuda,
-        )
-    _latest = now
+    last = _latest
+    python: tuple[Any, ...] | None = random.getstate()
+    if last is not None and last.python == python:
+        python = last.python
+    cpu, cuda = _torch_state({tensor.device for tensor in tensors if tensor.is_cuda}, last)
+    _latest = now = RandomState(python, _numpy_state(), cpu, cuda)
     return now
 
 
@@ -88,8 +73,14 @@ def keep_random_state(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         before.restore()
 
 
-def _torch_state(devices: Iterable[torch.device]) -> tuple[torch.Tensor, Cuda]:
-    return torch.get_rng_state(), {device: torch.cuda.get_rng_state(device) for device in devices}
+def _torch_state(devices: Iterable[torch.device], last: RandomState | None) -> tuple[torch.Tensor, Cuda]:
+    """Returns the state of torch's generators; the objects of `last` if it has not changed."""
+    cpu, cuda = torch.get_rng_state(), {device: torch.cuda.get_rng_state(device) for device in devices}
+    if last is not None and last.cpu is not None and _same_tensors(last.cpu, cpu):
+        cpu = last.cpu
+    if last is not None and last.cuda is not None and _same_cuda(last.cuda, cuda):
+        cuda = last.cuda
+    return cpu, cuda
 
 
 def _numpy_state() -> tuple[Any, ...]:
@@ -124,9 +115,9 @@ def _same_tensors(first: torch.Tensor, second: torch.Tensor) -> bool:
     return first.numel() == second.numel() and _memory(first) == _memory(second)
 
 
-def _memory(state: torch.Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), state.numel())  # uint8
-
-
 def _same_cuda(first: Cuda, second: Cuda) -> bool:
     return first.keys() == second.keys() and all(_same_tensors(first[d], second[d]) for d in first)
+
+
+def _memory(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())  # uint8
