@@ -32,10 +32,9 @@ class RandomHorizontalFlip(nn.Module):
 class RandomCrop(nn.Module):
     """Shifts an image by up to `padding` pixels each way: (batch, channels, height, width) -> the same.
 
-    He et al. 2016, section 4.2: pads all four sides and crops the old size at a random position.
+    Pads all four sides, and crops the old size at a random position (He et al. 2016, section 4.2, with 4).
 
     Args:
-        padding: Pixels on each side; the paper uses 4.
         mode: Fill of `torch.nn.functional.pad`: "reflect", or "constant" for 0, which is black only in images
             that are not normalized.
     """

@@ -28,9 +28,8 @@ class _CannotDeferError(Exception):
 def defer_initialization(build: Callable[[], nn.Module]) -> tuple[nn.Module, InitialWeights] | None:
     """Returns a network with parameters on `meta`, and their initial weights.
 
-    Buffers and plain tensor attributes have their values. Returns None, with the random generator unchanged,
-    for a constructor that reads values (`tensor.item()`), draws from its own generators, or keeps tensors
-    other than parameters in lists.
+    Returns None, with the random generator unchanged, for a constructor that reads values (`tensor.item()`),
+    draws from its own generators, or keeps tensors other than parameters in lists.
     """
     start = torch.get_rng_state()
     recorder = _Recorder(start)

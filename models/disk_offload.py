@@ -58,11 +58,7 @@ class FetchedTensors(dict[str, Any]):
 
 
 def offload_to_disk(module: nn.Module, source: TensorSource, device: torch.device | str = "cpu") -> None:
-    """Makes the module fetch its meta tensors from `source` whenever it uses them.
-
-    Args:
-        module: A meta-device module, see `models.meta_device`. Tensors with values move to `device`.
-        device: Device of the fetched tensors.
+    """Makes a meta-device module fetch its meta tensors to `device` whenever it uses them.
 
     Raises:
         ValueError: The state dict does not hold a meta tensor of the module, or holds a changed form of it.
@@ -143,8 +139,7 @@ class _BarredParameter(_Barred, nn.Parameter):
 class _Prefetcher:
     """Prefetches a used tensor and the tensor that followed it last time.
 
-    Otherwise a memory mapping would read and wait page by page. Embedding tables are not prefetched, because
-    few of their rows are used.
+    Otherwise a memory mapping would read and wait page by page. Few rows of an embedding table are used.
     """
 
     def __init__(self, source: TensorSource, embeddings: set[str]) -> None:

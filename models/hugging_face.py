@@ -3,8 +3,7 @@
     {"transformers": "BertForSequenceClassification", "config": {...}, "attention": "sdpa",
      "dtype": "float32", "frozen": []}
 
-The class must be in the library itself, so no code comes from a model's repository. A network that differs
-from the network rebuilt from the description has no description.
+The class must be in the library itself, so no code comes from a model's repository.
 """
 
 from __future__ import annotations

@@ -29,13 +29,8 @@ def add_lora(
 ) -> list[str]:
     """Adds an adapter to each linear layer whose name matches a pattern; returns the layers' names.
 
-    Args:
-        alpha: The product is scaled by `alpha / rank`.
-        targets: Shell patterns over names of linear layers, such as "*.query".
-        dropout: Dropout probability on the adapter's input.
-
-    Raises:
-        ValueError: A pattern matches no linear layer, or a layer cannot have an adapter.
+    `targets` are shell patterns such as "*.query". The product is scaled by `alpha / rank`. Raises ValueError
+    for a pattern without a layer, and for a layer that cannot have an adapter.
     """
     linear = linear_layers(module)
     chosen: dict[str, nn.Linear] = {}

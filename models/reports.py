@@ -1,7 +1,4 @@
-"""Layers report losses and counts from inside a network, without a change of the network's outputs.
-
-Outside of `collect_reports` nothing is kept, so a recomputed layer adds nothing twice.
-"""
+"""Layers report losses and counts from inside a network, without a change of the network's outputs."""
 
 from __future__ import annotations
 
@@ -66,8 +63,7 @@ def collect_reports() -> Iterator[Reports]:
 def add_loss(rows: torch.Tensor) -> None:
     """Adds the mean of `rows`, the loss of each row, over the global batch to the training loss.
 
-    Rows have the same weights as in the loss of the outputs. Call it in training mode only. A loss that is
-    not a sum over rows would depend on the number of ranks.
+    Call it in training mode only. A loss that is not a sum over rows would depend on the number of ranks.
     """
     reports = _OPEN.get()
     if reports is not None:

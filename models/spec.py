@@ -94,8 +94,8 @@ class ModelSpec:
     def check_apart(self, folder: str) -> None:
         """Refuses a class that a file in `folder`, the saved stage, may define; imports nothing.
 
-        Python treats any folder on `sys.path` as a namespace package, so a path such as `model.weights.net`
-        may lead into a folder of data.
+        Any folder on `sys.path` is a namespace package, so `model.weights.net` may lead into a folder of
+        data.
         """
         if self.target in MODELS:
             return

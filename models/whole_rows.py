@@ -1,7 +1,6 @@
 """The interface between a network over tokens and context parallelism.
 
-A network supports context parallelism if it has an attribute `rows`, calls its methods as the transformers
-do, and attends by the attribute `attend` of its modules. For sequence-sharded rows both are replaced.
+Context parallelism replaces a network's attribute `rows` and the attribute `attend` of its modules.
 """
 
 from __future__ import annotations
@@ -15,24 +14,18 @@ class WholeRows:
     """Rows whose tokens are all on this rank. The methods document sequence-sharded rows too.
 
     Between `pool` and `alike` all ranks of a row compute the same values, so they must draw the same random
-    numbers. Arguments named `tokens` are (batch, seq) booleans, False for padding; None without padding.
-    `seq` is the number of all tokens.
+    numbers. `tokens` are (batch, seq) booleans, False for padding; None without padding. `seq` counts all
+    tokens.
     """
 
     is_spread = False
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns this rank's shard of `x`, without a gradient.
-
-        `x`, such as ids, holds all tokens in dimension `dim` and is equal on all ranks of a row.
-        """
+        """Returns this rank's shard of `x` along `dim`, without a gradient; `x` holds all tokens."""
         return x
 
     def embedded(self, table: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings of this rank's tokens, (batch, own tokens, dim), from (batch, seq) ids.
-
-        The first call of a forward pass.
-        """
+        """Embeds this rank's tokens: (batch, own tokens, dim). The first call of a forward pass."""
         found: torch.Tensor = table(self.own(ids, 1))
         return found
 

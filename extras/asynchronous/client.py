@@ -20,12 +20,11 @@ _NOT_SENT = ("params", "initial_lr", "foreach", "fused", "capturable", "differen
 
 
 class ParameterClient:
-    """One worker's connections to all servers.
+    """One worker's connections to all servers, which are in rank order.
 
     Attributes:
         clock: Number of steps that this worker has ended.
         progress: Called at each step of a worker for which this one waits.
-        bytes_sent: Payload bytes of all pushes to other ranks.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class ParameterClient:
         """Stores its arguments.
 
         Args:
-            links: To each server, in rank order.
             pieces: For each server, its slices by the parameter's index, in its own order.
             optimizer: Its group settings, such as the learning rate, travel with each push.
             bound: See `Asynchronous.bound`.

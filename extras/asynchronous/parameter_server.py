@@ -1,8 +1,7 @@
 """A parameter server whose shards run in the workers: every rank is a worker and serves its shard.
 
-Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server". A step pushes the gradients
-to the servers, which step the optimizer, and pulls weights as new as the consistency promises. With a bound
-of 0 all copies are equal after each step; otherwise they differ until `settle`.
+Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server". With a bound of 0 all copies
+of the weights are equal after each step; otherwise they differ until `settle`.
 """
 
 from __future__ import annotations
@@ -113,12 +112,7 @@ class ServedSync(GradientSync):
         client: ParameterClient,
         collective: Collective,
     ) -> None:
-        """Stores its arguments.
-
-        Args:
-            settings: Optimizer of the network's own parameters; only its group settings are used.
-            optimizer: Optimizer of this rank's shard.
-        """
+        """Stores its arguments; only the group settings of the optimizer `settings` are used."""
         super().__init__(network, settings)
         self.client = client
         self.table = table

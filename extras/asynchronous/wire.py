@@ -1,7 +1,6 @@
 """Messages between a worker and a server: type (1 byte), lengths of header (4) and payload (8), then both.
 
-The header is JSON and the payload tensors as bytes, so nothing is unpickled. The peers have authenticated
-before (see `collectives.rendezvous.channel`).
+The header is JSON and the payload tensors as bytes, so nothing is unpickled.
 """
 
 from __future__ import annotations

@@ -21,10 +21,9 @@ _PER_INT32 = 4
 def start_average(
     values: torch.Tensor, sizes: Sequence[int], collective: Collective, form: str, name: str
 ) -> Callable[[], torch.Tensor]:
-    """Starts to average `values`, 1-D, over all ranks. Runs on every rank.
+    """Starts to average 1-D `values`, which it overwrites, over all ranks. Runs on every rank.
 
     Args:
-        values: They must not be used afterwards.
         sizes: Number of elements of each parameter, which has its own scale.
         form: "fp32" (which keeps fp64), "fp16" or "int8".
 

@@ -34,11 +34,9 @@ def outer_step(
 
 @dataclass
 class Fragment:
-    """Parameters that synchronize together.
+    """Parameters that synchronize together, with the state of their outer optimizer.
 
     Attributes:
-        start: The outer optimizer's weights, (weights,).
-        momentum: Its momentum, (weights,).
         is_settled: Whether the ranks' weights are `start`.
         pending: Waits for the outer gradient in flight and returns it.
     """

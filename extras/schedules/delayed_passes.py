@@ -22,8 +22,8 @@ from ringspark.extras.schedules.delayed import Backlog, DelayedStep, late_by_dep
 class StashedWeights:
     """A copy of a module's parameters at one step, which also collects the gradients of its micro-batches.
 
-    Weight stashing (Narayanan et al. 2019, "PipeDream"): a micro-batch's backward pass uses the weights of
-    its forward pass, and gradients of two steps do not mix.
+    Weight stashing (Narayanan et al. 2019, "PipeDream"): a backward pass uses the weights of its forward
+    pass.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -1,8 +1,4 @@
-"""The value by which a search compares trials.
-
-With an evaluator it is the metric of the model's predictions for held-out rows; otherwise `monitor` in the
-training's history, at the epoch of the model's weights. The pruner sees `monitor` after each epoch.
-"""
+"""The value by which a search compares trials: `monitor`, or an evaluator's metric for held-out rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Decisions of population based training (Jaderberg et al. 2017): who copies whom, and what changes.
 
-They depend only on the seed, the round, the member's number and the values of the previous round. So a search
-whose driver was killed makes the same decisions again.
+They depend only on the seed, the round, the member's number and the values of the previous round, so a killed
+search makes the same decisions again.
 """
 
 from __future__ import annotations

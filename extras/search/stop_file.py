@@ -1,7 +1,4 @@
-"""A file in a trial's run folder stops the trial; rank 0 looks for it.
-
-The gang then ends as after an error of user code, so no process is killed and the slots are free.
-"""
+"""A file in a trial's run folder stops the trial, as an error of user code would: no process is killed."""
 
 from __future__ import annotations
 

@@ -57,10 +57,8 @@ def run_in_threads(
 ) -> None:
     """Runs `work`, which must not raise, in threads until all have ended, even after an error or interrupt.
 
-    Args:
-        watch: Called every `POLL_SECONDS` in the calling thread.
-        end: Receives an error of the calling thread, such as a KeyboardInterrupt, and makes `work` return
-            soon.
+    The calling thread calls `watch` every `POLL_SECONDS`; `end` receives its error, and makes `work` return
+    soon.
     """
     kind = threading.Thread if is_remote(spark) else InheritableThread
     threads = [kind(target=work, name=f"ringspark-search-{i}", daemon=True) for i in range(number)]

@@ -128,11 +128,8 @@ def lr_range_test(
 def rate_range(rates: list[float], losses: list[float], has_diverged: bool = False) -> RateRange:
     """Evaluates the losses of a sweep.
 
-    Args:
-        rates: Increasing rate of each step.
-        losses: Loss of each step. A loss that is not finite is ignored, or is divergence if no finite loss
-            follows.
-        has_diverged: Whether divergence ended the sweep early, maybe before the smoothed loss shows it.
+    A loss that is not finite is ignored, or is divergence if no finite loss follows. With `has_diverged`
+    divergence ended the sweep early, maybe before the smoothed loss shows it.
     """
     loss = np.asarray(losses, float)
     table = pd.DataFrame({"step": range(1, len(rates) + 1), "learning_rate": rates, "train_loss": loss})

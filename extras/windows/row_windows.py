@@ -41,10 +41,8 @@ class RowWindows:
         values: Columns of the history.
         target: Column of the values after the window; None if windows have no target.
         stride: Rows between the ends of two windows of one run.
-        max_gap: Largest distance between two rows of one run, in units of `time` (microseconds, days); or
-            None.
-        gap_days: Calendar days in `max_gap`. In the session's time zone such a day may last 25 hours; it
-            never counts as less than 24.
+        max_gap: Largest distance between two rows of one run, in units of `time` (microseconds, days).
+        gap_days: Calendar days in `max_gap`, which may last 25 hours in the session's time zone.
         skips_invalid: Whether windows with a null, and rows without key or time, are dropped.
         keeps_unlabeled: Whether windows without all their targets are kept.
     """
@@ -64,9 +62,8 @@ class RowWindows:
     def over(self, frame: DataFrame, outputs: dict[str, Column], targets: dict[str, Column]) -> DataFrame:
         """Returns the rows that end a window, with additional columns; lazy.
 
-        Args:
-            outputs: Column name -> expression for one row, collected into an array of the last `steps` rows.
-            targets: Column name -> expression over `label` and `end`.
+        `outputs` are expressions for one row, collected into an array of the last `steps` rows; `targets` are
+        expressions over `label` and `end`.
         """
         histories = {
             name: F.collect_list(value).over(self._order.rowsBetween(1 - self.steps, 0))

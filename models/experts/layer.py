@@ -67,14 +67,14 @@ class Experts(nn.Module):
 class MixtureOfExperts(CountingLayer):
     """A mixture of experts: (batch, seq, dim) -> (batch, seq, dim), to be added to its input.
 
-    In training it adds each row's balance loss and z loss to the network's loss (`reports.add_loss`). In
-    every mode it counts requested and dropped assignments and the load for the history. Evaluation has no
-    noise, and drops tokens like training.
+    In training it adds each row's balance loss and z loss to the network's loss. In every mode it counts
+    requested and dropped assignments and the load for the history. Evaluation has no noise, and drops tokens
+    like training.
 
     Attributes:
         dispatch: Computes rows by experts that may be on other ranks; None if this rank has all experts.
-        rows: Tokens of a row that this rank has; see `WholeRows`. With sequence-sharded rows each rank routes
-            all tokens of a row, and computes its own.
+        rows: See `WholeRows`. With sequence-sharded rows each rank routes all tokens of a row, and computes
+            its own.
     """
 
     rows = WholeRows()

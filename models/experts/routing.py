@@ -21,11 +21,10 @@ class CapacityRule:
         capacity_factor: Capacity of all experts together, as a multiple of the assignments that a row's
             tokens request; None for no limit.
         min_capacity: Smallest capacity of an expert.
-        in_order: Whether choices of earlier tokens precede choices of later tokens, as a causal network
-            needs. If not, all first choices precede all second choices, as in GShard.
+        in_order: Whether all choices of earlier tokens come first, as a causal network needs. If not, all
+            first choices come first, as in GShard.
         random_second: Whether a second choice is requested with a probability of twice its weight.
-        chances: Draws numbers from 0 to 1 for random second choices, shaped like its argument, (batch, seq,
-            1).
+        chances: Draws numbers from 0 to 1 for random second choices, shaped like its argument.
     """
 
     capacity_factor: float | None = 1.25

@@ -88,7 +88,7 @@ def _numpy_state() -> tuple[Any, ...]:
 
     NumPy takes some 100 us to copy its state, so the raw memory is compared first. The memory does not show
     whether the second of a pair of normal numbers is cached, so a state with a cached number is always
-    copied. Without a cached number, the memory must change before a number is cached.
+    copied.
     """
     global _latest_numpy_bytes
     generator = np.random.mtrand.get_bit_generator()
