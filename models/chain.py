@@ -84,7 +84,6 @@ def run_over_time(
 
 
 def as_values(result: object, link: Link) -> tuple[torch.Tensor | None, ...]:
-    """Returns the arguments of a link as a tuple. Raises ValueError if a value is not a tensor."""
     values = result if isinstance(result, tuple) else (result,)
     for value in values:
         if value is not None and not isinstance(value, torch.Tensor):

@@ -165,7 +165,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return states
 
     def replay(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the initialized tensor with its own storage; changes the random generator."""
+        """Returns the initialized tensor; changes the random generator."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def real(leaf: Any) -> Any:

@@ -12,12 +12,10 @@ from ringspark.models.layers import Description
 
 
 def describe_network(module: nn.Module) -> Description | None:
-    """Describes a network; returns None if its class is neither torch's nor transformers'."""
     return layers.describe(module) or hugging_face.describe(module)
 
 
 def build_network(description: Mapping[str, Any]) -> nn.Module:
-    """Builds the network with newly initialized weights. Raises ValueError if the libraries do not fit."""
     if hugging_face.LIBRARY in description:
         return hugging_face.build(description)
     return layers.build(description)

@@ -34,7 +34,6 @@ def get_generator_state(device: torch.device) -> tuple[Tensors, dict[str, Any]]:
 
 
 def set_generator_state(tensors: Tensors, plain: dict[str, Any], device: torch.device) -> None:
-    """Sets all generators to a state from `get_generator_state`. Raises ValueError if it is damaged."""
     try:
         torch.set_rng_state(tensors["torch"].clone())
         if device.type == "cuda" and "cuda" in tensors:

@@ -56,7 +56,6 @@ def describe(module: nn.Module) -> Description | None:
 
 
 def build(description: Mapping[str, Any]) -> nn.Module:
-    """Builds the network with newly initialized weights. Raises ValueError if the library does not fit."""
     try:
         import transformers
     except ImportError:

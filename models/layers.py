@@ -48,7 +48,6 @@ def describe(module: nn.Module) -> Description | None:
 
 
 def build(description: Mapping[str, Any]) -> nn.Module:
-    """Builds the network with newly initialized weights. Raises ValueError if this torch does not fit."""
     try:
         module = _build(description["layers"], "", {})
         module.to(getattr(torch, description["dtype"]))

@@ -134,7 +134,6 @@ def _product(second: Any, first: Any, weight: Any) -> torch.Tensor:
 
 
 def adapter_state(module: nn.Module) -> State:
-    """Returns the trained tensors of a network with adapters; an empty dict without adapters."""
     if not find_adapters(module):
         return {}
     trained = {name for name, p in module.named_parameters() if p.requires_grad}

@@ -35,7 +35,6 @@ def copy_to_meta(module: nn.Module) -> nn.Module:
 
 
 def copy_module(module: nn.Module, memo: dict[int, object] | None = None) -> nn.Module:
-    """Returns a deep copy of a user's module. Raises ValueError if an attribute cannot be copied."""
     try:
         result: nn.Module = copy.deepcopy(module, memo)
     except MemoryError:

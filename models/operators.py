@@ -90,7 +90,6 @@ class Device:
 
 
 def find_operator(name: str) -> Callable[..., Any]:
-    """Returns the operator of this name. Raises ValueError if it is not allowed."""
     if name in ON_SIZES:
         return ON_SIZES[name]
     match = _OPERATOR.fullmatch(name)

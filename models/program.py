@@ -70,7 +70,6 @@ class Program(nn.Module):
         return {name: self.get_buffer(name) for name in names}
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Sets the tensor of this name. Raises ValueError if its shape or dtype does not fit."""
         path, _, own = name.rpartition(".")
         try:
             owner = self.get_submodule(path)
@@ -163,7 +162,6 @@ class _Values(dict[int, Any]):
 
 
 def encode(value: Any) -> Any:
-    """Encodes an argument of a step as JSON. Raises ValueError if its type is not supported."""
     if isinstance(value, ValueRef):
         return {"at": value.index}
     if isinstance(value, float) and not math.isfinite(value):

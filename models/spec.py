@@ -60,7 +60,6 @@ class ModelSpec:
         object.__setattr__(self, "kwargs", checked)
 
     def build(self) -> nn.Module:
-        """Imports the class and calls it. Raises ValueError if either fails."""
         cls = _import_class(self.target)
         signature = inspect.signature(cls)
         try:

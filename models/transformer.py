@@ -67,8 +67,6 @@ class _AttentionBlock(nn.Module):
 
 
 class TransformerBlock(_AttentionBlock):
-    """Attention and a two-layer perceptron; each normalizes its input and adds its output to it."""
-
     def __init__(
         self, dim: int, num_heads: int, mlp_dim: int, dropout: float, attention_dropout: float, causal: bool
     ) -> None:
@@ -283,7 +281,6 @@ class TransformerClassifier(_Trunk):
 
 
 def scores(x: torch.Tensor, tokens: nn.Embedding) -> torch.Tensor:
-    """Multiplies (batch, seq, dim) by every token's embedding: (batch, seq, vocab_size)."""
     return F.linear(x, tokens.weight)
 
 

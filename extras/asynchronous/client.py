@@ -78,7 +78,6 @@ class ParameterClient:
         self._read(None, bound, dict(enumerate(self._parameters)))
 
     def await_all(self) -> None:
-        """Waits until every worker has pushed as many steps as this worker."""
         self._read([], 0, {})
 
     def read_all(self) -> None:
@@ -121,7 +120,6 @@ class ParameterClient:
 
 
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of an optimizer's group that affect its steps, as plain values."""
     plain: dict[str, Any] = {"lr": float(group["lr"])}
     for key, value in group.items():
         is_plain = isinstance(value, bool | int | float | str) or value is None

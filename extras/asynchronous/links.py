@@ -24,13 +24,13 @@ class ServerLink(Protocol):
     """A connection to one server; raises `CollectiveError` if the training has lost a worker."""
 
     def push(self, gradients: Gradients, groups: Groups, *, ends_step: bool) -> int:
-        """Sends gradients; returns the bytes sent. See `ParameterTable.push`."""
+        """Sends gradients; returns the bytes sent."""
 
     def ask(self, indices: Sequence[int] | None, clock: int, bound: int | None) -> None:
         """Starts a pull."""
 
     def answer(self, progress: Callable[[], None]) -> list[torch.Tensor]:
-        """Waits for the values of the pull. See `ParameterTable.pull`."""
+        """Waits for the values of the pull."""
 
     def close(self) -> None: ...
 

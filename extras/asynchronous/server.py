@@ -58,7 +58,6 @@ class ShardServer:
         self._accepting.start()
 
     def take_sent(self) -> int:
-        """Returns the bytes of the values sent since the last call."""
         with self._lock:
             sent, self._sent = self._sent, 0
         return sent

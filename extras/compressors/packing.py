@@ -6,7 +6,6 @@ import torch
 
 
 def in_buckets(values: torch.Tensor, bucket: int) -> torch.Tensor:
-    """Returns (buckets, bucket), padded with zeros."""
     missing = -len(values) % bucket
     return torch.nn.functional.pad(values, (0, missing)).view(-1, bucket)
 

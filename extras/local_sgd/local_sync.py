@@ -50,7 +50,7 @@ class Statistics:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Makes the changed buffers their average over the ranks. Runs on every rank."""
+        """Runs on every rank."""
         if not self._seen:
             return
         buffers = dict(self._network.named_buffers())

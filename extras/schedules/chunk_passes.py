@@ -157,7 +157,6 @@ def _rechunk(
 def _rechunk_gradients(
     found: Iterator[list[torch.Tensor]], is_chunked: bool, before: bool, lengths: Sequence[int]
 ) -> Iterator[list[torch.Tensor]]:
-    """Yields gradients in chunks, the last chunk's first, or as whole rows."""
     if is_chunked == before:
         yield from found
     elif is_chunked:

@@ -81,8 +81,6 @@ class ChunkedExecutor(Executor):
         del self._live[stage, micro]
 
     def _giver(self, stage: int, micro: int, sent: list[Wait], returned: list[Any]) -> Give:
-        """Returns a function that sends a stage's results, or keeps the network's outputs."""
-
         def give(result: Any, chunk: int) -> list[torch.Tensor]:
             if stage == self._place.last:
                 returned.append(result)

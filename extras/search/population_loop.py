@@ -218,7 +218,6 @@ class PopulationLoop:
         return uri
 
     def _discard_all(self, kept: tuple[int, int] | None) -> None:
-        """Removes the folders of all trainings except one, including a killed driver's folders."""
         if self._run_uri is None:
             for key, uri in self._folders.items():
                 if key != kept:

@@ -49,8 +49,8 @@ _OURS = ("ringspark.estimators.", "ringspark.extras.")
 def load_part(uri: str, name: str) -> Any:
     """Loads a part of a saved stage; returns None if there is none.
 
-    Raises ValueError for a class that is neither from ringspark nor an evaluator of Spark ML, unless the user
-    allowed other code.
+    Refuses a class that is neither from ringspark nor an evaluator of Spark ML, unless the user allowed other
+    code.
     """
     folder = storage.join(uri, name)
     if not storage.exists(storage.join(folder, METADATA)):

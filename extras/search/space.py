@@ -78,7 +78,6 @@ class Space:
 
     @property
     def ranges(self) -> dict[str, SearchRange]:
-        """Ranges by name; empty for a callable."""
         return dict(self._ranges)
 
     def fixed_settings(self, fit: CheckedFit, manifest: ShardManifest) -> dict[str, str]:
@@ -111,7 +110,6 @@ class Space:
         return named
 
     def applied(self, values: Mapping[str, Any]) -> Any:
-        """Returns a copy of the estimator with these values. Raises ValueError if a Param refuses one."""
         estimator = self._estimator
         extra = {
             estimator.getParam(name): self._converted(name, value)

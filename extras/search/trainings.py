@@ -100,7 +100,6 @@ class SearchFolder:
 
 
 def check_settings(run_uri: str | None, old: Mapping[str, str], new: Mapping[str, str]) -> None:
-    """Raises ValueError if a search to resume had other settings."""
     changed = [f"{name}: {old.get(name)} -> {value}" for name, value in new.items() if old.get(name) != value]
     if changed:
         raise ValueError(
@@ -116,5 +115,4 @@ def damage_error(run_uri: str | None, file: str, problem: object) -> ValueError:
 
 
 def failure_reason(error: BaseException) -> str:
-    """Returns the first line of an error, for the table of trainings."""
     return (str(error).splitlines() or [type(error).__name__])[0][:300]

@@ -60,30 +60,26 @@ class RunningTrial:
             self.report(read_history(self._run_uri))
 
     def report(self, history: Sequence[EpochRecord]) -> None:
-        """Reports new epochs, and asks the gang to stop if the pruner ends the trial."""
         with self._lock:
             for record in history[self.num_epochs :]:
                 if self.is_pruned:
                     return
-                self._report(record)
+                self.num_epochs = record.epoch
+                if record.epoch > self._last_reported:
+                    self.trial.report(self._objective.of_epoch(record), record.epoch)
+                # The last epoch is already trained, and the earlier driver has judged the epochs before its
+                # last report.
+                if record.epoch < max(self._last_reported, 1) or record.epoch >= self._epochs:
+                    continue
+                # numpy warns about NaN, but a trial with NaN is pruned anyway.
+                with ignore_warnings(category=RuntimeWarning):
+                    self.is_pruned = bool(self.trial.should_prune())
+                if self.is_pruned:
+                    self.stop()
 
     def stop(self) -> None:
         with suppress(OSError):
             ask_to_stop(self._stop_uri)
-
-    def _report(self, record: EpochRecord) -> None:
-        self.num_epochs = record.epoch
-        if record.epoch > self._last_reported:
-            self.trial.report(self._objective.of_epoch(record), record.epoch)
-        # The last epoch is already trained, and the earlier driver has judged the epochs before its last
-        # report.
-        if record.epoch < max(self._last_reported, 1) or record.epoch >= self._epochs:
-            return
-        # numpy warns about NaN, but a trial with NaN is pruned anyway.
-        with ignore_warnings(category=RuntimeWarning):
-            self.is_pruned = bool(self.trial.should_prune())
-        if self.is_pruned:
-            self.stop()
 
 
 class TrialLoop:
@@ -115,7 +111,6 @@ class TrialLoop:
         self._unfinished = [t for t in study.get_trials(deepcopy=False) if not t.state.is_finished()]
 
     def run(self, num_trials: int, parallelism: int) -> None:
-        """Runs the missing trials; blocks until all have ended."""
         self._folder.claim()
         run_in_threads(
             self._spark,
@@ -223,7 +218,6 @@ class TrialLoop:
     def _train(
         self, trial: Any, values: dict[str, Any], running: list[RunningTrial] | None
     ) -> tuple[Any, str]:
-        """Trains one trial, unless it is finished; returns its model and its folder."""
         estimator = self._space.applied(values)
         if self._run_uri is None:
             run = RunFolder.new(estimator._storage_root(self._spark))

@@ -48,6 +48,5 @@ def table_of(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
 
 
 def in_words(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns values by name, as text if JSON has no form of them."""
     plain = (bool, int, float, str, list, dict, type(None))
     return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}

@@ -55,6 +55,5 @@ def plain_copy(estimator: Any) -> Any:
 
 
 def training_rows(estimator: Any, df: DataFrame) -> DataFrame:
-    """Returns the rows that `validationIndicatorCol` leaves for the training."""
     indicator = CheckedFit.of(estimator, df).data.validation_col
     return df if indicator is None else df.where(~F.col(quote(indicator)).cast("boolean"))

@@ -218,7 +218,6 @@ def numbers_of(fields: Sequence[StructField]) -> Column:
 
 
 def value_of(field: StructField) -> Column:
-    """Returns the numbers of one field of a row, in its own type; floats for a vector."""
     if isinstance(field.dataType, VectorUDT):
         return vector_to_array(_col(field), "float32")
     return _col(field)

@@ -191,7 +191,6 @@ class MixtureOfExperts(CountingLayer):
         )
 
     def _compute_assigned(self, flat: torch.Tensor, routing: Routing, num_routed: int) -> torch.Tensor:
-        """Computes each assignment by its expert, and sums per token in fp32."""
         order = routing.experts.argsort(stable=True)
         sizes = self._sizes(routing.experts, flat.shape[0], num_routed)
         order = order[: sum(sizes)]  # assignments without an expert are last

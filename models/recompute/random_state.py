@@ -53,7 +53,6 @@ _latest_numpy_bytes = b""
 
 
 def current_state(tensors: Iterable[torch.Tensor]) -> RandomState:
-    """Returns the current state of all generators; for CUDA, only of the tensors' devices."""
     global _latest
     last = _latest
     python: tuple[Any, ...] | None = random.getstate()
