@@ -30,7 +30,7 @@ _REASON = "the loss diverged"
 
 @dataclass(frozen=True)
 class Sweep:
-    """Raises the rate from `first` in step 0 to 1 in the last step, by the same factor per step."""
+    """Schedule of the sweep: from `first` in step 0 to 1 in the last step, by the same factor per step."""
 
     first: float
 

@@ -100,7 +100,7 @@ class _Call:
 
     Attributes:
         arguments: Leaves of (args, kwargs), with slots for tensors.
-        random: Generator states, except states equal to the previous call's last ones.
+        random: Generator states before the call, without states that the previous call left.
         autocast: (device type, enabled, dtype) for each device type.
         outputs: Slot of each leaf of the return value; None for a leaf that is not a tensor.
     """
