@@ -1,6 +1,7 @@
 """Serves one rank's table to the other workers, in threads of the rank's process.
 
-A peer that does not know the run's token is disconnected. A worker whose connection ends has left.
+Each worker has one connection, so a pull sees its earlier pushes. A peer that does not know the run's token
+is disconnected. A worker whose connection ends has left.
 """
 
 from __future__ import annotations

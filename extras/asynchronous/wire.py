@@ -1,6 +1,7 @@
 """Messages between a worker and a server: type (1 byte), lengths of header (4) and payload (8), then both.
 
-The header is JSON and the payload tensors as bytes, so nothing is unpickled.
+The header is JSON and the payload tensors as bytes, so nothing is unpickled. The peers have authenticated
+before.
 """
 
 from __future__ import annotations
