@@ -217,7 +217,7 @@ class _ReplacedForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """Forward of the network's class, for `inspect.signature`."""
+        """Forward without recomputation, for `inspect.signature`."""
         return self.plain_forward()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
