@@ -1,7 +1,7 @@
 """The arguments of a network: usually one tensor per input column, with one entry per row.
 
-Rows of varying length are concatenated, as `torch.nn.EmbeddingBag` takes them: one argument holds all values
-of the batch, another the start of each row. A sparse vector has indices, starts and values.
+Rows of varying length are concatenated as for `torch.nn.EmbeddingBag`: one argument holds all values of the
+batch, another the start of each row. A sparse vector has indices, starts and values.
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ rows. That input holds its own index."""
 
 
 def list_arguments(columns: Iterable[Column], names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Returns the batch arrays that a network gets for each name: a column's arrays, or the named array.
+    """Returns the batch arrays that a network gets for each name of a column or array.
 
-    Args:
-        names: Names of columns, or of one array of a column, such as "words.length". A column's name means
-        the
-            array of that name only, if another array of the column is named too.
+    If another array of a column is named too, the column's name means only the array of the same name.
     """
     by_name = {column.name: column for column in columns}
 
@@ -70,7 +67,6 @@ def make_layout(arrays: Sequence[tuple[str, BatchArray]]) -> InputLayout:
 
 
 def read_layout(manifest: ShardManifest, names: Sequence[str]) -> InputLayout:
-    """Returns the layout of the inputs called `names`."""
     return make_layout([(name, manifest.described(name)) for name in names])
 
 

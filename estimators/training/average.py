@@ -1,11 +1,8 @@
-"""A moving average of the weights, which is validated and becomes the model if `emaDecay` is set.
+"""Moving average of the weights; with `emaDecay` it is validated and becomes the model.
 
-After each optimizer step that was taken, average = decay * average + (1 - decay) * weights, for the trained
-parameters, from the initial weights (Polyak and Juditsky 1992; Tarvainen and Valpola 2017). Buffers, such as
-the statistics of batch normalisation, are averages already and are not averaged again.
-
-Every rank averages the parameters that it holds, so the ranks' averages are equal without communication.
-16-bit weights are averaged in fp32, because 16 bits would lose one step's share.
+After each optimizer step, average = decay * average + (1 - decay) * weights, for the trained parameters
+(Polyak and Juditsky 1992; Tarvainen and Valpola 2017). Buffers are not averaged. Every rank averages the
+parameters that it holds, without communication; 16-bit weights in fp32, or one step's share would be lost.
 """
 
 from __future__ import annotations
@@ -23,11 +20,7 @@ State = dict[str, torch.Tensor]
 
 
 class Average:
-    """The average of one network's trained parameters; without a decay it does nothing.
-
-    Attributes:
-        values: The average of each parameter by name, on the parameter's device.
-    """
+    """The average of one network's trained parameters by name; it stays empty if the decay is None."""
 
     def __init__(self, network: nn.Module, decay: float | None) -> None:
         self._network = network
@@ -38,7 +31,7 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Adds the weights after an optimizer step to the average."""
+        """Adds the present weights to the average; call it after each optimizer step."""
         # A pipeline stage may have no trained parameters.
         if self._decay is not None and self.values:
             weights = [_at_least_fp32(p.detach()) for p in self._parameters]
@@ -46,7 +39,7 @@ class Average:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Lets the network hold the average inside the context, then the weights again, bitwise."""
+        """Puts the average into the network inside the context, and restores the weights bitwise."""
         if self._decay is None:
             yield
             return
@@ -59,16 +52,13 @@ class Average:
 
     @torch.no_grad()
     def _put(self, tensors: list[torch.Tensor]) -> None:
-        self._free_gathered()
-        for parameter, tensor in zip(self._parameters, tensors, strict=True):
-            parameter.copy_(tensor)
-
-    def _free_gathered(self) -> None:
         # FSDP2 keeps the last unit's gathered parameters after an evaluation; they must be gathered again.
         modules: Any = self._network.modules()
         for module in modules:
             if hasattr(module, "set_reduce_scatter_unused_params"):
                 module.reshard()
+        for parameter, tensor in zip(self._parameters, tensors, strict=True):
+            parameter.copy_(tensor)
 
     @torch.no_grad()
     def load(self, state: State) -> None:

@@ -1,6 +1,6 @@
-"""The batch size of every epoch, and the resulting optimizer steps. Pure: no files, no torch.
+"""The batch size of every epoch and the resulting optimizer steps.
 
-A training has one batch size, or a schedule by epoch (Smith et al. 2018). Driver and ranks count steps only
+A training has one batch size or a schedule by epoch (Smith et al. 2018). Driver and ranks count steps only
 here, so they agree about the position of a training.
 """
 
@@ -16,9 +16,8 @@ class BatchSizes:
     """Rows per optimizer step over all ranks, by epoch, from 0.
 
     Attributes:
-        epochs: Number of epochs of the training.
-        starts: First epoch of each size, rising from 0. All lie within the training.
-        sizes: The sizes, one per entry of `starts`.
+        starts: First epoch of each size, rising from 0, all below `epochs`.
+        sizes: One size per entry of `starts`.
     """
 
     epochs: int
@@ -27,26 +26,17 @@ class BatchSizes:
 
     @classmethod
     def of(cls, batch_size: int, schedule: Sequence[Sequence[int]], epochs: int) -> BatchSizes:
-        """Makes the sizes from two settings.
-
-        Args:
-            batch_size: Size of the first epoch.
-            schedule: Pairs (epoch, size) in the order of their epochs, from 1; a size holds from its epoch
-            on.
-            epochs: Number of epochs; sizes that start later are left out.
-        """
+        """Makes the sizes; `schedule` has pairs (first epoch of a size, size), epochs counted from 1."""
         changes = [(epoch - 1, size) for epoch, size in schedule if epoch <= epochs]
         starts, sizes = zip((0, batch_size), *changes, strict=True)
         return cls(epochs, tuple(starts), tuple(sizes))
 
     @property
     def largest(self) -> int:
-        """The largest size, which must fit into memory."""
         return max(self.sizes)
 
     @property
     def smallest(self) -> int:
-        """The smallest size, which must give every rank a row."""
         return min(self.sizes)
 
     def size(self, epoch: int) -> int:
@@ -87,7 +77,7 @@ class Steps:
         return self.before(whole) + round((epochs - whole) * self.in_epoch(whole))
 
     def epoch_of(self, step: int) -> int:
-        """Returns the epoch of a step, from 0 over the whole training."""
+        """Returns the epoch, from 0, of a step of the whole training."""
         starts = self.batches.starts
         span = bisect_right([self.before(start) for start in starts], step) - 1
         start = starts[span]

@@ -1,8 +1,7 @@
-"""The user's functions on batches: one transforms training rows, one prepares rows for prediction.
+"""The user's functions on batches: `transformBatch` in training, `transformInPrediction` in prediction.
 
-`transformBatch` runs on every rank, on all its rows of a step at once. Its random numbers depend only on the
-seed, the step and the rank, so reruns and resumed runs draw the same. The network's own random numbers, such
-as for dropout, stay the same as without it.
+`transformBatch` gets all rows of a rank's step at once. Its random numbers depend only on seed, step and
+rank, so resumed runs draw the same, and the network's own random numbers (dropout) do not change.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class BatchTransform:
         self._seed, self._rank, self._device = seed + _SEED_OFFSET, rank, device
 
     def __call__(self, batch: Batch, step: int) -> Batch:
-        """Returns the changed batch of step `step`, from 0 over all epochs. Runs on every rank."""
+        """Returns the changed batch; `step` counts from 0 over all epochs. Runs on every rank."""
         gpus = [self._device] if self._device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices=gpus), keep_shared_generators():
             seed_rank(self._seed, step, self._rank)
@@ -49,7 +48,7 @@ class BatchTransform:
 
 
 class PreparedNetwork(nn.Module):
-    """A network behind the function that prepares its inputs."""
+    """A network that first prepares its inputs with the user's function."""
 
     def __init__(self, function: Any, network: nn.Module, device: torch.device | str = "cpu") -> None:
         super().__init__()
@@ -63,7 +62,7 @@ class PreparedNetwork(nn.Module):
 
 
 def prepare_inputs(function: Any, inputs: Tensors, layout: InputLayout = ()) -> Tensors:
-    """Returns the network's inputs for a prediction; `function` is None for none."""
+    """Returns the network's inputs for a prediction, unchanged if `function` is None."""
     if function is None:
         return inputs
     has_rows = count_rows(inputs, layout) > 0
@@ -112,7 +111,7 @@ def takes_labels(function: Any) -> bool:
 def try_transform(
     function: Any, setting: str, inputs: Tensors, labels: Tensors | None, layout: InputLayout = ()
 ) -> tuple[Tensors, Tensors]:
-    """Calls the function on the driver, on a copy of a few rows.
+    """Calls the function on the driver, on copies of a few rows.
 
     Raises ValueError if it fails, or does not return as many tensors with as many rows.
     """

@@ -1,4 +1,4 @@
-"""Builds a module and its optimizer from the settings: on the driver for its checks, and on every rank."""
+"""Builds a module and its optimizer from the settings, on the driver for its checks and on every rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
 def build_configured_optimizer(
     config: TrainConfig, objects: UserObjects, module: nn.Module
 ) -> torch.optim.Optimizer:
-    """Returns the module's optimizer, from the config or the user's factory."""
     return build_optimizer(
         objects.optimizer or config.optimizer,
         module,
@@ -52,13 +51,14 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Builds the optimizer of a module in its final form. Runs on every rank.
 
-    Raises ValueError if the name is unknown, the groups do not fit the module, or the factory returned
-    something other than an optimizer of this module's trainable parameters.
-
     Args:
         spec: A name of `OPTIMIZERS`, or a factory. A factory gets the list of trainable parameters, or
             with `groups` the list of group dicts, and sets rates and decays that a group lacks.
         groups: See `check_groups`; empty or None for one group of all parameters.
+
+    Raises:
+        ValueError: The name is unknown, the groups do not fit the module, or the factory returned something
+            other than an optimizer of this module's trainable parameters.
     """
     trainable: list[Any] = [p for p in module.parameters() if p.requires_grad]
     if not trainable and layout_of(module) is not None:

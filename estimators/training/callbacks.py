@@ -1,8 +1,7 @@
 """Callbacks: user code that runs at fixed points of a training and sees its state.
 
-They run on every rank, each rank with its own copy, so data that a callback collects stays on its rank. A
-callback that writes or logs checks `state.rank == 0`. A callback that raises ends the training. Steps cost
-nothing unless a callback overrides `on_step_end`. `state_dict` returns what a callback needs after a restart.
+Every rank runs its own copy, so data that a callback collects stays on its rank; a callback that writes files
+checks `state.rank == 0`. An exception in a callback ends the training.
 """
 
 from __future__ import annotations
@@ -93,7 +92,6 @@ class Callbacks:
         return len(self._callbacks)
 
     def call(self, event: str, state: TrainingState) -> None:
-        """Calls the method `event` of each callback."""
         for callback in self._callbacks:
             getattr(callback, event)(state)
 

@@ -1,15 +1,9 @@
 """Trains a network compiled by `torch.compile` (Ansel et al. 2024, "PyTorch 2").
 
-Only calls are compiled, in place: the network stays the same object with the same names, so gradient
-synchronization, checkpoints and callbacks see no wrapper. Batches differ by a few rows between steps and
-ranks, so the number of rows is dynamic in the compiled code, which is made once for training and, if rows are
-held out, once for evaluation. A single row runs uncompiled (`skip_single_rows`), because torch would compile
-again for it. With activation checkpointing each recomputed module is compiled separately: a segment must see
-the calls of its modules to repeat them.
-
-torch's default cache of compiled code is a folder under /tmp that anyone can predict and create first, and a
-process loads shared libraries from it. Ours belongs to this user only, and serves later trainings on the
-host. Each host has its own folder, because hosts with other processors may share a home.
+Only calls are compiled, in place, so gradient synchronization, checkpoints and callbacks see no wrapper. The
+number of rows is dynamic in the compiled code, because batches differ by a few rows between steps and ranks.
+With activation checkpointing each recomputed module is compiled separately, because a segment must see the
+calls of its modules to repeat them.
 """
 
 from __future__ import annotations
@@ -34,12 +28,9 @@ from ringspark.models.recompute.activation_checkpoint import compile_segments
 
 @contextmanager
 def compile_network(network: nn.Module, setting: bool | str, device: torch.device) -> Iterator[None]:
-    """Compiles calls of `network` inside the context.
+    """Compiles calls of `network` inside the context; `setting` is `TrainConfig.compile`.
 
     Raises RuntimeError if this host has no compiler for the device, or torch cannot compile the network.
-
-    Args:
-        setting: Value of `TrainConfig.compile`.
     """
     if not setting:
         yield
@@ -69,7 +60,10 @@ def compile_network(network: nn.Module, setting: bool | str, device: torch.devic
 
 
 def skip_single_rows(setting: bool | str, num_rows: int) -> AbstractContextManager[object]:
-    """Returns the context of a forward or backward pass in which a single row runs uncompiled."""
+    """Returns the context of a pass in which a single row runs uncompiled.
+
+    torch would compile the network again for one row.
+    """
     return torch.compiler.set_stance("force_eager") if setting and num_rows == 1 else nullcontext()
 
 
@@ -102,7 +96,6 @@ def _reason(error: Exception) -> str:
 
 
 def _check_compiler(device: torch.device) -> None:
-    """Raises RuntimeError if the host lacks the compiler and headers that torch needs."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton
@@ -135,9 +128,10 @@ def _check_compiler(device: torch.device) -> None:
 
 @contextmanager
 def _use_own_code_folder() -> Iterator[None]:
-    """Lets torch and Triton cache compiled code in a folder of this user, unless the user names another.
+    """Lets torch and Triton cache compiled code in this user's own folder, unless the user names one.
 
-    Without such a folder it is a temporary one, which is removed at the end.
+    torch's default is a folder under /tmp that anyone can create first, and a process loads shared libraries
+    from it. If no private folder can be made, the context uses a temporary one and removes it.
     """
     from torch._inductor import codecache, config
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -167,7 +161,7 @@ def _use_own_code_folder() -> Iterator[None]:
 
 
 def _make_user_folder() -> str | None:
-    """Makes a folder in the user's cache; returns None unless only this user can change it."""
+    """Makes a folder per host in the user's cache; returns None unless only this user can change it."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve()
         folder = cache / "ringspark" / f"compiled-{platform.node()}"

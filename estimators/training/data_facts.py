@@ -1,6 +1,6 @@
 """The facts of a run's data: its manifest without the list of files.
 
-The shards of a fit without `runUri` are removed at its end, and the statistics would be lost with them.
+They outlive the shards, which a fit without `runUri` removes at its end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SplitFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnFacts:
-    """The name of one column, its type in words and its Spark type."""
+    """Name, column type and Spark type of one column."""
 
     name: str
     kind: str
@@ -48,7 +48,7 @@ class DataFacts:
     Attributes:
         splits: Splits with rows, by name.
         stats: Split -> column name -> statistics.
-        is_table: Whether another writer wrote it as a table.
+        is_table: Whether the files are a table that another program wrote.
     """
 
     uri: str

@@ -31,7 +31,7 @@ class Batch:
         inputs: One tensor per argument of `forward`, each (rows, ...), or as `arguments` describes it.
         labels: One tensor per output of the network, each (rows, ...).
         weight: Row weights, (rows,) fp32; None if every row has weight 1.
-        layout: Which inputs hold rows of varying length.
+        layout: Describes which inputs hold rows of varying length.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -73,7 +73,7 @@ def network_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     Floating values and booleans become fp32, like the parameters. Integers become int64: in fp32 an id of
     16,777,217 would become 16,777,216, and int8 would overflow in a network's arithmetic.
 
-    Raises ValueError if neither can hold the values, such as complex numbers.
+    Raises ValueError for other dtypes, such as complex numbers.
     """
     kind = np.dtype(dtype).kind
     if kind not in "fbiu":
@@ -99,8 +99,8 @@ def move_batches(
 ) -> Iterator[Batch]:
     """Yields the reader's batches on `device`, in order.
 
-    On a GPU each batch is copied on a second stream during the step before it. So the GPU holds one more
-    batch than the step uses, and the host waits for no copy.
+    A second stream copies each batch to a GPU during the step before it. So the GPU holds one more batch than
+    the step uses, and the host waits for no copy.
     """
     if device.type != "cuda":
         yield from (to_batch(columns_of, config, device, layout) for columns_of in columns)
@@ -119,7 +119,7 @@ def move_batches(
 
 
 def _wait_for_copy(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
-    """Lets the stream that computes wait for the copy of the batch."""
+    """Lets the computing stream wait for the copy of the batch."""
     current = torch.cuda.current_stream(device)
     current.wait_event(copied)
     tensors = (*batch.inputs, *batch.labels, *(() if batch.weight is None else (batch.weight,)))
@@ -130,8 +130,7 @@ def _wait_for_copy(batch: Batch, copied: torch.cuda.Event, device: torch.device)
 
 
 def to_tensor(values: Array, device: torch.device) -> torch.Tensor:
-    """Returns one column on the device. A copy to a GPU is pinned and does not block; torch reuses the pinned
-    memory after the copy."""
+    """Returns one column on the device; a copy to a GPU is pinned and does not block."""
     tensor = torch.from_numpy(to_network_input(values))
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -143,8 +142,6 @@ def to_tensor(values: Array, device: torch.device) -> torch.Tensor:
 def to_batch(
     columns: dict[str, Array], config: TrainConfig, device: torch.device, layout: InputLayout = ()
 ) -> Batch:
-    """Returns the reader's columns as a batch on `device`."""
-
     def given(number: int, name: str) -> torch.Tensor:
         values = columns[name]
         # The reader appends the end of the last row to the starts.

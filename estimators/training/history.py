@@ -1,7 +1,7 @@
-"""Writes and reads the small files of a run directory that show the progress of a training.
+"""Writes and reads the files of a run directory that show the progress of a training.
 
-`history.json` has one entry per finished epoch, `progress.json` the present position. A reader never sees
-half a file, so anybody who can read the store can follow the training, even without reaching the driver.
+`history.json` has one entry per finished epoch, `progress.json` the present position. Both are replaced
+atomically, so anybody who can read the store can follow the training without reaching the driver.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class EpochCost:
         flops: Operations of the model for all rows, see `observation.epoch_meter`.
         flops_utilization: Share of the devices' peak operations in the time.
         energy_joules: Energy of the ranks' GPUs, or on CPUs of their hosts, see `observation.energy`.
-        communication_seconds: Time in which a rank had a collective operation in progress, mean over the
-            ranks, from the steps that `observation.overlap` measures.
+        communication_seconds: Time with a collective operation in progress, mean over the ranks, from the
+            steps that `observation.overlap` measures.
         communication_hidden: Share of that time in which the rank also computed, from 0 to 1.
     """
 
@@ -75,7 +75,6 @@ class GradientNoise:
         return self.variance / self.square if self.square > 0 and self.variance > 0 else None
 
     def row(self) -> dict[str, Any]:
-        """Returns the columns of a table."""
         return {
             "noise_scale": self.scale,
             "gradient_variance": self.variance,
@@ -87,9 +86,9 @@ class GradientNoise:
 class EpochRecord:
     """One finished epoch; losses are means per row (per unit of weight) over all ranks.
 
-    `skipped_steps` of the `steps` changed no weights: their gradients overflowed in fp16, or were not finite
-    with onNonFinite 'skip'. If a loss of a skipped step was not finite on some rank, `train_loss` leaves out
-    all rows of that step, and metrics leave out its rows with outputs that are not finite.
+    `skipped_steps` counts steps that changed no weights: their gradients overflowed in fp16, or were not
+    finite with onNonFinite 'skip'. If a loss of a skipped step was not finite on some rank, `train_loss`
+    leaves out all rows of that step, and metrics leave out its rows with outputs that are not finite.
     """
 
     epoch: int
@@ -146,8 +145,7 @@ class TrainingProgress:
 class RunLog:
     """Writes the run directory on rank 0, nothing on other ranks. A context manager.
 
-    The files only inform: no training ends because the store refuses them, or waits for the position to be
-    written. A training resumes from its checkpoints, and its result holds the history.
+    A training never fails because the store refuses these files, and does not wait for the position.
     """
 
     def __init__(self, run_uri: str, writes: bool) -> None:
@@ -171,7 +169,6 @@ class RunLog:
         return self._writes and is_old and not self._progress.is_busy
 
     def write_progress(self, progress: TrainingProgress) -> None:
-        """Writes the position in a thread, if the log wants it now."""
         if self.wants_progress:
             self._last_progress = time.monotonic()
             text = json.dumps(asdict(progress)).encode()

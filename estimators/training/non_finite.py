@@ -1,8 +1,7 @@
 """Finds steps whose loss or gradient is not finite, equally on every rank, and handles them.
 
-- 'stop': each rank checks its own losses, on a GPU without waiting for them. The training ends with an error
-  that names epoch, step and rank: on a CPU in the step, on a GPU at the epoch's end or before the next
-  checkpoint.
+- 'stop': each rank checks its own losses, and the training ends with an error that names epoch, step and
+  rank. A GPU's losses are read only at the epoch's end or before the next checkpoint.
 - 'skip' and 'rollback': no rank takes the step. A loss that is not finite makes its gradients and their sum
   over the ranks not finite, so a check of the summed gradients finds both on every rank.
 """
