@@ -75,11 +75,7 @@ class GradientNoise:
         return self.variance / self.square if self.square > 0 and self.variance > 0 else None
 
     def row(self) -> dict[str, Any]:
-        return {
-            "noise_scale": self.scale,
-            "gradient_variance": self.variance,
-            "gradient_square": self.square,
-        }
+        return {"noise_scale": self.scale, "gradient_variance": self.variance, "gradient_square": self.square}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -205,9 +205,7 @@ def _not_finite_error(name: str, position: Position) -> FloatingPointError:
 
 
 def _copy_all(
-    tensors: Mapping[str, torch.Tensor],
-    progress: Callable[[], None],
-    names: frozenset[str] | None = None,
+    tensors: Mapping[str, torch.Tensor], progress: Callable[[], None], names: frozenset[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """Copies tensors to the CPU in the same order on all ranks, which may hold shards of them.
 

@@ -246,11 +246,7 @@ def map_checkpoint(
 
 
 def stream_checkpoint(
-    uri: str,
-    module: nn.Module,
-    device: str = "cpu",
-    cache: str | None = None,
-    expected_id: str | None = None,
+    uri: str, module: nn.Module, device: str = "cpu", cache: str | None = None, expected_id: str | None = None
 ) -> CheckpointInfo:
     """Lets the module's forward pass read each tensor of the checkpoint in folder `uri` when it is used.
 
