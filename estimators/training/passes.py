@@ -1,4 +1,4 @@
-"""The passes of a step: of a network that this rank has whole, or of its pipeline stages."""
+"""Forward and backward passes of a step, over a whole network or over this rank's pipeline stages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Measure = Callable[[int, int, int], None]
 
 
 class WholePasses:
-    """Forward and backward passes over the rows of a rank that has all layers, or a shard of each.
+    """Passes over the rows of a rank that has all layers, or a shard of each.
 
     Attributes:
         steps_in_flight: Number of steps whose gradients are still in flight; see `drain`.
@@ -55,7 +55,6 @@ class WholePasses:
 
         Args:
             counting: Returns a context for the passes of a micro-batch.
-            measure: Called after each micro-batch with its number from 1, their count, and its rows.
             partial_gradients: Gradients that are partial sums on the ranks of one replica; None for none.
         """
         self._recipe, self._sync = recipe, sync
@@ -104,7 +103,7 @@ class WholePasses:
         """Adds the gradients in flight of one step; an optimizer step follows each call."""
 
     def settle(self) -> None:
-        """Makes parameters that several ranks share equal, bitwise. Runs on every rank."""
+        """Makes parameters that several ranks share bitwise equal. Runs on every rank."""
 
     def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[MicroBatchOutput]:
         """Computes the losses of rows without gradients; returns like `train`."""
@@ -122,7 +121,7 @@ class WholePasses:
 
 
 class PipelinedPasses:
-    """The same for a rank with some pipeline stages; the losses are on the rank with the last layers.
+    """Passes of a rank with some pipeline stages; the rank with the last layers has the losses.
 
     A stage differentiates the losses that its own layers add. If experts serve other replicas of the network,
     all replicas run equally many micro-batches in the same order, some of them without rows.
@@ -218,7 +217,6 @@ class PipelinedPasses:
 
     @contextmanager
     def _collecting(self) -> Iterator[None]:
-        """Returns the context of a stage's forward pass."""
         with self._autocast(), collect_reports() as self._reports:
             yield
 

@@ -6,7 +6,7 @@ from ringspark.estimators.failures import WorkerStoppedError
 
 
 class Status:
-    """The rank's present phase, in words; the code that starts a phase sets it.
+    """The rank's present phase, in words.
 
     Attributes:
         ticks: Number of signs of progress; a rank whose number does not rise for `timeoutSeconds` hangs.
@@ -33,5 +33,5 @@ class Status:
         self.ticks += 1
 
     def stop(self, reason: str) -> None:
-        """Ends the work at its next sign of progress; can be called from any thread."""
+        """Ends the work at its next sign of progress; any thread may call it."""
         self._stop = reason

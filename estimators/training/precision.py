@@ -1,17 +1,9 @@
 """Mixed precision by autocast: parameters, gradients and optimizer state stay fp32.
 
-After Narang, Micikevicius et al. 2018, "Mixed Precision Training":
-
-- bf16 has the exponent range of fp32 and needs no loss scaling. fp16 needs it, and a step whose gradients
-  overflow is skipped. The scale halves with every skipped step and doubles after `growth_interval` steps
-  without one.
-- All ranks skip the same steps, so their scales stay equal. With data parallelism the check comes after the
-  gradients are summed, so all ranks see the same numbers. With gradient shards, `combine` takes the maximum
-  of the ranks' flags.
-- A skipped step counts for the schedule, the progress and the callbacks, which follow the data. The
-optimizer's
-  own count, as in Adam's bias correction, does not change.
-- Losses and normalisation layers compute in fp32.
+After Narang, Micikevicius et al. 2018, "Mixed Precision Training". fp16 needs loss scaling, and a step whose
+gradients overflow is skipped: the scale halves, and doubles after `growth_interval` steps without overflow.
+All ranks skip the same steps, so their scales stay equal. A skipped step counts for the schedule, the
+progress and the callbacks, but not for the optimizer (Adam's bias correction).
 """
 
 from __future__ import annotations
@@ -34,7 +26,6 @@ NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Returns the context of a forward pass."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=DTYPES[precision])
@@ -43,11 +34,10 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 def keep_norms_fp32(module: nn.Module) -> None:
     """Makes the module's normalisation layers compute in fp32 under autocast, on every device.
 
-    Autocast on CPU passes them 16-bit values, and LayerNorm then keeps its mean and deviation in 16 bits for
-    the backward pass; autocast on CUDA promotes some of them. Here input, statistics, arithmetic and
-    gradients are fp32. The output returns to the input's dtype, so that later layers see no other dtypes and
-    save no more bytes. Layers with 16-bit parameters, and functions that the module calls directly
-    (`functional.layer_norm`), are not changed.
+    Autocast on CPU lets LayerNorm keep mean and deviation in 16 bits for the backward pass; autocast on CUDA
+    promotes only some layers. The output returns to the input's dtype, so later layers see no other dtypes
+    and save no more bytes. Layers with 16-bit parameters and direct calls of `functional.layer_norm` do not
+    change.
     """
     for layer in module.modules():
         if isinstance(layer, NORMS):
@@ -76,9 +66,8 @@ def _restore_dtype(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> An
 class LossScaler:
     """Scales the loss dynamically if the precision needs it, else does nothing. One per rank.
 
-    The calls of a step, on every rank: `scale` and a backward pass per micro-batch; then, with the gradients
-    of the whole step, `unscale` if they are read, `step`, `update`. torch's scaler does the arithmetic.
-    `step` reads one number from the device, like torch's.
+    Every rank calls `scale` per micro-batch, then `unscale` if it reads the step's gradients, `step` and
+    `update`. torch's scaler does the arithmetic. `step` waits for the device.
 
     Attributes:
         skipped: Whether the last step was skipped.
@@ -121,7 +110,6 @@ class LossScaler:
         self._scaler.scale(torch.zeros((), device=device))
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns the loss to differentiate."""
         return self._scaler.scale(loss)
 
     def check_loss(self, losses: torch.Tensor) -> None:
@@ -188,7 +176,7 @@ class LossScaler:
 
     @property
     def advice(self) -> str:
-        """The end of messages about a loss that is not finite: the skipped steps."""
+        """The skipped steps, as the end of messages about a loss that is not finite."""
         if not self.skipped_steps or not self._scales:
             return ""
         return f"; {self.skipped_steps} steps were skipped in fp16, which ends at 65504: set precision='bf16'"

@@ -1,9 +1,8 @@
 """The file of a run directory with the output of one rank: `logs/rank-<k>.txt`.
 
-It holds one header line per start of the rank, then what that start wrote to standard output and standard
-error, from Python or native libraries. Its size is bounded: of the present start the first and last part are
-kept (see `launch.log_process`), of earlier starts the end. Only host, process and time are added, so it
-contains a secret only if the user's code printed one.
+It holds one header line per start of the rank, then the standard output and standard error of that start. Its
+size is bounded: it keeps the first and last part of the present start (see `launch.log_process`) and the end
+of earlier starts.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ def name_start(token: str, launch: int) -> str:
 
 
 def format_start(rank: int, host: str, pid: int, start: str) -> str:
-    """Returns the header line of a start."""
     now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
     return f"=== rank {rank} on {host or 'unknown'}, process {pid}, started {now} UTC ({start}) ==="
 
@@ -42,10 +40,7 @@ def died_uri(run_uri: str, rank: int) -> str:
 
 
 def store(run_uri: str, rank: int, line: str, text: bytes) -> None:
-    """Replaces the output of the start with header `line`; keeps the end of earlier starts.
-
-    Raises OSError if the store refuses the file.
-    """
+    """Replaces the output of the start with header `line`; keeps the end of earlier starts."""
     uri = _uri(run_uri, rank)
     earlier = b""
     with suppress(FileNotFoundError):

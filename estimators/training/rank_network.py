@@ -1,7 +1,4 @@
-"""Makes the network of one rank: builds it, shards it, and wraps it with its optimizer.
-
-The steps are methods in the order of their calls. Each runs on every rank.
-"""
+"""Makes the network of one rank: builds it, shards it, and wraps it with its optimizer."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ from ringspark.pipelines import ShardManifest
 
 
 class RankNetwork:
-    """The network of one rank.
+    """The network of one rank; call its methods in their order, on every rank.
 
     Attributes:
         module: The whole network after `build`, this rank's shard of it after `shard`.
@@ -150,9 +147,7 @@ Policy = str | int | tuple[str, ...]
 def _select_stage_policy(policy: Policy, blocks: Sequence[str], stage: nn.Module) -> Policy:
     """Returns the activation checkpointing policy of one rank's stages, which may have one block or none.
 
-    Args:
-        policy: Policy of the whole network.
-        blocks: `block_names` of the whole network.
+    `policy` and `blocks` are of the whole network.
     """
     known = {name for name, _ in stage.named_modules(remove_duplicate=False)}
     here = tuple(name for name in blocks if name in known)

@@ -21,8 +21,8 @@ class CachedRows:
     """The row groups that a rank reads in two epochs or more.
 
     Attributes:
-        num_bytes: Their bytes; for rows of varying length, by their mean length.
-        least_bytes: Without rows of varying length.
+        num_bytes: Bytes of all rows; rows of varying length count with their mean length.
+        least_bytes: Bytes without rows of varying length.
     """
 
     row_groups: frozenset[int]
@@ -33,7 +33,6 @@ class CachedRows:
 def find_cached_rows(
     config: TrainConfig, manifest: ShardManifest, split: Split, rank: int, size: int
 ) -> CachedRows:
-    """Returns the rows that one of `size` ranks reads more than once in a whole training."""
     part = manifest.select(split)
     row_groups = np.asarray(part.row_groups, dtype=np.int64)
     is_training = split == "train"

@@ -1,7 +1,7 @@
 """Records where and on what a run was trained: `environment.json` and `data.json` in the run directory.
 
-Every rank reports its process at the start, and its peak memory at the end; rank 0 writes. The files only
-inform: no training ends because the store refuses them.
+Every rank reports its process at the start, and its peak memory at the end; rank 0 writes. Training continues
+if the store refuses the files.
 """
 
 from __future__ import annotations
@@ -88,10 +88,9 @@ class Environment:
 def record_start(
     config: TrainConfig, mesh: RankMesh, manifest: ShardManifest, device: torch.device
 ) -> GangStart | None:
-    """Records a start of the ranks, and their data. Runs on every rank.
+    """Records a start of the ranks and their data; returns the start for `record_memory`.
 
-    Returns:
-        The start, for `record_memory`; None on ranks that do not write, and after a failure.
+    Runs on every rank. Returns None on ranks that do not write, and after a failure.
     """
     texts = gather_bytes(mesh.world, _describe_rank(device), to_all=False)
     if not mesh.writes:
@@ -130,7 +129,7 @@ def record_memory(run_uri: str, mesh: RankMesh, device: torch.device, start: Gan
 def _describe_rank(device: torch.device, *, at_end: bool = False) -> bytes:
     """Returns this rank's `RankHost` as JSON; empty if the machine does not report it.
 
-    It must not raise: the other ranks are already in the call that gathers these texts, and would wait.
+    It must not raise, because the other ranks already wait in the call that gathers these texts.
     """
     try:
         host = _make_rank_host(device)
@@ -152,7 +151,6 @@ def _make_rank_host(device: torch.device) -> RankHost:
 
 
 def _peak() -> int:
-    """Returns the peak bytes of this process."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # macOS counts bytes, Linux kibibytes.
     return most if sys.platform == "darwin" else most * 1024

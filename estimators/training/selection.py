@@ -22,11 +22,7 @@ from ringspark.pipelines import storage
 
 
 class BestEpoch(Callback):
-    """Keeps the best value of the config's `monitor`, which `check_training` has resolved.
-
-    Attributes:
-        epoch: The epoch of the best value, 0 before the first.
-    """
+    """Keeps the best value of the config's `monitor` and its `epoch`, 0 before the first."""
 
     def __init__(self, config: TrainConfig, min_delta: float = 0.0) -> None:
         self.monitor = config.monitor
@@ -40,7 +36,7 @@ class BestEpoch(Callback):
     def update(self, record: EpochRecord) -> bool:
         """Returns whether an epoch is better than all before by more than `min_delta`, and if so keeps it.
 
-        NaN is never better: an epoch whose metric is undefined does not win.
+        NaN is never better.
         """
         value = record.value(self.monitor)
         if math.isnan(value):
@@ -79,10 +75,10 @@ class EarlyStopping(BestEpoch):
 
 
 class BestCheckpoint(BestEpoch):
-    """Writes the weights of the best epoch so far, and removes the folder of the epoch before it.
+    """Writes the weights of the best epoch so far, and removes the folder of the previous best epoch.
 
-    If checkpoints of the whole training are written, worse folders are removed only at the end, because an
-    older checkpoint may name one as the best so far.
+    With `keeps_worse`, worse folders stay until the end, because a checkpoint of the training may name one as
+    the best so far.
 
     Attributes:
         uri: Folder of the best checkpoint, None before the first.

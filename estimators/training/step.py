@@ -1,7 +1,6 @@
 """Runs one micro-batch on one rank: forward pass, losses, backward pass.
 
-The memory planner calls the same code on fake tensors, so it counts what a training runs. The only side
-effect is the gradients.
+The memory planner calls the same code on fake tensors, so it counts what a training runs.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ class Recipe:
 def forward_backward(
     recipe: Recipe, sync: GradientSync, batch: Batch, divisor: torch.Tensor | float, *, keeps_outputs: bool
 ) -> MicroBatchOutput:
-    """Adds the gradients of these rows' share of the global mean loss.
+    """Adds the gradients of one micro-batch's share of the global mean loss.
 
     Args:
-        batch: One micro-batch of at least one row.
+        batch: At least one row.
         divisor: See `global_weights`.
         keeps_outputs: Whether outputs and labels are kept for metrics.
     """
@@ -75,12 +74,8 @@ def forward(
 ) -> tuple[torch.Tensor, MicroBatchOutput]:
     """Returns each head's weighted loss summed over the rows, (num_heads,), and the results for the history.
 
-    The first includes the losses that layers add (`models.reports`). The second does not: the history has
-    the losses of the outputs. Raises ValueError if the number of outputs is not the number of labels, or
-    a layer adds a loss that is not one value per row.
-
-    Args:
-        module: The module to call: the network, or its wrapper that synchronizes gradients.
+    Only the first includes the losses that layers add (`models.reports`). Raises ValueError if the number of
+    outputs is not the number of labels. `module` is the network, or its wrapper that synchronizes gradients.
     """
     config = recipe.config
     hooks = saved_tensor_hooks(
@@ -106,11 +101,7 @@ def compute_losses(
     *,
     keeps_outputs: bool,
 ) -> tuple[torch.Tensor, MicroBatchOutput]:
-    """Returns like `forward`, from what the network returned for a micro-batch.
-
-    Args:
-        reports: Losses and counts of the network's layers; None for none.
-    """
+    """Returns like `forward`, from the network's return value and its layers' reports."""
     config, criterion = recipe.config, recipe.criterion
     reports = reports or Reports()
     outputs = as_outputs(returned)
@@ -181,7 +172,7 @@ def global_weights(
 
 
 def _sum_weights(recipe: Recipe, batch: Batch) -> torch.Tensor | float:
-    """Returns the weight of these rows in the mean of each head's loss, like `global_weights`."""
+    """Returns the weight of this rank's rows in each head's mean loss, like `global_weights`."""
     weights = recipe.criterion.row_weights(batch.labels)
     if weights is None:
         if batch.weight is None:

@@ -1,9 +1,7 @@
 """Records the loss within an epoch: one mean over all ranks every few steps.
 
-Invariant: all ranks record after the same steps, because the mean is one small collective call. Rank 0 writes
-the records to numbered files of the run directory, in a thread; a failed write does not matter. A file that
-begins at step n replaces what earlier files say of step n and later, so steps that a restart or a rollback
-takes again count once.
+All ranks record after the same steps, because the mean is a collective call. Rank 0 writes numbered files in
+a thread. Records from step n replace earlier records from step n, so repeated steps count once.
 """
 
 from __future__ import annotations
@@ -51,11 +49,7 @@ class StepRecord:
 
 
 class StepLog:
-    """Takes the records on every rank and writes them on rank 0; its owner calls `flush` at the end.
-
-    Args:
-        every: Steps between two records; 0 for none.
-    """
+    """Takes a record every `every` steps (0 for none) on every rank; rank 0 writes them."""
 
     def __init__(self, run_uri: str, writes: bool, every: int) -> None:
         self._run_uri = run_uri

@@ -42,16 +42,11 @@ class TrainState:
         recipe: The settings of the passes; its scaler changes.
         transform: Transforms training rows; None for none.
         prepare: Prepares the inputs of held-out rows; None for none.
-        observation: The observers of the training.
         sums: Sums of loss and metrics over the present epoch's rows.
         validation: Sums over the held-out rows, empty except during a validation.
-        passes: Forward and backward passes.
         noise: Measures the gradient noise; None if `noiseScale` is off.
         average: Moving average of the weights, empty if `emaDecay` is off.
-        steps: Batch size and optimizer steps of every epoch.
-        state: State that callbacks see: epoch, step, history.
         finished_epochs: Epochs with a record in the history.
-        step_in_epoch: Steps taken in the current epoch.
         skipped_before: Steps skipped before the current epoch.
         epoch_start: Start of the current epoch by `time.monotonic`, without pauses before a resume.
     """
@@ -71,13 +66,7 @@ class TrainState:
         objects: UserObjects,
         pipeline: PipelinePasses | None = None,
     ) -> None:
-        """Makes the state before the first step.
-
-        Args:
-            sync: The network, already on `device`, and its optimizer.
-            steps: Batch size and optimizer steps of every epoch.
-            pipeline: Runs the stages of a network with pipeline parallelism; None without it.
-        """
+        """Makes the state before the first step; `sync` has the network on `device` and its optimizer."""
         guards = config.on_non_finite != "stop"
         # Ranks hold different gradient shards or losses, so they must agree on which steps to skip.
         combine = partial(mesh.world.all_reduce, op="max") if sync.ranks_differ or guards else None

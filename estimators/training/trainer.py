@@ -55,7 +55,7 @@ class Trainer:
     def fit(self, train: ShardReader, validation: ShardReader | None) -> None:
         """Runs all epochs, or fewer if a callback stops them. Runs on every rank.
 
-        If the run has a checkpoint, the training resumes from the newest good one.
+        The training resumes from the newest good checkpoint of the run, if there is one.
         """
         is_resumed = self._recovery.begin(self._train_state)
         self._call("on_train_start")
@@ -73,7 +73,7 @@ class Trainer:
         self._call("on_train_end")
 
     def _epoch(self, train: ShardReader, validation: ShardReader | None) -> bool:
-        """Runs the rest of an epoch; returns whether it was the last one. Runs on every rank."""
+        """Runs the rest of an epoch; returns whether it was the last one."""
         train_state, pause = self._train_state, self._config.pause_after
         last = self._config.epochs if pause is None else pause
         epoch = train_state.finished_epochs
@@ -168,10 +168,10 @@ class Trainer:
         return is_due
 
     def _record_step(self, rows: int) -> None:
-        """Records the mean loss of all ranks' rows since the last record. Runs on every rank.
+        """Records the mean loss of all ranks' rows since the last record.
 
         If ranks step at their own pace, it is rank 0's mean only, because a common mean would make ranks
-        wait; without rows there is no record.
+        wait.
         """
         train_state, state = self._train_state, self._state
         loss = self._observed.losses.mean_loss(train_state.sums, self._together)
@@ -193,7 +193,7 @@ class Trainer:
         return move_batches(self._train_state.device, batches, self._config, layout)
 
     def _train_step(self, batch: Batch, global_rows: int, step: int) -> None:
-        """Takes one optimizer step, the epoch's `step`-th. Runs on every rank."""
+        """Takes one optimizer step, the epoch's `step`-th."""
         train_state = self._train_state
         self._sync.optimizer.zero_grad()
         # Undoing a step also undoes its changes of running statistics.
@@ -229,7 +229,7 @@ class Trainer:
         self._train_state.passes.settle()
 
     def _take_step(self, own_rows: int, global_rows: int) -> None:
-        """Sums the gradients over the ranks and steps the optimizer. Runs on every rank."""
+        """Sums the gradients over the ranks and steps the optimizer."""
         with self._timeline.span("exchange"), backward_errors():
             self._sync.reduce(self._scaler.gradient_scale)
         noise = self._train_state.noise
@@ -249,7 +249,7 @@ class Trainer:
                     noise.keep()
 
     def _backward(self, batch: Batch, global_rows: int) -> list[MicroBatchOutput]:
-        """Computes the gradients of this rank's rows, in micro-batches. Runs on every rank."""
+        """Computes the gradients of this rank's rows, in micro-batches."""
         train_state = self._train_state
         if train_state.transform is not None:
             with self._timeline.span("transform"):
@@ -260,7 +260,6 @@ class Trainer:
         return train_state.passes.train(micro_batches, divisor, inputs=batch.inputs, keeps_outputs=keeps)
 
     def _ranks_with_bad_loss(self, results: list[MicroBatchOutput]) -> tuple[int, ...]:
-        """Returns the ranks with a loss that is not finite in this step. Runs on every rank."""
         is_bad = not all(result.is_finite for result in results)
         flags = self._mesh.world.all_gather(torch.tensor([int(is_bad)]))
         return tuple(rank for rank, flag in enumerate(flags) if int(flag))
@@ -300,7 +299,7 @@ class Trainer:
         )
 
     def _validate(self, epoch: int, reader: ShardReader) -> dict[str, float]:
-        """Returns losses and metrics over the validation rows, each counted once. Runs on every rank."""
+        """Returns losses and metrics over the validation rows, each counted once."""
         train_state, network = self._train_state, self._sync.network
         parts = self._config.gradient_accumulation
         self._status.phase = f"validation after epoch {epoch + 1}"
@@ -329,8 +328,8 @@ class Trainer:
     def _share_buffers(self) -> None:
         """Gives every rank rank 0's buffers, because the loss must be the saved network's.
 
-        In training each rank keeps its own running statistics of batch normalisation. If the ranks'
-        buffers differ in shape, they stay as they are.
+        In training each rank keeps its own running statistics of batch normalisation. Buffers whose shapes
+        differ between ranks stay as they are.
         """
         if self._mesh.data_size == 1:
             return
@@ -358,7 +357,7 @@ class Trainer:
                 self._train_state.callbacks.call(event, self._state)
 
     def _all_stop(self) -> bool:
-        """Returns whether a callback of any rank wants to stop. Runs on every rank."""
+        """Returns whether a callback of any rank wants to stop."""
         if not len(self._train_state.callbacks):
             return False
         reasons = gather_bytes(self._mesh.world, (self._state.stop_reason or "").encode())

@@ -1,7 +1,4 @@
-"""`train_worker`, which every rank runs, inside Spark or without it.
-
-It takes plain arguments and needs no pyspark, so the same function serves a barrier task and a test.
-"""
+"""`train_worker`, which every rank runs, inside Spark or without it."""
 
 from __future__ import annotations
 
@@ -195,7 +192,7 @@ def _train(
 def _final_weights(
     config: TrainConfig, mesh: RankMesh, state: TrainingState, best: BestCheckpoint | None, status: Status
 ) -> tuple[str, int]:
-    """Returns the folder of the resulting weights and their epoch; writes the weights. Runs on every rank."""
+    """Returns the folder of the resulting weights and their epoch; writes the weights."""
     if best is not None and best.uri is not None:
         if mesh.writes:
             best.remove_others()

@@ -1,7 +1,6 @@
-"""Lists the checkpoint folders of a run, finds the newest good one and removes old ones.
+"""The checkpoint folders of a run: `<run>/checkpoints/step-<10 digits>`.
 
-A checkpoint is a folder `<run>/checkpoints/step-<10 digits>` with a `checkpoint.json`. An interrupted writer
-leaves a folder without that file; the next writer removes it. Links are ignored.
+Only a folder with `checkpoint.json` is complete. Links are ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ def checkpoints_uri(run_uri: str) -> str:
 
 
 def step_uri(root: str, step: int) -> str:
-    """Returns the folder of the checkpoint after `step` optimizer steps."""
     return storage.join(root, f"step-{step:010d}")
 
 
@@ -47,8 +45,6 @@ def is_committed(root: str, step: int) -> bool:
 
 def find_newest_good(root: str, progress: Callable[[], None] = lambda: None) -> tuple[int, Record] | None:
     """Returns step and record of the newest undamaged checkpoint, or None. Runs on rank 0.
-
-    Skips damaged checkpoints with a warning.
 
     Raises:
         OtherFormatError: Another version of ringspark wrote a newer checkpoint.
@@ -83,10 +79,7 @@ def _is_damage(error: OSError, uri: str) -> bool:
 
 
 def copy_checkpoint(source: str, target: str, step: int) -> None:
-    """Copies the checkpoint of `step` between two checkpoint folders. Runs on the driver.
-
-    Raises ValueError if there is none, or it is damaged.
-    """
+    """Copies a checkpoint between two checkpoint folders. Raises ValueError if it is damaged or missing."""
     old, new = step_uri(source, step), step_uri(target, step)
     verify(old)
     # The commit file comes last, so an interrupted copy is no checkpoint.
@@ -103,7 +96,6 @@ def remove_unfinished(root: str, step: int) -> None:
 
 
 def remove_unfinished_one(root: str, step: int) -> None:
-    """Removes the folder of `step` unless it is a complete checkpoint."""
     if not is_committed(root, step):
         _remove(root, step)
 

@@ -1,8 +1,8 @@
 """Each rank's own state in a checkpoint: random state, buffers, epoch sums, strategy state, callbacks.
 
-Rank 0 gathers the states of all ranks into a temporary file, or in memory if they are small. With the same
-number of ranks, each rank restores its own state bitwise. Otherwise rank 0 takes the sums of the epoch so
-far, all ranks take rank 0's buffers and callbacks, and the random number generators get new seeds.
+With the same number of ranks, each rank restores its own state bitwise. Otherwise rank 0 takes the sums of
+the epoch so far, all ranks take rank 0's buffers and callbacks, and the random number generators get new
+seeds.
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ class RankState:
 
     @classmethod
     def of(cls, train_state: TrainState, mesh: RankMesh) -> RankState:
-        """Copies the present state. Runs on every rank.
-
-        Raises ValueError if a callback's state cannot be JSON.
-        """
+        """Copies the present state on every rank. Raises ValueError if a callback's state cannot be JSON."""
         # First, because a strategy may finish a synchronization for it, which changes the network.
         exchange = {f"exchange/{name}": tensor for name, tensor in train_state.sync.rank_state().items()}
         tensors, plain = get_generator_state(train_state.device)
@@ -86,10 +83,7 @@ class GatheredRanks:
             weakref.finalize(self, file.close)
 
     def write(self, target: IO[bytes]) -> None:
-        """Writes the tensors as a `.safetensors` file.
-
-        Raises OSError if the folder for temporary files is full.
-        """
+        """Writes the tensors as a `.safetensors` file. Raises the error of the gathering, if any."""
         if self._error is not None:
             raise self._error
         if self._file is None:
@@ -102,11 +96,7 @@ class GatheredRanks:
 def gather_ranks(
     mine: RankState, world: Collective, progress: Callable[[], None] = lambda: None
 ) -> GatheredRanks:
-    """Gathers every rank's state on rank 0, one other rank at a time. Runs on every rank.
-
-    Args:
-        progress: Called after each message.
-    """
+    """Gathers every rank's state on rank 0, one other rank at a time. Runs on every rank."""
     own = {name: mine.tensors[name] for name in tensor_file.order_names(mine.tensors)}
     shapes = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.items()}
     texts = gather_bytes(world, json.dumps([mine.values, shapes]).encode(), to_all=False)
@@ -152,10 +142,7 @@ def _group(lengths: Sequence[int]) -> Iterator[range]:
 def _open_file(
     own: Mapping[str, torch.Tensor], tensors: Sequence[Mapping[str, torch.Tensor]]
 ) -> tuple[IO[bytes], dict[str, int]]:
-    """Opens a file with the header of all ranks' tensors; returns the start of each tensor.
-
-    Raises ValueError if a checkpoint cannot hold one of the tensors.
-    """
+    """Opens a file with the header of all ranks' tensors; returns the start of each tensor."""
     tensor_file.check_state(own)
     header, starts = tensor_file.make_header(
         {f"{rank}/{name}": tensor for rank, of in enumerate(tensors) for name, tensor in of.items()}

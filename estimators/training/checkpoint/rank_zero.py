@@ -1,7 +1,6 @@
 """Work with files that rank 0 does alone while the other ranks wait for it.
 
-A slow store may take longer than `timeoutSeconds`. Then a waiting rank would give up, and the driver would
-take a rank for hung. So rank 0 reports progress to the other ranks about once per second.
+The store may need longer than `timeoutSeconds`, so rank 0 reports progress about once per second.
 """
 
 from __future__ import annotations
@@ -18,11 +17,7 @@ REPORT_SECONDS = 1.0
 
 
 class RankZeroSection:
-    """Every rank makes one and calls `end` equally often; rank 0 calls `progress` in between.
-
-    Args:
-        tick: Reports progress of this rank to the driver.
-    """
+    """Every rank makes one and calls `end` equally often; rank 0 calls `progress` in between."""
 
     def __init__(self, mesh: RankMesh, tick: Callable[[], None]) -> None:
         self._mesh = mesh
@@ -30,7 +25,7 @@ class RankZeroSection:
         self._reported = time.monotonic()
 
     def progress(self) -> None:
-        """Reports that a piece of the work is done. Runs on rank 0."""
+        """Calls `tick`, and reports to the other ranks about once per second. Runs on rank 0."""
         self._tick()
         if time.monotonic() - self._reported >= REPORT_SECONDS:
             self._broadcast(is_over=False)

@@ -38,10 +38,7 @@ from ringspark.pipelines import storage
 
 
 def read_record(uri: str) -> Record:
-    """Returns the record of the training in the checkpoint folder `uri`.
-
-    Raises ValueError if there is none, or it is damaged.
-    """
+    """Returns the record of the checkpoint folder `uri`. Raises ValueError if it is missing or damaged."""
     if not storage.exists(storage.join(uri, RECORD)):
         raise ValueError(f"{uri} holds no training state ({RECORD} is missing); give one that was saved")
     info = read_info(uri)
@@ -147,7 +144,6 @@ def load_training_state(
     Raises ValueError if there is none, it is damaged, or it belongs to another network or optimizer.
 
     Args:
-        tick: Called after each block read from a remote store.
         average: Also loaded, if the training keeps an average.
 
     Returns:

@@ -33,15 +33,10 @@ class Position:
 
     Attributes:
         epoch: Number of the current epoch, from 1; 0 before the first.
-        step: Optimizer steps taken.
         finished_epochs: Epochs with a record in the history.
-        step_in_epoch: Steps taken in the current epoch.
         steps_per_epoch: Steps of the current epoch with this data and batch size; 0 if unknown.
         seconds: Training time over all continuations.
-        epoch_seconds: Training time in the current epoch.
         skipped_before: Steps skipped before the current epoch.
-        scaler: Result of `LossScaler.state_dict`.
-        rate_scales: Value of `LearningRates.scales`.
         resumed_steps: Steps from which the training was resumed.
         non_finite: The first steps that `onNonFinite` handled.
     """
@@ -108,9 +103,7 @@ class Record:
     def from_json(cls, text: bytes | str, name: str = "training.json") -> Record:
         """Parses the file; `name` names it in messages.
 
-        Raises:
-            OtherFormatError: Another version of the format wrote it.
-            ValueError: It is damaged.
+        Raises OtherFormatError if another version of the format wrote it, ValueError if it is damaged.
         """
         try:
             # A loss that overflowed is stored as NaN in the history.

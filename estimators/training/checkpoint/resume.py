@@ -41,12 +41,8 @@ _log = logging.getLogger(__name__)
 class CheckpointSchedule:
     """Decides after which steps and epochs to write a checkpoint, equally on all ranks.
 
-    Every rank counts steps and epochs. Only rank 0 reads the clock: a rare broadcast says that a checkpoint
-    is due, or after how many steps to look again, so most steps cost one comparison. Ranks that step at their
-    own pace look only after an epoch, when they synchronize anyway.
-
-    Attributes:
-        last_step: Step of the last checkpoint.
+    Only rank 0 reads the clock: a rare broadcast says that a checkpoint is due, or after how many steps to
+    look again. Ranks that step at their own pace look only after an epoch, when they synchronize anyway.
     """
 
     def __init__(
@@ -70,13 +66,11 @@ class CheckpointSchedule:
         self._stride = 1
 
     def is_due_after_step(self, step: int) -> bool:
-        """Runs on every rank; `step` counts over the whole training."""
         if self._steps and step % self._steps == 0:
             return True
         return bool(self._seconds) and self._in_step and step >= self._look_at and self._look(step)
 
     def is_due_after_epoch(self, epoch: int) -> bool:
-        """Runs on every rank."""
         if self._epochs and epoch % self._epochs == 0:
             return True
         return bool(self._seconds) and not self._in_step and self._is_late()
@@ -111,7 +105,6 @@ class Recovery:
     """Writes the checkpoints of a training and resumes it from them. One per rank; a context manager.
 
     Attributes:
-        schedule: Decides after which steps and epochs `save` is called.
         resumed_steps: Steps from which the training was resumed.
         non_finite: The first steps that `onNonFinite` handled.
     """
@@ -151,12 +144,9 @@ class Recovery:
         return tuple(self._writer.errors) if self._writer is not None and self._mesh.writes else ()
 
     def begin(self, train_state: TrainState) -> bool:
-        """Finds a checkpoint to resume from and restores its position; call `load` next.
+        """Finds a checkpoint to resume from and restores its position; returns whether there is one.
 
-        Raises ValueError if it belongs to another training.
-
-        Returns:
-            Whether there is one.
+        Call `load` next. Raises ValueError if the checkpoint belongs to another training.
         """
         self._status.phase = "looking for a checkpoint"
         if self.schedule.is_enabled:
@@ -178,11 +168,7 @@ class Recovery:
         return True
 
     def load(self, train_state: TrainState, factor: float = 1.0) -> None:
-        """Restores everything except the position from the checkpoint of the present position.
-
-        Args:
-            factor: Scales the learning rates.
-        """
+        """Restores the rest of the checkpoint at the present step; `factor` scales the learning rates."""
         step = train_state.state.step
         self._status.phase = f"loading the checkpoint of step {step}"
         uri = step_uri(self._root, step)
@@ -194,8 +180,7 @@ class Recovery:
     def save(self, train_state: TrainState) -> None:
         """Copies the training and starts to write the copy; waits only for the copy. Runs on every rank.
 
-        Raises FloatingPointError if a loss or a weight is not finite, so training could not resume
-        from here.
+        Raises FloatingPointError if a loss or a weight is not finite, so training could not resume from here.
         """
         state = train_state.state
         self._status.phase = f"checkpoint, epoch {state.epoch}, step {train_state.step_in_epoch}"

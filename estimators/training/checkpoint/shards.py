@@ -3,9 +3,8 @@
     model-00001-of-00004.<token>.safetensors    the second of four shards, with the whole network's names
     part-00001-of-00004.<token>.json            that shard's report, which rank 0 reads, then removes
 
-A whole tensor is in one shard. A split tensor has pieces in several shards; `CheckpointShards`, in
-`training.json`, says how to join them. File names carry the token of one attempt, so a late write of a rank
-of an earlier attempt never counts as a shard of this one.
+A split tensor has pieces in several shards; `CheckpointShards`, in `training.json`, says how to join them.
+The token in the names is new for each attempt, so a late write of an earlier attempt never counts.
 """
 
 from __future__ import annotations
@@ -39,14 +38,7 @@ class ShardError(Exception):
 
 @dataclass(frozen=True)
 class CheckpointShard:
-    """One shard of a checkpoint to write.
-
-    Attributes:
-        number: Number of the shard, from 0.
-        of: Number of shards.
-        token: Identifies this attempt to write the checkpoint; hexadecimal digits.
-        seconds: Timeout of the first shard's writer for the other shards.
-    """
+    """Shard `number` of `of`, from 0; its first writer waits `seconds` for the other shards."""
 
     number: int = 0
     of: int = 1
@@ -69,7 +61,6 @@ def name_file(name: str, number: int, of: int, token: str) -> str:
 
 
 def name_files(name: str, of: int, token: str) -> list[str]:
-    """Returns the file names of all shards, in order."""
     return [name_file(name, number, of, token) for number in range(of)]
 
 
@@ -86,10 +77,7 @@ def report_shard(uri: str, shard: CheckpointShard, files: Mapping[str, FileSum],
 def wait_for_shards(uri: str, shard: CheckpointShard, check: Callable[[], None]) -> dict[str, FileSum]:
     """Waits for the reports of all other shards; returns their files. Runs on the writer of the first shard.
 
-    Raises ShardError if a shard could not be written, or not within `shard.seconds`.
-
-    Args:
-        check: Called before each look; may raise to give up.
+    Calls `check` before each look. Raises ShardError if a shard was not written within `shard.seconds`.
     """
     missing = {number: _name_report(shard, number) for number in range(1, shard.of)}
     files: dict[str, FileSum] = {}
@@ -129,9 +117,6 @@ def locate_tensors(
     """Returns the shards that hold each tensor, in the order of its pieces.
 
     Raises ValueError if the shards do not make up each tensor exactly once.
-
-    Args:
-        found: Tensors of each shard.
     """
     having: dict[str, list[int]] = {}
     for number, specs in enumerate(found):

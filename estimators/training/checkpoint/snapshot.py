@@ -85,9 +85,8 @@ def take_snapshot(
     """Copies a training. Runs on every rank; ranks that write nothing get None.
 
     Args:
-        ranks: The states of all ranks; None for none.
-        writes: Whether this rank (rank 0) copies a network that every rank has. Unused if the network is
-            spread over ranks: then each rank copies its shard.
+        writes: Whether this rank (rank 0) copies a network that every rank has. If the network is sharded,
+            each rank copies its shard.
         progress: Called after each copied tensor.
         average: The moving average of the weights; None if the training keeps none.
 
@@ -209,8 +208,7 @@ def _copy_all(
 ) -> dict[str, torch.Tensor]:
     """Copies tensors to the CPU in the same order on all ranks, which may hold shards of them.
 
-    Args:
-        names: Tensors to copy; None for all. This rank only sends its shards of other tensors.
+    If `names` is given, this rank copies only those, and sends its shards of the rest.
     """
     copies: dict[str, torch.Tensor] = {}
     for name in tensor_file.order_names(tensors):
@@ -234,10 +232,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lambda: None) -> CheckpointInfo:
     """Writes a checkpoint, or its first shard, to the folder `uri` and commits it.
 
-    Raises ShardError if another shard was not written.
-
-    Args:
-        check: Called before each block and while other shards are missing; may raise to give up.
+    Calls `check` before each block and while other shards are missing. Raises ShardError if another shard was
+    not written.
     """
     shard = snapshot.shard
     files = write_shard(uri, snapshot, check) | wait_for_shards(uri, shard, check)
@@ -267,7 +263,7 @@ def _contents(snapshot: Snapshot) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def write_shard(uri: str, snapshot: Snapshot, check: Callable[[], None] = lambda: None) -> dict[str, FileSum]:
-    """Writes this rank's files; returns their sizes and digests. `check` is as in `write_snapshot`."""
+    """Writes this rank's files; returns their sizes and digests."""
     shard = snapshot.shard
     writes: dict[str, Callable[[Any], object]] = {
         name_file(kind, shard.number, shard.of, shard.token): partial(tensor_file.write, own)

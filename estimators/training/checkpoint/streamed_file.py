@@ -1,9 +1,8 @@
 """Reads one tensor at a time from a `.safetensors` file, without mapping the whole file.
 
-Each tensor has its own private mapping, which ends with its last reference. So a process needs memory
-and address space only for the tensors in use. `tensor_file.read` maps the whole file: that counts against a
-limit of the address space (`spark.executor.pyspark.memory`), and the kernel refuses more than memory plus
-swap.
+Each tensor has its own private mapping, which ends with its last reference. A mapping of the whole file would
+count against a limit of the address space (`spark.executor.pyspark.memory`), and the kernel refuses more than
+memory plus swap.
 """
 
 from __future__ import annotations
@@ -97,10 +96,7 @@ class StreamedFile:
 
 
 def _read_slices(descriptor: int) -> dict[str, TensorSlice]:
-    """Reads the header; checks it as strictly as the safetensors library.
-
-    Raises ValueError if it is no header, or tensors overlap, leave gaps or lie outside the file.
-    """
+    """Reads the header; checks it as strictly as the safetensors library."""
     with open(descriptor, "rb", closefd=False) as file:
         entries, origin = read_header(file)
     slices = {name: _parse_slice(name, entry, origin) for name, entry in entries.items()}

@@ -1,12 +1,8 @@
 """Writes and reads a state dict as a `.safetensors` file without holding all of it in memory.
 
-The safetensors library writes to a local path, or returns the bytes of the whole file. This module writes one
-tensor at a time, in blocks, to any open file, such as one in an object store. Peak memory is one block on the
-CPU, or one tensor for weights on a GPU. The format (https://github.com/huggingface/safetensors): eight bytes
-with the length of a JSON header, the header, the tensors end to end.
-
-Reading maps the file: pages are loaded when they are used, and all processes of a host share them. The
-mapping is private, so a module that changes a buffer changes its own copy.
+The safetensors library writes to a local path, or returns the bytes of the whole file. This module writes in
+blocks to any open file, such as one in an object store; only one block (or one tensor of a GPU) is in memory.
+Reading maps the file privately: all processes of a host share its pages until they change them.
 """
 
 from __future__ import annotations
@@ -74,10 +70,7 @@ def check_state(state: Mapping[str, object]) -> None:
 def write(state: Mapping[str, torch.Tensor], file: IO[bytes], section: RankZeroSection | None = None) -> int:
     """Writes each tensor under its own name, even if two share memory; returns the number of bytes.
 
-    Raises ValueError like `check_state`.
-
-    Args:
-        section: Reports progress to the ranks that run `assist`.
+    Raises ValueError like `check_state`. `section` reports progress to the ranks that run `assist`.
     """
     check_state(state)
     header, _ = make_header(state)
@@ -136,9 +129,7 @@ def order_names(state: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
-    """Reads the header from the beginning of a file, and nothing after it.
-
-    Raises ValueError if it is no header.
+    """Reads the header from the beginning of a file. Raises ValueError if it is no header.
 
     Returns:
         Tensor -> its "dtype", "shape" and "data_offsets", unchecked; and the first byte of the tensors.
@@ -155,9 +146,7 @@ def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
 def read(path: str | Path, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Returns the tensors of a local file; on the CPU they are views of the mapped file.
 
-    Raises:
-        ValueError: The file is damaged.
-        MemoryError: This process may not map that much.
+    Raises ValueError if the file is damaged, MemoryError if this process may not map that much.
     """
     try:
         return load_file(path, device=device)

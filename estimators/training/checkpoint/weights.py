@@ -5,7 +5,6 @@
       adapter.safetensors the parameters that a training with `lora` trained
       checkpoint.json     format version, tensor count, bytes, epoch and step: its presence commits
 
-Weights are written in blocks and mapped when read (see `tensor_file`), so only the disk limits their size.
 Files are replaced, never written into: a process that has mapped the old file keeps it.
 """
 
@@ -64,11 +63,7 @@ class CheckpointInfo:
 def save_together(
     uri: str, module: nn.Module, mesh: RankMesh, tick: Callable[[], None], *, epoch: int, step: int
 ) -> None:
-    """Writes like `save_checkpoint`; other ranks send rank 0 their shards. Runs on every rank.
-
-    Args:
-        tick: Called on all ranks after each block written to the store.
-    """
+    """Writes like `save_checkpoint`; other ranks send rank 0 their shards. Runs on every rank."""
     section = RankZeroSection(mesh, tick)
     if mesh.writes:
         save_checkpoint(uri, module, epoch=epoch, step=step, section=section)
@@ -83,8 +78,8 @@ def save_checkpoint(
 ) -> CheckpointInfo:
     """Writes the module's state dict to the folder `uri`; a reader sees all of it or none.
 
-    Adapters are merged into the state dict, and also written to their own file. Raises ValueError if
-    the state dict holds something other than dense tensors of numbers.
+    Adapters are merged into the state dict, and also written to their own file. Raises ValueError if the
+    state dict holds something other than dense tensors of numbers.
     """
     states, num_bytes = _collect_states(module), {}
     for name, state in states.items():
@@ -164,9 +159,7 @@ def read_info(uri: str) -> CheckpointInfo:
 def parse_info(text: bytes, uri: str) -> CheckpointInfo:
     """Parses the file of a record; `uri` names its folder in messages.
 
-    Raises:
-        OtherFormatError: Another version of the format wrote it.
-        ValueError: It is damaged.
+    Raises OtherFormatError if another version of the format wrote it, ValueError if it is damaged.
     """
     try:
         return record(CheckpointInfo, versioned(text, FORMAT_VERSION))
@@ -182,9 +175,6 @@ def load_checkpoint(
     """Copies the checkpoint in folder `uri` into the module's own tensors.
 
     Raises ValueError if there is no checkpoint, it is damaged, or its tensors are not this module's.
-
-    Args:
-        tick: See `local_file`.
     """
     info = read_info(uri)
     with local_file(uri, WEIGHTS, tick) as path:
@@ -223,8 +213,8 @@ def map_checkpoint(
 ) -> CheckpointInfo:
     """Makes the tensors of the checkpoint in folder `uri` the module's own; on the CPU without a copy.
 
-    Raises ValueError if there is no checkpoint, it is damaged, its tensors are not this module's, or its
-    id is not the expected one.
+    Raises ValueError if there is no checkpoint, it is damaged, its tensors are not this module's, or its id
+    is not the expected one.
 
     Args:
         uri: Folder of the checkpoint. A local file is mapped in place; a remote one is downloaded.
@@ -232,7 +222,7 @@ def map_checkpoint(
         cache: Local folder for the download, shared by processes and removed by its owner. Without it, the
             download is this process's own and is removed.
         expected_id: `checkpoint_id` that the folder must have; None accepts any.
-        tick: See `local_file`.
+        tick: Called after each downloaded block.
     """
     with _held(uri, cache, expected_id, tick) as (info, path):
         state = _read(uri, path, info, device)
@@ -250,13 +240,8 @@ def stream_checkpoint(
 ) -> CheckpointInfo:
     """Lets the module's forward pass read each tensor of the checkpoint in folder `uri` when it is used.
 
-    Small tensors are read once and kept. The file may be removed meanwhile. Raises ValueError like
-    `map_checkpoint`, and if the module cannot fetch its tensors one by one.
-
-    Args:
-        uri, cache, expected_id: See `map_checkpoint`.
-        module: A meta-device module. Tensors that no checkpoint holds move to `device`.
-        device: Device on which the module finds its tensors.
+    Small tensors are read once and kept. The file may be removed meanwhile. Arguments and errors are as in
+    `map_checkpoint`; the module must be a meta-device module that can fetch its tensors one by one.
     """
     with _held(uri, cache, expected_id) as (info, path):
         _check_size(uri, path, info)
@@ -280,11 +265,7 @@ def map_file(path: str, module: nn.Module, uri: str) -> None:
 
 @contextmanager
 def local_file(uri: str, name: str, tick: Callable[[], None] | None = None) -> Iterator[str]:
-    """Yields a local path of file `name` in folder `uri`; a download is removed, but mappings of it stay.
-
-    Args:
-        tick: Called after each downloaded block.
-    """
+    """Yields a local path of file `name` in folder `uri`; a download is removed, but mappings of it stay."""
     if storage.is_local(uri):
         storage.check_inside(uri, name)
         yield os.path.join(uri, name)

@@ -1,7 +1,6 @@
 """Writes checkpoints in a thread, one at a time, while training continues.
 
-A failed write costs that checkpoint, not the training: it is logged and kept in `errors`, and the next
-checkpoint is tried when it is due. A half-written folder is removed if the store allows it.
+A failed write costs that checkpoint, not the training: it is logged and kept in `errors`.
 """
 
 from __future__ import annotations
@@ -57,12 +56,8 @@ class BackgroundWriter:
     ) -> str:
         """Removes incomplete checkpoints before several ranks begin to write one.
 
-        Args:
-            seconds: Longest wait; the removal continues in the background.
-            progress: Called once per second.
-
-        Returns:
-            Why the checkpoint cannot be written; empty if it can.
+        Waits at most `seconds`; the removal continues in the background. Returns why the checkpoint cannot be
+        written; empty if it can.
         """
         reasons: list[str] = []
 
@@ -91,8 +86,7 @@ class BackgroundWriter:
     def wait(self, seconds: float = float("inf"), progress: Callable[[], None] = lambda: None) -> bool:
         """Waits for the running write or `clear`; returns whether it has ended.
 
-        Args:
-            progress: Called once per second.
+        Calls `progress` once per second.
         """
         end = time.monotonic() + seconds
         while self._thread is not None:

@@ -16,11 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundFile:
-    """A file that only informs: no training fails because the store refuses it, or waits for it.
-
-    Args:
-        what: Name of the file in warnings.
-    """
+    """A file that only informs; `what` names it in warnings."""
 
     def __init__(self, uri: str, what: str) -> None:
         self._uri = uri

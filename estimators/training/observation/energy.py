@@ -1,8 +1,7 @@
 """Reads the energy that a rank's device used, if the machine reports it.
 
-CPUs report it by RAPL, in files that Linux often lets only root read: the energy of the packages and their
-memory, whatever ran on them. GPUs since Volta report the energy of the whole card by NVML, which needs the
-package nvidia-ml-py. A training on a GPU counts the card, not the host.
+CPUs report the energy of their packages and memory by RAPL, in files that Linux often lets only root read.
+GPUs since Volta report the energy of the whole card by NVML, which needs the package nvidia-ml-py.
 """
 
 from __future__ import annotations

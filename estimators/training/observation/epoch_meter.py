@@ -1,14 +1,8 @@
-"""Measures what an epoch costs besides time: bytes, operations, energy, communication.
+"""Measures the cost of an epoch besides time: bytes, operations, energy, communication.
 
-Every rank measures its own share; one small all-gather at the epoch's end joins them. An epoch that starts in
-the middle, after a resume or a rollback, has no bytes, energy or communication time: the counts of its first
-part are lost. Operations are counted in one micro-batch after each start of the ranks, and scaled to all
-rows.
-
-`FlopCount` counts matrix products, convolutions and attention, forward and backward, by torch's table
-(`torch.utils.flop_counter`). It leaves out recomputation in the backward pass. torch's `FlopCounterMode`
-counts recomputation too, and decomposes unknown operations, so that other kernels may run than in uncounted
-steps.
+Every rank measures its own share; one all-gather at the epoch's end joins them. An epoch that starts in the
+middle has no bytes, energy or communication time. Operations are counted in one micro-batch after each start
+of the ranks, and scaled to all rows.
 """
 
 from __future__ import annotations
@@ -62,7 +56,11 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts the operations in it on this thread, and in the backward pass that this thread starts."""
+    """Counts matrix products, convolutions and attention on this thread, forward and backward.
+
+    It uses torch's table. torch's `FlopCounterMode` also counts recomputation, and decomposes unknown
+    operations, so other kernels may run than in uncounted steps.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -80,15 +78,13 @@ class FlopCount(TorchDispatchMode):
 
 
 def _is_recomputing() -> bool:
-    """Returns whether a forward pass runs within the backward pass; only that one builds a graph there."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
 
 
 class EpochMeter:
     """Measures one epoch after another on one rank.
 
-    Args:
-        ranks_per_copy: Ranks that compute parts of the same rows.
+    `ranks_per_copy` is the number of ranks that compute parts of the same rows.
     """
 
     def __init__(
@@ -133,9 +129,7 @@ class EpochMeter:
     def cost(self, rows: int, seconds: float) -> EpochCost:
         """Returns the cost of the epoch over all ranks. Runs on every rank.
 
-        Args:
-            rows: Rows of all ranks.
-            seconds: Time of the epoch's steps.
+        `rows` are the rows of all ranks, `seconds` the time of the epoch's steps.
         """
         used, energy = self._joules(), _UNKNOWN
         if used is not None and self._joules_before is not None:

@@ -2,14 +2,11 @@
 
 McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A. If rows' gradients have mean
 G and covariance Sigma, the mean over b rows has E|g_b|^2 = |G|^2 + tr(Sigma) / b. Two batch sizes give both
-unknowns: a rank's rows, before the ranks sum their gradients, and all ranks' rows. A single rank uses its
-first micro-batch and its whole batch.
+unknowns: a rank's rows and all ranks' rows. A single rank uses its first micro-batch and its whole batch.
 
-Each rank solves the two equations with its own number of rows, so uneven shards are right. Both solutions are
-averaged exponentially over the steps, separately, because a ratio of noisy numbers is biased. They are
-linear in the measurements, so the ranks add them up once per epoch instead of in every step.
-
-If rows have weights, a row's gradient counts times its weight over the mean weight.
+Each rank solves the two equations with its own number of rows. Both solutions are averaged exponentially over
+the steps, separately, because a ratio of noisy numbers is biased, and over the ranks once per epoch. If rows
+have weights, a row's gradient counts times its weight over the mean weight.
 """
 
 from __future__ import annotations
@@ -50,10 +47,7 @@ class NoiseMeter:
     def solve(self, own_rows: int, global_rows: int, factor: float) -> None:
         """Solves for this step, once its gradients are summed over the ranks.
 
-        Args:
-            own_rows: Rows of this rank.
-            global_rows: Rows of all ranks.
-            factor: Factor of the loss before the backward pass.
+        `factor` is the factor of the loss before the backward pass.
         """
         if self._sync.local_square is not None:
             self._small = self._sync.local_square, own_rows

@@ -1,4 +1,4 @@
-"""What a training records about itself: losses and cost; on request the timeline and a profile."""
+"""The observers of a training: losses and cost; on request the timeline and a profile."""
 
 from __future__ import annotations
 
@@ -21,13 +21,7 @@ from ringspark.estimators.training.step_log import StepLog
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """The observers of one rank's steps; a context manager that writes their files at its end.
-
-    Attributes:
-        losses: Losses of every few steps.
-        meter: Bytes, operations and energy of every epoch.
-        overlap: How much of the communication is hidden, for the meter.
-    """
+    """The observers of one rank's steps; a context manager that writes their files at its end."""
 
     losses: StepLog
     meter: EpochMeter
@@ -39,7 +33,7 @@ class Observation:
     def of(
         cls, config: TrainConfig, mesh: RankMesh, device: torch.device, *, is_compiled: bool = False
     ) -> Observation:
-        """Makes what the settings ask for. Runs on every rank."""
+        """Makes the observers of the settings. Runs on every rank."""
         timeline: Timeline = NO_TIMELINE
         if config.timeline_every_steps is not None:
             make = load_object(RANK_TIMELINE)

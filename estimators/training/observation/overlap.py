@@ -1,17 +1,12 @@
 """Measures how much of a step's communication is hidden behind its computation.
 
-As in Holistic Trace Analysis (`comm_comp_overlap`): the time in which a rank both computes and communicates,
-over the time in which it communicates. Both are unions of intervals, so simultaneous operations count once. A
-rank communicates from the call that starts an operation until the result is there, including the wait for a
-late peer. It computes in the forward and backward passes and in the optimizer's step, except while it starts
-an operation there or waits for one.
+As in Holistic Trace Analysis (`comm_comp_overlap`): the time in which a rank computes and communicates over
+the time in which it communicates, including the wait for a late peer. A rank computes in the forward and
+backward passes and in the optimizer's step, except while it starts an operation or waits for one.
 
-Only some steps are measured, and represent their epoch, because a thread watches for the ends
-of operations meanwhile. Measuring needs no communication and changes no number.
-
-The share is unknown on a GPU, which works on after the host's call returns; if a library communicates by
-itself (sharding 'parameters', a parameter server, DiLoCo with a delay); and in a pipeline, whose stages
-communicate outside the recorded operations.
+Only some steps are measured, because a thread watches for the ends of operations meanwhile. The share is
+unknown on a GPU, whose work continues after the host's call returns, and if a library or a pipeline stage
+communicates outside the recorded operations.
 
 Intervals are half open, [begin, end), in nanoseconds. A set of intervals is sorted and disjoint.
 """
@@ -49,7 +44,6 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
-    """Returns the intersection of two results of `union`."""
     others = list(right)
     first = 0
     found = []
@@ -65,7 +59,7 @@ def intersection(left: Iterable[Interval], right: Iterable[Interval]) -> list[In
 
 
 def difference(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
-    """Returns the first result of `union` without the second."""
+    """Returns the intervals of `left` without those of `right`."""
     others = list(right)
     first = 0
     found = []
@@ -84,19 +78,14 @@ def difference(left: Iterable[Interval], right: Iterable[Interval]) -> list[Inte
 
 
 def length(intervals: Iterable[Interval]) -> int:
-    """Returns the length of a result of `union`."""
     return sum(end - begin for begin, end in intervals)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """One rank's measurements over some steps, in nanoseconds.
+    """One rank's measurements: steps `taken`, steps `measured`, and times in the measured steps.
 
-    Attributes:
-        taken: Steps that the rank took.
-        measured: Steps that were measured.
-        total_ns: Communication time in the measured steps.
-        hidden_ns: Communication time in which the rank also computed.
+    `hidden_ns` is the part of `total_ns` in which the rank also computed.
     """
 
     taken: int = 0
@@ -106,11 +95,7 @@ class Communication:
 
 
 def hidden_and_total(operations: Sequence[OperationTime], computing: Sequence[Interval]) -> tuple[int, int]:
-    """Returns the hidden and the total communication time, in nanoseconds.
-
-    Args:
-        computing: Spans of computation, in which the rank may have waited for an operation.
-    """
+    """Returns the hidden and the total communication time, in nanoseconds."""
     communicated = union((o.begin_ns, o.end_ns) for o in operations)
     blocked = union(interval for operation in operations for interval in operation.blocked)
     computed = difference(union(computing), blocked)
@@ -138,14 +123,8 @@ NO_OVERLAP = Overlap()
 class StepOverlap(Overlap):
     """Measures every n-th step of an epoch, and all steps that a timeline records.
 
-    If the ranks synchronize only now and then, every step is measured: steps without synchronization cost
-    nothing to measure, and none with it is missed.
-
-    Args:
-        is_pipeline: Whether stages communicate outside the recorded operations; then nothing is measured.
-
-    Attributes:
-        timeline: Receives the loop's spans in place of the timeline given.
+    If the ranks synchronize only in some steps, every step is measured. The loop reports its spans to
+    `timeline`, which passes them to the timeline given. With `is_pipeline` nothing is measured.
     """
 
     def __init__(self, world: Collective, timeline: Timeline, *, is_pipeline: bool = False) -> None:
@@ -193,8 +172,7 @@ class StepOverlap(Overlap):
 class _ComputingSpans(Timeline):
     """A timeline that also records the spans of computation while a step is measured.
 
-    Attributes:
-        computing: The spans of the measured step; None between measured steps.
+    `computing` holds the spans of the measured step; None between measured steps.
     """
 
     def __init__(self, timeline: Timeline) -> None:

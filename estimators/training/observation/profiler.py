@@ -1,7 +1,6 @@
-"""Profiles a few steps with torch.profiler: every operation, on the CPU and on the GPU.
+"""Profiles a few steps of rank 0 with torch.profiler: every operation, on the CPU and on the GPU.
 
-Only rank 0: all ranks run the same program, a profile takes much memory and time, and the other ranks wait
-for the profiled rank at every synchronization.
+The other ranks run the same program, and wait for the profiled rank at every synchronization.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""The interface through which the training loop reports where the time of its steps goes.
-
-Kinds of spans:
+"""The interface through which the training loop reports the times of a step.
 
 - `read`: the loop waits for the reader's next batch.
 - `transform`: the user's `transformBatch`.
-- `forward`, `backward`: one per micro-batch. If gradients travel in buckets (a large network, or sharding),
-  the calls that start the sends are inside `backward`; sharding 'gradients' and 'parameters' also wait there
-  for earlier buckets.
-- `exchange`: from the end of the backward pass until the reduced gradients have arrived, the part of the
-  communication that the step waits for. Row weights add a second span before the forward pass, for the
-  all-reduce of the weights.
-- `step`: gradient clipping, the optimizer's step, with sharding the all-gather of the new weights, the moving
-  average.
+- `forward`, `backward`: one per micro-batch. If gradients travel in buckets, `backward` includes the calls
+  that start the sends; with sharding 'gradients' and 'parameters' also the wait for earlier buckets.
+- `exchange`: from the end of the backward pass until the reduced gradients have arrived. Row weights add a
+  second span before the forward pass, for the all-reduce of the weights.
+- `step`: gradient clipping, the optimizer's step, with sharding the all-gather of the new weights, the
+  moving average.
 - `checkpoint`: the pause for copying the state; a thread writes it meanwhile.
 - `validation`: the held-out rows after an epoch.
 """
@@ -42,7 +38,6 @@ Clock = Callable[[], int]
 
 
 def now_ns() -> int:
-    """Returns the time by this rank's clock, in nanoseconds."""
     return time.perf_counter_ns()
 
 
