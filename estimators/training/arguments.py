@@ -1,7 +1,7 @@
 """The arguments of a network: usually one tensor per input column, with one entry per row.
 
 Rows of varying length are concatenated as for `torch.nn.EmbeddingBag`: one argument holds all values of the
-batch, another the start of each row. A sparse vector has indices, starts and values.
+batch, another the start of each row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ rows. That input holds its own index."""
 def list_arguments(columns: Iterable[Column], names: Sequence[str]) -> list[tuple[str, ...]]:
     """Returns the batch arrays that a network gets for each name of a column or array.
 
-    If another array of a column is named too, the column's name means only the array of the same name.
+    If another array of a column is named too, the column's name means only its array of the same name.
     """
     by_name = {column.name: column for column in columns}
 
@@ -43,10 +43,7 @@ def expand_arguments(config: TrainConfig, manifest: ShardManifest) -> TrainConfi
 
 
 def make_layout(arrays: Sequence[tuple[str, BatchArray]]) -> InputLayout:
-    """Returns the layout of inputs with these names and descriptions; () if all are dense.
-
-    Raises ValueError if values lack their starts, or starts their values.
-    """
+    """Returns the layout of inputs with these names and descriptions; () if all are dense."""
     if all(array.per_row for _, array in arrays):
         return ()
     indices = {name: index for index, (name, _) in enumerate(arrays)}
@@ -71,13 +68,11 @@ def read_layout(manifest: ShardManifest, names: Sequence[str]) -> InputLayout:
 
 
 def count_rows(inputs: Sequence[Any], layout: InputLayout) -> int:
-    """Returns the number of rows of the inputs, which are tensors or arrays."""
     layout = layout or (None,) * len(inputs)
     return next(len(given) for number, given in enumerate(inputs) if layout[number] in (None, number))
 
 
 def slice_rows(inputs: Sequence[Any], layout: InputLayout, start: int, stop: int) -> list[Any]:
-    """Returns rows `start` to `stop` of the inputs, which are tensors or arrays."""
     rows, found = count_rows(inputs, layout), []
     for number, given in enumerate(inputs):
         index = layout[number] if layout else None

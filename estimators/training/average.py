@@ -1,8 +1,8 @@
 """Moving average of the weights; with `emaDecay` it is validated and becomes the model.
 
-After each optimizer step, average = decay * average + (1 - decay) * weights, for the trained parameters
-(Polyak and Juditsky 1992; Tarvainen and Valpola 2017). Buffers are not averaged. Every rank averages the
-parameters that it holds, without communication; 16-bit weights in fp32, or one step's share would be lost.
+average = decay * average + (1 - decay) * weights, after each optimizer step, for the trained parameters
+(Polyak and Juditsky 1992; Tarvainen and Valpola 2017). Every rank averages the parameters that it holds;
+16-bit weights in fp32, or one step's share would be lost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Adds the present weights to the average; call it after each optimizer step."""
         # A pipeline stage may have no trained parameters.
         if self._decay is not None and self.values:
             weights = [_at_least_fp32(p.detach()) for p in self._parameters]
@@ -62,7 +61,6 @@ class Average:
 
     @torch.no_grad()
     def load(self, state: State) -> None:
-        """Restores a checkpoint's whole tensors. Raises ValueError if they are of other parameters."""
         shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (state, self.values)]
         if shapes[0] != shapes[1]:
             raise ValueError("the checkpoint's average of the weights is of another network; use another one")

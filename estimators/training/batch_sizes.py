@@ -1,8 +1,4 @@
-"""The batch size of every epoch and the resulting optimizer steps.
-
-A training has one batch size or a schedule by epoch (Smith et al. 2018). Driver and ranks count steps only
-here, so they agree about the position of a training.
-"""
+"""The batch size of every epoch (a schedule after Smith et al. 2018), and the resulting optimizer steps."""
 
 from __future__ import annotations
 
@@ -13,12 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Rows per optimizer step over all ranks, by epoch, from 0.
-
-    Attributes:
-        starts: First epoch of each size, rising from 0, all below `epochs`.
-        sizes: One size per entry of `starts`.
-    """
+    """Rows per optimizer step over all ranks: `sizes[i]` from epoch `starts[i]`, counted from 0."""
 
     epochs: int
     starts: tuple[int, ...]
@@ -51,8 +42,6 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class Steps:
-    """The optimizer steps of every epoch over `num_rows` training rows."""
-
     batches: BatchSizes
     num_rows: int
 
@@ -65,7 +54,6 @@ class Steps:
         return -(-self.num_rows // self.batches.size(epoch))
 
     def before(self, epoch: int) -> int:
-        """Returns the steps of all epochs before this one."""
         starts = self.batches.starts
         stops = (*starts[1:], max(epoch, starts[-1]))
         spans = zip(starts, stops, strict=True)
@@ -77,7 +65,6 @@ class Steps:
         return self.before(whole) + round((epochs - whole) * self.in_epoch(whole))
 
     def epoch_of(self, step: int) -> int:
-        """Returns the epoch, from 0, of a step of the whole training."""
         starts = self.batches.starts
         span = bisect_right([self.before(start) for start in starts], step) - 1
         start = starts[span]

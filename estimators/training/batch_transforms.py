@@ -1,7 +1,6 @@
 """The user's functions on batches: `transformBatch` in training, `transformInPrediction` in prediction.
 
-`transformBatch` gets all rows of a rank's step at once. Its random numbers depend only on seed, step and
-rank, so resumed runs draw the same, and the network's own random numbers (dropout) do not change.
+`transformBatch` gets all rows of a rank's step. Its random numbers depend only on seed, step and rank.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ _SEED_OFFSET = 0x62617463
 
 
 class BatchTransform:
-    """Applies `transformBatch` to this rank's training rows."""
-
     def __init__(self, function: Any, seed: int, rank: int, device: torch.device) -> None:
         self._function = prepare_function(function, device, training=True)
         self._seed, self._rank, self._device = seed + _SEED_OFFSET, rank, device
@@ -62,7 +59,6 @@ class PreparedNetwork(nn.Module):
 
 
 def prepare_inputs(function: Any, inputs: Tensors, layout: InputLayout = ()) -> Tensors:
-    """Returns the network's inputs for a prediction, unchanged if `function` is None."""
     if function is None:
         return inputs
     has_rows = count_rows(inputs, layout) > 0
@@ -81,10 +77,7 @@ def prepare_function(function: Any, device: torch.device, training: bool) -> Any
 def apply_transform(
     function: Any, setting: str, inputs: Tensors, labels: Tensors | None = None, layout: InputLayout = ()
 ) -> tuple[Tensors, Tensors]:
-    """Calls the function on at least one row.
-
-    Raises ValueError if it does not return as many tensors with as many rows.
-    """
+    """Calls the function on at least one row, and checks the number of tensors and rows."""
     # The number of values may change if rows vary in length.
     num_rows = count_rows(inputs, layout)
     of_inputs = [num_rows if not layout or layout[i] in (None, i) else None for i in range(len(inputs))]
@@ -111,10 +104,7 @@ def takes_labels(function: Any) -> bool:
 def try_transform(
     function: Any, setting: str, inputs: Tensors, labels: Tensors | None, layout: InputLayout = ()
 ) -> tuple[Tensors, Tensors]:
-    """Calls the function on the driver, on copies of a few rows.
-
-    Raises ValueError if it fails, or does not return as many tensors with as many rows.
-    """
+    """Calls the function on the driver, on copies of a few rows. Raises ValueError if it fails."""
     function = prepare_function(function, torch.device("cpu"), training=labels is not None)
     copies = tuple(t.clone() for t in inputs)
     given = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in inputs)

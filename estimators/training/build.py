@@ -20,7 +20,6 @@ from ringspark.models.meta_device import copy_module
 
 
 def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
-    """Returns the untrained module, frozen and with adapters as the config says."""
     if config.model is not None:
         module = ModelSpec.from_json(config.model).build()
     elif objects.module is not None:
@@ -55,10 +54,6 @@ def build_optimizer(
         spec: A name of `OPTIMIZERS`, or a factory. A factory gets the list of trainable parameters, or
             with `groups` the list of group dicts, and sets rates and decays that a group lacks.
         groups: See `check_groups`; empty or None for one group of all parameters.
-
-    Raises:
-        ValueError: The name is unknown, the groups do not fit the module, or the factory returned something
-            other than an optimizer of this module's trainable parameters.
     """
     trainable: list[Any] = [p for p in module.parameters() if p.requires_grad]
     if not trainable and layout_of(module) is not None:

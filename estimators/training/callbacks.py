@@ -1,7 +1,7 @@
 """Callbacks: user code that runs at fixed points of a training and sees its state.
 
-Every rank runs its own copy, so data that a callback collects stays on its rank; a callback that writes files
-checks `state.rank == 0`. An exception in a callback ends the training.
+Every rank runs its own copy; a callback that writes files checks `state.rank == 0`. An exception ends the
+training.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ class TrainingState:
             sharding 'parameters' its parameters are DTensors; `parameter.full_tensor()`, called on every
             rank, returns a whole one. With parallelism 'pipeline' it holds this rank's stages and cannot be
             called. A gradient is the same memory in every step, so clone it to keep it.
-        optimizer: This rank's optimizer; its parameter groups hold the present learning rates. With sharding
-            it holds this rank's shard.
+        optimizer: This rank's optimizer (with sharding, of its shard); its groups hold the present rates.
         epoch: Present epoch, from 1.
         step: Optimizer steps taken, at most `num_steps`.
-        history: One record per finished epoch; `history[-1]` is the present epoch in `on_epoch_end`.
+        history: One record per finished epoch; in `on_epoch_end` the last one is the present epoch.
         stop_reason: Why the training will end after this epoch; None if it continues.
         averaged: Returns a context in which `module` holds the weights that are validated and saved: with
-            `emaDecay` the average, else its own. Every rank must enter it.
+            `emaDecay` the average. Every rank must enter it.
     """
 
     rank: int
@@ -82,8 +81,6 @@ class Callback:
 
 
 class Callbacks:
-    """All callbacks of a rank, called in order."""
-
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = list(callbacks)
         self.has_step_end = any(type(c).on_step_end is not Callback.on_step_end for c in callbacks)
@@ -96,11 +93,9 @@ class Callbacks:
             getattr(callback, event)(state)
 
     def state_dicts(self) -> list[dict[str, Any]]:
-        """Returns the state of each callback; raises ValueError if one cannot be JSON."""
         return [_copy_state(callback) for callback in self._callbacks]
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Restores the states; raises ValueError if their number is wrong."""
         if len(states) != len(self._callbacks):
             raise ValueError(
                 f"the checkpoint is of a training with {len(states)} callbacks, this one has "

@@ -1,9 +1,7 @@
 """Trains a network compiled by `torch.compile` (Ansel et al. 2024, "PyTorch 2").
 
 Only calls are compiled, in place, so gradient synchronization, checkpoints and callbacks see no wrapper. The
-number of rows is dynamic in the compiled code, because batches differ by a few rows between steps and ranks.
-With activation checkpointing each recomputed module is compiled separately, because a segment must see the
-calls of its modules to repeat them.
+number of rows is dynamic in the compiled code, because batches differ by a few rows.
 """
 
 from __future__ import annotations
@@ -28,10 +26,7 @@ from ringspark.models.recompute.activation_checkpoint import compile_segments
 
 @contextmanager
 def compile_network(network: nn.Module, setting: bool | str, device: torch.device) -> Iterator[None]:
-    """Compiles calls of `network` inside the context; `setting` is `TrainConfig.compile`.
-
-    Raises RuntimeError if this host has no compiler for the device, or torch cannot compile the network.
-    """
+    """Compiles calls of `network` inside the context; `setting` is `TrainConfig.compile`."""
     if not setting:
         yield
         return
@@ -60,19 +55,15 @@ def compile_network(network: nn.Module, setting: bool | str, device: torch.devic
 
 
 def skip_single_rows(setting: bool | str, num_rows: int) -> AbstractContextManager[object]:
-    """Returns the context of a pass in which a single row runs uncompiled.
-
-    torch would compile the network again for one row.
-    """
+    """Returns a context in which a single row runs uncompiled, because torch would compile again."""
     return torch.compiler.set_stance("force_eager") if setting and num_rows == 1 else nullcontext()
 
 
 def _compile_calls(network: nn.Module, mode: str | None) -> None:
     """Lets calls of the network run its compiled `forward`, and its hooks uncompiled.
 
-    `nn.Module.compile` compiles nothing of torch's own classes, such as an `nn.Sequential`, because torch
-    skips frames of its own files. The compiled `forward` is an attribute of the network only during a call,
-    so copies and pickles of the network never hold it.
+    `nn.Module.compile` compiles none of torch's own classes, such as `nn.Sequential`. The compiled `forward`
+    is an attribute of the network only during a call, so copies and pickles of the network never hold it.
     """
     forward = torch.compile(network.forward, mode=mode, dynamic=True)
     own = {name: value for name, value in vars(network).items() if name == "forward"}
@@ -89,7 +80,6 @@ def _compile_calls(network: nn.Module, mode: str | None) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the end of the C++ compiler's output, or the first line of another message."""
     output = getattr(error, "output", None)
     lines = [line.strip() for line in str(output or error).splitlines() if line.strip()]
     return " ".join(lines[-4:] if output else lines[:1])
@@ -128,10 +118,10 @@ def _check_compiler(device: torch.device) -> None:
 
 @contextmanager
 def _use_own_code_folder() -> Iterator[None]:
-    """Lets torch and Triton cache compiled code in this user's own folder, unless the user names one.
+    """Lets torch and Triton cache compiled code in this user's folder, unless the user names one.
 
     torch's default is a folder under /tmp that anyone can create first, and a process loads shared libraries
-    from it. If no private folder can be made, the context uses a temporary one and removes it.
+    from it. Without a private folder it is a temporary one.
     """
     from torch._inductor import codecache, config
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir

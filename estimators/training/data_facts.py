@@ -1,7 +1,4 @@
-"""The facts of a run's data: its manifest without the list of files.
-
-They outlive the shards, which a fit without `runUri` removes at its end.
-"""
+"""The facts of a run's data, which outlive its shards: the manifest without the list of files."""
 
 from __future__ import annotations
 
@@ -18,12 +15,7 @@ from ringspark.pipelines.typed_json import parse_object, record
 
 @dataclass(frozen=True, kw_only=True)
 class SplitFacts:
-    """Sizes of one split.
-
-    Attributes:
-        row_groups: Number of row groups; for a table, of windows in its files' row groups.
-        group_rows: Rows of the smallest, the median and the largest row group; empty without any.
-    """
+    """Sizes of one split; `group_rows` are the rows of the smallest, median and largest row group."""
 
     rows: int
     files: int
@@ -34,8 +26,6 @@ class SplitFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnFacts:
-    """Name, column type and Spark type of one column."""
-
     name: str
     kind: str
     source: str
@@ -43,13 +33,7 @@ class ColumnFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """Facts of one set of shards.
-
-    Attributes:
-        splits: Splits with rows, by name.
-        stats: Split -> column name -> statistics.
-        is_table: Whether the files are a table that another program wrote.
-    """
+    """Facts of one set of shards: splits with rows, and statistics by split and column."""
 
     uri: str
     columns: tuple[ColumnFacts, ...]
@@ -81,7 +65,6 @@ class DataFacts:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> DataFacts:
-        """Parses the result of `to_json`; raises ValueError if it is damaged."""
         return record(cls, parse_object(text))
 
 

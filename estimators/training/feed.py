@@ -31,7 +31,6 @@ class Batch:
         inputs: One tensor per argument of `forward`, each (rows, ...), or as `arguments` describes it.
         labels: One tensor per output of the network, each (rows, ...).
         weight: Row weights, (rows,) fp32; None if every row has weight 1.
-        layout: Describes which inputs hold rows of varying length.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -70,10 +69,8 @@ class Batch:
 def network_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     """Returns the dtype in which a network gets a column in training, in transform and in checks.
 
-    Floating values and booleans become fp32, like the parameters. Integers become int64: in fp32 an id of
-    16,777,217 would become 16,777,216, and int8 would overflow in a network's arithmetic.
-
-    Raises ValueError for other dtypes, such as complex numbers.
+    Floating values and booleans become fp32. Integers become int64: in fp32 an id of 16,777,217 would become
+    16,777,216, and int8 would overflow in a network's arithmetic. Raises ValueError for other dtypes.
     """
     kind = np.dtype(dtype).kind
     if kind not in "fbiu":
@@ -85,7 +82,6 @@ def network_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
 
 
 def to_network_input(values: Array) -> Array:
-    """Returns the array in its `network_dtype`, contiguous and writeable."""
     return np.require(values, network_dtype(values.dtype), ["C", "W"])
 
 
@@ -99,8 +95,7 @@ def move_batches(
 ) -> Iterator[Batch]:
     """Yields the reader's batches on `device`, in order.
 
-    A second stream copies each batch to a GPU during the step before it. So the GPU holds one more batch than
-    the step uses, and the host waits for no copy.
+    A second stream copies each batch to a GPU during the step before it.
     """
     if device.type != "cuda":
         yield from (to_batch(columns_of, config, device, layout) for columns_of in columns)
@@ -119,7 +114,6 @@ def move_batches(
 
 
 def _wait_for_copy(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
-    """Lets the computing stream wait for the copy of the batch."""
     current = torch.cuda.current_stream(device)
     current.wait_event(copied)
     tensors = (*batch.inputs, *batch.labels, *(() if batch.weight is None else (batch.weight,)))
@@ -130,7 +124,6 @@ def _wait_for_copy(batch: Batch, copied: torch.cuda.Event, device: torch.device)
 
 
 def to_tensor(values: Array, device: torch.device) -> torch.Tensor:
-    """Returns one column on the device; a copy to a GPU is pinned and does not block."""
     tensor = torch.from_numpy(to_network_input(values))
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,6 @@
 """Writes and reads the files of a run directory that show the progress of a training.
 
-`history.json` has one entry per finished epoch, `progress.json` the present position. Both are replaced
-atomically, so anybody who can read the store can follow the training without reaching the driver.
+`history.json` has one entry per finished epoch, `progress.json` the present position.
 """
 
 from __future__ import annotations
@@ -31,13 +30,11 @@ class EpochCost:
 
     Attributes:
         training_seconds: Time without the validation.
-        bytes_sent: Bytes that the ranks sent to each other, counted as in `Collective.bytes_sent`.
         flops: Operations of the model for all rows, see `observation.epoch_meter`.
         flops_utilization: Share of the devices' peak operations in the time.
-        energy_joules: Energy of the ranks' GPUs, or on CPUs of their hosts, see `observation.energy`.
-        communication_seconds: Time with a collective operation in progress, mean over the ranks, from the
-            steps that `observation.overlap` measures.
-        communication_hidden: Share of that time in which the rank also computed, from 0 to 1.
+        energy_joules: Energy of the ranks' GPUs, or on CPUs of their hosts.
+        communication_seconds: Time with a collective operation in progress, mean over the ranks.
+        communication_hidden: Share of that time in which the rank also computed, see `observation.overlap`.
     """
 
     training_seconds: float
@@ -49,7 +46,6 @@ class EpochCost:
     communication_hidden: float | None = added(None)
 
     def row(self, rows: int) -> dict[str, Any]:
-        """Returns the columns of a table for an epoch of `rows` rows."""
         seconds = self.training_seconds
         return asdict(self) | {
             "rows_per_second": rows / seconds if seconds > 0 else None,
@@ -59,12 +55,7 @@ class EpochCost:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientNoise:
-    """The spread of the rows' gradients, as `observation.noise_scale` measures it.
-
-    Attributes:
-        variance: Trace of the covariance of a row's gradient.
-        square: Squared 2-norm of the mean gradient of all rows.
-    """
+    """Trace of the covariance of a row's gradient, and squared norm of the mean gradient of all rows."""
 
     variance: float
     square: float
@@ -82,9 +73,8 @@ class GradientNoise:
 class EpochRecord:
     """One finished epoch; losses are means per row (per unit of weight) over all ranks.
 
-    `skipped_steps` counts steps that changed no weights: their gradients overflowed in fp16, or were not
-    finite with onNonFinite 'skip'. If a loss of a skipped step was not finite on some rank, `train_loss`
-    leaves out all rows of that step, and metrics leave out its rows with outputs that are not finite.
+    `skipped_steps` overflowed in fp16, or had gradients that were not finite with onNonFinite 'skip'.
+    `train_loss` leaves out skipped steps whose loss was not finite.
     """
 
     epoch: int
@@ -111,14 +101,12 @@ class EpochRecord:
         return math.nan if value is None else value
 
     def row(self) -> dict[str, Any]:
-        """Returns the record as one flat row of a table."""
         values: dict[str, Any] = asdict(self)
         metrics: dict[str, float] = values.pop("metrics")
         del values["cost"], values["noise"]
         return values | self._columns() | metrics
 
     def known_costs(self) -> dict[str, float]:
-        """Returns the known columns of the cost and the noise."""
         return {name: float(value) for name, value in self._columns().items() if value is not None}
 
     def _columns(self) -> dict[str, Any]:
@@ -128,8 +116,6 @@ class EpochRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingProgress:
-    """The present position: `step` of `num_steps` optimizer steps over the whole training."""
-
     epoch: int
     epochs: int
     step: int
@@ -139,10 +125,7 @@ class TrainingProgress:
 
 
 class RunLog:
-    """Writes the run directory on rank 0, nothing on other ranks. A context manager.
-
-    A training never fails because the store refuses these files, and does not wait for the position.
-    """
+    """Writes the run directory on rank 0. A training does not fail if the store refuses these files."""
 
     def __init__(self, run_uri: str, writes: bool) -> None:
         self._run_uri = run_uri
@@ -160,7 +143,6 @@ class RunLog:
 
     @property
     def wants_progress(self) -> bool:
-        """Whether the last write of the position is some time ago, and none is in progress."""
         is_old = time.monotonic() - self._last_progress >= PROGRESS_SECONDS
         return self._writes and is_old and not self._progress.is_busy
 
@@ -189,7 +171,7 @@ class RunLog:
 
 
 def read_history(run_uri: str) -> list[EpochRecord]:
-    """Returns the finished epochs; empty before the first. Raises ValueError if the file is damaged."""
+    """Returns the finished epochs; empty before the first."""
     uri = storage.join(run_uri, run_layout.HISTORY)
     if not storage.exists(uri):
         return []
@@ -197,14 +179,13 @@ def read_history(run_uri: str) -> list[EpochRecord]:
 
 
 def parse_history(text: bytes) -> list[EpochRecord]:
-    """Parses the bytes of the history file; raises ValueError if they are damaged."""
     # A loss that overflowed is stored as NaN.
     records: list[EpochRecord] = fit(list[EpochRecord], parse(text, allow_nan=True), run_layout.HISTORY)
     return records
 
 
 def read_progress(run_uri: str) -> TrainingProgress | None:
-    """Returns the present position, None before the first step. Raises ValueError if the file is damaged."""
+    """Returns the present position, None before the first step."""
     uri = storage.join(run_uri, run_layout.PROGRESS)
     if not storage.exists(uri):
         return None

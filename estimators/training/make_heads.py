@@ -35,9 +35,7 @@ def make_heads(
 ) -> tuple[Head, ...]:
     """Returns the heads, in the order of the labels; raises ValueError if a metric fits no label.
 
-    Args:
-        config: Result of `set_outputs`. The memory planner's config has no widths; each counts as 1.
-        manifest: Holds the range of the labels. Without it, no row counts as ignored.
+    The memory planner's config has no output widths; each counts as 1. Without a manifest, no row is ignored.
     """
     per_row = {metric.name: metric.per_row for metric in config.own_metrics}
     own = {name: (metric, per_row.get(name, False)) for name, metric in objects.metrics.items()}
@@ -58,10 +56,7 @@ def make_heads(
 def settle_heads(
     heads: Sequence[Head], config: TrainConfig, objects: UserObjects, manifest: ShardManifest | None
 ) -> tuple[Head, ...]:
-    """Returns the heads with the loss, the width and the ignored label of `config` and `manifest`.
-
-    `make_heads` needs neither the data nor the network's outputs to choose the metrics; these fields do.
-    """
+    """Returns the heads with the loss, the width and the ignored label of `config` and `manifest`."""
     settled = []
     for index, (head, width) in enumerate(zip(heads, config.output_widths or (1,) * len(heads), strict=True)):
         loss = objects.loss(config, index)
@@ -73,7 +68,6 @@ def settle_heads(
 
 
 def _select_metrics(head: Head, config: TrainConfig, own: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the metrics of the loss's task; all for a callable."""
     task = config.task
     if task == "any" and isinstance(head.loss, str | nn.Module):
         task = "classification" if head.takes_classes else "regression"
@@ -85,8 +79,7 @@ def _select_metrics(head: Head, config: TrainConfig, own: Mapping[str, Any]) -> 
 def find_ignored_label(loss: RowLoss, label_range: tuple[float, float] | None = None) -> int | None:
     """Returns the class number of rows that the loss and metrics ignore, or None.
 
-    Args:
-        label_range: Smallest and largest label of all rows, if known; no row has a number outside of it.
+    `label_range` holds the smallest and largest label of all rows, if known.
     """
     inner = loss.member if isinstance(loss, MemberLoss) else loss
     if not isinstance(inner, ClassLoss):

@@ -1,9 +1,8 @@
 """Finds steps whose loss or gradient is not finite, equally on every rank, and handles them.
 
-- 'stop': each rank checks its own losses, and the training ends with an error that names epoch, step and
-  rank. A GPU's losses are read only at the epoch's end or before the next checkpoint.
-- 'skip' and 'rollback': no rank takes the step. A loss that is not finite makes its gradients and their sum
-  over the ranks not finite, so a check of the summed gradients finds both on every rank.
+With 'stop', each rank checks its own losses, and the training ends with an error; a GPU's losses are read
+only at the epoch's end or before a checkpoint. With 'skip' and 'rollback', no rank takes the step: a loss
+that is not finite makes the summed gradients of all ranks not finite.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ _NEVER = torch.iinfo(torch.int64).max
 class NonFiniteStep:
     """One step whose loss or gradient was not finite.
 
-    Attributes:
-        epoch: Number of the epoch, from 1.
-        step: Number of the step in its epoch, from 1.
-        ranks: Ranks whose loss was not finite; empty if only the summed gradients were not.
+    `epoch` and `step` in the epoch count from 1. `ranks` is empty if only the summed gradients were not
+    finite.
     """
 
     epoch: int
@@ -55,11 +52,7 @@ class RollBackError(Exception):
 
 
 class FirstBadLoss:
-    """Keeps the first step of a rank whose loss is not finite.
-
-    Attributes:
-        is_immediate: Whether `step` can be read after each step without waiting for the device.
-    """
+    """Keeps the first step of a rank whose loss is not finite; `is_immediate` on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_immediate = device.type == "cpu"
@@ -85,10 +78,9 @@ class FirstBadLoss:
 
 
 def raise_first_bad(epoch: int, first_bad: Sequence[int], advice: str) -> None:
-    """Raises FloatingPointError, with epoch, step and rank, if a rank had a loss that is not finite.
+    """Raises FloatingPointError if a rank had a loss that is not finite.
 
-    Args:
-        first_bad: The step in the epoch per rank, from 1; 0 for none.
+    `first_bad` holds the step in the epoch per rank, from 1; 0 for none.
     """
     found = [(step, rank) for rank, step in enumerate(first_bad) if step]
     if found:

@@ -37,8 +37,8 @@ Measure = Callable[[int, int, int], None]
 class WholePasses:
     """Passes over the rows of a rank that has all layers, or a shard of each.
 
-    Attributes:
-        steps_in_flight: Number of steps whose gradients are still in flight; see `drain`.
+    `partial_gradients` are partial sums on the ranks of one replica. Gradients of `steps_in_flight` steps are
+    not complete yet; see `drain`.
     """
 
     steps_in_flight = 0
@@ -51,12 +51,6 @@ class WholePasses:
         measure: Measure,
         partial_gradients: PartialGradients | None = None,
     ) -> None:
-        """Stores the settings.
-
-        Args:
-            counting: Returns a context for the passes of a micro-batch.
-            partial_gradients: Gradients that are partial sums on the ranks of one replica; None for none.
-        """
         self._recipe, self._sync = recipe, sync
         self._counting, self._measure = counting, measure
         self._partial = partial_gradients
@@ -75,7 +69,6 @@ class WholePasses:
             micro_batches: Each of at least one row; empty if this rank has none in this step.
             divisor: See `step.global_weights`.
             inputs: The network's arguments for all rows; their shapes and dtypes, if there are no rows.
-            keeps_outputs: Whether outputs and labels are kept for metrics.
 
         Returns:
             The results of each micro-batch on this rank; losses of 0 rows if another rank has them.
@@ -123,8 +116,8 @@ class WholePasses:
 class PipelinedPasses:
     """Passes of a rank with some pipeline stages; the rank with the last layers has the losses.
 
-    A stage differentiates the losses that its own layers add. If experts serve other replicas of the network,
-    all replicas run equally many micro-batches in the same order, some of them without rows.
+    If experts serve other replicas of the network, all replicas run equally many micro-batches in the same
+    order, some of them without rows.
     """
 
     def __init__(self, recipe: Recipe, sync: GradientSync, pipeline: PipelinePasses, mesh: RankMesh) -> None:
@@ -221,7 +214,6 @@ class PipelinedPasses:
             yield
 
     def _make_result(self, reports: Reports) -> MicroBatchOutput:
-        """Returns the result of a stage that does not see the losses."""
         losses = torch.zeros(self._recipe.criterion.num_losses, device=self._recipe.device)
         return MicroBatchOutput(losses, 0.0, [], reports.counts)
 

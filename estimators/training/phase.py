@@ -8,8 +8,7 @@ from ringspark.estimators.failures import WorkerStoppedError
 class Status:
     """The rank's present phase, in words.
 
-    Attributes:
-        ticks: Number of signs of progress; a rank whose number does not rise for `timeoutSeconds` hangs.
+    A rank hangs if `ticks`, its signs of progress, does not rise for `timeoutSeconds`.
     """
 
     def __init__(self, phase: str = "starting") -> None:

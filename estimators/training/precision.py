@@ -1,9 +1,8 @@
 """Mixed precision by autocast: parameters, gradients and optimizer state stay fp32.
 
 After Narang, Micikevicius et al. 2018, "Mixed Precision Training". fp16 needs loss scaling, and a step whose
-gradients overflow is skipped: the scale halves, and doubles after `growth_interval` steps without overflow.
-All ranks skip the same steps, so their scales stay equal. A skipped step counts for the schedule, the
-progress and the callbacks, but not for the optimizer (Adam's bias correction).
+gradients overflow is skipped, by all ranks. A skipped step counts for the schedule, the progress and the
+callbacks, but not for the optimizer (Adam's bias correction).
 """
 
 from __future__ import annotations
@@ -35,9 +34,7 @@ def keep_norms_fp32(module: nn.Module) -> None:
     """Makes the module's normalisation layers compute in fp32 under autocast, on every device.
 
     Autocast on CPU lets LayerNorm keep mean and deviation in 16 bits for the backward pass; autocast on CUDA
-    promotes only some layers. The output returns to the input's dtype, so later layers see no other dtypes
-    and save no more bytes. Layers with 16-bit parameters and direct calls of `functional.layer_norm` do not
-    change.
+    promotes only some layers. The output returns to the input's dtype, so later layers save no more bytes.
     """
     for layer in module.modules():
         if isinstance(layer, NORMS):
@@ -68,10 +65,6 @@ class LossScaler:
 
     Every rank calls `scale` per micro-batch, then `unscale` if it reads the step's gradients, `step` and
     `update`. torch's scaler does the arithmetic. `step` waits for the device.
-
-    Attributes:
-        skipped: Whether the last step was skipped.
-        skipped_steps: Number of skipped steps.
     """
 
     def __init__(
@@ -88,7 +81,7 @@ class LossScaler:
 
         Args:
             combine: Returns the maximum of a tensor (1,) over all ranks; all ranks call it once per step if
-                they hold different gradients or losses. Unused if no step is ever skipped.
+                they hold different gradients or losses.
             guards: Whether steps whose gradients are not finite are skipped in other precisions too, at a
                 fixed scale of 1.
         """
@@ -115,7 +108,7 @@ class LossScaler:
     def check_loss(self, losses: torch.Tensor) -> None:
         """Makes all ranks skip this step if a loss is not finite; does not wait for the device.
 
-        Checking gradients is not enough: they may be finite, for example if the rows reach no parameter.
+        The gradients may still be finite, for example if the rows reach no parameter.
         """
         self._bad_loss += (~losses.isfinite()).any()
 
@@ -159,7 +152,6 @@ class LossScaler:
             )
 
     def update(self) -> None:
-        """Ends the step and sets the scale for the next one."""
         if self.enabled:
             self._scaler.update(None if self._scales else 1.0)
             self._overflow = None
@@ -195,14 +187,13 @@ class LossScaler:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the numbers for `load_state_dict`; empty if no step is ever skipped."""
         if not self.enabled:
             return {}
         scaling = self._scaler.state_dict() if self._scales else {}
         return {**scaling, "skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state of a scaler; an empty one, from another precision, changes nothing."""
+        """Restores a state; an empty one, from another precision, changes nothing."""
         if self.enabled and state:
             own = dict(state)
             self.skipped_steps = own.pop("skipped_steps")

@@ -1,8 +1,7 @@
 """The file of a run directory with the output of one rank: `logs/rank-<k>.txt`.
 
-It holds one header line per start of the rank, then the standard output and standard error of that start. Its
-size is bounded: it keeps the first and last part of the present start (see `launch.log_process`) and the end
-of earlier starts.
+Each start of the rank adds a header line and its standard output and standard error. The size is bounded by
+`launch.log_process` and `EARLIER_BYTES`.
 """
 
 from __future__ import annotations

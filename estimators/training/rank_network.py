@@ -34,9 +34,7 @@ from ringspark.pipelines import ShardManifest
 class RankNetwork:
     """The network of one rank; call its methods in their order, on every rank.
 
-    Attributes:
-        module: The whole network after `build`, this rank's shard of it after `shard`.
-        pipeline: Passes through the stages of a pipeline; None without one.
+    `module` is the whole network after `build`, this rank's shard of it after `shard`.
     """
 
     module: nn.Module
@@ -109,27 +107,25 @@ class RankNetwork:
             self._start_state = copy_to_meta(module)
 
     def recompute(self) -> None:
-        """Applies `gradientCheckpointing`."""
         policy = segment_policy(self._config.gradient_checkpointing)
         if self.pipeline is not None:
             policy = _select_stage_policy(policy, self._blocks, self.module)
         apply_activation_checkpoint(self.module, policy)
 
     def wrap(self) -> GradientSync:
-        """Makes the optimizer and the gradient synchronization with the other ranks."""
         self._status.phase = "sending the initial weights"
         sync = wrap_network(self._config, self._objects, self.module, self._mesh, self._device)
         sync.progress = self._status.tick
         return sync
 
     def find_changed_buffers(self) -> tuple[str, ...]:
-        """Returns the names of state that the training has changed and a checkpoint does not hold."""
+        """Returns the names of changed state that a checkpoint does not hold."""
         return (
             () if self._start_state is None else tuple(find_changed_buffers(self._start_state, self.module))
         )
 
     def _refuse_sparse_gradients(self) -> None:
-        """Makes embeddings give dense gradients if a rank does not hold the gradients of whole rows."""
+        """Makes embeddings give dense gradients if the strategy takes no sparse ones."""
         config, module = self._config, self.module
         if config.num_workers == 1 or STRATEGIES[config.sync.strategy].takes_sparse:
             return
@@ -145,10 +141,7 @@ Policy = str | int | tuple[str, ...]
 
 
 def _select_stage_policy(policy: Policy, blocks: Sequence[str], stage: nn.Module) -> Policy:
-    """Returns the activation checkpointing policy of one rank's stages, which may have one block or none.
-
-    `policy` and `blocks` are of the whole network.
-    """
+    """Returns the activation checkpointing policy of one rank's stages, from the network's."""
     known = {name for name, _ in stage.named_modules(remove_duplicate=False)}
     here = tuple(name for name in blocks if name in known)
     if isinstance(policy, tuple):
@@ -164,7 +157,6 @@ def _select_stage_policy(policy: Policy, blocks: Sequence[str], stage: nn.Module
 def wrap_network(
     config: TrainConfig, objects: UserObjects, module: nn.Module, mesh: RankMesh, device: torch.device
 ) -> GradientSync:
-    """Makes the optimizer of a rank's shard, and its gradient synchronization with the other ranks."""
     make = partial(build_configured_optimizer, config, objects)
     return synchronize_gradients(module, make, mesh, _sync_settings(config, device))
 

@@ -20,9 +20,7 @@ from ringspark.pipelines.readers.demand import DENSE, read_again, rows_in_flight
 class CachedRows:
     """The row groups that a rank reads in two epochs or more.
 
-    Attributes:
-        num_bytes: Bytes of all rows; rows of varying length count with their mean length.
-        least_bytes: Bytes without rows of varying length.
+    `num_bytes` uses the mean length of rows of varying length; `least_bytes` leaves them out.
     """
 
     row_groups: frozenset[int]
@@ -87,7 +85,6 @@ def estimate_reader_bytes(config: TrainConfig, manifest: ShardManifest) -> dict[
 def cache_options(
     config: TrainConfig, manifest: ShardManifest, split: Split, rank: int, size: int
 ) -> dict[str, Any]:
-    """Returns the arguments of `open_reader` for `cache`."""
     if config.cache not in CACHES:
         return {}
     kept = find_cached_rows(config, manifest, split, rank, size)

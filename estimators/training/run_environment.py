@@ -1,7 +1,6 @@
 """Records where and on what a run was trained: `environment.json` and `data.json` in the run directory.
 
-Every rank reports its process at the start, and its peak memory at the end; rank 0 writes. Training continues
-if the store refuses the files.
+Rank 0 writes. Training continues if the store refuses the files.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class RankHost:
     Attributes:
         device: Name of the GPU; "cpu" without one.
         host_memory: Bytes of the host's memory, which all its ranks share.
-        peak_memory: Peak bytes of the rank's process, over its whole life; 0 before the training's end.
+        peak_memory: Peak bytes of the rank's process; 0 before the training's end.
         peak_device_memory: Peak bytes of tensors on its GPU; 0 before the training's end or without a GPU.
     """
 
@@ -58,14 +57,7 @@ class RankHost:
 
 @dataclass(frozen=True, kw_only=True)
 class GangStart:
-    """One start of the ranks.
-
-    Attributes:
-        began: Seconds since 1970, by the clock of rank 0.
-        system: Operating system and machine of rank 0.
-        versions: Versions on rank 0, by package.
-        ranks: One entry per rank, in rank order.
-    """
+    """One start of the ranks; `began` is in seconds since 1970, `versions` are by package."""
 
     began: float
     system: str
@@ -81,7 +73,6 @@ class Environment:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Environment:
-        """Reads the file; raises ValueError if it is damaged."""
         return record(cls, parse_object(text))
 
 
@@ -113,7 +104,7 @@ def record_start(
 
 
 def record_memory(run_uri: str, mesh: RankMesh, device: torch.device, start: GangStart | None) -> None:
-    """Adds the ranks' peak memory to their start. Runs on every rank, at the end."""
+    """Adds the ranks' peak memory to their start. Runs on every rank."""
     texts = gather_bytes(mesh.world, _describe_rank(device, at_end=True), to_all=False)
     # Without a record of this start, the last one in the file is of ranks that no longer exist.
     if start is None:

@@ -1,6 +1,6 @@
 """Finds the best epoch by one entry of the history, to stop a training early and to keep its weights.
 
-Every rank sees the same numbers, so all ranks decide the same without communication.
+Every rank sees the same numbers, so all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ class BestEpoch(Callback):
         self._min_delta = min_delta
 
     def update(self, record: EpochRecord) -> bool:
-        """Returns whether an epoch is better than all before by more than `min_delta`, and if so keeps it.
-
-        NaN is never better.
-        """
+        """Returns whether an epoch is better than all before; if so, keeps it. NaN is never better."""
         value = record.value(self.monitor)
         if math.isnan(value):
             return False
@@ -77,11 +74,7 @@ class EarlyStopping(BestEpoch):
 class BestCheckpoint(BestEpoch):
     """Writes the weights of the best epoch so far, and removes the folder of the previous best epoch.
 
-    With `keeps_worse`, worse folders stay until the end, because a checkpoint of the training may name one as
-    the best so far.
-
-    Attributes:
-        uri: Folder of the best checkpoint, None before the first.
+    With `keeps_worse`, worse folders stay until the end, because a checkpoint of the training may name one.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ from ringspark.models.reports import Reports, collect_reports
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The inputs of a pass besides the network and its rows, equal for all micro-batches of a training."""
+    """The settings of a pass, equal for all micro-batches of a training."""
 
     config: TrainConfig
     criterion: Criterion
@@ -43,10 +43,7 @@ def forward_backward(
 ) -> MicroBatchOutput:
     """Adds the gradients of one micro-batch's share of the global mean loss.
 
-    Args:
-        batch: At least one row.
-        divisor: See `global_weights`.
-        keeps_outputs: Whether outputs and labels are kept for metrics.
+    The micro-batch has at least one row; `divisor` is from `global_weights`.
     """
     timeline = recipe.timeline
     with timeline.span("forward"):
@@ -74,8 +71,8 @@ def forward(
 ) -> tuple[torch.Tensor, MicroBatchOutput]:
     """Returns each head's weighted loss summed over the rows, (num_heads,), and the results for the history.
 
-    Only the first includes the losses that layers add (`models.reports`). Raises ValueError if the number of
-    outputs is not the number of labels. `module` is the network, or its wrapper that synchronizes gradients.
+    Only the first includes the losses that layers add (`models.reports`). `module` is the network, or its
+    wrapper that synchronizes gradients.
     """
     config = recipe.config
     hooks = saved_tensor_hooks(
@@ -130,10 +127,7 @@ def compute_losses(
 
 
 def sum_layer_losses(recipe: Recipe, reports: Reports, batch: Batch) -> torch.Tensor:
-    """Returns the share of layers' own losses in each head's summed loss, (num_heads,).
-
-    Raises ValueError if a layer adds a loss that is not one value per row.
-    """
+    """Returns the share of layers' own losses in each head's summed loss, (num_heads,)."""
     for values in reports.losses:
         if values.shape != (batch.num_rows,):
             raise ValueError(
@@ -150,7 +144,6 @@ def global_weights(
     """Returns the weight of all ranks' rows, the divisor of the losses. Runs on every rank.
 
     Args:
-        batch: All of this rank's rows of the step.
         global_rows: Rows of all ranks; without row weights they are the divisor.
         together: The ranks of the global batch, if they step together. If None, rows of other ranks count as
             much as this rank's rows on average.
@@ -172,7 +165,6 @@ def global_weights(
 
 
 def _sum_weights(recipe: Recipe, batch: Batch) -> torch.Tensor | float:
-    """Returns the weight of this rank's rows in each head's mean loss, like `global_weights`."""
     weights = recipe.criterion.row_weights(batch.labels)
     if weights is None:
         if batch.weight is None:

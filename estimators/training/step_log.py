@@ -1,7 +1,7 @@
 """Records the loss within an epoch: one mean over all ranks every few steps.
 
-All ranks record after the same steps, because the mean is a collective call. Rank 0 writes numbered files in
-a thread. Records from step n replace earlier records from step n, so repeated steps count once.
+Rank 0 writes numbered files in a thread. Records from step n replace earlier records from step n, so repeated
+steps count once.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ END_SECONDS = 5.0
 class StepRecord:
     """The steps since the record before, up to and including `step` of the whole training.
 
-    `train_loss` is their mean per row (per unit of weight) over all ranks; `rows` and `seconds` count from
-    the training's start.
+    `train_loss` is their mean per row over all ranks; `rows` and `seconds` count from the training's start.
     """
 
     step: int
@@ -62,7 +61,6 @@ class StepLog:
         self._thread: threading.Thread | None = None
 
     def begin(self, sums: Sums) -> None:
-        """Counts from here; called when an epoch starts or continues."""
         self._before = sums.totals() if self._every else None
 
     def is_due(self, step: int) -> bool:
@@ -72,7 +70,7 @@ class StepLog:
     def mean_loss(self, sums: Sums, data: Collective | None) -> float | None:
         """Returns the mean loss since the record before. Runs on every rank; see `Sums.mean_loss`.
 
-        Without `data` it is None if this rank has had no rows since; the next record then counts from there.
+        Without `data` it is None if this rank has had no rows since.
         """
         totals = sums.totals()
         since = totals if self._before is None else totals - self._before
@@ -92,7 +90,6 @@ class StepLog:
             self._start(now)
 
     def flush(self) -> None:
-        """Writes pending records, and waits a few seconds for it."""
         if self._thread is not None:
             self._thread.join(END_SECONDS)
         if self._pending and not (self._thread is not None and self._thread.is_alive()):
@@ -121,14 +118,12 @@ class StepLog:
 
 
 class StepFiles:
-    """Reads the files of a run, each once, while more are written."""
-
     def __init__(self, run_uri: str) -> None:
         self._folder = storage.join(run_uri, run_layout.STEPS)
         self._next = 0
 
     def read_new(self) -> Iterator[list[StepRecord]]:
-        """Yields the records of each unread file in order; raises ValueError if one is damaged."""
+        """Yields the records of each unread file in order."""
         numbers = sorted(
             number for name in storage.list_names(self._folder) if (number := _number(name)) >= 0
         )
@@ -140,7 +135,7 @@ class StepFiles:
 
 
 def read_steps(run_uri: str) -> list[StepRecord]:
-    """Returns the records, each step once. Raises ValueError if a file is damaged."""
+    """Returns the records, each step once."""
     steps: dict[int, StepRecord] = {}
     for records in StepFiles(run_uri).read_new():
         if records:
@@ -160,7 +155,6 @@ def _read(uri: str) -> list[StepRecord]:
 
 
 def _number(name: str) -> int:
-    """Returns the number in a file's name, -1 for other names."""
     with suppress(ValueError):
         return int(name.removesuffix(".json"))
     return -1

@@ -39,13 +39,8 @@ class TrainState:
     """Everything on one rank that changes from step to step, and the position of the training.
 
     Attributes:
-        recipe: The settings of the passes; its scaler changes.
-        transform: Transforms training rows; None for none.
-        prepare: Prepares the inputs of held-out rows; None for none.
         sums: Sums of loss and metrics over the present epoch's rows.
         validation: Sums over the held-out rows, empty except during a validation.
-        noise: Measures the gradient noise; None if `noiseScale` is off.
-        average: Moving average of the weights, empty if `emaDecay` is off.
         finished_epochs: Epochs with a record in the history.
         skipped_before: Steps skipped before the current epoch.
         epoch_start: Start of the current epoch by `time.monotonic`, without pauses before a resume.
@@ -66,7 +61,6 @@ class TrainState:
         objects: UserObjects,
         pipeline: PipelinePasses | None = None,
     ) -> None:
-        """Makes the state before the first step; `sync` has the network on `device` and its optimizer."""
         guards = config.on_non_finite != "stop"
         # Ranks hold different gradient shards or losses, so they must agree on which steps to skip.
         combine = partial(mesh.world.all_reduce, op="max") if sync.ranks_differ or guards else None
@@ -123,7 +117,6 @@ class TrainState:
         self.epoch_start = time.monotonic()
 
     def end_epoch(self) -> None:
-        """Counts an epoch as finished, after its record is in the history."""
         self.finished_epochs += 1
         self.step_in_epoch = 0
         self.skipped_before = self.scaler.skipped_steps

@@ -34,8 +34,6 @@ from ringspark.pipelines.readers import ShardReader
 
 
 class Trainer:
-    """Trains one network on one rank's shards of every global batch."""
-
     def __init__(
         self, config: TrainConfig, mesh: RankMesh, train_state: TrainState, recovery: Recovery, status: Status
     ) -> None:
@@ -170,8 +168,7 @@ class Trainer:
     def _record_step(self, rows: int) -> None:
         """Records the mean loss of all ranks' rows since the last record.
 
-        If ranks step at their own pace, it is rank 0's mean only, because a common mean would make ranks
-        wait.
+        If ranks step at their own pace, it is rank 0's mean, because a common mean would make ranks wait.
         """
         train_state, state = self._train_state, self._state
         loss = self._observed.losses.mean_loss(train_state.sums, self._together)
@@ -193,7 +190,6 @@ class Trainer:
         return move_batches(self._train_state.device, batches, self._config, layout)
 
     def _train_step(self, batch: Batch, global_rows: int, step: int) -> None:
-        """Takes one optimizer step, the epoch's `step`-th."""
         train_state = self._train_state
         self._sync.optimizer.zero_grad()
         # Undoing a step also undoes its changes of running statistics.
@@ -249,7 +245,6 @@ class Trainer:
                     noise.keep()
 
     def _backward(self, batch: Batch, global_rows: int) -> list[MicroBatchOutput]:
-        """Computes the gradients of this rank's rows, in micro-batches."""
         train_state = self._train_state
         if train_state.transform is not None:
             with self._timeline.span("transform"):
@@ -267,7 +262,6 @@ class Trainer:
     def _on_skipped(
         self, step: int, ranks: tuple[int, ...], buffers: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Reports the ranks with a bad loss in a skipped step, and rolls back if the config says so."""
         if not ranks and self._config.precision == "fp16":
             return  # an overflow while the loss scale adapts
         with torch.no_grad():
@@ -299,7 +293,6 @@ class Trainer:
         )
 
     def _validate(self, epoch: int, reader: ShardReader) -> dict[str, float]:
-        """Returns losses and metrics over the validation rows, each counted once."""
         train_state, network = self._train_state, self._sync.network
         parts = self._config.gradient_accumulation
         self._status.phase = f"validation after epoch {epoch + 1}"
@@ -328,8 +321,7 @@ class Trainer:
     def _share_buffers(self) -> None:
         """Gives every rank rank 0's buffers, because the loss must be the saved network's.
 
-        In training each rank keeps its own running statistics of batch normalisation. Buffers whose shapes
-        differ between ranks stay as they are.
+        In training each rank keeps its own running statistics of batch normalisation.
         """
         if self._mesh.data_size == 1:
             return
@@ -357,7 +349,6 @@ class Trainer:
                 self._train_state.callbacks.call(event, self._state)
 
     def _all_stop(self) -> bool:
-        """Returns whether a callback of any rank wants to stop."""
         if not len(self._train_state.callbacks):
             return False
         reasons = gather_bytes(self._mesh.world, (self._state.stop_reason or "").encode())

@@ -47,7 +47,6 @@ class TrainResult:
         seconds: Training time over all continuations, in seconds, without steps that a failure lost.
         resumed_steps: Steps from which the run was resumed.
         checkpoint_errors: One sentence per checkpoint that rank 0 could not write.
-        non_finite: The first steps that `onNonFinite` handled.
     """
 
     run_uri: str
@@ -74,13 +73,7 @@ class TrainResult:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
-    """The record of a finished run, `result.json`.
-
-    Attributes:
-        result: The result of rank 0.
-        restarts: Why the workers were restarted, one line per restart.
-        parallelism: How the workers shared the network: see `Mesh.to_values`.
-    """
+    """The record of a finished run, `result.json`: the result of rank 0, and why workers restarted."""
 
     result: TrainResult
     restarts: tuple[str, ...] = ()
@@ -100,10 +93,8 @@ def train_worker(
     """Trains the config's model on the config's shards. Runs on every rank.
 
     Args:
-        config: The training's settings, equal on all ranks.
         collective: Connected collective; stays open.
         objects: The user's module and callables, which have no name in the config.
-        device: This rank's torch device.
         status: Receives the phase of this rank.
 
     Returns:

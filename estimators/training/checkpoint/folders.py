@@ -46,9 +46,8 @@ def is_committed(root: str, step: int) -> bool:
 def find_newest_good(root: str, progress: Callable[[], None] = lambda: None) -> tuple[int, Record] | None:
     """Returns step and record of the newest undamaged checkpoint, or None. Runs on rank 0.
 
-    Raises:
-        OtherFormatError: Another version of ringspark wrote a newer checkpoint.
-        OSError: The store cannot read a newer checkpoint now. Resuming from an older one would remove it.
+    Raises OtherFormatError if another version of ringspark wrote a newer checkpoint, OSError if the store
+    cannot read a newer one now: resuming from an older one would remove it.
     """
     for step in reversed(list_steps(root)):
         uri = step_uri(root, step)
@@ -71,7 +70,6 @@ def find_newest_good(root: str, progress: Callable[[], None] = lambda: None) -> 
 
 
 def _is_damage(error: OSError, uri: str) -> bool:
-    """Returns whether the file itself is damaged, rather than out of reach."""
     if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
         return True
     # ELOOP: a link in place of the file. EIO: a bad block of the disk.
@@ -79,7 +77,7 @@ def _is_damage(error: OSError, uri: str) -> bool:
 
 
 def copy_checkpoint(source: str, target: str, step: int) -> None:
-    """Copies a checkpoint between two checkpoint folders. Raises ValueError if it is damaged or missing."""
+    """Copies a checkpoint between two checkpoint folders. Raises ValueError if it is damaged."""
     old, new = step_uri(source, step), step_uri(target, step)
     verify(old)
     # The commit file comes last, so an interrupted copy is no checkpoint.
@@ -103,7 +101,7 @@ def remove_unfinished_one(root: str, step: int) -> None:
 def keep_newest(root: str, step: int, number: int) -> None:
     """Removes all checkpoints except the newest `number` up to `step`, the one just written.
 
-    Later checkpoints are obsolete: the training rolled back before them, or they are damaged.
+    Later checkpoints are obsolete.
     """
     steps = list_steps(root)
     kept = [found for found in steps if found <= step][-number:]

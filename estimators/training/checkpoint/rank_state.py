@@ -1,8 +1,7 @@
 """Each rank's own state in a checkpoint: random state, buffers, epoch sums, strategy state, callbacks.
 
-With the same number of ranks, each rank restores its own state bitwise. Otherwise rank 0 takes the sums of
-the epoch so far, all ranks take rank 0's buffers and callbacks, and the random number generators get new
-seeds.
+With another number of ranks, rank 0 takes the sums of the epoch, all ranks take rank 0's buffers and
+callbacks, and the random number generators get new seeds.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ _SMALL_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """One rank's state: tensors on the CPU, and JSON values."""
-
     tensors: Mapping[str, torch.Tensor]
     values: dict[str, Any]
 
@@ -64,10 +61,7 @@ class RankState:
 class GatheredRanks:
     """The states of all ranks; empty except on rank 0.
 
-    Args:
-        values: JSON values of each rank.
-        file: Open file with the tensors "<rank>/<name>", which this object closes.
-        error: The reason why there is no file.
+    `file` has the tensors "<rank>/<name>" and is closed with this object; `error` says why there is none.
     """
 
     def __init__(
@@ -159,7 +153,6 @@ def _write_rank(
     tensors: Mapping[str, torch.Tensor],
     starts: Mapping[str, int],
 ) -> None:
-    """Writes the tensors of one rank, concatenated in `data`, to their places."""
     pieces = torch.split(data, [num_bytes([tensor]) for tensor in tensors.values()])
     for name, piece in zip(tensors, pieces, strict=True):
         file.seek(starts[f"{rank}/{name}"])
@@ -167,10 +160,7 @@ def _write_rank(
 
 
 def restore_rank(train_state: TrainState, states: Sequence[RankState], mesh: RankMesh, seed: int) -> None:
-    """Restores this rank from the states of all ranks at the present step, in rank order.
-
-    Raises ValueError if the states are damaged, or of another network or other callbacks.
-    """
+    """Restores this rank from the states of all ranks at the present step, in rank order."""
     if not states:
         raise ValueError("a checkpoint of no rank is damaged; take another checkpoint")
     # Checkpoints from before meshes: all ranks read different rows.
@@ -192,7 +182,6 @@ def restore_rank(train_state: TrainState, states: Sequence[RankState], mesh: Ran
 
 
 def _lazy_tensors_under(tensors: Mapping[str, torch.Tensor], prefix: str) -> Mapping[str, torch.Tensor]:
-    """Returns the tensors "<prefix>/<name>" without reading them; a rank's state may hold all weights."""
     start = f"{prefix}/"
     names = [name for name in tensors if name.startswith(start)]
     return LazyMapping({name.removeprefix(start): partial(tensors.__getitem__, name) for name in names})

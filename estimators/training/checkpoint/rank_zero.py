@@ -25,7 +25,7 @@ class RankZeroSection:
         self._reported = time.monotonic()
 
     def progress(self) -> None:
-        """Calls `tick`, and reports to the other ranks about once per second. Runs on rank 0."""
+        """Reports progress: to the driver, and about once per second to the other ranks."""
         self._tick()
         if time.monotonic() - self._reported >= REPORT_SECONDS:
             self._broadcast(is_over=False)
@@ -37,7 +37,6 @@ class RankZeroSection:
         self._tick()
 
     def _broadcast(self, *, is_over: bool) -> bool:
-        """Returns rank 0's `is_over`. Runs on every rank."""
         flag = torch.tensor([int(is_over)])
         self._mesh.world.broadcast([flag])
         self._reported = time.monotonic()

@@ -38,7 +38,6 @@ from ringspark.pipelines import storage
 
 
 def read_record(uri: str) -> Record:
-    """Returns the record of the checkpoint folder `uri`. Raises ValueError if it is missing or damaged."""
     if not storage.exists(storage.join(uri, RECORD)):
         raise ValueError(f"{uri} holds no training state ({RECORD} is missing); give one that was saved")
     info = read_info(uri)
@@ -57,10 +56,7 @@ def read_record(uri: str) -> Record:
 
 
 def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
-    """Checks all files of the checkpoint folder `uri`; returns its record.
-
-    Raises ValueError if a file is missing, is a link, or has another size or SHA-256.
-    """
+    """Checks size, SHA-256 and shards of all files in the checkpoint folder `uri`; returns its record."""
     _refuse_links(uri, (RECORD, COMMIT))
     record = read_record(uri)
     files = _list_files(uri, record)
@@ -94,10 +90,6 @@ def _refuse_links(uri: str, names: Sequence[str]) -> None:
 
 
 def _list_files(uri: str, record: Record) -> list[str]:
-    """Returns the files of the checkpoint except its two JSON records.
-
-    Raises ValueError if the record names other files, or not all.
-    """
     if not 1 <= record.num_parts <= max(1, len(record.files)):
         raise ValueError(
             f"{uri}/{RECORD} names {record.num_parts} shards and {len(record.files)} files; take another "
@@ -120,7 +112,6 @@ def _name_shards(kind: str, record: Record) -> list[str]:
 
 
 def _check_size(uri: str, name: str, record: Record) -> FileSum:
-    """Returns the file's expected size and digest; raises if it is missing or has another size."""
     expected = record.files.get(name)
     if expected is None:
         raise ValueError(f"{uri}/{RECORD} has no size of {name}; take another training state")
@@ -139,15 +130,10 @@ def _check_size(uri: str, name: str, record: Record) -> FileSum:
 def load_training_state(
     uri: str, sync: GradientSync, tick: Callable[[], None] | None = None, average: Average | None = None
 ) -> tuple[Record, list[RankState]]:
-    """Loads weights and optimizer state from the folder `uri`. Runs on every rank.
+    """Loads weights, average and optimizer state from the folder `uri`. Runs on every rank.
 
-    Raises ValueError if there is none, it is damaged, or it belongs to another network or optimizer.
-
-    Args:
-        average: Also loaded, if the training keeps an average.
-
-    Returns:
-        The record, and the states of the ranks that wrote it, for `restore_rank`.
+    Returns the record, and the states of the ranks that wrote it, for `restore_rank`. Raises ValueError if
+    the checkpoint is damaged, or of another network or optimizer.
     """
     record = read_record(uri)
     layout = layout_of(sync.network)

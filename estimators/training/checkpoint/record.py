@@ -21,8 +21,6 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class FileSum:
-    """The expected size of a file, and its SHA-256 in hex."""
-
     bytes: int
     sha256: str
 
@@ -37,8 +35,6 @@ class Position:
         steps_per_epoch: Steps of the current epoch with this data and batch size; 0 if unknown.
         seconds: Training time over all continuations.
         skipped_before: Steps skipped before the current epoch.
-        resumed_steps: Steps from which the training was resumed.
-        non_finite: The first steps that `onNonFinite` handled.
     """
 
     epoch: int = 0
@@ -66,11 +62,8 @@ class Record:
     """The whole file.
 
     Attributes:
-        optimizer: Name of the optimizer's class.
         optimizer_values: Parameter -> key -> state value that is no tensor.
         optimizer_groups: Values of the parameter groups, without parameters and rates.
-        ranks: JSON values of each rank's state.
-        files: File name -> expected size and digest.
         num_parts: Number of shards of weights, optimizer state and average.
         spreads: File name of a single shard -> tensor -> how its pieces make up the tensor.
         token: Token in the file names of shards, see `shards`.
@@ -101,7 +94,7 @@ class Record:
 
     @classmethod
     def from_json(cls, text: bytes | str, name: str = "training.json") -> Record:
-        """Parses the file; `name` names it in messages.
+        """Parses the file, which messages call `name`.
 
         Raises OtherFormatError if another version of the format wrote it, ValueError if it is damaged.
         """

@@ -1,7 +1,7 @@
 """Decides when to write checkpoints of a training, writes them, and resumes from one.
 
-Invariant: every rank comes here at the same steps and makes the same collective calls. Only rank 0 knows the
-clock, the good files and whether the writer is done; it broadcasts them before the ranks decide by them.
+Invariant: every rank comes here at the same steps and makes the same collective calls. Rank 0 broadcasts the
+facts that only it knows: the clock, the good files, and whether the writer is done.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CheckpointSchedule:
     """Decides after which steps and epochs to write a checkpoint, equally on all ranks.
 
     Only rank 0 reads the clock: a rare broadcast says that a checkpoint is due, or after how many steps to
-    look again. Ranks that step at their own pace look only after an epoch, when they synchronize anyway.
+    look again. Ranks that step at their own pace look only after an epoch.
     """
 
     def __init__(
@@ -102,12 +102,7 @@ class CheckpointSchedule:
 
 
 class Recovery:
-    """Writes the checkpoints of a training and resumes it from them. One per rank; a context manager.
-
-    Attributes:
-        resumed_steps: Steps from which the training was resumed.
-        non_finite: The first steps that `onNonFinite` handled.
-    """
+    """Writes the checkpoints of a training and resumes it from them. One per rank."""
 
     def __init__(self, config: TrainConfig, mesh: RankMesh, status: Status) -> None:
         self._config = config
@@ -135,7 +130,7 @@ class Recovery:
 
     @property
     def seconds(self) -> float:
-        """Training time over all continuations, in seconds."""
+        """Training time over all continuations."""
         return time.monotonic() - self._start
 
     @property
@@ -144,10 +139,7 @@ class Recovery:
         return tuple(self._writer.errors) if self._writer is not None and self._mesh.writes else ()
 
     def begin(self, train_state: TrainState) -> bool:
-        """Finds a checkpoint to resume from and restores its position; returns whether there is one.
-
-        Call `load` next. Raises ValueError if the checkpoint belongs to another training.
-        """
+        """Finds a checkpoint and restores its position; returns whether there is one. Call `load` next."""
         self._status.phase = "looking for a checkpoint"
         if self.schedule.is_enabled:
             # A state that cannot be saved raises here, not at the first checkpoint.
@@ -180,7 +172,7 @@ class Recovery:
     def save(self, train_state: TrainState) -> None:
         """Copies the training and starts to write the copy; waits only for the copy. Runs on every rank.
 
-        Raises FloatingPointError if a loss or a weight is not finite, so training could not resume from here.
+        Raises FloatingPointError if a loss or a weight is not finite.
         """
         state = train_state.state
         self._status.phase = f"checkpoint, epoch {state.epoch}, step {train_state.step_in_epoch}"
@@ -223,10 +215,7 @@ class Recovery:
             self._writer.start(replace(snapshot, shard=shard))
 
     def roll_back(self, found: NonFiniteStep, train_state: TrainState) -> None:
-        """Returns to the newest good checkpoint and halves its learning rates. Runs on every rank.
-
-        Raises FloatingPointError if there is none, or `MAX_ROLLBACKS` rollbacks to it did not help.
-        """
+        """Returns to the newest good checkpoint and halves its learning rates. Runs on every rank."""
         self._status.phase = f"rollback from epoch {found.epoch}, step {found.step}"
         if self._writer is not None:
             self._writer.wait(self._config.timeout_seconds * _WAIT_SHARE, self._status.tick)
@@ -252,7 +241,6 @@ class Recovery:
             )
 
     def report(self, found: NonFiniteStep) -> None:
-        """Keeps and logs how a step was handled."""
         if self._mesh.writes:
             _log.warning("%s", found)
         if len(self.non_finite) < MAX_REPORTED:
@@ -273,7 +261,7 @@ class Recovery:
         section.end()
 
     def _wait_for_shards(self) -> bool:
-        """Waits for the other ranks' shards; returns whether this rank's is written. Runs on every rank.
+        """Waits for the other ranks' shards; returns whether this rank's is written.
 
         Rank 0 gives up a checkpoint if a rank could neither write its shard nor report that.
         """
@@ -291,7 +279,6 @@ class Recovery:
         return is_over
 
     def _find_newest(self) -> int | None:
-        """Returns the step of the newest checkpoint that rank 0 finds good."""
         answer = torch.full((1,), -1, dtype=torch.int64)
         section = RankZeroSection(self._mesh, self._status.tick)
         if self._mesh.writes:

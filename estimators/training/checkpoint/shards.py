@@ -3,8 +3,8 @@
     model-00001-of-00004.<token>.safetensors    the second of four shards, with the whole network's names
     part-00001-of-00004.<token>.json            that shard's report, which rank 0 reads, then removes
 
-A split tensor has pieces in several shards; `CheckpointShards`, in `training.json`, says how to join them.
-The token in the names is new for each attempt, so a late write of an earlier attempt never counts.
+`CheckpointShards`, in `training.json`, says how to join the pieces of a split tensor. Each attempt has
+another token, so a late write of an earlier attempt never counts.
 """
 
 from __future__ import annotations
@@ -75,10 +75,7 @@ def report_shard(uri: str, shard: CheckpointShard, files: Mapping[str, FileSum],
 
 
 def wait_for_shards(uri: str, shard: CheckpointShard, check: Callable[[], None]) -> dict[str, FileSum]:
-    """Waits for the reports of all other shards; returns their files. Runs on the writer of the first shard.
-
-    Calls `check` before each look. Raises ShardError if a shard was not written within `shard.seconds`.
-    """
+    """Waits for the reports of all other shards; returns their files. Calls `check` before each look."""
     missing = {number: _name_report(shard, number) for number in range(1, shard.of)}
     files: dict[str, FileSum] = {}
     end = time.monotonic() + shard.seconds
@@ -143,7 +140,7 @@ def locate_tensors(
 
 
 def read_tensor_specs(uri: str, name: str) -> dict[str, TensorSpec]:
-    """Reads the tensors of a file from its header. Raises ValueError if it is no safetensors file."""
+    """Reads the tensors of a file from its header. Raises ValueError if it is damaged."""
     try:
         with storage.open_file(storage.join(uri, name), "rb") as file:
             entries, _ = tensor_file.read_header(file)
@@ -174,10 +171,7 @@ class LazyMapping(Mapping[str, T]):
 
 
 def map_shards(paths: Sequence[str], spreads: Mapping[str, CheckpointShards]) -> LazyMapping[torch.Tensor]:
-    """Maps the local files of all shards; a split tensor is joined at each access.
-
-    Raises ValueError if a file is damaged, or the shards do not make up whole tensors.
-    """
+    """Maps the local files of all shards; a split tensor is joined at each access."""
     files = [tensor_file.read(path) for path in paths]
     found = [{name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in file.items()} for file in files]
     try:
@@ -195,12 +189,7 @@ def map_shards(paths: Sequence[str], spreads: Mapping[str, CheckpointShards]) ->
 def group_by_parameter(
     plain: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Mapping[str, StateValue]]:
-    """Returns the optimizer state of each parameter, lazily.
-
-    Args:
-        plain: Parameter -> key -> value that is no tensor.
-        tensors: Tensors by "<parameter>/<key>".
-    """
+    """Returns the optimizer state of each parameter, lazily."""
     reads: dict[str, dict[str, Callable[[], StateValue]]] = {
         name: {key: partial(own.__getitem__, key) for key in own} for name, own in plain.items()
     }

@@ -1,17 +1,15 @@
 """Copies a whole training, to resume it with any number of ranks and any sharding.
 
     step-<10 digits>/           one checkpoint; the digits are the optimizer steps taken
-      model.safetensors         rank 0's state dict, adapters of `lora` not merged
-      optimizer.safetensors     the whole optimizer state: "<parameter>/<key>" -> tensor
+      model.safetensors         the state dict, adapters of `lora` not merged
+      optimizer.safetensors     the optimizer state: "<parameter>/<key>" -> tensor
       average.safetensors       the moving average of the weights, if the training keeps one
       ranks.safetensors         each rank's state: "<rank>/random/<generator>", "<rank>/buffers/<name>",
                                 "<rank>/totals", "<rank>/exchange/<name>", "<rank>/metrics/<label>/..."
       training.json             everything else (see `Record`), and size and SHA-256 of the files above
       checkpoint.json           `CheckpointInfo` with the SHA-256 of training.json; written last: it commits
 
-With pipeline, tensor or expert parallelism, each rank with different weights writes one shard of the first
-three files (see `shards`). The other files do not depend on the number of ranks or their sharding, up to the
-order of additions. No file can run code: they are JSON and safetensors.
+If ranks hold different weights, each writes one shard of the first three files (see `shards`).
 
 Invariant: a `Snapshot` shares no memory with the training, so it can be written while training continues.
 """
@@ -58,11 +56,7 @@ AVERAGE = "average.safetensors"
 class Snapshot:
     """The copy that one rank writes of a training, on the CPU: all of it, or one shard.
 
-    Attributes:
-        ranks: The states of all ranks; empty except in the first shard.
-        average: None if the training keeps none.
-        record: Lacks the digests of the unwritten files.
-        num_tensors: Number of weight tensors of the whole network.
+    `ranks` is empty except in the first shard. `num_tensors` counts the weights of the whole network.
     """
 
     weights: dict[str, torch.Tensor]
@@ -84,15 +78,9 @@ def take_snapshot(
 ) -> Snapshot | None:
     """Copies a training. Runs on every rank; ranks that write nothing get None.
 
-    Args:
-        writes: Whether this rank (rank 0) copies a network that every rank has. If the network is sharded,
-            each rank copies its shard.
-        progress: Called after each copied tensor.
-        average: The moving average of the weights; None if the training keeps none.
-
-    Raises:
-        ValueError: The optimizer state holds something that cannot be saved.
-        FloatingPointError: A trained weight is not finite; raised on rank 0.
+    `writes` says whether this rank copies a network that every rank has; of a sharded network, each rank
+    copies its shard. Raises ValueError if the optimizer state cannot be saved, and on rank 0
+    FloatingPointError if a trained weight is not finite.
     """
     ranks = ranks or GatheredRanks()
     state = sync.optimizer_state()
@@ -188,7 +176,6 @@ def _state_tensors(state: OptimizerState) -> dict[str, torch.Tensor]:
 
 
 def _find_not_finite(copies: Mapping[str, torch.Tensor], trained: set[str]) -> str | None:
-    """Returns the name of a trained weight that is not finite, or None."""
     for name in sorted(trained & copies.keys()):
         # A float64 sum of fp32 weights cannot overflow, and is finite only if all weights are.
         if copies[name].is_floating_point() and not bool(copies[name].sum(dtype=torch.float64).isfinite()):
@@ -221,7 +208,6 @@ def _copy_all(
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a row-major copy on the CPU."""
     if hasattr(tensor, "full_tensor"):
         full = gather_value(tensor)
         assert isinstance(full, torch.Tensor)
@@ -232,8 +218,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lambda: None) -> CheckpointInfo:
     """Writes a checkpoint, or its first shard, to the folder `uri` and commits it.
 
-    Calls `check` before each block and while other shards are missing. Raises ShardError if another shard was
-    not written.
+    `check` runs before each block, and may raise to give up.
     """
     shard = snapshot.shard
     files = write_shard(uri, snapshot, check) | wait_for_shards(uri, shard, check)
@@ -281,8 +266,6 @@ def write_shard(uri: str, snapshot: Snapshot, check: Callable[[], None] = lambda
 
 
 class _HashingFile:
-    """A writable file that counts its bytes and computes their SHA-256."""
-
     def __init__(self, file: IO[bytes], check: Callable[[], None]) -> None:
         self._file = file
         self._check = check
@@ -302,7 +285,6 @@ NOT_KEPT = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "dif
 
 
 def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a parameter group's values for a checkpoint; some optimizers and callbacks change them."""
     kept: dict[str, Any] = {}
     for key, value in group.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:

@@ -1,8 +1,7 @@
 """Reads one tensor at a time from a `.safetensors` file, without mapping the whole file.
 
-Each tensor has its own private mapping, which ends with its last reference. A mapping of the whole file would
-count against a limit of the address space (`spark.executor.pyspark.memory`), and the kernel refuses more than
-memory plus swap.
+A mapping of the whole file would count against a limit of the address space
+(`spark.executor.pyspark.memory`), and the kernel refuses more than memory plus swap.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ KEPT_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A tensor in a file: `num_bytes` from byte `start`."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
@@ -34,11 +31,7 @@ class TensorSlice:
 
 
 class StreamedFile:
-    """An open `.safetensors` file; it stays readable after its name is removed.
-
-    Attributes:
-        slices: The slice of the file of each tensor, by name.
-    """
+    """An open `.safetensors` file; it stays readable after its name is removed."""
 
     def __init__(self, path: str) -> None:
         """Opens a local file and reads its header. Raises ValueError if the file is damaged."""
@@ -66,10 +59,7 @@ class StreamedFile:
         os.posix_fadvise(self._descriptor, entry.start, entry.num_bytes, os.POSIX_FADV_WILLNEED)
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns a tensor: a copy if it is small, else a view of a new mapping.
-
-        Raises MemoryError if this process may not map that much.
-        """
+        """Returns a tensor: a copy if it is small, else a view of a new mapping."""
         entry = self.slices[name]
         if not entry.num_bytes:
             return torch.empty(entry.shape, dtype=entry.dtype)

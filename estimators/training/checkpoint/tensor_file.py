@@ -1,8 +1,7 @@
 """Writes and reads a state dict as a `.safetensors` file without holding all of it in memory.
 
-The safetensors library writes to a local path, or returns the bytes of the whole file. This module writes in
-blocks to any open file, such as one in an object store; only one block (or one tensor of a GPU) is in memory.
-Reading maps the file privately: all processes of a host share its pages until they change them.
+The safetensors library returns the bytes of a whole file; this module writes blocks to any open file, such as
+one in an object store. Reading maps the file privately, so all processes of a host share its pages.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def check_state(state: Mapping[str, object]) -> None:
-    """Raises ValueError if a checkpoint cannot hold the state dict; cheap enough to run before a training."""
+    """Raises ValueError if a checkpoint cannot hold the state dict."""
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(
@@ -70,7 +69,7 @@ def check_state(state: Mapping[str, object]) -> None:
 def write(state: Mapping[str, torch.Tensor], file: IO[bytes], section: RankZeroSection | None = None) -> int:
     """Writes each tensor under its own name, even if two share memory; returns the number of bytes.
 
-    Raises ValueError like `check_state`. `section` reports progress to the ranks that run `assist`.
+    `section` reports progress to the ranks that run `assist`.
     """
     check_state(state)
     header, _ = make_header(state)
@@ -106,10 +105,7 @@ def make_header(state: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int
 
 
 def assist(state: Mapping[str, torch.Tensor], section: RankZeroSection | None = None) -> None:
-    """Sends this rank's shards (`DTensor`) to the rank that calls `write`; all other ranks call this.
-
-    Raises ValueError like `check_state`, so that no rank waits for another.
-    """
+    """Sends this rank's shards (`DTensor`) to the rank that calls `write`; all other ranks call this."""
     check_state(state)
     is_sharded = _is_sharded(state)
     for name in order_names(state):
@@ -129,11 +125,7 @@ def order_names(state: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
-    """Reads the header from the beginning of a file. Raises ValueError if it is no header.
-
-    Returns:
-        Tensor -> its "dtype", "shape" and "data_offsets", unchecked; and the first byte of the tensors.
-    """
+    """Reads the header of a file: the unchecked entries by tensor, and the first byte of the tensors."""
     length = int.from_bytes(file.read(8), "little")
     text = file.read(length) if length <= _MAX_HEADER else b""
     if len(text) != length:
@@ -170,7 +162,6 @@ def _unreadable(path: str | Path, error: Exception) -> ValueError:
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yields the tensor's bytes in row-major order."""
     all_of_it = gather_value(tensor)
     assert isinstance(all_of_it, torch.Tensor)
     flat = all_of_it.detach().cpu().contiguous().reshape(-1)

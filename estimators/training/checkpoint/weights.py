@@ -1,9 +1,8 @@
 """Saves and loads weights as safetensors and JSON in one folder; the JSON file is written last.
 
-    checkpoint/
-      model.safetensors   the state dict, adapters merged; nothing in it can run code
-      adapter.safetensors the parameters that a training with `lora` trained
-      checkpoint.json     format version, tensor count, bytes, epoch and step: its presence commits
+    model.safetensors   the state dict, adapters merged; nothing in it can run code
+    adapter.safetensors the parameters that a training with `lora` trained
+    checkpoint.json     `CheckpointInfo`; its presence commits the checkpoint
 
 Files are replaced, never written into: a process that has mapped the old file keeps it.
 """
@@ -44,12 +43,7 @@ COMMIT = "checkpoint.json"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """The committed record of a checkpoint.
-
-    Attributes:
-        checkpoint_id: Unique per checkpoint.
-        training_sha256: Digest of `training.json` in the same folder; None if there are only weights.
-    """
+    """The committed record of a checkpoint; `training_sha256` is None if it has only weights."""
 
     epoch: int
     step: int
@@ -78,8 +72,7 @@ def save_checkpoint(
 ) -> CheckpointInfo:
     """Writes the module's state dict to the folder `uri`; a reader sees all of it or none.
 
-    Adapters are merged into the state dict, and also written to their own file. Raises ValueError if the
-    state dict holds something other than dense tensors of numbers.
+    Adapters are merged into the state dict, and also written to their own file.
     """
     states, num_bytes = _collect_states(module), {}
     for name, state in states.items():
@@ -93,7 +86,6 @@ def save_checkpoint(
 
 
 def _collect_states(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns the tensors of each file. Runs on every rank if the weights are sharded."""
     if (layout := layout_of(module)) is not None:
         return {WEIGHTS: layout.make_fetchable(module.state_dict())}
     adapter = adapter_state(module)
@@ -101,7 +93,7 @@ def _collect_states(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def read_adapter(uri: str) -> dict[str, torch.Tensor]:
-    """Returns copies of the tensors of the adapter in folder `uri`. Raises ValueError if there is none."""
+    """Returns copies of the adapter's tensors in folder `uri`. Raises ValueError if there is none."""
     if not storage.exists(storage.join(uri, ADAPTER)):
         raise ValueError(f"{uri} holds no adapter; fit with lora={{'rank': ..., 'targets': [...]}}")
     with local_file(uri, ADAPTER) as path:
@@ -109,7 +101,6 @@ def read_adapter(uri: str) -> dict[str, torch.Tensor]:
 
 
 def commit_checkpoint(uri: str, info: CheckpointInfo) -> None:
-    """Makes the files in folder `uri` a checkpoint, atomically."""
     storage.write_atomic(storage.join(uri, COMMIT), json.dumps(asdict(info)).encode())
 
 
@@ -146,10 +137,7 @@ def _discard(file: IO[bytes]) -> None:
 
 
 def read_info(uri: str) -> CheckpointInfo:
-    """Returns the record of the checkpoint in folder `uri`.
-
-    Raises ValueError if there is none, it is damaged, or a newer version of the format wrote it.
-    """
+    """Returns the record in folder `uri`. Raises ValueError if it is missing, damaged or too new."""
     commit = storage.join(uri, COMMIT)
     if not storage.exists(commit):
         raise ValueError(f"{uri} holds no checkpoint ({COMMIT} is missing); give the folder that a fit wrote")
@@ -157,10 +145,7 @@ def read_info(uri: str) -> CheckpointInfo:
 
 
 def parse_info(text: bytes, uri: str) -> CheckpointInfo:
-    """Parses the file of a record; `uri` names its folder in messages.
-
-    Raises OtherFormatError if another version of the format wrote it, ValueError if it is damaged.
-    """
+    """Parses the file of a record; `uri` names its folder in messages."""
     try:
         return record(CheckpointInfo, versioned(text, FORMAT_VERSION))
     except OtherFormatError as error:
@@ -172,10 +157,7 @@ def parse_info(text: bytes, uri: str) -> CheckpointInfo:
 def load_checkpoint(
     uri: str, module: nn.Module, device: str = "cpu", tick: Callable[[], None] | None = None
 ) -> CheckpointInfo:
-    """Copies the checkpoint in folder `uri` into the module's own tensors.
-
-    Raises ValueError if there is no checkpoint, it is damaged, or its tensors are not this module's.
-    """
+    """Copies the checkpoint in folder `uri` into the module's own tensors."""
     info = read_info(uri)
     with local_file(uri, WEIGHTS, tick) as path:
         load_state(uri, module, _read(uri, path, info, device))
@@ -183,10 +165,7 @@ def load_checkpoint(
 
 
 def load_state(uri: str, module: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
-    """Copies the whole network's tensors into the module's own; `uri` names them in messages.
-
-    Raises ValueError if they are not this module's.
-    """
+    """Copies the whole network's tensors into the module's own; `uri` names them in messages."""
     layout, held, state = layout_of(module), module.state_dict(), {}
     # By name: each access may join a tensor from pieces, and a rank may need only its shard.
     for name in whole:
@@ -213,16 +192,13 @@ def map_checkpoint(
 ) -> CheckpointInfo:
     """Makes the tensors of the checkpoint in folder `uri` the module's own; on the CPU without a copy.
 
-    Raises ValueError if there is no checkpoint, it is damaged, its tensors are not this module's, or its id
-    is not the expected one.
+    Raises ValueError if there is no checkpoint, it is damaged, or it is not the expected one.
 
     Args:
-        uri: Folder of the checkpoint. A local file is mapped in place; a remote one is downloaded.
+        uri: A local file is mapped in place; a remote one is downloaded.
         module: May be a meta-device module. Tensors that no checkpoint holds also move to `device`.
-        cache: Local folder for the download, shared by processes and removed by its owner. Without it, the
-            download is this process's own and is removed.
+        cache: Local folder for a download that processes share; its owner removes it.
         expected_id: `checkpoint_id` that the folder must have; None accepts any.
-        tick: Called after each downloaded block.
     """
     with _held(uri, cache, expected_id, tick) as (info, path):
         state = _read(uri, path, info, device)
@@ -240,8 +216,7 @@ def stream_checkpoint(
 ) -> CheckpointInfo:
     """Lets the module's forward pass read each tensor of the checkpoint in folder `uri` when it is used.
 
-    Small tensors are read once and kept. The file may be removed meanwhile. Arguments and errors are as in
-    `map_checkpoint`; the module must be a meta-device module that can fetch its tensors one by one.
+    Small tensors are read once and kept. The module is a meta-device module; see `map_checkpoint`.
     """
     with _held(uri, cache, expected_id) as (info, path):
         _check_size(uri, path, info)
@@ -254,10 +229,7 @@ def stream_checkpoint(
 
 
 def map_file(path: str, module: nn.Module, uri: str) -> None:
-    """Makes the tensors of a local file the module's own on the CPU; `uri` names it in messages.
-
-    Raises ValueError if the file is damaged, or its tensors are not this module's.
-    """
+    """Makes the tensors of a local file the module's own on the CPU; `uri` names it in messages."""
     state = tensor_file.read(path)
     with _model_errors(uri):
         fill(module, state)
@@ -290,7 +262,7 @@ def _held(
 
 
 def _shared_copy(uri: str, info: CheckpointInfo, cache: str) -> str:
-    """Returns the download that all processes with this cache folder share; the first one makes it."""
+    """Returns the download that all processes with this cache folder share."""
     import fcntl
 
     path = os.path.join(cache, f"ringspark-{info.checkpoint_id}.safetensors")

@@ -38,7 +38,6 @@ class BackgroundWriter:
     """Writes checkpoints on rank 0, and shards of them on other ranks.
 
     Attributes:
-        errors: One sentence per checkpoint that could not be written, at most `MAX_ERRORS`.
         is_mute: Whether this rank could neither write its shard of the last checkpoint nor report that.
     """
 
@@ -54,11 +53,7 @@ class BackgroundWriter:
     def clear(
         self, step: int, seconds: float = float("inf"), progress: Callable[[], None] = lambda: None
     ) -> str:
-        """Removes incomplete checkpoints before several ranks begin to write one.
-
-        Waits at most `seconds`; the removal continues in the background. Returns why the checkpoint cannot be
-        written; empty if it can.
-        """
+        """Removes incomplete checkpoints; returns why that failed within `seconds`, or ""."""
         reasons: list[str] = []
 
         def remove() -> None:
@@ -73,7 +68,6 @@ class BackgroundWriter:
         return "".join(reasons)
 
     def start(self, snapshot: Snapshot) -> None:
-        """Starts a write; the previous one must have ended."""
         self._hopeless, self.is_mute = "", False
         self._start(partial(self._write, snapshot))
 
@@ -84,10 +78,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def wait(self, seconds: float = float("inf"), progress: Callable[[], None] = lambda: None) -> bool:
-        """Waits for the running write or `clear`; returns whether it has ended.
-
-        Calls `progress` once per second.
-        """
+        """Waits for the running write or `clear`; returns whether it has ended."""
         end = time.monotonic() + seconds
         while self._thread is not None:
             self._thread.join(max(0.0, min(_LOOK_SECONDS, end - time.monotonic())))
@@ -99,17 +90,16 @@ class BackgroundWriter:
         return True
 
     def give_up(self, reason: str) -> None:
-        """Ends the running write at its next block or look for other shards; later checkpoints are tried."""
+        """Ends the running write at its next block; later checkpoints are tried."""
         self._hopeless = reason
 
     def abandon(self) -> None:
-        """Waits briefly for the running write, then stops it at its next block; for use after a failure."""
+        """Waits briefly for the running write, then ends it at its next block."""
         if not self.wait(_LAST_SECONDS):
             self._abandoned.set()
             self.wait(_LOOK_SECONDS)
 
     def note(self, step: int, error: str) -> None:
-        """Stores and logs why the checkpoint of `step` is missing."""
         text = f"the checkpoint of step {step} was not written ({error}); training continues without it"
         _log.warning("%s", text)
         if len(self.errors) < MAX_ERRORS:

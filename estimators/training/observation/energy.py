@@ -1,7 +1,7 @@
 """Reads the energy that a rank's device used, if the machine reports it.
 
-CPUs report the energy of their packages and memory by RAPL, in files that Linux often lets only root read.
-GPUs since Volta report the energy of the whole card by NVML, which needs the package nvidia-ml-py.
+CPUs report it by RAPL, in files that Linux often lets only root read. GPUs since Volta report the energy of
+the whole card by NVML, which needs the package nvidia-ml-py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class RaplEnergy:
     """The processor's packages and their memory, by counters in microjoules that wrap around."""
 
     def __init__(self, folder: Path = RAPL_FOLDER) -> None:
-        """Raises OSError if no counter can be read."""
         found = [zone for zone in folder.glob("intel-rapl:*") if _is_counted(zone)]
         if not found:
             raise FileNotFoundError(f"no zone of a package below {folder}")
@@ -47,10 +46,7 @@ class RaplEnergy:
         self._total = 0
 
     def joules(self) -> float:
-        """Returns the energy since this object was made; call it at least every few minutes.
-
-        Raises OSError if the machine no longer reports it.
-        """
+        """Returns the energy since this object was made; call it at least every few minutes."""
         for index, (file, most) in enumerate(self._zones):
             now = _number(file)
             passed = now - self._last[index]
@@ -78,7 +74,6 @@ class NvmlEnergy:
     """One GPU, by a counter in millijoules."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises OSError if nvidia-ml-py is not installed or the GPU has no counter."""
         with _nvml_errors():
             import pynvml
 

@@ -1,8 +1,7 @@
 """Measures the cost of an epoch besides time: bytes, operations, energy, communication.
 
-Every rank measures its own share; one all-gather at the epoch's end joins them. An epoch that starts in the
-middle has no bytes, energy or communication time. Operations are counted in one micro-batch after each start
-of the ranks, and scaled to all rows.
+One all-gather at the epoch's end joins the ranks' measurements. An epoch that starts in the middle has only
+operations, which are counted in one micro-batch after each start of the ranks and scaled to all rows.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ PEAKS: tuple[tuple[str, float, float], ...] = (
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Returns the most operations per second of a device; None if unknown."""
     for name, single, half in PEAKS:
         if device_name == name or device_name.startswith((f"{name}-", f"{name} ")):
             # Before Ampere there were no tensor cores for bf16.
@@ -56,10 +54,9 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts matrix products, convolutions and attention on this thread, forward and backward.
+    """Counts matrix products, convolutions and attention on this thread, by torch's table.
 
-    It uses torch's table. torch's `FlopCounterMode` also counts recomputation, and decomposes unknown
-    operations, so other kernels may run than in uncounted steps.
+    torch's `FlopCounterMode` also counts recomputation, and decomposes unknown operations.
     """
 
     def __init__(self) -> None:
@@ -82,10 +79,7 @@ def _is_recomputing() -> bool:
 
 
 class EpochMeter:
-    """Measures one epoch after another on one rank.
-
-    `ranks_per_copy` is the number of ranks that compute parts of the same rows.
-    """
+    """Measures one epoch after another on one rank; `ranks_per_copy` ranks compute parts of the same rows."""
 
     def __init__(
         self,
@@ -114,7 +108,6 @@ class EpochMeter:
         self._joules_before: float | None = None
 
     def begin(self, *, is_whole: bool) -> None:
-        """Starts an epoch, or the rest of an epoch that is not `is_whole`."""
         self._bytes_before = self._world.bytes_sent if is_whole else None
         self._joules_before = self._joules() if is_whole else None
         self._overlap.begin()
@@ -127,10 +120,7 @@ class EpochMeter:
         return self._count(batch) if self._counts_next else _NOTHING
 
     def cost(self, rows: int, seconds: float) -> EpochCost:
-        """Returns the cost of the epoch over all ranks. Runs on every rank.
-
-        `rows` are the rows of all ranks, `seconds` the time of the epoch's steps.
-        """
+        """Returns the cost of the epoch's `rows`, in `seconds`, over all ranks. Runs on every rank."""
         used, energy = self._joules(), _UNKNOWN
         if used is not None and self._joules_before is not None:
             energy = round(1000 * (used - self._joules_before))
@@ -197,6 +187,5 @@ class EpochMeter:
 
 
 def _sum(values: Iterable[int]) -> int | None:
-    """Returns the sum; None if a value is unknown."""
     found = list(values)
     return None if _UNKNOWN in found else sum(found)

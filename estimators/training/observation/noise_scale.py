@@ -3,10 +3,7 @@
 McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A. If rows' gradients have mean
 G and covariance Sigma, the mean over b rows has E|g_b|^2 = |G|^2 + tr(Sigma) / b. Two batch sizes give both
 unknowns: a rank's rows and all ranks' rows. A single rank uses its first micro-batch and its whole batch.
-
-Each rank solves the two equations with its own number of rows. Both solutions are averaged exponentially over
-the steps, separately, because a ratio of noisy numbers is biased, and over the ranks once per epoch. If rows
-have weights, a row's gradient counts times its weight over the mean weight.
+Both are averaged exponentially over the steps, separately, because a ratio of noisy numbers is biased.
 """
 
 from __future__ import annotations
@@ -27,8 +24,6 @@ _STATE = "noise"
 
 
 class NoiseMeter:
-    """Measures the gradient noise of one rank's steps, without waiting for the device."""
-
     def __init__(self, sync: GradientSync, data: Collective) -> None:
         self._sync = sync
         self._data = data
@@ -45,10 +40,7 @@ class NoiseMeter:
             self._small = self._square(), rows
 
     def solve(self, own_rows: int, global_rows: int, factor: float) -> None:
-        """Solves for this step, once its gradients are summed over the ranks.
-
-        `factor` is the factor of the loss before the backward pass.
-        """
+        """Solves for this step, once its gradients are summed over the ranks."""
         if self._sync.local_square is not None:
             self._small = self._sync.local_square, own_rows
         small, self._small, self._step = self._small, None, None
@@ -77,7 +69,6 @@ class NoiseMeter:
         return {_STATE: self._means.cpu().clone()}
 
     def load(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Continues the averages of these ranks, or starts without any."""
         found = [state[_STATE] for state in states if _STATE in state]
         self._means.copy_(torch.stack(found).sum(0) if found else torch.zeros(3))
 

@@ -33,7 +33,6 @@ class Observation:
     def of(
         cls, config: TrainConfig, mesh: RankMesh, device: torch.device, *, is_compiled: bool = False
     ) -> Observation:
-        """Makes the observers of the settings. Runs on every rank."""
         timeline: Timeline = NO_TIMELINE
         if config.timeline_every_steps is not None:
             make = load_object(RANK_TIMELINE)
@@ -59,7 +58,6 @@ class Observation:
         )
 
     def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
-        """Returns the batches of an epoch's steps, observed on their way into the loop."""
         return self.meter.steps(self.profiler.steps(self.timeline.steps(batches, state), state))
 
     def __enter__(self) -> Observation:

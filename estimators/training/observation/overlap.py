@@ -4,10 +4,6 @@ As in Holistic Trace Analysis (`comm_comp_overlap`): the time in which a rank co
 the time in which it communicates, including the wait for a late peer. A rank computes in the forward and
 backward passes and in the optimizer's step, except while it starts an operation or waits for one.
 
-Only some steps are measured, because a thread watches for the ends of operations meanwhile. The share is
-unknown on a GPU, whose work continues after the host's call returns, and if a library or a pipeline stage
-communicates outside the recorded operations.
-
 Intervals are half open, [begin, end), in nanoseconds. A set of intervals is sorted and disjoint.
 """
 
@@ -83,7 +79,7 @@ def length(intervals: Iterable[Interval]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """One rank's measurements: steps `taken`, steps `measured`, and times in the measured steps.
+    """One rank's communication time, from the `measured` of its `taken` steps.
 
     `hidden_ns` is the part of `total_ns` in which the rank also computed.
     """
@@ -95,7 +91,6 @@ class Communication:
 
 
 def hidden_and_total(operations: Sequence[OperationTime], computing: Sequence[Interval]) -> tuple[int, int]:
-    """Returns the hidden and the total communication time, in nanoseconds."""
     communicated = union((o.begin_ns, o.end_ns) for o in operations)
     blocked = union(interval for operation in operations for interval in operation.blocked)
     computed = difference(union(computing), blocked)
@@ -123,8 +118,7 @@ NO_OVERLAP = Overlap()
 class StepOverlap(Overlap):
     """Measures every n-th step of an epoch, and all steps that a timeline records.
 
-    If the ranks synchronize only in some steps, every step is measured. The loop reports its spans to
-    `timeline`, which passes them to the timeline given. With `is_pipeline` nothing is measured.
+    If the ranks synchronize only in some steps, it measures every step.
     """
 
     def __init__(self, world: Collective, timeline: Timeline, *, is_pipeline: bool = False) -> None:
@@ -170,10 +164,7 @@ class StepOverlap(Overlap):
 
 
 class _ComputingSpans(Timeline):
-    """A timeline that also records the spans of computation while a step is measured.
-
-    `computing` holds the spans of the measured step; None between measured steps.
-    """
+    """A timeline that adds the spans of computation to `computing`, unless it is None."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline

@@ -1,7 +1,4 @@
-"""Profiles a few steps of rank 0 with torch.profiler: every operation, on the CPU and on the GPU.
-
-The other ranks run the same program, and wait for the profiled rank at every synchronization.
-"""
+"""Profiles a few steps of rank 0 with torch.profiler; the other ranks run the same program."""
 
 from __future__ import annotations
 
@@ -26,8 +23,6 @@ _log = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Observes the steps of the training loop. This class profiles nothing."""
-
     def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
         """Yields the batches of an epoch's steps, and profiles the chosen steps."""
         return batches
@@ -40,7 +35,6 @@ NO_PROFILER = Profiler()
 
 
 def make_profiler(config: TrainConfig, mesh: RankMesh, device: torch.device) -> Profiler:
-    """Returns the profiler of this rank for `profileSteps`."""
     if config.profile_steps is None or not mesh.writes:
         return NO_PROFILER
     return StepProfiler(config.run_uri, *config.profile_steps, device)

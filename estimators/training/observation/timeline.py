@@ -1,15 +1,12 @@
 """The interface through which the training loop reports the times of a step.
 
 - `read`: the loop waits for the reader's next batch.
-- `transform`: the user's `transformBatch`.
-- `forward`, `backward`: one per micro-batch. If gradients travel in buckets, `backward` includes the calls
-  that start the sends; with sharding 'gradients' and 'parameters' also the wait for earlier buckets.
+- `forward`, `backward`: one per micro-batch. `backward` includes starting to send gradient buckets, and
+  with sharding 'gradients' and 'parameters' waiting for earlier buckets.
 - `exchange`: from the end of the backward pass until the reduced gradients have arrived. Row weights add a
   second span before the forward pass, for the all-reduce of the weights.
-- `step`: gradient clipping, the optimizer's step, with sharding the all-gather of the new weights, the
-  moving average.
-- `checkpoint`: the pause for copying the state; a thread writes it meanwhile.
-- `validation`: the held-out rows after an epoch.
+- `step`: gradient clipping, the optimizer's step, the all-gather of sharded weights, the moving average.
+- `checkpoint`: the pause for copying the state, not the write.
 """
 
 from __future__ import annotations
@@ -46,11 +43,10 @@ class Timeline:
 
     @property
     def is_recording(self) -> bool:
-        """Whether the present step is recorded."""
         return False
 
     def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
-        """Yields an epoch's batches, and records when each is read and done. Runs on every rank."""
+        """Yields an epoch's batches, and records when each is read and done."""
         return batches
 
     def span(self, kind: StepKind) -> AbstractContextManager[None]:
