@@ -48,7 +48,7 @@ class WholePasses:
         recipe: Recipe,
         sync: GradientSync,
         counting: Counting,
-        measure: Measure,
+        measure: Measure | None = None,
         partial_gradients: PartialGradients | None = None,
     ) -> None:
         self._recipe, self._sync = recipe, sync
@@ -81,12 +81,12 @@ class WholePasses:
             # Gradients must not be sent to other replicas before they are complete in this one.
             last = number == count and self._partial is None
             with self._sync.micro_batch(last=last), self._counting(micro_batch):
-                results.append(
-                    forward_backward(
-                        self._recipe, self._sync, micro_batch, divisor, keeps_outputs=keeps_outputs
-                    )
+                result = forward_backward(
+                    self._recipe, self._sync, micro_batch, divisor, keeps_outputs=keeps_outputs
                 )
-            self._measure(number, count, micro_batch.num_rows)
+            results.append(result)
+            if self._measure is not None:
+                self._measure(number, count, micro_batch.num_rows)
         if self._partial is not None and count:
             with self._recipe.timeline.span("exchange"), backward_errors():
                 self._partial.add()
@@ -161,9 +161,8 @@ class PipelinedPasses:
                 results.append(self._make_result(reports))
             if not reports.losses:
                 return None
-            return scale_loss(
-                recipe, self._sync, sum_layer_losses(recipe, reports, micro_batches[index]), divisor
-            )
+            losses = sum_layer_losses(recipe, reports, micro_batches[index])
+            return scale_loss(recipe, self._sync, losses, divisor)
 
         arguments = [batch.inputs for batch in micro_batches]
         arguments += [self._without_rows(inputs)] * (self._rounds - len(arguments))
@@ -190,12 +189,10 @@ class PipelinedPasses:
             self._pipeline.finish()
         if not self._pipeline.has_outputs:
             return [self._make_result(reports)]
-        network = self._sync.network
-        return [
-            compute_losses(self._recipe, network, outputs, micro_batch, reports, keeps_outputs=keeps_outputs)[
-                1
-            ]
-        ]
+        _, result = compute_losses(
+            self._recipe, self._sync.network, outputs, micro_batch, reports, keeps_outputs=keeps_outputs
+        )
+        return [result]
 
     def evaluate_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
         if self._rounds:

@@ -58,11 +58,11 @@ class RankNetwork:
         config, objects = self._config, self._objects
         self._status.phase = "building the model"
         seed_constructor(config.seed)
-        found = (
-            defer_initialization(partial(build_module, config, objects)) if config.builds_in_parts else None
-        )
+        build, found = partial(build_module, config, objects), None
+        if config.builds_in_parts:
+            found = defer_initialization(build)
         if found is None:
-            module = build_module(config, objects)
+            module = build()
         else:
             module, first = found
             defer_weights(module, first)
@@ -95,10 +95,8 @@ class RankNetwork:
             sample = None
             if self._objects.transform_batch is None:
                 sample = samples(config.input_columns, self._manifest)
-            accumulation = config.gradient_accumulation
-            self.pipeline = shard_network(
-                module, mesh, config.parallelism, accumulation, sample, self._device
-            )
+            parts = config.gradient_accumulation
+            self.pipeline = shard_network(module, mesh, config.parallelism, parts, sample, self._device)
             if is_deferred(module) and config.sync.sharding != "parameters":
                 send_initial_weights(module, mesh, self._device)
         # After `shard_network`, which refuses gradient hooks, because this call adds some.
@@ -120,9 +118,8 @@ class RankNetwork:
 
     def find_changed_buffers(self) -> tuple[str, ...]:
         """Returns the names of changed state that a checkpoint does not hold."""
-        return (
-            () if self._start_state is None else tuple(find_changed_buffers(self._start_state, self.module))
-        )
+        before = self._start_state
+        return () if before is None else tuple(find_changed_buffers(before, self.module))
 
     def _refuse_sparse_gradients(self) -> None:
         """Makes embeddings give dense gradients if the strategy takes no sparse ones."""
@@ -158,11 +155,7 @@ def wrap_network(
     config: TrainConfig, objects: UserObjects, module: nn.Module, mesh: RankMesh, device: torch.device
 ) -> GradientSync:
     make = partial(build_configured_optimizer, config, objects)
-    return synchronize_gradients(module, make, mesh, _sync_settings(config, device))
-
-
-def _sync_settings(config: TrainConfig, device: torch.device) -> SyncSettings:
-    return SyncSettings(
+    settings = SyncSettings(
         sync=config.sync,
         micro_batches=config.gradient_accumulation,
         noise_scale=config.noise_scale,
@@ -171,3 +164,4 @@ def _sync_settings(config: TrainConfig, device: torch.device) -> SyncSettings:
         device=device,
         autocast=partial(autocast, config.precision, device),
     )
+    return synchronize_gradients(module, make, mesh, settings)

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
@@ -90,7 +91,7 @@ def record_start(
         start = GangStart(
             began=time.time(),
             system=platform.platform(),
-            versions={"python": platform.python_version()} | _versions(),
+            versions=_versions(),
             ranks=_parse_ranks(texts),
         )
         starts = _read(config.run_uri)
@@ -123,37 +124,32 @@ def _describe_rank(device: torch.device, *, at_end: bool = False) -> bytes:
     It must not raise, because the other ranks already wait in the call that gathers these texts.
     """
     try:
-        host = _make_rank_host(device)
+        on_gpu = device.type == "cuda"
+        host = RankHost(
+            host=socket.gethostname(),
+            device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
+            host_memory=psutil.virtual_memory().total,
+        )
         if at_end:
-            on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-            host = replace(host, peak_memory=_peak(), peak_device_memory=on_gpu)
+            # macOS counts bytes, Linux kibibytes.
+            unit = 1 if sys.platform == "darwin" else 1024
+            host = replace(
+                host,
+                peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+                peak_device_memory=torch.cuda.max_memory_allocated(device) if on_gpu else 0,
+            )
         return json.dumps(asdict(host)).encode()
     except (OSError, RuntimeError, ValueError, psutil.Error) as error:
         _log.warning("this rank's host is not known (%s); training continues without it", error)
         return b""
 
 
-def _make_rank_host(device: torch.device) -> RankHost:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
-    return RankHost(
-        host=socket.gethostname(), device=name, cores=cores, host_memory=psutil.virtual_memory().total
-    )
-
-
-def _peak() -> int:
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # macOS counts bytes, Linux kibibytes.
-    return most if sys.platform == "darwin" else most * 1024
-
-
 def _versions() -> dict[str, str]:
-    found = {}
+    found = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 

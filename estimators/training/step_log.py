@@ -7,29 +7,25 @@ steps count once.
 from __future__ import annotations
 
 import json
-import logging
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.training.objective.sums import Sums
+from ringspark.estimators.training.observation.background_file import BackgroundFile
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import fit, parse
-
-_log = logging.getLogger(__name__)
 
 # Least seconds between two files.
 WRITE_SECONDS = 0.5
 # Least share of the training's time between two files: a long training has hundreds of them, not thousands.
 WRITE_SHARE = 0.01
-# Seconds to wait at the end for the last file.
-END_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +47,14 @@ class StepLog:
     """Takes a record every `every` steps (0 for none) on every rank; rank 0 writes them."""
 
     def __init__(self, run_uri: str, writes: bool, every: int) -> None:
-        self._run_uri = run_uri
+        self._folder = storage.join(run_uri, run_layout.STEPS)
+        self._file = BackgroundFile(self._folder, "file of losses within an epoch")
         self._writes = writes
         self._every = every
         self._before: torch.Tensor | None = None
         self._pending: list[StepRecord] = []
         self._number: int | None = None
         self._begun = self._written = time.monotonic()
-        self._thread: threading.Thread | None = None
 
     def begin(self, sums: Sums) -> None:
         self._before = sums.totals() if self._every else None
@@ -85,49 +81,40 @@ class StepLog:
             return
         self._pending.append(record)
         now = time.monotonic()
-        is_due = now - self._written >= max(WRITE_SECONDS, WRITE_SHARE * (now - self._begun))
-        if is_due and not (self._thread is not None and self._thread.is_alive()):
-            self._start(now)
+        if now - self._written >= max(WRITE_SECONDS, WRITE_SHARE * (now - self._begun)):
+            self._start()
 
     def flush(self) -> None:
-        if self._thread is not None:
-            self._thread.join(END_SECONDS)
-        if self._pending and not (self._thread is not None and self._thread.is_alive()):
-            self._start(time.monotonic())
-            assert self._thread is not None
-            self._thread.join(END_SECONDS)
+        self._file.join()
+        if self._pending:
+            self._start()
+            self._file.join()
 
-    def _start(self, now: float) -> None:
-        records, self._pending, self._written = self._pending, [], now
-        self._thread = threading.Thread(
-            target=self._write, args=(records,), name="ringspark-step-file", daemon=True
-        )
-        self._thread.start()
+    def _start(self) -> None:
+        if not self._file.is_busy:
+            records, self._pending, self._written = self._pending, [], time.monotonic()
+            self._file.run(partial(self._write, records))
 
     def _write(self, records: list[StepRecord]) -> None:
-        folder = storage.join(self._run_uri, run_layout.STEPS)
-        try:
-            if self._number is None:
-                # An earlier start may have left files.
-                self._number = max(map(_number, storage.list_names(folder)), default=-1) + 1
-            text = json.dumps([asdict(record) for record in records])
-            storage.write_atomic(storage.join(folder, f"{self._number}.json"), text.encode(), durable=False)
-            self._number += 1
-        except OSError as error:
-            _log.warning("losses of steps were not written (%s); training continues without them", error)
+        if self._number is None:
+            # An earlier start may have left files.
+            self._number = max(map(_number, storage.list_names(self._folder)), default=-1) + 1
+        text = json.dumps([asdict(record) for record in records])
+        uri = storage.join(self._folder, f"{self._number}.json")
+        storage.write_atomic(uri, text.encode(), durable=False)
+        self._number += 1
 
 
 class StepFiles:
+    """The files of a run, which may still grow in number."""
+
     def __init__(self, run_uri: str) -> None:
         self._folder = storage.join(run_uri, run_layout.STEPS)
         self._next = 0
 
     def read_new(self) -> Iterator[list[StepRecord]]:
         """Yields the records of each unread file in order."""
-        numbers = sorted(
-            number for name in storage.list_names(self._folder) if (number := _number(name)) >= 0
-        )
-        for number in numbers:
+        for number in sorted(map(_number, storage.list_names(self._folder))):
             if number >= self._next:
                 records = _read(storage.join(self._folder, f"{number}.json"))
                 self._next = number + 1
@@ -155,6 +142,7 @@ def _read(uri: str) -> list[StepRecord]:
 
 
 def _number(name: str) -> int:
+    """Returns the number in a file's name, -1 for other names."""
     with suppress(ValueError):
         return int(name.removesuffix(".json"))
     return -1

@@ -31,10 +31,6 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.estimators.training.step import Recipe
 
 
-def _measure_nothing(number: int, count: int, rows: int) -> None:
-    return
-
-
 class TrainState:
     """Everything on one rank that changes from step to step, and the position of the training.
 
@@ -91,7 +87,7 @@ class TrainState:
         if pipeline is not None:
             self.passes = PipelinedPasses(self.recipe, sync, pipeline, mesh)
         else:
-            measure = _measure_nothing if self.noise is None else self.noise.micro_batch
+            measure = self.noise.micro_batch if self.noise else None
             parts = find_partial_gradients(sync.network)
             self.passes = WholePasses(self.recipe, sync, observation.meter.counting, measure, parts)
         self.average = Average(sync.network, config.ema_decay)

@@ -206,7 +206,9 @@ class Trainer:
             self._check_losses(step, results)
         self._take_step(own_rows, global_rows)
         if self._scaler.skipped:
-            bad = self._ranks_with_bad_loss(results)
+            is_bad = not all(result.is_finite for result in results)
+            flags = self._mesh.world.all_gather(torch.tensor([int(is_bad)]))
+            bad = tuple(rank for rank, flag in enumerate(flags) if int(flag))
             # All ranks leave out the losses of this step, as one rank with all rows would.
             train_state.sums.add(results, metrics_only=bool(bad))
             if self._guards:
@@ -253,11 +255,6 @@ class Trainer:
         micro_batches = batch.split(self._config.gradient_accumulation) if batch.num_rows else []
         keeps = train_state.sums.takes_outputs and bool(micro_batches)
         return train_state.passes.train(micro_batches, divisor, inputs=batch.inputs, keeps_outputs=keeps)
-
-    def _ranks_with_bad_loss(self, results: list[MicroBatchOutput]) -> tuple[int, ...]:
-        is_bad = not all(result.is_finite for result in results)
-        flags = self._mesh.world.all_gather(torch.tensor([int(is_bad)]))
-        return tuple(rank for rank, flag in enumerate(flags) if int(flag))
 
     def _on_skipped(
         self, step: int, ranks: tuple[int, ...], buffers: list[tuple[torch.Tensor, torch.Tensor]]
@@ -309,10 +306,9 @@ class Trainer:
                 # Split, because a batch that does not fit in training does not fit here.
                 micro_batches = batch.split(parts) if batch.num_rows else []
                 for micro_batch in micro_batches:
-                    keeps_outputs = train_state.validation.takes_outputs
-                    train_state.validation.add(
-                        train_state.passes.evaluate(micro_batch, keeps_outputs=keeps_outputs)
-                    )
+                    keeps = train_state.validation.takes_outputs
+                    results = train_state.passes.evaluate(micro_batch, keeps_outputs=keeps)
+                    train_state.validation.add(results)
                 # The other ranks may need this rank's shards of the weights in each of their passes.
                 for _ in range(parts - len(micro_batches)):
                     train_state.passes.evaluate_without_rows(batch.inputs)

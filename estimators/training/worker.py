@@ -11,7 +11,6 @@ import torch
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
@@ -23,7 +22,7 @@ from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.non_finite import NonFiniteStep
 from ringspark.estimators.training.observation.observation import Observation
 from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
-from ringspark.estimators.training.optimizers.schedules import LearningRates, make_rates
+from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.rank_network import RankNetwork
 from ringspark.estimators.training.row_caching import cache_options
@@ -130,11 +129,22 @@ def _train(
     sync = network.wrap()
     # Dropout differs between ranks, as it does between the rows of one batch.
     seed_rank(config.seed, 0, mesh.random_stream)
-    best = None
+    callbacks, best = [*objects.callbacks], None
     if config.keep == "best":
         best = BestCheckpoint(config, mesh, status, keeps_worse=recovery.schedule.is_enabled)
+        callbacks.append(best)
+    if config.patience is not None:
+        callbacks.append(EarlyStopping(config, config.patience))
     steps = Steps(config.batch_sizes, train.manifest.num_rows)
     start = record_start(config, mesh, manifest, device)
+    # Made before a checkpoint is loaded, because the rates are relative to the user's rates.
+    rates = make_rates(
+        objects.lr_schedule or config.lr_schedule,
+        sync.optimizer,
+        steps.total,
+        config.warmup_steps,
+        RateScaling.of(config.scale_learning_rate, steps),
+    )
     status.phase = "comparing the clocks"
     with (
         RunLog(config.run_uri, writes=mesh.writes) as log,
@@ -146,9 +156,8 @@ def _train(
             mesh,
             make_heads(config, objects, manifest),
             sync,
-            # Made before a checkpoint is loaded, because the rates are relative to the user's rates.
-            _make_rates(config, objects, sync, steps),
-            _callbacks(config, objects, best),
+            rates,
+            Callbacks(callbacks),
             log,
             observation,
             steps,
@@ -160,7 +169,7 @@ def _train(
     recovery.finish()
     state = train_state.state
     checkpoint_uri, checkpoint_epoch = _final_weights(config, mesh, state, best, status)
-    bytes_sent = mesh.world.bytes_sent
+    bytes_sent = mesh.world.bytes_sent  # without the record of the memory
     record_memory(config.run_uri, mesh, device, start)
     status.phase = "done"
     return TrainResult(
@@ -195,21 +204,6 @@ def _final_weights(
     with state.averaged():
         save_together(uri, state.module, mesh, status.tick, epoch=state.epoch, step=state.step)
     return uri, state.epoch
-
-
-def _make_rates(config: TrainConfig, objects: UserObjects, sync: GradientSync, steps: Steps) -> LearningRates:
-    scaling = RateScaling.of(config.scale_learning_rate, steps)
-    schedule = objects.lr_schedule or config.lr_schedule
-    return make_rates(schedule, sync.optimizer, steps.total, config.warmup_steps, scaling)
-
-
-def _callbacks(config: TrainConfig, objects: UserObjects, best: BestCheckpoint | None) -> Callbacks:
-    callbacks = [*objects.callbacks]
-    if best is not None:
-        callbacks.append(best)
-    if config.patience is not None:
-        callbacks.append(EarlyStopping(config, config.patience))
-    return Callbacks(callbacks)
 
 
 def _open_readers(

@@ -32,30 +32,34 @@ class BackgroundFile:
 
     def write(self, make: Callable[[], bytes]) -> None:
         """Replaces the file by the result of `make`, in the thread, unless a write is in progress."""
+        # The next write replaces it, so a flush to disk would only disturb the training.
+        self.run(lambda: storage.write_atomic(self._uri, make(), durable=False))
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Runs `work`, which writes, in the thread, unless a write is in progress."""
         if self.is_busy:
             return
         # Daemon, because a hung store must not keep the process alive.
         self._thread = threading.Thread(
-            target=self._write, args=(make,), name="ringspark-observation", daemon=True
+            target=self._run, args=(work,), name="ringspark-observation", daemon=True
         )
         self._thread.start()
 
     def close(self, make: Callable[[], bytes] | None = None) -> None:
         """Writes once more if there is something to write; waits only briefly for the store."""
-        self._join()
+        self.join()
         if make is not None:
             self.write(make)
-            self._join()
+            self.join()
 
-    def _join(self) -> None:
+    def join(self) -> None:
         if self._thread is not None:
             self._thread.join(END_SECONDS)
 
-    def _write(self, make: Callable[[], bytes]) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
         begun = time.thread_time()
         try:
-            # The next write replaces it, so a flush to disk would only disturb the training.
-            storage.write_atomic(self._uri, make(), durable=False)
+            work()
         except Exception as error:  # store clients raise exceptions of any type
             if not self._has_failed:
                 _log.warning("the %s was not written (%s); training continues without it", self._what, error)

@@ -69,13 +69,11 @@ class FlopCount(TorchDispatchMode):
         given = kwargs or {}
         result = func(*args, **given)
         count = flop_registry.get(func._overloadpacket)
-        if count is not None and not _is_recomputing():
+        # A forward pass within the backward pass recomputes; only it builds a graph there.
+        recomputes = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+        if count is not None and not recomputes:
             self.flops += int(count(*args, **given, out_val=result))
         return result
-
-
-def _is_recomputing() -> bool:
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
 
 
 class EpochMeter:
@@ -96,8 +94,8 @@ class EpochMeter:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._peak = peak_flops(name, precision)
         self._energy = energy_source(device)
-        key = hashlib.sha256(device_key(device).encode()).digest()
         # Equal on ranks that share a host or a GPU.
+        key = hashlib.sha256(device_key(device).encode()).digest()
         self._shared = int.from_bytes(key[:7], "big")
         # Under the count, compiled code would run uncompiled.
         self._counts_next = not is_compiled

@@ -2,21 +2,92 @@
 
 from __future__ import annotations
 
+import logging
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from ringspark.estimators import run_layout
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
+from ringspark.estimators.training.observation.background_file import BackgroundFile
 from ringspark.estimators.training.observation.epoch_meter import EpochMeter
 from ringspark.estimators.training.observation.overlap import NO_OVERLAP, Overlap, StepOverlap
-from ringspark.estimators.training.observation.profiler import NO_PROFILER, Profiler, make_profiler
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE, RANK_TIMELINE, Timeline
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step_log import StepLog
+from ringspark.pipelines import storage
+
+_log = logging.getLogger(__name__)
+
+
+class Profiler:
+    """Writes the torch.profiler trace of steps `first` to `last`; training continues if the profiler fails.
+
+    Only rank 0 is profiled: all ranks run the same program, and wait for the profiled rank.
+    """
+
+    def __init__(self, run_uri: str, first: int, last: int, device: torch.device) -> None:
+        self._first = first
+        self._last = last
+        self._device = device
+        # A resumed training may take these steps again.
+        name = f"rank-0-steps-{first}-{last}-{time.time_ns() // 1_000_000}.json.gz"
+        self._file = BackgroundFile(storage.join(run_uri, run_layout.PROFILE, name), "profile")
+        self._profile: Any = None
+        self._is_done = False
+
+    def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
+        for batch in batches:
+            if state.step + 1 >= self._first and not self._is_done and self._profile is None:
+                self._begin(state.step + 1)
+            yield batch
+            if self._profile is not None and state.step >= self._last:
+                self._end()
+
+    def close(self) -> None:
+        if self._profile is not None:
+            self._end()
+        self._file.close()
+
+    def _begin(self, step: int) -> None:
+        self._is_done = step > self._last  # the training was resumed after them
+        if self._is_done:
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        try:
+            profile = torch.profiler.profile(activities=activities)
+            profile.start()
+        except Exception as error:  # the machine's tracing library may raise any exception
+            self._give_up(error)
+            return
+        self._profile = profile
+
+    def _end(self) -> None:
+        profile, self._profile, self._is_done = self._profile, None, True
+        try:
+            profile.stop()
+            with tempfile.TemporaryDirectory(prefix="ringspark-profile-") as folder:
+                path = Path(folder, "trace.json.gz")
+                profile.export_chrome_trace(str(path))
+                data = path.read_bytes()
+        except Exception as error:
+            self._give_up(error)
+            return
+        self._file.write(lambda: data)
+
+    def _give_up(self, error: Exception) -> None:
+        self._is_done = True
+        _log.warning("torch.profiler failed (%s); training continues without a profile", error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +98,7 @@ class Observation:
     meter: EpochMeter
     timeline: Timeline = NO_TIMELINE
     overlap: Overlap = NO_OVERLAP
-    profiler: Profiler = NO_PROFILER
+    profiler: Profiler | None = None
 
     @classmethod
     def of(
@@ -38,10 +109,14 @@ class Observation:
             make = load_object(RANK_TIMELINE)
             timeline = make(config.timeline_every_steps, mesh.world, config.run_uri, device)
         overlap: Overlap = NO_OVERLAP
+        # A GPU continues to compute after the host's call returns, so the overlap is unknown.
         if mesh.world.size > 1 and device.type == "cpu":
             is_pipeline = mesh.sizes.get("pipeline", 1) > 1
             overlap = StepOverlap(mesh.world, timeline, is_pipeline=is_pipeline)
             timeline = overlap.timeline
+        profiler = None
+        if config.profile_steps is not None and mesh.writes:
+            profiler = Profiler(config.run_uri, *config.profile_steps, device)
         return cls(
             losses=StepLog(config.run_uri, mesh.writes, config.log_every_steps),
             meter=EpochMeter(
@@ -54,17 +129,21 @@ class Observation:
             ),
             timeline=timeline,
             overlap=overlap,
-            profiler=make_profiler(config, mesh, device),
+            profiler=profiler,
         )
 
     def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
-        return self.meter.steps(self.profiler.steps(self.timeline.steps(batches, state), state))
+        batches = self.timeline.steps(batches, state)
+        if self.profiler is not None:
+            batches = self.profiler.steps(batches, state)
+        return self.meter.steps(batches)
 
     def __enter__(self) -> Observation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.profiler.close()
+        if self.profiler is not None:
+            self.profiler.close()
         self.timeline.close()
         # The folder may be removed after this.
         self.losses.flush()

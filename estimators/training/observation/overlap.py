@@ -39,27 +39,13 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def intersection(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
+def difference(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
+    """Returns the intervals of `left` without the intervals of `right`, both disjoint and sorted."""
     others = list(right)
     first = 0
     found = []
     for begin, end in left:
         # An interval that ends before this one begins also ends before all later ones.
-        while first < len(others) and others[first][1] <= begin:
-            first += 1
-        number = first
-        while number < len(others) and others[number][0] < end:
-            found.append((max(begin, others[number][0]), min(end, others[number][1])))
-            number += 1
-    return found
-
-
-def difference(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
-    """Returns the intervals of `left` without those of `right`."""
-    others = list(right)
-    first = 0
-    found = []
-    for begin, end in left:
         while first < len(others) and others[first][1] <= begin:
             first += 1
         number = first
@@ -77,7 +63,7 @@ def length(intervals: Iterable[Interval]) -> int:
     return sum(end - begin for begin, end in intervals)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Communication:
     """One rank's communication time, from the `measured` of its `taken` steps.
 
@@ -93,8 +79,8 @@ class Communication:
 def hidden_and_total(operations: Sequence[OperationTime], computing: Sequence[Interval]) -> tuple[int, int]:
     communicated = union((o.begin_ns, o.end_ns) for o in operations)
     blocked = union(interval for operation in operations for interval in operation.blocked)
-    computed = difference(union(computing), blocked)
-    return length(intersection(communicated, computed)), length(communicated)
+    total = length(communicated)
+    return total - length(difference(communicated, difference(union(computing), blocked))), total
 
 
 class Overlap:
@@ -128,14 +114,15 @@ class StepOverlap(Overlap):
         self.begin()
 
     def begin(self) -> None:
-        self._taken = self._measured = self._total_ns = self._hidden_ns = 0
+        self._found = Communication()
 
     def step(self, number: int, num_steps: int) -> AbstractContextManager[None]:
-        self._taken += 1
+        self._found.taken += 1
         if not self._operations.sees_all:
             return _NOTHING
         every = MEASURED_EVERY if self._operations.in_every_step else 1
         # The second step of an epoch if it has one, because readers and libraries start up in the first.
+        # No step of a pipeline, whose stages communicate outside the recorded operations.
         is_due = not self._is_pipeline and number % every == min(1, num_steps - 1, every - 1)
         return self._measure() if is_due or self.timeline.is_recording else _NOTHING
 
@@ -150,17 +137,13 @@ class StepOverlap(Overlap):
             self.timeline.computing = None
         # A step that fails is not counted.
         hidden, total = hidden_and_total(operations, computing)
-        self._measured += 1
-        self._hidden_ns += hidden
-        self._total_ns += total
+        self._found.measured += 1
+        self._found.hidden_ns += hidden
+        self._found.total_ns += total
         self.timeline.add_operations(operations)
 
     def read(self) -> Communication | None:
-        if self._is_pipeline or not self._measured:
-            return None
-        return Communication(
-            taken=self._taken, measured=self._measured, total_ns=self._total_ns, hidden_ns=self._hidden_ns
-        )
+        return self._found if self._found.measured and not self._is_pipeline else None
 
 
 class _ComputingSpans(Timeline):
