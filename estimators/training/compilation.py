@@ -120,8 +120,7 @@ def _check_compiler(device: torch.device) -> None:
 def _use_own_code_folder() -> Iterator[None]:
     """Lets torch and Triton cache compiled code in this user's folder, unless the user names one.
 
-    torch's default is a folder under /tmp that anyone can create first, and a process loads shared libraries
-    from it. Without a private folder it is a temporary one.
+    torch's default is a folder under /tmp that anyone can create first, and a process loads code from it.
     """
     from torch._inductor import codecache, config
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir

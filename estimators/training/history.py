@@ -73,8 +73,7 @@ class GradientNoise:
 class EpochRecord:
     """One finished epoch; losses are means per row (per unit of weight) over all ranks.
 
-    `skipped_steps` overflowed in fp16, or had gradients that were not finite with onNonFinite 'skip'.
-    `train_loss` leaves out skipped steps whose loss was not finite.
+    `skipped_steps` changed no weights; `train_loss` leaves out those whose loss was not finite.
     """
 
     epoch: int

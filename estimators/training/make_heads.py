@@ -33,10 +33,7 @@ def set_outputs(config: TrainConfig, widths: Sequence[int]) -> TrainConfig:
 def make_heads(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest | None = None
 ) -> tuple[Head, ...]:
-    """Returns the heads, in the order of the labels; raises ValueError if a metric fits no label.
-
-    The memory planner's config has no output widths; each counts as 1. Without a manifest, no row is ignored.
-    """
+    """Returns the heads, in the order of the labels; raises ValueError if a metric fits no label."""
     per_row = {metric.name: metric.per_row for metric in config.own_metrics}
     own = {name: (metric, per_row.get(name, False)) for name, metric in objects.metrics.items()}
     heads = []
@@ -77,10 +74,7 @@ def _select_metrics(head: Head, config: TrainConfig, own: Mapping[str, Any]) -> 
 
 
 def find_ignored_label(loss: RowLoss, label_range: tuple[float, float] | None = None) -> int | None:
-    """Returns the class number of rows that the loss and metrics ignore, or None.
-
-    `label_range` holds the smallest and largest label of all rows, if known.
-    """
+    """Returns the class number of rows that the loss and metrics ignore, or None."""
     inner = loss.member if isinstance(loss, MemberLoss) else loss
     if not isinstance(inner, ClassLoss):
         return None

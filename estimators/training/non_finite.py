@@ -24,11 +24,7 @@ _NEVER = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True, kw_only=True)
 class NonFiniteStep:
-    """One step whose loss or gradient was not finite.
-
-    `epoch` and `step` in the epoch count from 1. `ranks` is empty if only the summed gradients were not
-    finite.
-    """
+    """A step, counted in its epoch from 1, with the ranks whose loss was not finite."""
 
     epoch: int
     step: int
@@ -78,10 +74,7 @@ class FirstBadLoss:
 
 
 def raise_first_bad(epoch: int, first_bad: Sequence[int], advice: str) -> None:
-    """Raises FloatingPointError if a rank had a loss that is not finite.
-
-    `first_bad` holds the step in the epoch per rank, from 1; 0 for none.
-    """
+    """Raises FloatingPointError if a rank had a bad step; `first_bad` has each rank's, or 0."""
     found = [(step, rank) for rank, step in enumerate(first_bad) if step]
     if found:
         step, rank = min(found)

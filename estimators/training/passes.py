@@ -35,11 +35,7 @@ Measure = Callable[[int, int, int], None]
 
 
 class WholePasses:
-    """Passes over the rows of a rank that has all layers, or a shard of each.
-
-    `partial_gradients` are partial sums on the ranks of one replica. Gradients of `steps_in_flight` steps are
-    not complete yet; see `drain`.
-    """
+    """Passes over the rows of a rank that has all layers, or a shard of each."""
 
     steps_in_flight = 0
 
@@ -69,9 +65,6 @@ class WholePasses:
             micro_batches: Each of at least one row; empty if this rank has none in this step.
             divisor: See `step.global_weights`.
             inputs: The network's arguments for all rows; their shapes and dtypes, if there are no rows.
-
-        Returns:
-            The results of each micro-batch on this rank; losses of 0 rows if another rank has them.
         """
         if not micro_batches:
             with self._recipe.timeline.span("backward"):
@@ -114,11 +107,7 @@ class WholePasses:
 
 
 class PipelinedPasses:
-    """Passes of a rank with some pipeline stages; the rank with the last layers has the losses.
-
-    If experts serve other replicas of the network, all replicas run equally many micro-batches in the same
-    order, some of them without rows.
-    """
+    """Passes of a rank with some pipeline stages; the rank with the last layers has the losses."""
 
     def __init__(self, recipe: Recipe, sync: GradientSync, pipeline: PipelinePasses, mesh: RankMesh) -> None:
         self._recipe, self._sync, self._pipeline = recipe, sync, pipeline

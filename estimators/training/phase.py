@@ -6,10 +6,7 @@ from ringspark.estimators.failures import WorkerStoppedError
 
 
 class Status:
-    """The rank's present phase, in words.
-
-    A rank hangs if `ticks`, its signs of progress, does not rise for `timeoutSeconds`.
-    """
+    """The rank's present phase; a rank whose `ticks` do not rise for `timeoutSeconds` hangs."""
 
     def __init__(self, phase: str = "starting") -> None:
         self._phase = phase

@@ -61,10 +61,10 @@ def _restore_dtype(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> An
 
 
 class LossScaler:
-    """Scales the loss dynamically if the precision needs it, else does nothing. One per rank.
+    """Scales the loss dynamically if the precision needs it, else does nothing.
 
     Every rank calls `scale` per micro-batch, then `unscale` if it reads the step's gradients, `step` and
-    `update`. torch's scaler does the arithmetic. `step` waits for the device.
+    `update`.
     """
 
     def __init__(
@@ -80,10 +80,8 @@ class LossScaler:
         """Stores the settings.
 
         Args:
-            combine: Returns the maximum of a tensor (1,) over all ranks; all ranks call it once per step if
-                they hold different gradients or losses.
-            guards: Whether steps whose gradients are not finite are skipped in other precisions too, at a
-                fixed scale of 1.
+            combine: Returns the maximum of a tensor (1,) over all ranks, which hold different gradients.
+            guards: Whether steps whose gradients are not finite are skipped in other precisions too.
         """
         self.enabled = precision == "fp16" or guards
         self._scales = precision == "fp16"
@@ -130,10 +128,7 @@ class LossScaler:
         found[self._device] = self._overflow
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Steps the optimizer, unless the gradients overflowed.
-
-        Raises FloatingPointError on every rank if they overflowed and a smaller scale would not help.
-        """
+        """Steps the optimizer, unless the gradients overflowed."""
         if not self.enabled:
             optimizer.step()
             return

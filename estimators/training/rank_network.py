@@ -32,10 +32,7 @@ from ringspark.pipelines import ShardManifest
 
 
 class RankNetwork:
-    """The network of one rank; call its methods in their order, on every rank.
-
-    `module` is the whole network after `build`, this rank's shard of it after `shard`.
-    """
+    """The network of one rank; call its methods in their order, on every rank."""
 
     module: nn.Module
     pipeline: PipelinePasses | None = None

@@ -18,10 +18,7 @@ from ringspark.pipelines.readers.demand import DENSE, read_again, rows_in_flight
 
 @dataclass(frozen=True, kw_only=True)
 class CachedRows:
-    """The row groups that a rank reads in two epochs or more.
-
-    `num_bytes` uses the mean length of rows of varying length; `least_bytes` leaves them out.
-    """
+    """The row groups that a rank reads repeatedly; `least_bytes` leaves out rows of varying length."""
 
     row_groups: frozenset[int]
     num_bytes: int

@@ -43,7 +43,6 @@ class RankHost:
 
     Attributes:
         device: Name of the GPU; "cpu" without one.
-        host_memory: Bytes of the host's memory, which all its ranks share.
         peak_memory: Peak bytes of the rank's process; 0 before the training's end.
         peak_device_memory: Peak bytes of tensors on its GPU; 0 before the training's end or without a GPU.
     """
@@ -80,10 +79,7 @@ class Environment:
 def record_start(
     config: TrainConfig, mesh: RankMesh, manifest: ShardManifest, device: torch.device
 ) -> GangStart | None:
-    """Records a start of the ranks and their data; returns the start for `record_memory`.
-
-    Runs on every rank. Returns None on ranks that do not write, and after a failure.
-    """
+    """Records a start of the ranks and their data. Runs on every rank; returns None if it writes nothing."""
     texts = gather_bytes(mesh.world, _describe_rank(device), to_all=False)
     if not mesh.writes:
         return None
@@ -119,10 +115,7 @@ def record_memory(run_uri: str, mesh: RankMesh, device: torch.device, start: Gan
 
 
 def _describe_rank(device: torch.device, *, at_end: bool = False) -> bytes:
-    """Returns this rank's `RankHost` as JSON; empty if the machine does not report it.
-
-    It must not raise, because the other ranks already wait in the call that gathers these texts.
-    """
+    """Returns this rank's `RankHost` as JSON, or b"". It must not raise, because the other ranks wait."""
     try:
         on_gpu = device.type == "cuda"
         host = RankHost(

@@ -72,10 +72,7 @@ class EarlyStopping(BestEpoch):
 
 
 class BestCheckpoint(BestEpoch):
-    """Writes the weights of the best epoch so far, and removes the folder of the previous best epoch.
-
-    With `keeps_worse`, worse folders stay until the end, because a checkpoint of the training may name one.
-    """
+    """Writes the weights of the best epoch so far, and removes the folder of the previous best epoch."""
 
     def __init__(
         self, config: TrainConfig, mesh: RankMesh, status: Status, keeps_worse: bool = False

@@ -41,10 +41,7 @@ class Recipe:
 def forward_backward(
     recipe: Recipe, sync: GradientSync, batch: Batch, divisor: torch.Tensor | float, *, keeps_outputs: bool
 ) -> MicroBatchOutput:
-    """Adds the gradients of one micro-batch's share of the global mean loss.
-
-    The micro-batch has at least one row; `divisor` is from `global_weights`.
-    """
+    """Adds the gradients of one micro-batch's share of the global mean loss."""
     timeline = recipe.timeline
     with timeline.span("forward"):
         losses, result = forward(recipe, sync.module, sync.network, batch, keeps_outputs=keeps_outputs)
@@ -71,8 +68,7 @@ def forward(
 ) -> tuple[torch.Tensor, MicroBatchOutput]:
     """Returns each head's weighted loss summed over the rows, (num_heads,), and the results for the history.
 
-    Only the first includes the losses that layers add (`models.reports`). `module` is the network, or its
-    wrapper that synchronizes gradients.
+    Only the first includes the losses that layers add (`models.reports`).
     """
     config = recipe.config
     hooks = saved_tensor_hooks(
@@ -143,13 +139,8 @@ def global_weights(
 ) -> torch.Tensor | float:
     """Returns the weight of all ranks' rows, the divisor of the losses. Runs on every rank.
 
-    Args:
-        global_rows: Rows of all ranks; without row weights they are the divisor.
-        together: The ranks of the global batch, if they step together. If None, rows of other ranks count as
-            much as this rank's rows on average.
-
-    Returns:
-        One number for all losses if rows have no weights, else one per loss, (num_heads,).
+    It is one number if rows have no weights, else one per loss, (num_heads,). If `together` is None, the
+    other ranks' rows count as much as this rank's rows on average.
     """
     weights = _sum_weights(recipe, batch)
     if not isinstance(weights, torch.Tensor):

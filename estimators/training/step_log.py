@@ -30,10 +30,7 @@ WRITE_SHARE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """The steps since the record before, up to and including `step` of the whole training.
-
-    `train_loss` is their mean per row over all ranks; `rows` and `seconds` count from the training's start.
-    """
+    """The steps since the record before; `rows` and `seconds` count from the training's start."""
 
     step: int
     epoch: int
@@ -64,10 +61,7 @@ class StepLog:
         return self._every > 0 and step % self._every == 0
 
     def mean_loss(self, sums: Sums, data: Collective | None) -> float | None:
-        """Returns the mean loss since the record before. Runs on every rank; see `Sums.mean_loss`.
-
-        Without `data` it is None if this rank has had no rows since.
-        """
+        """Returns the mean loss since the record before, of this rank only if `data` is None."""
         totals = sums.totals()
         since = totals if self._before is None else totals - self._before
         if data is None and not since.any():

@@ -35,8 +35,6 @@ class TrainState:
     """Everything on one rank that changes from step to step, and the position of the training.
 
     Attributes:
-        sums: Sums of loss and metrics over the present epoch's rows.
-        validation: Sums over the held-out rows, empty except during a validation.
         finished_epochs: Epochs with a record in the history.
         skipped_before: Steps skipped before the current epoch.
         epoch_start: Start of the current epoch by `time.monotonic`, without pauses before a resume.

@@ -51,10 +51,7 @@ class Trainer:
         self._together = mesh.data if self._sync.in_step else None
 
     def fit(self, train: ShardReader, validation: ShardReader | None) -> None:
-        """Runs all epochs, or fewer if a callback stops them. Runs on every rank.
-
-        The training resumes from the newest good checkpoint of the run, if there is one.
-        """
+        """Runs all epochs, from the newest good checkpoint if there is one. Runs on every rank."""
         is_resumed = self._recovery.begin(self._train_state)
         self._call("on_train_start")
         if is_resumed:
@@ -315,10 +312,7 @@ class Trainer:
         return train_state.passes.share(train_state.validation.take(self._mesh.data))
 
     def _share_buffers(self) -> None:
-        """Gives every rank rank 0's buffers, because the loss must be the saved network's.
-
-        In training each rank keeps its own running statistics of batch normalisation.
-        """
+        """Gives every rank rank 0's buffers (batch statistics), which the saved network has."""
         if self._mesh.data_size == 1:
             return
         network = self._sync.network

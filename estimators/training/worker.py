@@ -43,8 +43,7 @@ class TrainResult:
     """The result that returns through Spark: a few kilobytes, never weights.
 
     Attributes:
-        seconds: Training time over all continuations, in seconds, without steps that a failure lost.
-        resumed_steps: Steps from which the run was resumed.
+        seconds: Training time over all continuations, without steps that a failure lost.
         checkpoint_errors: One sentence per checkpoint that rank 0 could not write.
     """
 
@@ -95,9 +94,6 @@ def train_worker(
         collective: Connected collective; stays open.
         objects: The user's module and callables, which have no name in the config.
         status: Receives the phase of this rank.
-
-    Returns:
-        The history and the folder of the weights; equal on all ranks except `seconds`.
     """
     objects = objects or UserObjects()
     status = status or Status()

@@ -46,8 +46,8 @@ def is_committed(root: str, step: int) -> bool:
 def find_newest_good(root: str, progress: Callable[[], None] = lambda: None) -> tuple[int, Record] | None:
     """Returns step and record of the newest undamaged checkpoint, or None. Runs on rank 0.
 
-    Raises OtherFormatError if another version of ringspark wrote a newer checkpoint, OSError if the store
-    cannot read a newer one now: resuming from an older one would remove it.
+    Raises OtherFormatError or OSError if a newer checkpoint is of another version or not readable now,
+    because resuming from an older one would remove it.
     """
     for step in reversed(list_steps(root)):
         uri = step_uri(root, step)
@@ -99,10 +99,7 @@ def remove_unfinished_one(root: str, step: int) -> None:
 
 
 def keep_newest(root: str, step: int, number: int) -> None:
-    """Removes all checkpoints except the newest `number` up to `step`, the one just written.
-
-    Later checkpoints are obsolete.
-    """
+    """Removes all checkpoints except the newest `number` up to `step`, the one just written."""
     steps = list_steps(root)
     kept = [found for found in steps if found <= step][-number:]
     for found in steps:

@@ -59,10 +59,7 @@ class RankState:
 
 
 class GatheredRanks:
-    """The states of all ranks; empty except on rank 0.
-
-    `file` has the tensors "<rank>/<name>" and is closed with this object; `error` says why there is none.
-    """
+    """The states of all ranks on rank 0: `values`, and a file with the tensors or why there is none."""
 
     def __init__(
         self,

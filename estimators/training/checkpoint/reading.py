@@ -132,8 +132,7 @@ def load_training_state(
 ) -> tuple[Record, list[RankState]]:
     """Loads weights, average and optimizer state from the folder `uri`. Runs on every rank.
 
-    Returns the record, and the states of the ranks that wrote it, for `restore_rank`. Raises ValueError if
-    the checkpoint is damaged, or of another network or optimizer.
+    Returns the record, and the states of the ranks that wrote it, for `restore_rank`.
     """
     record = read_record(uri)
     layout = layout_of(sync.network)

@@ -31,10 +31,8 @@ class Position:
 
     Attributes:
         epoch: Number of the current epoch, from 1; 0 before the first.
-        finished_epochs: Epochs with a record in the history.
         steps_per_epoch: Steps of the current epoch with this data and batch size; 0 if unknown.
         seconds: Training time over all continuations.
-        skipped_before: Steps skipped before the current epoch.
     """
 
     epoch: int = 0
@@ -63,7 +61,6 @@ class Record:
 
     Attributes:
         optimizer_values: Parameter -> key -> state value that is no tensor.
-        optimizer_groups: Values of the parameter groups, without parameters and rates.
         num_parts: Number of shards of weights, optimizer state and average.
         spreads: File name of a single shard -> tensor -> how its pieces make up the tensor.
         token: Token in the file names of shards, see `shards`.
@@ -94,10 +91,7 @@ class Record:
 
     @classmethod
     def from_json(cls, text: bytes | str, name: str = "training.json") -> Record:
-        """Parses the file, which messages call `name`.
-
-        Raises OtherFormatError if another version of the format wrote it, ValueError if it is damaged.
-        """
+        """Parses the file, which messages call `name`. Raises ValueError if it is damaged."""
         try:
             # A loss that overflowed is stored as NaN in the history.
             return record(cls, versioned(text, FORMAT_VERSION, allow_nan=True))

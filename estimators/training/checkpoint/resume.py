@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
 
 import torch
 
@@ -42,7 +41,7 @@ class CheckpointSchedule:
     """Decides after which steps and epochs to write a checkpoint, equally on all ranks.
 
     Only rank 0 reads the clock: a rare broadcast says that a checkpoint is due, or after how many steps to
-    look again. Ranks that step at their own pace look only after an epoch.
+    look again.
     """
 
     def __init__(
@@ -73,9 +72,8 @@ class CheckpointSchedule:
     def is_due_after_epoch(self, epoch: int) -> bool:
         if self._epochs and epoch % self._epochs == 0:
             return True
-        return bool(self._seconds) and not self._in_step and self._is_late()
-
-    def _is_late(self) -> bool:
+        if not self._seconds or self._in_step:
+            return False
         answer = torch.tensor([int(self._clock() - self._last >= self._seconds)])
         self._mesh.world.broadcast([answer])
         return bool(answer)
@@ -122,9 +120,7 @@ class Recovery:
     def __enter__(self) -> Recovery:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._writer is not None:
             self._writer.abandon()
 
@@ -170,10 +166,7 @@ class Recovery:
         train_state.rates.resume([scale * factor for scale in record.position.rate_scales])
 
     def save(self, train_state: TrainState) -> None:
-        """Copies the training and starts to write the copy; waits only for the copy. Runs on every rank.
-
-        Raises FloatingPointError if a loss or a weight is not finite.
-        """
+        """Copies the training on every rank, and starts to write the copy."""
         state = train_state.state
         self._status.phase = f"checkpoint, epoch {state.epoch}, step {train_state.step_in_epoch}"
         train_state.rates.take_changes()
@@ -197,17 +190,15 @@ class Recovery:
         ranks = gather_ranks(RankState.of(train_state, self._mesh), self._mesh.world, self._status.tick)
         position = self._position(train_state)
         average = None if self._config.ema_decay is None else train_state.average.values
-        snapshot = None
+        sync, snapshot = train_state.sync, None
         try:
-            snapshot = take_snapshot(
-                train_state.sync, position, ranks, self._mesh.writes, self._status.tick, average
-            )
+            snapshot = take_snapshot(sync, position, ranks, self._mesh.writes, self._status.tick, average)
         except ValueError as error:
             # With sharded weights, other ranks may be waiting for this one, so training must end.
             if self._config.sync.sharding != "none" or self._mesh.cuts_network:
                 raise
             self._note(state.step, str(error))
-        if not train_state.sync.in_step:
+        if not sync.in_step:
             # The other ranks step next on the weights and optimizer that rank 0 copies.
             self._mesh.world.barrier()
         if snapshot is not None and self._writer is not None:
@@ -223,22 +214,22 @@ class Recovery:
         self._rollbacks = self._rollbacks + 1 if step == self._rolled_to else 1
         self._rolled_to = step
         if step is None or self._rollbacks > MAX_ROLLBACKS:
-            tried = f"{MAX_ROLLBACKS} times half the rate from step {step} did not help"
-            if step is None:
-                tried = "there is no checkpoint to return to"
+            tried = (
+                "there is no checkpoint to return to"
+                if step is None
+                else f"{MAX_ROLLBACKS} times half the rate from step {step} did not help"
+            )
             raise FloatingPointError(
                 f"{found}, and {tried}; lower learningRate, or look for rows that are not finite"
             )
         self._take_position(read_record(step_uri(self._root, step)).position, train_state)
         train_state.first_bad.reset()
-        self.load(train_state, ROLLBACK_FACTOR**self._rollbacks)
+        factor = ROLLBACK_FACTOR**self._rollbacks
+        self.load(train_state, factor)
         self.schedule.restart(step)
         if self._mesh.writes:
-            _log.warning(
-                "training rolls back to the checkpoint of step %d, with its learning rates times %g",
-                step,
-                ROLLBACK_FACTOR**self._rollbacks,
-            )
+            text = "training rolls back to the checkpoint of step %d, with its learning rates times %g"
+            _log.warning(text, step, factor)
 
     def report(self, found: NonFiniteStep) -> None:
         if self._mesh.writes:
@@ -261,14 +252,10 @@ class Recovery:
         section.end()
 
     def _wait_for_shards(self) -> bool:
-        """Waits for the other ranks' shards; returns whether this rank's is written.
-
-        Rank 0 gives up a checkpoint if a rank could neither write its shard nor report that.
-        """
-        is_over = True
+        """Waits for the other ranks' shards; returns whether this rank's is written."""
         if self._mesh.num_checkpoint_parts == 1:
-            return is_over
-        is_mute = False
+            return True
+        is_over, is_mute = True, False
         if self._writer is not None and not self._mesh.writes:
             is_over = self._writer.wait(self._config.timeout_seconds * _WAIT_SHARE, self._status.tick)
             is_mute = is_over and self._writer.is_mute

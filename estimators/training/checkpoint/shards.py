@@ -94,12 +94,12 @@ def wait_for_shards(uri: str, shard: CheckpointShard, check: Callable[[], None])
             # Some stores accept writes but refuse removals; a report left behind does no harm.
             with suppress(Exception):
                 storage.remove(path)
-        if missing and time.monotonic() >= end:
-            raise ShardError(
-                f"shard {min(missing)} of {shard.of} was not written within {shard.seconds:g} s; all workers "
-                "must reach runUri"
-            )
         if missing:
+            if time.monotonic() >= end:
+                raise ShardError(
+                    f"shard {min(missing)} of {shard.of} was not written within {shard.seconds:g} s; all "
+                    "workers must reach runUri"
+                )
             time.sleep(_LOOK_SECONDS)
     return files
 
@@ -111,10 +111,7 @@ TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 def locate_tensors(
     found: Sequence[Mapping[str, TensorSpec]], spreads: Mapping[str, CheckpointShards]
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the shards that hold each tensor, in the order of its pieces.
-
-    Raises ValueError if the shards do not make up each tensor exactly once.
-    """
+    """Returns the shards of each tensor's pieces, in order. Raises ValueError if pieces are missing."""
     having: dict[str, list[int]] = {}
     for number, specs in enumerate(found):
         for name in specs:

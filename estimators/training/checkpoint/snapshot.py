@@ -54,10 +54,7 @@ AVERAGE = "average.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The copy that one rank writes of a training, on the CPU: all of it, or one shard.
-
-    `ranks` is empty except in the first shard. `num_tensors` counts the weights of the whole network.
-    """
+    """The copy that one rank writes of a training, on the CPU: all of it, or one shard."""
 
     weights: dict[str, torch.Tensor]
     optimizer: dict[str, torch.Tensor]
@@ -78,9 +75,8 @@ def take_snapshot(
 ) -> Snapshot | None:
     """Copies a training. Runs on every rank; ranks that write nothing get None.
 
-    `writes` says whether this rank copies a network that every rank has; of a sharded network, each rank
-    copies its shard. Raises ValueError if the optimizer state cannot be saved, and on rank 0
-    FloatingPointError if a trained weight is not finite.
+    Raises ValueError if the optimizer state cannot be saved, and on rank 0 FloatingPointError if a trained
+    weight is not finite.
     """
     ranks = ranks or GatheredRanks()
     state = sync.optimizer_state()
@@ -193,33 +189,20 @@ def _not_finite_error(name: str, position: Position) -> FloatingPointError:
 def _copy_all(
     tensors: Mapping[str, torch.Tensor], progress: Callable[[], None], names: frozenset[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Copies tensors to the CPU in the same order on all ranks, which may hold shards of them.
-
-    If `names` is given, this rank copies only those, and sends its shards of the rest.
-    """
+    """Copies tensors (only `names`, if given) to the CPU, in the same order on all ranks."""
     copies: dict[str, torch.Tensor] = {}
     for name in tensor_file.order_names(tensors):
+        value = gather_value(tensors[name])
+        assert isinstance(value, torch.Tensor)
         if names is None or name in names:
-            copies[name] = _copy(tensors[name])
-        else:
-            gather_value(tensors[name])
+            is_copy = hasattr(tensors[name], "full_tensor")
+            copies[name] = value.to("cpu", copy=not is_copy, memory_format=torch.contiguous_format)
         progress()
     return copies
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    if hasattr(tensor, "full_tensor"):
-        full = gather_value(tensor)
-        assert isinstance(full, torch.Tensor)
-        return full.contiguous()
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
 def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lambda: None) -> CheckpointInfo:
-    """Writes a checkpoint, or its first shard, to the folder `uri` and commits it.
-
-    `check` runs before each block, and may raise to give up.
-    """
+    """Writes a checkpoint, or its first shard, and commits it; `check` may raise to give up."""
     shard = snapshot.shard
     files = write_shard(uri, snapshot, check) | wait_for_shards(uri, shard, check)
     kinds = _contents(snapshot)

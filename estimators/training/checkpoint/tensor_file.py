@@ -67,10 +67,7 @@ def check_state(state: Mapping[str, object]) -> None:
 
 
 def write(state: Mapping[str, torch.Tensor], file: IO[bytes], section: RankZeroSection | None = None) -> int:
-    """Writes each tensor under its own name, even if two share memory; returns the number of bytes.
-
-    `section` reports progress to the ranks that run `assist`.
-    """
+    """Writes each tensor under its own name, even if two share memory; returns the number of bytes."""
     check_state(state)
     header, _ = make_header(state)
     file.write(header)
@@ -136,29 +133,22 @@ def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
 
 
 def read(path: str | Path, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Returns the tensors of a local file; on the CPU they are views of the mapped file.
-
-    Raises ValueError if the file is damaged, MemoryError if this process may not map that much.
-    """
+    """Returns the tensors of a local file; on the CPU they are views of the mapped file."""
     try:
         return load_file(path, device=device)
-    except (OSError, RuntimeError, MemoryError) as error:
+    except Exception as error:
         if "Cannot allocate memory" in str(error):
             raise MemoryError(
                 f"{path} has {os.path.getsize(path):,} bytes, which this process may not map ({error}); give "
                 "it more memory, see spark.executor.pyspark.memory, or let transform map one tensor at a "
                 "time with inferenceOffload='disk'"
             ) from error
-        if isinstance(error, OSError):
-            raise _unreadable(path, error) from error
+        # The library checks lengths and offsets; the other errors come from dtypes that torch lacks.
+        if isinstance(error, (OSError, SafetensorError, LookupError, TypeError, OverflowError, ValueError)):
+            raise ValueError(
+                f"{path} is no readable safetensors file ({error}); take another checkpoint"
+            ) from error
         raise
-    # The library checks lengths and offsets; the other errors come from dtypes that torch lacks.
-    except (SafetensorError, LookupError, TypeError, OverflowError, ValueError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: str | Path, error: Exception) -> ValueError:
-    return ValueError(f"{path} is no readable safetensors file ({error}); take another checkpoint")
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:

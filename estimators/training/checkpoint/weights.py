@@ -70,10 +70,7 @@ def save_together(
 def save_checkpoint(
     uri: str, module: nn.Module, *, epoch: int = 0, step: int = 0, section: RankZeroSection | None = None
 ) -> CheckpointInfo:
-    """Writes the module's state dict to the folder `uri`; a reader sees all of it or none.
-
-    Adapters are merged into the state dict, and also written to their own file.
-    """
+    """Writes the module's state dict, and adapters also alone, to the folder `uri`, atomically."""
     states, num_bytes = _collect_states(module), {}
     for name, state in states.items():
         with replacing(uri, name) as target:
@@ -192,10 +189,7 @@ def map_checkpoint(
 ) -> CheckpointInfo:
     """Makes the tensors of the checkpoint in folder `uri` the module's own; on the CPU without a copy.
 
-    Raises ValueError if there is no checkpoint, it is damaged, or it is not the expected one.
-
     Args:
-        uri: A local file is mapped in place; a remote one is downloaded.
         module: May be a meta-device module. Tensors that no checkpoint holds also move to `device`.
         cache: Local folder for a download that processes share; its owner removes it.
         expected_id: `checkpoint_id` that the folder must have; None accepts any.
@@ -214,7 +208,7 @@ def map_checkpoint(
 def stream_checkpoint(
     uri: str, module: nn.Module, device: str = "cpu", cache: str | None = None, expected_id: str | None = None
 ) -> CheckpointInfo:
-    """Lets the module's forward pass read each tensor of the checkpoint in folder `uri` when it is used.
+    """Lets the module's forward pass read each tensor of the checkpoint when it is used.
 
     Small tensors are read once and kept. The module is a meta-device module; see `map_checkpoint`.
     """

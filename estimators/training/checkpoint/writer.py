@@ -37,8 +37,7 @@ class _AbandonedError(Exception):
 class BackgroundWriter:
     """Writes checkpoints on rank 0, and shards of them on other ranks.
 
-    Attributes:
-        is_mute: Whether this rank could neither write its shard of the last checkpoint nor report that.
+    If `is_mute`, this rank could neither write its shard of the last checkpoint nor report that.
     """
 
     def __init__(self, root: str, keep: int) -> None:
@@ -53,7 +52,7 @@ class BackgroundWriter:
     def clear(
         self, step: int, seconds: float = float("inf"), progress: Callable[[], None] = lambda: None
     ) -> str:
-        """Removes incomplete checkpoints; returns why that failed within `seconds`, or ""."""
+        """Removes incomplete checkpoints; returns why that failed within `seconds`, else an empty text."""
         reasons: list[str] = []
 
         def remove() -> None:

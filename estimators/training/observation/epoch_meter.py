@@ -54,10 +54,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts matrix products, convolutions and attention on this thread, by torch's table.
-
-    torch's `FlopCounterMode` also counts recomputation, and decomposes unknown operations.
-    """
+    """Counts matrix products, convolutions and attention on this thread, by torch's table."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -65,10 +65,7 @@ def length(intervals: Iterable[Interval]) -> int:
 
 @dataclass(kw_only=True)
 class Communication:
-    """One rank's communication time, from the `measured` of its `taken` steps.
-
-    `hidden_ns` is the part of `total_ns` in which the rank also computed.
-    """
+    """Communication time of the `measured` of `taken` steps; `hidden_ns` while the rank computed."""
 
     taken: int = 0
     measured: int = 0
@@ -102,10 +99,7 @@ NO_OVERLAP = Overlap()
 
 
 class StepOverlap(Overlap):
-    """Measures every n-th step of an epoch, and all steps that a timeline records.
-
-    If the ranks synchronize only in some steps, it measures every step.
-    """
+    """Measures every n-th step, or every step if the ranks synchronize only in some."""
 
     def __init__(self, world: Collective, timeline: Timeline, *, is_pipeline: bool = False) -> None:
         self.timeline = _ComputingSpans(timeline)
