@@ -127,7 +127,7 @@ class RunLog:
     """Writes the run directory on rank 0. A training does not fail if the store refuses these files."""
 
     def __init__(self, run_uri: str, writes: bool) -> None:
-        self._run_uri = run_uri
+        self._uri = storage.join(run_uri, run_layout.HISTORY)
         self._writes = writes
         self._last_progress = 0.0
         self._progress = BackgroundFile(storage.join(run_uri, run_layout.PROGRESS), "position")
@@ -155,26 +155,24 @@ class RunLog:
         self.history.append(record)
         if self._writes:
             try:
-                self._write(run_layout.HISTORY, [asdict(r) for r in self.history])
+                self._write()
             except OSError as error:
                 _log.warning("the history was not written (%s); training continues without it", error)
 
     def restore(self, history: Sequence[EpochRecord]) -> None:
         """Continues after these epochs and forgets later ones of a failed attempt."""
         self.history[:] = history
-        if self._writes and (history or storage.exists(storage.join(self._run_uri, run_layout.HISTORY))):
-            self._write(run_layout.HISTORY, [asdict(r) for r in self.history])
+        if self._writes and (history or storage.exists(self._uri)):
+            self._write()
 
-    def _write(self, name: str, value: object) -> None:
-        storage.write_atomic(storage.join(self._run_uri, name), json.dumps(value).encode())
+    def _write(self) -> None:
+        storage.write_atomic(self._uri, json.dumps([asdict(r) for r in self.history]).encode())
 
 
 def read_history(run_uri: str) -> list[EpochRecord]:
     """Returns the finished epochs; empty before the first."""
     uri = storage.join(run_uri, run_layout.HISTORY)
-    if not storage.exists(uri):
-        return []
-    return parse_history(storage.read_bytes(uri))
+    return parse_history(storage.read_bytes(uri)) if storage.exists(uri) else []
 
 
 def parse_history(text: bytes) -> list[EpochRecord]:
@@ -186,6 +184,4 @@ def parse_history(text: bytes) -> list[EpochRecord]:
 def read_progress(run_uri: str) -> TrainingProgress | None:
     """Returns the present position, None before the first step."""
     uri = storage.join(run_uri, run_layout.PROGRESS)
-    if not storage.exists(uri):
-        return None
-    return record(TrainingProgress, parse_object(storage.read_bytes(uri)))
+    return record(TrainingProgress, parse_object(storage.read_bytes(uri))) if storage.exists(uri) else None

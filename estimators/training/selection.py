@@ -62,13 +62,10 @@ class EarlyStopping(BestEpoch):
         record = state.history[-1]
         if self.update(record) or record.epoch - self.epoch < self._patience:
             return
+        reason = f"did not improve on {self.value:.6g} of epoch {self.epoch} for {self._patience} epochs"
         if not self.epoch:
-            state.stop(f"{self.monitor} was not a number in {record.epoch} epochs")
-            return
-        state.stop(
-            f"{self.monitor} did not improve on {self.value:.6g} of epoch {self.epoch} "
-            f"for {self._patience} epochs"
-        )
+            reason = f"was not a number in {record.epoch} epochs"
+        state.stop(f"{self.monitor} {reason}")
 
 
 class BestCheckpoint(BestEpoch):
@@ -79,9 +76,7 @@ class BestCheckpoint(BestEpoch):
     ) -> None:
         super().__init__(config)
         self._root = storage.join(config.run_uri, run_layout.BEST)
-        self._mesh = mesh
-        self._status = status
-        self._keeps_worse = keeps_worse
+        self._mesh, self._status, self._keeps_worse = mesh, status, keeps_worse
         self.uri: str | None = None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -96,10 +91,9 @@ class BestCheckpoint(BestEpoch):
         if not self.update(state.history[-1]):
             return
         last, self.uri = self.uri, self._folder()
+        where = {"epoch": state.epoch, "step": state.step}
         with state.averaged():
-            save_together(
-                self.uri, state.module, self._mesh, self._status.tick, epoch=state.epoch, step=state.step
-            )
+            save_together(self.uri, state.module, self._mesh, self._status.tick, **where)
         if self._mesh.writes and last is not None and not self._keeps_worse:
             with suppress(OSError):
                 storage.remove(last, recursive=True)

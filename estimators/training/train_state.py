@@ -98,16 +98,9 @@ class TrainState:
             history=log.history,
             averaged=self.average.in_place,
         )
-        self.sync = sync
-        self.rates = rates
-        self.callbacks = callbacks
-        self.log = log
-        self.device = device
-        self.first_bad = FirstBadLoss(device)
-        self.steps = steps
-        self.finished_epochs = 0
-        self.step_in_epoch = 0
-        self.skipped_before = 0
+        self.sync, self.rates, self.callbacks, self.log = sync, rates, callbacks, log
+        self.device, self.steps, self.first_bad = device, steps, FirstBadLoss(device)
+        self.finished_epochs = self.step_in_epoch = self.skipped_before = 0
         self.epoch_start = time.monotonic()
 
     def end_epoch(self) -> None:

@@ -37,15 +37,10 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, mesh: RankMesh, train_state: TrainState, recovery: Recovery, status: Status
     ) -> None:
-        self._config = config
-        self._mesh = mesh
-        self._train_state = train_state
-        self._sync, self._state = train_state.sync, train_state.state
+        self._config, self._mesh, self._recovery, self._status = config, mesh, recovery, status
+        self._train_state, self._sync, self._state = train_state, train_state.sync, train_state.state
         self._scaler, self._first_bad = train_state.scaler, train_state.first_bad
-        self._recovery = recovery
-        self._observed = train_state.observation
-        self._timeline = train_state.observation.timeline
-        self._status = status
+        self._observed, self._timeline = train_state.observation, train_state.observation.timeline
         self._guards = config.on_non_finite != "stop"
         # The ranks that synchronize in every step; None if each rank steps at its own pace.
         self._together = mesh.data if self._sync.in_step else None

@@ -125,12 +125,12 @@ def _train(
     sync = network.wrap()
     # Dropout differs between ranks, as it does between the rows of one batch.
     seed_rank(config.seed, 0, mesh.random_stream)
-    callbacks, best = [*objects.callbacks], None
+    best, stop = None, None
     if config.keep == "best":
         best = BestCheckpoint(config, mesh, status, keeps_worse=recovery.schedule.is_enabled)
-        callbacks.append(best)
     if config.patience is not None:
-        callbacks.append(EarlyStopping(config, config.patience))
+        stop = EarlyStopping(config, config.patience)
+    callbacks = Callbacks([*objects.callbacks, *filter(None, (best, stop))])
     steps = Steps(config.batch_sizes, train.manifest.num_rows)
     start = record_start(config, mesh, manifest, device)
     # Made before a checkpoint is loaded, because the rates are relative to the user's rates.
@@ -147,19 +147,9 @@ def _train(
         Observation.of(config, mesh, device, is_compiled=bool(config.compile)) as observation,
         compile_network(sync.network, config.compile, device),
     ):
+        heads, pipeline = make_heads(config, objects, manifest), network.pipeline
         train_state = TrainState(
-            config,
-            mesh,
-            make_heads(config, objects, manifest),
-            sync,
-            rates,
-            Callbacks(callbacks),
-            log,
-            observation,
-            steps,
-            device,
-            objects,
-            network.pipeline,
+            config, mesh, heads, sync, rates, callbacks, log, observation, steps, device, objects, pipeline
         )
         Trainer(config, mesh, train_state, recovery, status).fit(train, validation)
     recovery.finish()

@@ -58,30 +58,27 @@ class RankState:
         return cls(tensors=exchange | result | noise | train_state.sums.state(), values=values)
 
 
+@dataclass(frozen=True, eq=False)
 class GatheredRanks:
     """The states of all ranks on rank 0: `values`, and a file with the tensors or why there is none."""
 
-    def __init__(
-        self,
-        values: Sequence[dict[str, Any]] = (),
-        file: IO[bytes] | None = None,
-        error: Exception | None = None,
-    ) -> None:
-        self.values = values
-        self._file = file
-        self._error = error
-        if file is not None:
-            weakref.finalize(self, file.close)
+    values: Sequence[dict[str, Any]] = ()
+    file: IO[bytes] | None = None
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        if self.file is not None:
+            weakref.finalize(self, self.file.close)
 
     def write(self, target: IO[bytes]) -> None:
         """Writes the tensors as a `.safetensors` file. Raises the error of the gathering, if any."""
-        if self._error is not None:
-            raise self._error
-        if self._file is None:
+        if self.error is not None:
+            raise self.error
+        if self.file is None:
             tensor_file.write({}, target)
             return
-        self._file.seek(0)
-        shutil.copyfileobj(self._file, target, tensor_file.BLOCK_BYTES)
+        self.file.seek(0)
+        shutil.copyfileobj(self.file, target, tensor_file.BLOCK_BYTES)
 
 
 def gather_ranks(

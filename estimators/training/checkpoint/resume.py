@@ -103,9 +103,7 @@ class Recovery:
     """Writes the checkpoints of a training and resumes it from them. One per rank."""
 
     def __init__(self, config: TrainConfig, mesh: RankMesh, status: Status) -> None:
-        self._config = config
-        self._mesh = mesh
-        self._status = status
+        self._config, self._mesh, self._status = config, mesh, status
         self._root = checkpoints_uri(config.run_uri)
         self.schedule = CheckpointSchedule(config, mesh)
         self._writer: BackgroundWriter | None = None

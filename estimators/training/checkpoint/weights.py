@@ -75,9 +75,8 @@ def save_checkpoint(
     for name, state in states.items():
         with replacing(uri, name) as target:
             num_bytes[name] = tensor_file.write(state, target, section)
-    info = CheckpointInfo(
-        epoch=epoch, step=step, num_bytes=num_bytes[WEIGHTS], num_tensors=len(states[WEIGHTS])
-    )
+    tensors, size = len(states[WEIGHTS]), num_bytes[WEIGHTS]
+    info = CheckpointInfo(epoch=epoch, step=step, num_bytes=size, num_tensors=tensors)
     commit_checkpoint(uri, info)
     return info
 
@@ -111,7 +110,11 @@ def replacing(uri: str, name: str) -> Iterator[IO[bytes]]:
             try:
                 yield file
             except BaseException:
-                _discard(file)
+                # fsspec would upload the part when the file is closed.
+                if isinstance(file, AbstractBufferedFile):
+                    with suppress(Exception):  # store clients raise exceptions of any type
+                        file.discard()
+                    file.closed = True
                 raise
         return
     # Never into the old file: a process that has mapped it would crash or read the new numbers.
@@ -123,14 +126,6 @@ def replacing(uri: str, name: str) -> Iterator[IO[bytes]]:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-def _discard(file: IO[bytes]) -> None:
-    """Discards what was written; fsspec would upload it when the file is closed."""
-    if isinstance(file, AbstractBufferedFile):
-        with suppress(Exception):  # store clients raise exceptions of any type
-            file.discard()
-        file.closed = True
 
 
 def read_info(uri: str) -> CheckpointInfo:
@@ -155,9 +150,8 @@ def load_checkpoint(
     uri: str, module: nn.Module, device: str = "cpu", tick: Callable[[], None] | None = None
 ) -> CheckpointInfo:
     """Copies the checkpoint in folder `uri` into the module's own tensors."""
-    info = read_info(uri)
-    with local_file(uri, WEIGHTS, tick) as path:
-        load_state(uri, module, _read(uri, path, info, device))
+    with _open_weights(uri, tick=tick) as (info, path):
+        load_state(uri, module, tensor_file.read(path, device))
     return info
 
 
@@ -194,10 +188,10 @@ def map_checkpoint(
         cache: Local folder for a download that processes share; its owner removes it.
         expected_id: `checkpoint_id` that the folder must have; None accepts any.
     """
-    with _held(uri, cache, expected_id, tick) as (info, path):
-        state = _read(uri, path, info, device)
+    with _open_weights(uri, cache, expected_id, tick) as (info, path):
+        state = tensor_file.read(path, device)
         # Record and tensors are two files; the folder may have been replaced between reading them.
-        _check_still(uri, info)
+        _check_id(uri, info.checkpoint_id)
         with _model_errors(uri):
             fill(module, state)
     if device != "cpu":
@@ -212,10 +206,9 @@ def stream_checkpoint(
 
     Small tensors are read once and kept. The module is a meta-device module; see `map_checkpoint`.
     """
-    with _held(uri, cache, expected_id) as (info, path):
-        _check_size(uri, path, info)
+    with _open_weights(uri, cache, expected_id) as (info, path):
         file = StreamedFile(path)
-        _check_still(uri, info)
+        _check_id(uri, info.checkpoint_id)
         with _model_errors(uri):
             fill(module, file.small())
     offload_to_disk(module, file, device)
@@ -243,16 +236,33 @@ def local_file(uri: str, name: str, tick: Callable[[], None] | None = None) -> I
 
 
 @contextmanager
-def _held(
-    uri: str, cache: str | None, expected_id: str | None, tick: Callable[[], None] | None = None
+def _open_weights(
+    uri: str,
+    cache: str | None = None,
+    expected_id: str | None = None,
+    tick: Callable[[], None] | None = None,
 ) -> Iterator[tuple[CheckpointInfo, str]]:
-    """Yields the record of the checkpoint, after checking its id, and a local path of its tensors."""
-    info = read_info(uri)
-    if expected_id is not None and info.checkpoint_id != expected_id:
-        raise _replaced_error(uri)
+    """Yields the record of the checkpoint and a local path of its tensors, after checking id and size."""
+    info = _check_id(uri, expected_id)
     copied = None if cache is None or storage.is_local(uri) else _shared_copy(uri, info, cache)
     with local_file(uri, WEIGHTS, tick) if copied is None else nullcontext(copied) as path:
+        if not os.path.exists(path):
+            raise ValueError(f"{uri} holds no {WEIGHTS}; take another checkpoint")
+        size = os.path.getsize(path)
+        if size != info.num_bytes:
+            raise ValueError(
+                f"{uri}/{WEIGHTS} has {size} bytes, but {info.num_bytes} were written; "
+                "the file is damaged, take another checkpoint"
+            )
         yield info, path
+
+
+def _check_id(uri: str, expected_id: str | None) -> CheckpointInfo:
+    """Returns the record in folder `uri`; raises ValueError if its checkpoint is not the expected one."""
+    info = read_info(uri)
+    if expected_id is not None and info.checkpoint_id != expected_id:
+        raise ValueError(f"{uri} now has the weights of another model; load the model again")
+    return info
 
 
 def _shared_copy(uri: str, info: CheckpointInfo, cache: str) -> str:
@@ -266,18 +276,9 @@ def _shared_copy(uri: str, info: CheckpointInfo, cache: str) -> str:
         if not os.path.exists(path):
             _download(storage.join(uri, WEIGHTS), f"{path}.part")
             # Checked before the rename: from then on, all processes use the download under this id.
-            _check_still(uri, info)
+            _check_id(uri, info.checkpoint_id)
             os.replace(f"{path}.part", path)
     return path
-
-
-def _check_still(uri: str, info: CheckpointInfo) -> None:
-    if read_info(uri).checkpoint_id != info.checkpoint_id:
-        raise _replaced_error(uri)
-
-
-def _replaced_error(uri: str) -> ValueError:
-    return ValueError(f"{uri} now has the weights of another model; load the model again")
 
 
 def _download(uri: str, path: str, tick: Callable[[], None] | None = None) -> None:
@@ -286,22 +287,6 @@ def _download(uri: str, path: str, tick: Callable[[], None] | None = None) -> No
             target.write(block)
             if tick is not None:
                 tick()
-
-
-def _read(uri: str, path: str, info: CheckpointInfo, device: str) -> dict[str, torch.Tensor]:
-    _check_size(uri, path, info)
-    return tensor_file.read(path, device)
-
-
-def _check_size(uri: str, path: str, info: CheckpointInfo) -> None:
-    if not os.path.exists(path):
-        raise ValueError(f"{uri} holds no {WEIGHTS}; take another checkpoint")
-    size = os.path.getsize(path)
-    if size != info.num_bytes:
-        raise ValueError(
-            f"{uri}/{WEIGHTS} has {size} bytes, but {info.num_bytes} were written; "
-            "the file is damaged, take another checkpoint"
-        )
 
 
 @contextmanager
