@@ -89,13 +89,11 @@ def gather_ranks(
     shapes = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.items()}
     texts = gather_bytes(world, json.dumps([mine.values, shapes]).encode(), to_all=False)
     found = [json.loads(text) for text in texts]
-    tensors = [
-        {
-            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-            for name, (dtype, shape) in of.items()
-        }
-        for _, of in found
-    ]
+
+    def empty(dtype: str, shape: list[int]) -> torch.Tensor:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+    tensors = [{name: empty(*spec) for name, spec in specs.items()} for _, specs in found]
     data = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in own.values()])
     lengths = [int(length) for length in world.all_gather(torch.tensor([len(data)]), [1] * world.size)]
     file: IO[bytes] | None = None

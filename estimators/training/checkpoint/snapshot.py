@@ -20,6 +20,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import IO, Any
 
 import torch
@@ -54,12 +55,13 @@ AVERAGE = "average.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The copy that one rank writes of a training, on the CPU: all of it, or one shard."""
+    """The copy that one rank writes of a training, on the CPU: all of it, or one shard.
 
-    weights: dict[str, torch.Tensor]
-    optimizer: dict[str, torch.Tensor]
+    `contents` holds tensors by file, `WEIGHTS`, `OPTIMIZER` and maybe `AVERAGE`.
+    """
+
+    contents: dict[str, dict[str, torch.Tensor]]
     ranks: GatheredRanks
-    average: dict[str, torch.Tensor] | None
     record: Record
     num_tensors: int
     shard: CheckpointShard = field(default_factory=CheckpointShard)
@@ -88,23 +90,20 @@ def take_snapshot(
         tensor_file.assist(weights)
         tensor_file.assist(average or {})
         return None
-    copies = _copy_all(weights, progress)
+    copies = {WEIGHTS: _copy_all(weights, progress)}
     averaged = _copy_all(average or {}, progress)
     trained = {name for name, parameter in sync.network.named_parameters() if parameter.requires_grad}
-    if (bad := _find_not_finite(copies, trained)) is not None:
+    if (bad := _find_not_finite(copies[WEIGHTS], trained)) is not None:
         raise _not_finite_error(bad, position)
+    copies[OPTIMIZER] = _copy_all(_state_tensors(state), progress)
+    if averaged:
+        copies[AVERAGE] = averaged
     values = {
         name: {key: value for key, value in own.items() if not isinstance(value, torch.Tensor)}
         for name, own in state.items()
     }
-    return Snapshot(
-        weights=copies,
-        optimizer=_copy_all(_state_tensors(state), progress),
-        ranks=ranks,
-        average=averaged or None,
-        record=_make_record(sync, position, values, ranks),
-        num_tensors=len(copies),
-    )
+    record = _make_record(sync, position, values, ranks)
+    return Snapshot(contents=copies, ranks=ranks, record=record, num_tensors=len(copies[WEIGHTS]))
 
 
 def _take_shard(
@@ -121,11 +120,10 @@ def _take_shard(
     mesh = layout.mesh
     values = layout.gather_values(state)
     kept = {layout.full_name(name): own for name, own in state.items()}
-    averaged = {layout.full_name(name): tensor for name, tensor in (average or {}).items()}
     contents: dict[str, Mapping[str, torch.Tensor]] = {WEIGHTS: weights, OPTIMIZER: _state_tensors(kept)}
     if average is not None:
         # Even if it is empty here, as in a stage whose parameters are all frozen.
-        contents[AVERAGE] = averaged
+        contents[AVERAGE] = {layout.full_name(name): tensor for name, tensor in average.items()}
     pieces = {name: layout.plan_checkpoint(tensors) for name, tensors in contents.items()}
     # If this rank's tensors are sharded once more, the ranks of that sharding run this together.
     copies = {name: _copy_all(tensors, progress, pieces[name].names) for name, tensors in contents.items()}
@@ -139,11 +137,11 @@ def _take_shard(
     if mesh.num_checkpoint_parts > 1:
         spreads = {name: found.spreads for name, found in pieces.items()}
         record = replace(record, num_parts=mesh.num_checkpoint_parts, spreads=spreads)
+    if AVERAGE in pieces and not pieces[AVERAGE].total:
+        del copies[AVERAGE]
     return Snapshot(
-        weights=copies[WEIGHTS],
-        optimizer=copies[OPTIMIZER],
+        contents=copies,
         ranks=ranks,
-        average=copies[AVERAGE] if AVERAGE in pieces and pieces[AVERAGE].total else None,
         record=record,
         num_tensors=pieces[WEIGHTS].total,
         shard=CheckpointShard(mesh.checkpoint_part, mesh.num_checkpoint_parts),
@@ -205,8 +203,8 @@ def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lam
     """Writes a checkpoint, or its first shard, and commits it; `check` may raise to give up."""
     shard = snapshot.shard
     files = write_shard(uri, snapshot, check) | wait_for_shards(uri, shard, check)
-    kinds = _contents(snapshot)
-    expected = {RANKS, *(name for kind in kinds for name in name_files(kind, shard.of, shard.token))}
+    names = {kind: name_files(kind, shard.of, shard.token) for kind in snapshot.contents}
+    expected = {RANKS, *chain(*names.values())}
     if files.keys() != expected:
         raise ShardError(f"the shards are {sorted(files)}, but must be {sorted(expected)}")
     text = replace(snapshot.record, files=files, token=shard.token).to_json().encode()
@@ -217,7 +215,7 @@ def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lam
     info = CheckpointInfo(
         epoch=position.epoch,
         step=position.step,
-        num_bytes=sum(files[name].bytes for name in name_files(WEIGHTS, shard.of, shard.token)),
+        num_bytes=sum(files[name].bytes for name in names[WEIGHTS]),
         num_tensors=snapshot.num_tensors,
         training_sha256=hashlib.sha256(text).hexdigest(),
     )
@@ -225,17 +223,12 @@ def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lam
     return info
 
 
-def _contents(snapshot: Snapshot) -> dict[str, dict[str, torch.Tensor]]:
-    contents = {WEIGHTS: snapshot.weights, OPTIMIZER: snapshot.optimizer}
-    return contents if snapshot.average is None else contents | {AVERAGE: snapshot.average}
-
-
 def write_shard(uri: str, snapshot: Snapshot, check: Callable[[], None] = lambda: None) -> dict[str, FileSum]:
     """Writes this rank's files; returns their sizes and digests."""
     shard = snapshot.shard
     writes: dict[str, Callable[[Any], object]] = {
         name_file(kind, shard.number, shard.of, shard.token): partial(tensor_file.write, own)
-        for kind, own in _contents(snapshot).items()
+        for kind, own in snapshot.contents.items()
     }
     if not shard.number:
         writes[RANKS] = snapshot.ranks.write

@@ -39,8 +39,8 @@ from ringspark.estimators.training.checkpoint.rank_state import GatheredRanks
 from ringspark.estimators.training.checkpoint.reading import verify
 from ringspark.estimators.training.checkpoint.record import Position, Record
 from ringspark.estimators.training.checkpoint.shards import CheckpointShard, locate_tensors, map_shards
-from ringspark.estimators.training.checkpoint.snapshot import Snapshot, take_snapshot
-from ringspark.estimators.training.checkpoint.weights import read_info
+from ringspark.estimators.training.checkpoint.snapshot import OPTIMIZER, Snapshot, take_snapshot
+from ringspark.estimators.training.checkpoint.weights import WEIGHTS, read_info
 from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import train_worker
@@ -66,10 +66,11 @@ def _snapshots(step: int, seconds: float = 60.0) -> list[Snapshot]:
     ]
     return [
         Snapshot(
-            weights=own,
-            optimizer={f"{name}/m": tensor for name, tensor in own.items() if name != "w"},
+            contents={
+                WEIGHTS: own,
+                OPTIMIZER: {f"{name}/m": tensor for name, tensor in own.items() if name != "w"},
+            },
             ranks=GatheredRanks(),
-            average=None,
             record=record,
             num_tensors=3,
             shard=CheckpointShard(number, 2, "abc", seconds),
@@ -190,7 +191,8 @@ def test_a_part_that_cannot_be_written_costs_the_checkpoint_and_nobody_waits(
 ) -> None:
     _write(tmp_path, _snapshots(1))
     snapshots = _snapshots(2)
-    snapshots[shard].weights["w"] = snapshots[shard].weights["w"].to(torch.complex128)
+    weights = snapshots[shard].contents[WEIGHTS]
+    weights["w"] = weights["w"].to(torch.complex128)
     errors = _write(tmp_path, snapshots)
     assert "the checkpoint of step 2 was not written (" in errors[0][0]
     assert "complex128" in errors[0][0]
