@@ -1,7 +1,6 @@
 """The arguments of a network: usually one tensor per input column, with one entry per row.
 
-Rows of varying length are concatenated as for `torch.nn.EmbeddingBag`: one argument holds all values of the
-batch, another the start of each row.
+Rows of varying length are concatenated as for `torch.nn.EmbeddingBag`: values, and the start of each row.
 """
 
 from __future__ import annotations

@@ -20,8 +20,6 @@ State = dict[str, torch.Tensor]
 
 
 class Average:
-    """The average of one network's trained parameters by name; it stays empty if the decay is None."""
-
     def __init__(self, network: nn.Module, decay: float | None) -> None:
         self._network = network
         self._decay = decay

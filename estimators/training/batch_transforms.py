@@ -45,8 +45,6 @@ class BatchTransform:
 
 
 class PreparedNetwork(nn.Module):
-    """A network that first prepares its inputs with the user's function."""
-
     def __init__(self, function: Any, network: nn.Module, device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.prepare = prepare_function(function, torch.device(device), training=False)
@@ -93,7 +91,6 @@ def apply_transform(
 
 
 def takes_labels(function: Any) -> bool:
-    """Returns whether a parameter of the function is named `labels`; False for None."""
     try:
         called = function.forward if isinstance(function, nn.Module) else function
         return "labels" in inspect.signature(called).parameters

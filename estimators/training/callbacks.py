@@ -1,7 +1,6 @@
 """Callbacks: user code that runs at fixed points of a training and sees its state.
 
-Every rank runs its own copy; a callback that writes files checks `state.rank == 0`. An exception ends the
-training.
+Every rank runs its own copy. An exception in a callback ends the training.
 """
 
 from __future__ import annotations

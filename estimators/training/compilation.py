@@ -1,7 +1,6 @@
 """Trains a network compiled by `torch.compile` (Ansel et al. 2024, "PyTorch 2").
 
-Only calls are compiled, in place, so gradient synchronization, checkpoints and callbacks see no wrapper. The
-number of rows is dynamic in the compiled code, because batches differ by a few rows.
+Only calls are compiled, in place, so gradient synchronization, checkpoints and callbacks see no wrapper.
 """
 
 from __future__ import annotations

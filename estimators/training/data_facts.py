@@ -15,8 +15,6 @@ from ringspark.pipelines.typed_json import parse_object, record
 
 @dataclass(frozen=True, kw_only=True)
 class SplitFacts:
-    """Sizes of one split; `group_rows` are the rows of the smallest, median and largest row group."""
-
     rows: int
     files: int
     num_bytes: int
@@ -33,8 +31,6 @@ class ColumnFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """Facts of one set of shards: splits with rows, and statistics by split and column."""
-
     uri: str
     columns: tuple[ColumnFacts, ...]
     splits: dict[str, SplitFacts]

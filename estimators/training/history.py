@@ -30,11 +30,10 @@ class EpochCost:
 
     Attributes:
         training_seconds: Time without the validation.
-        flops: Operations of the model for all rows, see `observation.epoch_meter`.
         flops_utilization: Share of the devices' peak operations in the time.
         energy_joules: Energy of the ranks' GPUs, or on CPUs of their hosts.
         communication_seconds: Time with a collective operation in progress, mean over the ranks.
-        communication_hidden: Share of that time in which the rank also computed, see `observation.overlap`.
+        communication_hidden: Share of that time in which the rank also computed.
     """
 
     training_seconds: float
@@ -55,8 +54,6 @@ class EpochCost:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientNoise:
-    """Trace of the covariance of a row's gradient, and squared norm of the mean gradient of all rows."""
-
     variance: float
     square: float
 

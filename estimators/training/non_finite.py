@@ -1,8 +1,7 @@
 """Finds steps whose loss or gradient is not finite, equally on every rank, and handles them.
 
-With 'stop', each rank checks its own losses, and the training ends with an error; a GPU's losses are read
-only at the epoch's end or before a checkpoint. With 'skip' and 'rollback', no rank takes the step: a loss
-that is not finite makes the summed gradients of all ranks not finite.
+With 'stop', each rank checks its own losses. With 'skip' and 'rollback', no rank takes the step: a loss that
+is not finite makes the summed gradients of all ranks not finite.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Mixed precision by autocast: parameters, gradients and optimizer state stay fp32.
 
-After Narang, Micikevicius et al. 2018, "Mixed Precision Training". fp16 needs loss scaling, and a step whose
-gradients overflow is skipped, by all ranks. A skipped step counts for the schedule, the progress and the
-callbacks, but not for the optimizer (Adam's bias correction).
+After Narang, Micikevicius et al. 2018, "Mixed Precision Training". In fp16 all ranks skip a step whose
+gradients overflow. It counts for the schedule and the callbacks, but not for the optimizer.
 """
 
 from __future__ import annotations

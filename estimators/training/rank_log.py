@@ -1,7 +1,6 @@
 """The file of a run directory with the output of one rank: `logs/rank-<k>.txt`.
 
-Each start of the rank adds a header line and its standard output and standard error. The size is bounded by
-`launch.log_process` and `EARLIER_BYTES`.
+Each start of the rank adds a header line and its standard output and standard error.
 """
 
 from __future__ import annotations

@@ -135,7 +135,6 @@ Policy = str | int | tuple[str, ...]
 
 
 def _select_stage_policy(policy: Policy, blocks: Sequence[str], stage: nn.Module) -> Policy:
-    """Returns the activation checkpointing policy of one rank's stages, from the network's."""
     known = {name for name, _ in stage.named_modules(remove_duplicate=False)}
     here = tuple(name for name in blocks if name in known)
     if isinstance(policy, tuple):

@@ -1,7 +1,4 @@
-"""Finds the best epoch by one entry of the history, to stop a training early and to keep its weights.
-
-Every rank sees the same numbers, so all ranks decide the same.
-"""
+"""Finds the best epoch by one entry of the history; all ranks see the same numbers and decide the same."""
 
 from __future__ import annotations
 
@@ -99,7 +96,6 @@ class BestCheckpoint(BestEpoch):
                 storage.remove(last, recursive=True)
 
     def remove_others(self) -> None:
-        """Removes the folders of all worse epochs, of earlier attempts too. Runs on rank 0."""
         parent, _, prefix = self._root.rpartition("/")
         kept = "" if self.uri is None else self.uri.rpartition("/")[2]
         with suppress(OSError):

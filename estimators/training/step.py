@@ -94,7 +94,6 @@ def compute_losses(
     *,
     keeps_outputs: bool,
 ) -> tuple[torch.Tensor, MicroBatchOutput]:
-    """Returns like `forward`, from the network's return value and its layers' reports."""
     config, criterion = recipe.config, recipe.criterion
     reports = reports or Reports()
     outputs = as_outputs(returned)

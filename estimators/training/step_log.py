@@ -1,7 +1,6 @@
 """Records the loss within an epoch: one mean over all ranks every few steps.
 
-Rank 0 writes numbered files in a thread. Records from step n replace earlier records from step n, so repeated
-steps count once.
+Records from step n replace earlier records from step n, so repeated steps count once.
 """
 
 from __future__ import annotations

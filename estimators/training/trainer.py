@@ -1,8 +1,8 @@
 """The training loop of one rank.
 
 Invariant: every rank takes the same number of steps and makes the same collective calls, whatever rows it
-has. The gradient of a step is the gradient of the mean loss over the GLOBAL batch: each rank differentiates
-its rows' loss divided by the global weight, and the ranks' gradients are summed.
+has. A step's gradient is the gradient of the mean loss over the GLOBAL batch: each rank differentiates its
+rows' loss divided by the global weight, and the ranks' gradients are summed.
 """
 
 from __future__ import annotations

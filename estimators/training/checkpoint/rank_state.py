@@ -27,13 +27,15 @@ from ringspark.estimators.training.objective.metric_set import tensors_under
 from ringspark.estimators.training.train_state import TrainState
 from ringspark.models.generators import get_generator_state, seed_rank, set_generator_state
 
+Tensors = Mapping[str, torch.Tensor]
+
 # States of at most this size together travel in one message and stay in memory.
 _SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Tensors
     values: dict[str, Any]
 
     @classmethod
@@ -71,7 +73,6 @@ class GatheredRanks:
             weakref.finalize(self, self.file.close)
 
     def write(self, target: IO[bytes]) -> None:
-        """Writes the tensors as a `.safetensors` file. Raises the error of the gathering, if any."""
         if self.error is not None:
             raise self.error
         if self.file is None:
@@ -125,10 +126,7 @@ def _group(lengths: Sequence[int]) -> Iterator[range]:
             first = rank
 
 
-def _open_file(
-    own: Mapping[str, torch.Tensor], tensors: Sequence[Mapping[str, torch.Tensor]]
-) -> tuple[IO[bytes], dict[str, int]]:
-    """Opens a file with the header of all ranks' tensors; returns the start of each tensor."""
+def _open_file(own: Tensors, tensors: Sequence[Tensors]) -> tuple[IO[bytes], dict[str, int]]:
     tensor_file.check_state(own)
     header, starts = tensor_file.make_header(
         {f"{rank}/{name}": tensor for rank, of in enumerate(tensors) for name, tensor in of.items()}
@@ -139,11 +137,7 @@ def _open_file(
 
 
 def _write_rank(
-    file: IO[bytes],
-    data: torch.Tensor,
-    rank: int,
-    tensors: Mapping[str, torch.Tensor],
-    starts: Mapping[str, int],
+    file: IO[bytes], data: torch.Tensor, rank: int, tensors: Tensors, starts: Mapping[str, int]
 ) -> None:
     pieces = torch.split(data, [num_bytes([tensor]) for tensor in tensors.values()])
     for name, piece in zip(tensors, pieces, strict=True):
@@ -159,7 +153,8 @@ def restore_rank(train_state: TrainState, states: Sequence[RankState], mesh: Ran
     before = states[0].values.get("mesh", {"data": len(states)})
     is_same = _drop_ones(before) == _drop_ones(mesh.sizes)
     try:
-        exchange = [_lazy_tensors_under(state.tensors, "exchange") for state in states]
+        # Lazily, because a rank's state may hold all weights.
+        exchange = [_map_under(state.tensors, "exchange/") for state in states]
         train_state.sync.load_rank_states(exchange, is_same=is_same)
         if is_same:
             _restore_same(train_state, states[mesh.world.rank])
@@ -173,8 +168,7 @@ def restore_rank(train_state: TrainState, states: Sequence[RankState], mesh: Ran
         ) from error
 
 
-def _lazy_tensors_under(tensors: Mapping[str, torch.Tensor], prefix: str) -> Mapping[str, torch.Tensor]:
-    start = f"{prefix}/"
+def _map_under(tensors: Tensors, start: str) -> Tensors:
     names = [name for name in tensors if name.startswith(start)]
     return LazyMapping({name.removeprefix(start): partial(tensors.__getitem__, name) for name in names})
 
@@ -200,17 +194,16 @@ def _restore_other(train_state: TrainState, states: Sequence[RankState], data_ra
     counting = [s.tensors for s in states if s.values.get("layers", s.values.get("counts", True))]
     states = [state for state in states if state.values.get("counts", True)]
     # The first rank takes the sums of the epoch so far, because the ranks that made them no longer exist.
-    train_state.sums.load_all(
-        [state.tensors for state in states], takes_all=data_rank == 0, counting=counting
-    )
+    tensors, takes_all = [state.tensors for state in states], data_rank == 0
+    train_state.sums.load_all(tensors, takes_all=takes_all, counting=counting)
     if train_state.noise is not None:
-        train_state.noise.load([state.tensors for state in states] if data_rank == 0 else [])
+        train_state.noise.load(tensors if takes_all else [])
     train_state.callbacks.load_state_dicts(states[0].values["callbacks"])
     reasons = [state.values["stop_reason"] for state in states]
     train_state.state.stop_reason = next((reason for reason in reasons if reason), None)
 
 
-def _fill_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+def _fill_buffers(module: nn.Module, values: Tensors) -> None:
     """Copies the values in; skips buffers that the first forward pass creates."""
     with torch.no_grad():
         for name, buffer in module.named_buffers():

@@ -1,7 +1,7 @@
 """Decides when to write checkpoints of a training, writes them, and resumes from one.
 
 Invariant: every rank comes here at the same steps and makes the same collective calls. Rank 0 broadcasts the
-facts that only it knows: the clock, the good files, and whether the writer is done.
+facts that only it knows.
 """
 
 from __future__ import annotations

@@ -53,7 +53,6 @@ class _ShardReport:
 
 
 def name_file(name: str, number: int, of: int, token: str) -> str:
-    """Returns the file name of one shard; `name` itself if there is only one shard."""
     if of == 1:
         return name
     stem, _, ending = name.partition(".")
@@ -186,7 +185,6 @@ def map_shards(paths: Sequence[str], spreads: Mapping[str, CheckpointShards]) ->
 def group_by_parameter(
     plain: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Mapping[str, StateValue]]:
-    """Returns the optimizer state of each parameter, lazily."""
     reads: dict[str, dict[str, Callable[[], StateValue]]] = {
         name: {key: partial(own.__getitem__, key) for key in own} for name, own in plain.items()
     }

@@ -224,7 +224,6 @@ def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lam
 
 
 def write_shard(uri: str, snapshot: Snapshot, check: Callable[[], None] = lambda: None) -> dict[str, FileSum]:
-    """Writes this rank's files; returns their sizes and digests."""
     shard = snapshot.shard
     writes: dict[str, Callable[[Any], object]] = {
         name_file(kind, shard.number, shard.of, shard.token): partial(tensor_file.write, own)

@@ -1,7 +1,6 @@
 """Reads one tensor at a time from a `.safetensors` file, without mapping the whole file.
 
-A mapping of the whole file would count against a limit of the address space
-(`spark.executor.pyspark.memory`), and the kernel refuses more than memory plus swap.
+The whole file would count against a limit of the address space (`spark.executor.pyspark.memory`).
 """
 
 from __future__ import annotations

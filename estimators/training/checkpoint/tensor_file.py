@@ -1,7 +1,6 @@
 """Writes and reads a state dict as a `.safetensors` file without holding all of it in memory.
 
-The safetensors library returns the bytes of a whole file; this module writes blocks to any open file, such as
-one in an object store. Reading maps the file privately, so all processes of a host share its pages.
+The safetensors library returns the bytes of a whole file; this module writes blocks to any open file.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Saves and loads weights as safetensors and JSON in one folder; the JSON file is written last.
+"""Saves and loads weights as safetensors and JSON in one folder.
 
-    model.safetensors   the state dict, adapters merged; nothing in it can run code
-    adapter.safetensors the parameters that a training with `lora` trained
-    checkpoint.json     `CheckpointInfo`; its presence commits the checkpoint
-
-Files are replaced, never written into: a process that has mapped the old file keeps it.
+model.safetensors   the state dict, adapters merged; nothing in it can run code
+adapter.safetensors the parameters that a training with `lora` trained
+checkpoint.json     `CheckpointInfo`; written last, its presence commits the checkpoint
 """
 
 from __future__ import annotations
@@ -237,10 +235,7 @@ def local_file(uri: str, name: str, tick: Callable[[], None] | None = None) -> I
 
 @contextmanager
 def _open_weights(
-    uri: str,
-    cache: str | None = None,
-    expected_id: str | None = None,
-    tick: Callable[[], None] | None = None,
+    uri: str, cache: str | None = None, expected_id: str | None = None, tick: Callable[[], None] | None = None
 ) -> Iterator[tuple[CheckpointInfo, str]]:
     """Yields the record of the checkpoint and a local path of its tensors, after checking id and size."""
     info = _check_id(uri, expected_id)

@@ -77,7 +77,6 @@ class BackgroundWriter:
         self._thread.start()
 
     def wait(self, seconds: float = float("inf"), progress: Callable[[], None] = lambda: None) -> bool:
-        """Waits for the running write or `clear`; returns whether it has ended."""
         end = time.monotonic() + seconds
         while self._thread is not None:
             self._thread.join(max(0.0, min(_LOOK_SECONDS, end - time.monotonic())))

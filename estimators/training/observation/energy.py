@@ -1,7 +1,6 @@
 """Reads the energy that a rank's device used, if the machine reports it.
 
-CPUs report it by RAPL, in files that Linux often lets only root read. GPUs since Volta report the energy of
-the whole card by NVML, which needs the package nvidia-ml-py.
+CPUs report it by RAPL, in files that Linux often lets only root read; GPUs by NVML (package nvidia-ml-py).
 """
 
 from __future__ import annotations

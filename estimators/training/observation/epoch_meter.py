@@ -111,7 +111,6 @@ class EpochMeter:
         return batches if self._energy is None else self._read_energy_between(batches)
 
     def counting(self, batch: Batch) -> AbstractContextManager[None]:
-        """Returns a context for the passes of a micro-batch; the operations of the first one are counted."""
         return self._count(batch) if self._counts_next else _NOTHING
 
     def cost(self, rows: int, seconds: float) -> EpochCost:

@@ -2,8 +2,7 @@
 
 McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A. If rows' gradients have mean
 G and covariance Sigma, the mean over b rows has E|g_b|^2 = |G|^2 + tr(Sigma) / b. Two batch sizes give both
-unknowns: a rank's rows and all ranks' rows. A single rank uses its first micro-batch and its whole batch.
-Both are averaged exponentially over the steps, separately, because a ratio of noisy numbers is biased.
+unknowns: a rank's rows and all ranks' rows, or on one rank the first micro-batch and the whole batch.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ class NoiseMeter:
         self._data = data
         self._parameters = [p for group in sync.optimizer.param_groups for p in group["params"]]
         first = self._parameters[0]
-        # Averages of tr(Sigma) and of |G|^2, and the total weight of the steps in them.
+        # Averages of tr(Sigma) and of |G|^2, separately, because a ratio of noisy numbers is biased; and the
+        # total weight of the steps in them.
         self._means = torch.zeros(3, dtype=norm_dtype(first), device=first.device)
         self._small: tuple[torch.Tensor, int] | None = None  # squared norm and rows of the smaller batch
         self._step: torch.Tensor | None = None  # not kept yet

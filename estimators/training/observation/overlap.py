@@ -1,8 +1,7 @@
 """Measures how much of a step's communication is hidden behind its computation.
 
 As in Holistic Trace Analysis (`comm_comp_overlap`): the time in which a rank computes and communicates over
-the time in which it communicates, including the wait for a late peer. A rank computes in the forward and
-backward passes and in the optimizer's step, except while it starts an operation or waits for one.
+the time in which it communicates. While it starts an operation or waits for one, it does not compute.
 
 Intervals are half open, [begin, end), in nanoseconds. A set of intervals is sorted and disjoint.
 """

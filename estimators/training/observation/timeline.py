@@ -1,12 +1,7 @@
 """The interface through which the training loop reports the times of a step.
 
-- `read`: the loop waits for the reader's next batch.
-- `forward`, `backward`: one per micro-batch. `backward` includes starting to send gradient buckets, and
-  with sharding 'gradients' and 'parameters' waiting for earlier buckets.
-- `exchange`: from the end of the backward pass until the reduced gradients have arrived. Row weights add a
-  second span before the forward pass, for the all-reduce of the weights.
-- `step`: gradient clipping, the optimizer's step, the all-gather of sharded weights, the moving average.
-- `checkpoint`: the pause for copying the state, not the write.
+`exchange` lasts from the end of the backward pass until the reduced gradients have arrived; `backward`
+includes starting to send gradient buckets, `checkpoint` only the copy of the state.
 """
 
 from __future__ import annotations
