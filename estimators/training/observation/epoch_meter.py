@@ -7,9 +7,14 @@ operations, which are counted in one micro-batch after each start of the ranks a
 from __future__ import annotations
 
 import hashlib
+import operator
+import re
+import socket
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +24,10 @@ from torch.utils.flop_counter import flop_registry
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.history import EpochCost
-from ringspark.estimators.training.observation.energy import device_key, energy_source
 from ringspark.estimators.training.observation.overlap import NO_OVERLAP, Overlap
+
+RAPL_FOLDER = Path("/sys/class/powercap")
+_ZONE = re.compile(r"intel-rapl:\d+(:\d+)?")
 
 # Seconds between two reads of an energy counter; some wrap around every quarter of an hour.
 _ENERGY_SECONDS = 60.0
@@ -73,6 +80,53 @@ class FlopCount(TorchDispatchMode):
         return result
 
 
+def device_key(device: torch.device) -> str:
+    """Returns a name that ranks share if they share the GPU, or on CPUs the host."""
+    if device.type != "cuda":
+        return f"host {socket.gethostname()}"
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+
+
+class RaplEnergy:
+    """The energy of a host's packages and their memory, from files that Linux often lets only root read."""
+
+    def __init__(self, folder: Path = RAPL_FOLDER) -> None:
+        # Cores are inside a package.
+        zones = [zone for zone in folder.glob("intel-rapl:*") if _ZONE.fullmatch(zone.name)]
+        names = {zone: (zone / "name").read_text() for zone in zones}
+        found = [zone for zone, name in names.items() if name.startswith(("package", "dram"))]
+        if not found:
+            raise FileNotFoundError(f"no zone of a package below {folder}")
+        self._files = [zone / "energy_uj" for zone in found]
+        self._limits = [int((zone / "max_energy_range_uj").read_text()) for zone in found]
+        self._last = [int(file.read_text()) for file in self._files]
+        self._total = 0
+
+    def joules(self) -> float:
+        """Returns the energy since this object was made; call it at least every few minutes."""
+        now = [int(file.read_text()) for file in self._files]
+        for passed, limit in zip(map(operator.sub, now, self._last), self._limits, strict=True):
+            self._total += passed if passed >= 0 else passed + limit  # the counter has wrapped around
+        self._last = now
+        return self._total / 1e6
+
+
+class NvmlEnergy:
+    """The energy of one GPU, a whole card since Volta; needs the package nvidia-ml-py."""
+
+    def __init__(self, device: torch.device) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(device_key(device))
+        self._read = partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+        self._first = self._read()
+
+    def joules(self) -> float:
+        return float(self._read() - self._first) / 1000
+
+
 class EpochMeter:
     """Measures one epoch after another on one rank; `ranks_per_copy` ranks compute parts of the same rows."""
 
@@ -90,7 +144,10 @@ class EpochMeter:
         self._overlap = overlap
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._peak = peak_flops(name, precision)
-        self._energy = energy_source(device)
+        self._energy: RaplEnergy | NvmlEnergy | None = None
+        # No energy if the machine does not report it; NVMLError is of a package that may be missing.
+        with suppress(Exception):
+            self._energy = NvmlEnergy(device) if device.type == "cuda" else RaplEnergy()
         # Equal on ranks that share a host or a GPU.
         key = hashlib.sha256(device_key(device).encode()).digest()
         self._shared = int.from_bytes(key[:7], "big")
@@ -163,13 +220,12 @@ class EpochMeter:
         self._flops, self._counted_rows = count.flops, batch.num_rows
 
     def _joules(self) -> float | None:
-        if self._energy is None:
-            return None
-        try:
-            return self._energy.joules()
-        except OSError:
-            self._energy = None
-            return None
+        if self._energy is not None:
+            try:
+                return self._energy.joules()
+            except Exception:
+                self._energy = None
+        return None
 
     def _read_energy_between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         last = time.monotonic()

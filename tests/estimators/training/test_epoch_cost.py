@@ -18,8 +18,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.history import parse_history
-from ringspark.estimators.training.observation.energy import RaplEnergy
-from ringspark.estimators.training.observation.epoch_meter import PEAKS, FlopCount, peak_flops
+from ringspark.estimators.training.observation.epoch_meter import PEAKS, FlopCount, RaplEnergy, peak_flops
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.worker import train_worker
 from ringspark.models import ModelSpec, apply_activation_checkpoint
