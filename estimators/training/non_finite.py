@@ -23,7 +23,7 @@ _NEVER = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True, kw_only=True)
 class NonFiniteStep:
-    """A step, counted in its epoch from 1, with the ranks whose loss was not finite."""
+    """One step with a loss or gradient that is not finite; `epoch`, and `step` in it, count from 1."""
 
     epoch: int
     step: int
@@ -47,7 +47,7 @@ class RollBackError(Exception):
 
 
 class FirstBadLoss:
-    """Keeps the first step of a rank whose loss is not finite; `is_immediate` on a CPU."""
+    """Keeps the first step of a rank whose loss is not finite; on a CPU it is known at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_immediate = device.type == "cpu"
@@ -73,7 +73,7 @@ class FirstBadLoss:
 
 
 def raise_first_bad(epoch: int, first_bad: Sequence[int], advice: str) -> None:
-    """Raises FloatingPointError if a rank had a bad step; `first_bad` has each rank's, or 0."""
+    """Raises FloatingPointError if `first_bad`, the first bad step of each rank or 0, names a step."""
     found = [(step, rank) for rank, step in enumerate(first_bad) if step]
     if found:
         step, rank = min(found)

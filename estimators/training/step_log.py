@@ -60,7 +60,7 @@ class StepLog:
         return self._every > 0 and step % self._every == 0
 
     def mean_loss(self, sums: Sums, data: Collective | None) -> float | None:
-        """Returns the mean loss since the record before, of this rank only if `data` is None."""
+        """Returns the mean loss since the record before; without `data`, of this rank, None without rows."""
         totals = sums.totals()
         since = totals if self._before is None else totals - self._before
         if data is None and not since.any():
@@ -99,7 +99,7 @@ class StepLog:
 
 
 class StepFiles:
-    """The files of a run, which may still grow in number."""
+    """The files of losses of a run, read while more are written."""
 
     def __init__(self, run_uri: str) -> None:
         self._folder = storage.join(run_uri, run_layout.STEPS)

@@ -62,7 +62,7 @@ class RankState:
 
 @dataclass(frozen=True, eq=False)
 class GatheredRanks:
-    """The states of all ranks on rank 0: `values`, and a file with the tensors or why there is none."""
+    """The states of all ranks, empty except on rank 0; `error` says why there is no file of tensors."""
 
     values: Sequence[dict[str, Any]] = ()
     file: IO[bytes] | None = None

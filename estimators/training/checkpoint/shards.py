@@ -38,7 +38,7 @@ class ShardError(Exception):
 
 @dataclass(frozen=True)
 class CheckpointShard:
-    """Shard `number` of `of`, from 0; its first writer waits `seconds` for the other shards."""
+    """Shard `number`, from 0, of `of`; the writer of the first one waits `seconds` for the rest."""
 
     number: int = 0
     of: int = 1

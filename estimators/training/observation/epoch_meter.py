@@ -61,7 +61,10 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts matrix products, convolutions and attention on this thread, by torch's table."""
+    """Counts matrix products, convolutions and attention on this thread, by torch's table.
+
+    torch's `FlopCounterMode` also counts recomputation, and decomposes unknown operations.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,7 +116,7 @@ class RaplEnergy:
 
 
 class NvmlEnergy:
-    """The energy of one GPU, a whole card since Volta; needs the package nvidia-ml-py."""
+    """The energy of one GPU, the whole card, Volta or newer; needs the package nvidia-ml-py."""
 
     def __init__(self, device: torch.device) -> None:
         import pynvml

@@ -64,7 +64,7 @@ def length(intervals: Iterable[Interval]) -> int:
 
 @dataclass(kw_only=True)
 class Communication:
-    """Communication time of the `measured` of `taken` steps; `hidden_ns` while the rank computed."""
+    """Communication time in the measured steps; `hidden_ns` is the part in which the rank also computed."""
 
     taken: int = 0
     measured: int = 0
@@ -98,7 +98,7 @@ NO_OVERLAP = Overlap()
 
 
 class StepOverlap(Overlap):
-    """Measures every n-th step, or every step if the ranks synchronize only in some."""
+    """Measures every n-th step, or every step if the ranks do not synchronize in each one."""
 
     def __init__(self, world: Collective, timeline: Timeline, *, is_pipeline: bool = False) -> None:
         self.timeline = _ComputingSpans(timeline)
