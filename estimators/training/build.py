@@ -86,7 +86,7 @@ def _check_optimizer(optimizer: object, module: nn.Module) -> None:
     if any(p not in names for p in held) or (not held and layout_of(module) is None):
         raise ValueError(
             f"optimizer must hold the parameters it was given, the {len(names)} trainable ones of "
-            f"{type(module).__name__}, got others or none; make it from its argument"
+            f"{type(module).__name__}, got other parameters or none; make it from its argument"
         )
     missing = [name for p, name in names.items() if p not in set(held)]
     if missing:

@@ -116,7 +116,7 @@ def _is_sharded(state: Mapping[str, torch.Tensor]) -> bool:
 
 
 def order_names(state: Mapping[str, torch.Tensor]) -> list[str]:
-    """Returns the names by falling element size, so that each tensor starts at a multiple of its own size."""
+    """Returns the names by falling element size, so that each tensor is aligned to its elements."""
     return sorted(state, key=lambda name: (-state[name].element_size(), name))
 
 
