@@ -214,9 +214,8 @@ def test_a_part_that_never_comes_or_is_of_another_attempt_is_not_taken(tmp_path:
 def test_a_part_of_an_attempt_before_that_comes_late_takes_no_place(tmp_path: Path) -> None:
     """A rank of the earlier attempt still writes its shard, with different bytes of the same length."""
     first, second = _snapshots(2)
-    late = replace(
-        second, weights={"w": WHOLE[3:] - 1, "b": torch.ones(3)}, shard=CheckpointShard(1, 2, "fed")
-    )
+    changed = second.contents | {WEIGHTS: {"w": WHOLE[3:] - 1, "b": torch.ones(3)}}
+    late = replace(second, contents=changed, shard=CheckpointShard(1, 2, "fed"))
     for snapshot in (second, late, first):
         writer = BackgroundWriter(str(tmp_path), 2)
         writer.start(snapshot)
