@@ -54,6 +54,8 @@ class EpochCost:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientNoise:
+    """Trace of the covariance of a row's gradient, and squared norm of the mean gradient."""
+
     variance: float
     square: float
 
