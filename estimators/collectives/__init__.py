@@ -25,11 +25,7 @@ _NEEDED = ("open_rendezvous", "connect", *(name for name in dir(Collective) if n
 
 
 def collective_class(name: str) -> Any:
-    """Returns the class registered as `name`; it has `open_rendezvous` and `connect`.
-
-    Raises:
-        ValueError: The name is unknown, its library is not installed, or its class lacks attributes.
-    """
+    """Returns the class registered as `name`; refuses a class that is not installed or lacks attributes."""
     if name not in COLLECTIVES:
         return load_entry_point(ENTRY_POINTS, "collective", name, COLLECTIVES, _NEEDED)
     module, class_name, package = COLLECTIVES[name]

@@ -1,8 +1,7 @@
 """Operations between ranks, independent of the library that sends the bytes.
 
 `open_rendezvous` runs on rank 0 before any rank is connected, and returns the address that all ranks get;
-`connect` then joins. Both get the secret of the run: a peer without the secret is disconnected. A process
-has at most one connected collective at a time.
+`connect` then joins. Both get the secret of the run: a peer without the secret is disconnected.
 
 Invariant: every rank makes the same sequence of calls. A rank that fails calls `abort`, so that pending
 calls of its peers raise `CollectiveError` instead of hanging.
@@ -41,8 +40,7 @@ class Rendezvous(Protocol):
     def address(self) -> str:
         """`host:port`, reachable from every rank."""
 
-    def close(self) -> None:
-        """Frees the port."""
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +82,7 @@ class Collective(Protocol):
     def size(self) -> int: ...
 
     @property
-    def bytes_sent(self) -> int:
-        """Payload bytes that this rank has sent, as counted by `Traffic`."""
+    def bytes_sent(self) -> int: ...
 
     def sends_at_once(self, device: torch.device) -> bool:
         """Whether an all-reduce of tensors on `device` overlaps with the rank's computing."""
@@ -94,7 +91,7 @@ class Collective(Protocol):
         """Returns the reduction of `tensor` over all ranks, in its dtype and on its device."""
 
     def start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
-        """Starts an all-reduce of `tensor`, in place.
+        """Starts an all-reduce of `tensor`, in place; returns a function that waits for the result.
 
         Every rank starts all-reduces, and waits for them, in the same order.
 
@@ -102,9 +99,6 @@ class Collective(Protocol):
             tensor: Contiguous; it must not be used until the all-reduce is complete.
             name: Equal on all ranks. A name has the same shape in every step, so that a library can cache its
                 negotiation, and is used by one all-reduce at a time.
-
-        Returns:
-            A function that waits for the result. All-reduces with other names may be in flight.
         """
 
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
@@ -131,21 +125,17 @@ class Collective(Protocol):
         """
 
     def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
-        """Starts a reduce-scatter of `tensor`.
+        """Starts a reduce-scatter; returns a function that waits and returns this rank's shard.
 
         Args:
             tensor: 1-D, of equal length on all ranks; it must not change until the sum is complete.
             counts: Length of each rank's shard, in rank order; they add up to the tensor's length.
-
-        Returns:
-            A function that waits and returns this rank's shard. A few may be in flight at a time.
         """
 
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
         """Overwrites `tensors` in place with rank `root`'s."""
 
-    def barrier(self) -> None:
-        """Returns once every rank has called it."""
+    def barrier(self) -> None: ...
 
     def on_leave(self, release: Callable[[], None]) -> None:
         """Registers a function that drops references to the connections; called before this rank leaves."""
@@ -211,17 +201,12 @@ class ConnectedMember:
             self.on_leave(partial(os.environ.__delitem__, _NCCL_INTERFACE))
 
     def _release(self) -> None:
-        """Calls the functions registered by `on_leave`, once."""
         while self._on_leave:
             self._on_leave.pop()()
 
 
 def gather_bytes(collective: Collective, data: bytes, *, to_all: bool = True) -> list[bytes]:
-    """Returns every rank's bytes, in rank order; they may be empty. Runs on every rank.
-
-    Args:
-        to_all: Whether all ranks get them, or only rank 0.
-    """
+    """Returns every rank's bytes, in rank order, on all ranks or only on rank 0. Runs on every rank."""
     # torch refuses an empty buffer.
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
     gather = collective.all_gather if to_all else collective.gather

@@ -59,11 +59,6 @@ class HorovodCollective(NetworkCollective):
     name = "horovod"
 
     def __init__(self, member: Member, ranks: Any = None) -> None:
-        """Makes the collective of a process set.
-
-        Args:
-            ranks: Horovod's process set; None for all ranks.
-        """
         import horovod.torch as hvd
 
         super().__init__(member)
@@ -115,11 +110,7 @@ class HorovodCollective(NetworkCollective):
     def _levels(
         self, sets: Sequence[Any], client: RendezvousClient, nonce: bytes, meeting: RendezvousInfo
     ) -> Levels:
-        """Returns the collectives within hosts and between hosts. Runs on every rank.
-
-        Args:
-            sets: Horovod's process sets of `_groups`.
-        """
+        """Returns the collectives within hosts and between hosts, from the process sets of `_groups`."""
         inside: Collective = LocalCollective()
         between: Collective | None = None
         for number, (ranks, known) in enumerate(zip(_groups(self.member), sets, strict=True)):
@@ -142,7 +133,7 @@ class HorovodCollective(NetworkCollective):
         return Levels(inside=inside, between=between)
 
     def _prove(self, nonce: bytes, secret: bytes) -> None:
-        """Raises an error if one of Gloo's connections leads to a stranger."""
+        """Refuses a Gloo connection that leads to a stranger."""
         mine = torch.frombuffer(bytearray(proofs_for(self.member, nonce, secret)), dtype=torch.uint8)
         with peer_errors("proving the connections"):
             theirs = self._hvd.alltoall(mine, name=self._name("proof"), process_set=self._set)
@@ -281,7 +272,6 @@ class HorovodCollective(NetworkCollective):
             self._hvd.barrier(process_set=self._set)
 
     def _global(self, rank: int) -> int:
-        """Returns the world rank of one of these ranks."""
         ranks: Sequence[int] | None = self._set.ranks
         return rank if ranks is None else ranks[rank]
 
@@ -306,11 +296,7 @@ def _groups(member: Member) -> list[list[int]]:
 
 
 def check_nccl() -> None:
-    """Refuses to use GPUs with a Horovod that would sum gradients in host memory.
-
-    Raises:
-        ValueError: This process's Horovod is built without NCCL.
-    """
+    """Refuses to use GPUs with a Horovod that would sum gradients in host memory."""
     import horovod.torch as hvd
 
     if not hvd.nccl_built():
@@ -322,11 +308,7 @@ def check_nccl() -> None:
 
 
 def _check_name(member: Member) -> None:
-    """Refuses to start a Horovod to which other hosts could not connect, which would end this process.
-
-    Raises:
-        ValueError: Horovod would bind to the address of the host's name, which is not the host's address.
-    """
+    """Refuses to start a Horovod to which other hosts could not connect, which would end this process."""
     from horovod import __version__ as version
 
     if member.local_size == member.size or _MENDED in version:
@@ -364,7 +346,6 @@ def _cycle(*, is_rare: bool) -> dict[str, str | None]:
 
 
 def _settings(member: Member, proxy: HorovodProxy, timeout_seconds: float) -> dict[str, str | None]:
-    """Returns the settings that Horovod reads from its environment."""
     values: dict[str, str | None] = {
         "HOROVOD_RANK": str(member.rank),
         "HOROVOD_SIZE": str(member.size),

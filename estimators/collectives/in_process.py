@@ -28,11 +28,7 @@ _OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 class RankError(RuntimeError):
-    """Raised if a rank failed; the rank's own error is the cause.
-
-    Attributes:
-        rank: Number of the rank.
-    """
+    """Raised if a rank failed; the rank's own error is the cause."""
 
     def __init__(self, rank: int, error: BaseException) -> None:
         super().__init__(f"rank {rank}: {type(error).__name__}: {error}")
@@ -69,12 +65,7 @@ def run_in_turns(size: int, work: Callable[[InProcessCollective], T]) -> list[T]
 
 
 class _Turns:
-    """State that all ranks share: the lock of the running rank, and the values that ranks give each other.
-
-    Attributes:
-        lock: Held by the rank that runs.
-        failure: The first failure.
-    """
+    """State that all ranks share: `lock` of the running rank, and the values that ranks give each other."""
 
     def __init__(self, size: int) -> None:
         self.lock = threading.Condition()
@@ -94,17 +85,11 @@ class _Turns:
         self._wake()
 
     def give(self, key: Hashable, rank: int, value: Any) -> None:
-        """Stores a rank's value for the operation `key`, and wakes the ranks that wait."""
         self._given.setdefault(key, {})[rank] = value
         self._wake()
 
     def take(self, key: Hashable, rank: int, givers: Sequence[int], takers: int) -> list[Any]:
-        """Waits until all `givers` have given a value for `key`; returns the values in their order.
-
-        Args:
-            rank: World rank of the rank that waits.
-            takers: Number of ranks that take the values; the last one removes them.
-        """
+        """Waits until all `givers` have given a value for `key`; the last of `takers` removes the values."""
         self._wait(rank, lambda: len(self._given.get(key, ())) == len(givers))
         given = self._given[key]
         self._taken[key] = self._taken.get(key, 0) + 1
@@ -233,7 +218,6 @@ class InProcessCollective(ConnectedMember):
         return lambda: self._turns.take(key, self._me, range(self.size), self.size)
 
     def _message(self, source: int, to: int) -> tuple[Any, ...]:
-        """Returns the name of the next message between two ranks."""
         number = self._messages[source, to] = self._messages.get((source, to), 0) + 1
         return (self._group, source, to, number)
 

@@ -11,8 +11,6 @@ from ringspark.estimators.collectives.traffic import Member
 
 
 class LocalRendezvous:
-    """The rendezvous of a single rank."""
-
     address = "local:0"
 
     def close(self) -> None:

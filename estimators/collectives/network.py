@@ -11,8 +11,7 @@ import psutil
 def interface_of(host: str) -> str | None:
     """Returns the name of the network interface with `host`'s address, or None.
 
-    Without an interface Gloo binds to the address of the host name. On many hosts that is a loopback alias,
-    which other hosts cannot reach.
+    Without an interface Gloo binds to the address of the host name, which is often a loopback alias.
     """
     address = _resolve(host)
     for name, addresses in psutil.net_if_addrs().items():
@@ -25,11 +24,7 @@ def own_address(host: str, towards: str) -> str:
     """Returns the address by which other hosts reach this host; `host` if none is found.
 
     A host often resolves its own name to a loopback address (127.0.1.1 on Debian), or not at all. Then the
-    result is the address from which it connects to the driver.
-
-    Args:
-        host: This host as Spark names it, by name or address.
-        towards: The driver's host, which Spark on this host reaches.
+    result is the address from which it connects to the driver's host, `towards`.
     """
     entries = [entry for addresses in psutil.net_if_addrs().values() for entry in addresses]
     own = {entry.address for entry in entries}
@@ -40,11 +35,7 @@ def own_address(host: str, towards: str) -> str:
 
 
 def name_problem(address: str) -> str:
-    """Returns the problem with this host's name for a library that binds to its address; "" if there is none.
-
-    Args:
-        address: This host's address, see `own_address`.
-    """
+    """Returns why a library that binds to the address of this host's name would fail, or ""."""
     name = socket.gethostname()
     found = _resolve(name)
     if found and found == _resolve(address):

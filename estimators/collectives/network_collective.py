@@ -15,10 +15,7 @@ from ringspark.estimators.collectives.traffic import Member
 
 
 class NetworkCollective(ConnectedMember, ABC):
-    """Base of the collectives over a network; methods with an underscore use the library.
-
-    Both ways give the same results, except for the order of floating-point additions.
-    """
+    """Base of the collectives over a network; methods with an underscore use the library."""
 
     def __init__(self, member: Member) -> None:
         super().__init__(member)
@@ -150,17 +147,10 @@ class NetworkCollective(ConnectedMember, ABC):
 
     @abstractmethod
     def _all_to_all(self, joined: torch.Tensor, sent: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:
-        """Returns the bytes that arrive, in rank order.
-
-        Args:
-            joined: The bytes for all ranks, in rank order, as uint8.
-            sent: Number of bytes for each rank.
-            arriving: Number of bytes from each rank.
-        """
+        """Returns the bytes that arrive, in rank order; `joined` are those for all ranks, as uint8."""
 
     @abstractmethod
-    def _broadcast(self, tensors: list[torch.Tensor], root: int) -> None:
-        """Broadcasts contiguous tensors."""
+    def _broadcast(self, tensors: list[torch.Tensor], root: int) -> None: ...
 
     @abstractmethod
     def _barrier(self) -> None: ...

@@ -1,10 +1,7 @@
 """Records when a rank's operations were ready, started and done, in the steps for which it is enabled.
 
-Call `start` before a step and `take` after it. Otherwise nothing is recorded and no object is made.
-
-Libraries do not report the end of an asynchronous operation; they only answer whether it has ended. So a
-thread polls them a few times per millisecond while an operation is in flight. It holds references to them,
-so it drops everything before the rank leaves.
+Libraries only answer whether an asynchronous operation has ended, so a thread polls them. The thread holds
+references to operations, so it drops them before the rank leaves.
 """
 
 from __future__ import annotations
@@ -60,10 +57,9 @@ class OperationTime:
 
 
 class OperationTimes:
-    """The operations of one rank.
+    """The operations of one rank; call `start` before a step and `take` after it.
 
     Attributes:
-        is_on: Whether operations are recorded now.
         sees_all: Whether all communication of a step is calls of this collective that end within the step. A
             strategy sets it to False if another library sends, or if its all-reduces take longer.
         in_every_step: Whether the ranks communicate in every step, unlike local SGD.
@@ -78,7 +74,6 @@ class OperationTimes:
         self._watcher = _Watcher()
 
     def start(self) -> None:
-        """Starts recording."""
         self._operations, self._ready = [], {}
         self.is_on = True
 
@@ -111,7 +106,6 @@ class OperationTimes:
         return record
 
     def record_async(self, name: str, begin: Callable[[], AsyncOperation[T]]) -> Callable[[], T]:
-        """Starts an operation; returns a function that waits for it."""
         if not self.is_on:
             return begin().wait
         operation = self._begin(name)
@@ -158,8 +152,6 @@ def record(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P]
 
 
 class _Operation:
-    """An operation that may be in flight."""
-
     def __init__(self, name: str, ready_ns: int, begin_ns: int) -> None:
         self._name = name
         self._ready_ns = ready_ns
@@ -168,7 +160,6 @@ class _Operation:
         self.end_ns: int | None = None
 
     def end(self) -> None:
-        """Records the end, unless it is recorded already."""
         if self.end_ns is None:
             self.end_ns = time.perf_counter_ns()
 

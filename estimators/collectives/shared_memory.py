@@ -1,10 +1,9 @@
 """Collective operations through memory that all ranks of one host map, synchronized by sockets.
 
-Between busy processes a library's smallest message takes a good part of a small network's step, because its
-threads wake each other, and large messages are copied twice. Here each rank copies its data to its slot,
-sends every peer a byte over a Unix socket, waits for a byte from each peer, and reads all slots. The bytes
-also order memory accesses, and the sockets of a peer that dies are closed, which ends the wait of the
-others.
+A library's smallest message takes a good part of a small network's step, because its threads wake each other.
+Here each rank copies its data to its slot, sends every peer a byte over a Unix socket, waits for a byte from
+each peer, and reads all slots. The bytes also order memory accesses, and the sockets of a peer that dies are
+closed, which ends the wait of the others.
 
 Invariant: every rank has two slots and alternates between them. Before a rank overwrites a slot, all peers
 have signalled a later write, so they have read the old data.
@@ -80,7 +79,6 @@ class SharedMemory:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return 1 + len(self._peers)
 
     def all_gather(self, tensor: torch.Tensor, *, is_read: bool = True) -> list[torch.Tensor]:
@@ -105,7 +103,6 @@ class SharedMemory:
         return [whole.view(tensor.dtype) for whole in gathered]
 
     def all_to_all(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sends each rank its own tensor; returns the tensors for this rank, in rank order."""
         shown = [self.all_gather(piece, is_read=rank == self._rank) for rank, piece in enumerate(pieces)]
         return shown[self._rank]
 
@@ -118,7 +115,6 @@ class SharedMemory:
                 _reduce(places, part, op)
 
     def reduce_scatter(self, tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Returns elements `begin` to `end` of the sum over all ranks."""
         own, at = tensor.new_empty(end - begin), 0
         for part, places in self._chunks(tensor):
             low, high = max(at, begin), min(at + len(part), end)
@@ -129,7 +125,6 @@ class SharedMemory:
         return own
 
     def _chunks(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-        """Yields this rank's tensor in chunks, each with the slots of all ranks."""
         for part in torch.split(tensor, _SLOT_BYTES // tensor.element_size()):
             places = self._write(part, tensor.nbytes, _REDUCE)
             lengths = self._lengths(_REDUCE)
@@ -149,11 +144,7 @@ class SharedMemory:
             target.copy_(slices[rank][rank])
 
     def _write(self, data: torch.Tensor, num_bytes: int, kind: int) -> list[torch.Tensor]:
-        """Writes a chunk of this rank's data; returns the slots of all ranks.
-
-        Args:
-            num_bytes: Bytes of all chunks together.
-        """
+        """Writes a chunk of this rank's `num_bytes`; returns the slots of all ranks."""
         self._turn ^= 1
         if data.dtype not in self._views:
             self._views[data.dtype] = [list(turn.view(data.dtype)) for turn in self._places]
@@ -174,7 +165,6 @@ class SharedMemory:
         return (self._turn * self.size + rank) * (_HEAD_BYTES + _SLOT_BYTES)
 
     def _signal(self) -> int:
-        """Signals to the peers that this rank has written; returns the number of signals so far."""
         self._num_signals += 1
         for rank, peer in self._peers.items():
             with _peer_errors(rank):
@@ -182,7 +172,6 @@ class SharedMemory:
         return self._num_signals
 
     def _wait(self, number: int) -> None:
-        """Waits for the `number`th signal of every peer."""
         for rank, peer in self._peers.items():
             while self._heard[rank] < number:
                 with _peer_errors(rank):
@@ -234,11 +223,7 @@ def may_share(member: Member) -> bool:
 
 
 def open_shared_memory(client: RendezvousClient, member: Member, timeout: float) -> SharedMemory | None:
-    """Makes memory that the ranks of one host share. Runs on every rank, once per rendezvous.
-
-    Returns:
-        None, on every rank, if the ranks are on several hosts or a rank cannot map the memory.
-    """
+    """Makes memory that the ranks of one host share; None if they cannot. Runs on every rank."""
     if not may_share(member):
         return None
     made = None
@@ -310,7 +295,6 @@ def open_listener(stack: ExitStack) -> socket.socket | None:
 
 
 def _leads_to_own_user(link: socket.socket) -> bool:
-    """Returns whether the process at the other end has the same user as this process."""
     _, user, _ = struct.unpack("iII", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(user == os.geteuid())
 
@@ -346,11 +330,7 @@ def _send_endpoints(
 
 
 def send_descriptors(door: socket.socket, token: bytes, descriptors: Mapping[int, Sequence[int]]) -> None:
-    """Sends each rank its descriptors. Runs on rank 0 once all ranks have connected.
-
-    Raises:
-        OSError: A rank did not connect.
-    """
+    """Sends each rank its descriptors. Runs on rank 0 once all ranks have connected."""
     absent = set(descriptors)
     while absent:
         link, _address = door.accept()
@@ -366,11 +346,6 @@ def send_descriptors(door: socket.socket, token: bytes, descriptors: Mapping[int
 
 
 def receive_descriptors(link: socket.socket, count: int) -> list[int]:
-    """Returns the descriptors that rank 0 sends.
-
-    Raises:
-        OSError: Rank 0 sent another number of descriptors.
-    """
     _, descriptors, _, _ = socket.recv_fds(link, 1, count)
     if len(descriptors) != count:
         for descriptor in descriptors:
@@ -383,7 +358,6 @@ def receive_descriptors(link: socket.socket, count: int) -> list[int]:
 
 
 def _receive_endpoint(link: socket.socket, member: Member, meeting: ExitStack, kept: ExitStack) -> Endpoint:
-    """Returns the endpoint that rank 0 sends; `meeting` and `kept` as for rank 0."""
     memory, *ends = receive_descriptors(link, member.size)
     meeting.callback(os.close, memory)
     others = [other for other in range(member.size) if other != member.rank]

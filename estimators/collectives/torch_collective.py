@@ -130,7 +130,6 @@ class TorchCollective(NetworkCollective):
         return made
 
     def _levels(self) -> Levels:
-        """Returns the collectives within hosts and between hosts. Runs on every rank."""
         leaders = self.member.leaders
         hosts = [list(range(a, b)) for a, b in zip(leaders, [*leaders[1:], self.size], strict=True)]
         inside = self.part(hosts)
@@ -142,7 +141,7 @@ class TorchCollective(NetworkCollective):
         self.group = None
 
     def _prove(self, nonce: bytes, secret: bytes, timeout_seconds: float) -> None:
-        """Raises an error if one of Gloo's connections leads to a stranger."""
+        """Refuses a Gloo connection that leads to a stranger."""
         mine = torch.frombuffer(bytearray(proofs_for(self.member, nonce, secret)), dtype=torch.uint8)
         theirs = torch.empty_like(mine)
         with peer_errors("proving the connections"):
@@ -179,7 +178,6 @@ class TorchCollective(NetworkCollective):
         return [piece[:count] for piece, count in zip(pieces, counts, strict=True)]
 
     def _gather_equal(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """All-gathers tensors of equal shape."""
         pieces = [torch.empty_like(tensor) for _ in range(self.size)]
         turns = zip(*(torch.split(t, _turn_length(tensor)) for t in (tensor, *pieces)), strict=True)
         with peer_errors("allgather"):
@@ -317,12 +315,7 @@ def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: b
 def gather_on_root(
     tensor: torch.Tensor, counts: Sequence[int], group: Any = None, ranks: Sequence[int] | None = None
 ) -> list[torch.Tensor]:
-    """Returns every rank's 1-D tensor on the first rank, none elsewhere; Gloo's gather needs equal lengths.
-
-    Args:
-        group: The process group; None for all ranks.
-        ranks: World ranks of the group; None for all ranks.
-    """
+    """Gathers 1-D tensors on the first rank; other ranks get none. Gloo's own gather needs equal lengths."""
     first, *others = range(len(counts)) if ranks is None else ranks
     if dist.get_rank() != first:
         if len(tensor):
@@ -345,7 +338,6 @@ def _waiter(work: Any, operation: str) -> Callable[[], None]:
 
 
 def _gloo_settings(member: Member) -> dict[str, str | None]:
-    """Returns the environment for connecting a group."""
     # With lazy connections, Gloo's port would stay open during the training.
     values: dict[str, str | None] = {"TORCH_GLOO_LAZY_INIT": "0"}
     if interface := interface_of(member.host):

@@ -30,7 +30,6 @@ class Member:
         return 1 < len(self.leaders) < self.size
 
     def host_of(self, rank: int) -> int:
-        """Returns the index of a rank's host."""
         return bisect_right(self.leaders, rank) - 1
 
     def within(self, ranks: Sequence[int]) -> Member:
@@ -55,10 +54,9 @@ class Member:
 
 
 class Traffic:
-    """Counts the bytes that a rank sends by ring algorithms.
+    """Counts the bytes that a rank sends by ring algorithms, without headers, rendezvous and barriers.
 
-    The count follows the algorithm, without headers, rendezvous and barriers. A library that uses a tree for
-    small tensors sends as many bytes, summed over the ranks. In a ring of N ranks, a rank sends
+    In a ring of N ranks, a rank sends
 
     - all_reduce of n bytes: 2 (N - 1) / N * n (Patarasuk and Yuan 2009);
     - all_gather: all tensors except the one of the next rank;
@@ -69,11 +67,7 @@ class Traffic:
     """
 
     def __init__(self, member: Member, whole: Traffic | None = None) -> None:
-        """Starts at 0.
-
-        Args:
-            whole: Counter of a larger group, which also counts these bytes.
-        """
+        """Starts at 0; `whole` is the counter of a larger group, which also counts these bytes."""
         self._member = member
         self._whole = whole
         self.bytes_sent = 0
@@ -93,7 +87,6 @@ class Traffic:
         self._add(sum(pieces) - pieces[(self._member.rank + 1) % self._member.size])
 
     def gather(self, num_bytes: int) -> None:
-        """Counts a gather of this rank's tensor on rank 0."""
         if self._member.rank:
             self._add(num_bytes)
 
@@ -106,7 +99,6 @@ class Traffic:
         self._add(sum(pieces) - pieces[self._member.rank])
 
     def send(self, num_bytes: int) -> None:
-        """Counts a message to one rank."""
         self._add(num_bytes)
 
     def broadcast(self, num_bytes: int, root: int) -> None:

@@ -20,16 +20,11 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 class Scaler(Protocol):
     """`LossScaler`, or torch's GradScaler."""
 
-    def step(self, optimizer: torch.optim.Optimizer) -> object:
-        """Takes the optimizer's step, unless its gradients overflowed."""
+    def step(self, optimizer: torch.optim.Optimizer) -> object: ...
 
 
 def refuse_sparse(name: str, gradient: torch.Tensor) -> None:
-    """Refuses a sparse gradient. Autograd does not let a hook make it dense.
-
-    Raises:
-        ValueError: The gradient of parameter `name` is sparse.
-    """
+    """Refuses a sparse gradient, because autograd does not let a hook make it dense."""
     if gradient.is_sparse:
         raise ValueError(
             f"parameter {name!r} got a sparse gradient, but a rank without rows has none to send; leave "
@@ -38,17 +33,14 @@ def refuse_sparse(name: str, gradient: torch.Tensor) -> None:
 
 
 def dense_values(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the values of the gradients; sparse ones give each row once.
-
-    The values share the gradients' memory, unless a sparse gradient was not coalesced.
-    """
+    """Returns the gradients' values without a copy; a sparse gradient gives each row once."""
     return [g.coalesce().values() if g.is_sparse else g for g in gradients]
 
 
 def apply_change(own: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """Returns `own` plus a callback's change of weights from `before` to `after`.
 
-    Exact in two cases: elements of `own` that equal `before` become `after`, and unchanged elements stay.
+    Elements of `own` that equal `before` become exactly `after`; unchanged elements stay.
     """
     before, after = before.to(own), after.to(own)
     moved = torch.where(own == before, after, own + (after - before))
@@ -62,23 +54,19 @@ def _nothing() -> None:
 class GradientSync:
     """Synchronizes one module and its optimizer with the other ranks.
 
-    This base class does not communicate; strategies override its methods.
-
-    Each rank differentiates its part of the global batch's mean loss, times `loss_factor`. After `reduce`,
-    its optimizer sees gradients of the whole mean: all gradients, or this rank's shard of them. A parameter
-    without a gradient on any rank keeps None, as on one rank, so no optimizer decays or moves it. `.grad`
-    may be the same memory in every step; clone it to keep it.
+    This base class does not communicate. Each rank differentiates its part of the global batch's mean loss,
+    times `loss_factor`. After `reduce`, its optimizer sees all gradients of the whole mean, or this rank's shard
+    of them. A parameter without a gradient on any rank keeps None, so no optimizer decays or moves it.
 
     Attributes:
         module: The module to call in training, with any wrapper.
         network: The module without the wrapper; it has the names of the state dict.
         loss_factor: Factor of a rank's loss before it is differentiated.
         ranks_differ: Whether the ranks step on different gradients, so that they must agree on overflow.
-        in_step: Whether the ranks take each step together. If not, a step uses only this rank's values, such
-            as the weight of its rows, and ranks have different weights between two calls of `settle`.
+        in_step: Whether the ranks take each step together. If not, weights may differ until `settle`.
         progress: Called at each step of another rank while this rank waits for it by design.
-        local_square: After `reduce`, the squared 2-norm of this rank's gradients before the all-reduce, on
-            the device; None without `SyncSettings.noise_scale`, or if the strategy does not know it.
+        local_square: Squared 2-norm of this rank's gradients before the all-reduce, on the device; None
+            without `SyncSettings.noise_scale`, or if the strategy does not know it.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -98,14 +86,10 @@ class GradientSync:
             inputs: Arguments of `module` with zero rows, for their shapes and dtypes.
         """
 
-    def forward_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Makes the collective calls of an evaluation in which this rank has no rows."""
+    def forward_without_rows(self, inputs: Sequence[torch.Tensor]) -> None: ...
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Returns a context for the forward and backward pass of one micro-batch.
-
-        Only the last one communicates, unless the rank may hold only its shard of the gradients.
-        """
+        """Returns a context for the forward and backward pass of one micro-batch."""
         return nullcontext()
 
     def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
@@ -141,7 +125,6 @@ class GradientSync:
         torch._foreach_mul_(held, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
     def step(self, scaler: Scaler) -> None:
-        """Takes the optimizer step on reduced gradients."""
         scaler.step(self.optimizer)
 
     def optimizer_state(self) -> OptimizerState:
@@ -149,20 +132,17 @@ class GradientSync:
         return state_by_name(self.network, self.optimizer)
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        """Loads this rank's shard of a whole optimizer state, saved by any number of ranks and sharding."""
+        """Loads this rank's shard of a whole optimizer state, saved with any number of ranks and sharding."""
         load_by_name(self.network, self.optimizer, state)
 
     def settle(self) -> None:
         """Finishes synchronizations in flight, so that all ranks have equal weights. Runs on every rank.
 
-        The trainer calls it after the last step of an epoch, before the network is validated or saved.
+        The trainer calls it after the last step of an epoch.
         """
 
     def rank_state(self) -> dict[str, torch.Tensor]:
-        """Returns copies on the CPU of state that only this rank has, such as residuals. Runs on every rank.
-
-        A checkpoint calls it before it reads the weights and `optimizer_state`.
-        """
+        """Returns CPU copies of state that only this rank has, such as residuals. Runs on every rank."""
         return {}
 
     def load_rank_states(self, states: Sequence[Mapping[str, torch.Tensor]], *, is_same: bool) -> None:
@@ -189,18 +169,16 @@ class Strategy(Protocol):
     ) -> GradientSync:
         """Returns the synchronization of the module and its optimizer. Runs on every rank.
 
-        The strategy calls the optimizer's factory, because it may change the parameters first.
-
         Args:
-            module: This rank's shard of the network on the rank's device, with activation checkpointing
-                applied. With `sharding="parameters"` its weights may be deferred, see `initial_weights`.
-            make_optimizer: Makes the optimizer of a module's trainable parameters.
-            mesh: This rank's coordinates, and the collectives of the ranks to synchronize with.
+            module: This rank's shard of the network on the rank's device, with activation checkpointing applied.
+                With `sharding="parameters"` its weights may be deferred, see `initial_weights`.
+            make_optimizer: Makes the optimizer of a module's trainable parameters. A factory, because the strategy
+                may change the parameters first.
         """
 
 
 def share_weights(module: nn.Module, mesh: RankMesh) -> None:
-    """Broadcasts rank 0's weights; a sharded network had equal weights before. Runs on every rank."""
+    """Broadcasts rank 0's weights; shards of a network are equal already. Runs on every rank."""
     if not mesh.cuts_network:
         with torch.no_grad():
             mesh.world.broadcast(list(module.state_dict().values()))

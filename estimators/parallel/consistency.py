@@ -29,8 +29,7 @@ class Consistency:
     """Guarantees of a server to its readers.
 
     Attributes:
-        bound: Largest number of steps by which a reader may be ahead of the slowest worker; None for no
-            bound.
+        bound: Largest number of steps by which a reader may be ahead of the slowest worker, or None.
         corrects: Whether a late gradient is applied with a smaller rate.
     """
 
@@ -39,7 +38,6 @@ class Consistency:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Consistency:
-        """Makes it from a complete value of the setting `consistency`."""
         bounds = {"bsp": 0, "ssp": settings.get("staleness")}
         return cls(bound=bounds.get(settings["name"]), corrects=settings.get("correction") == "staleness")
 

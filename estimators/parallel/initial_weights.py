@@ -1,8 +1,7 @@
 """Deferred initialization: sends each rank its shard of the initial weights of a network that no rank holds.
 
 Rank 0 initializes one tensor at a time and broadcasts it, and each rank keeps its shard. So the weights equal
-those of the whole network even if the ranks' processors round differently, and a rank needs memory for its
-shards and one tensor.
+those of the whole network even if the ranks' processors round differently.
 """
 
 from __future__ import annotations
@@ -31,17 +30,11 @@ def defer_weights(module: nn.Module, first: InitialWeights) -> None:
 
 
 def is_deferred(module: nn.Module) -> bool:
-    """Whether the parameters have no values yet."""
     return module in _DEFERRED
 
 
 def send_initial_weights(module: nn.Module, mesh: RankMesh, device: torch.device) -> None:
-    """Fills this rank's parameters with their initial values. Runs on every rank.
-
-    Args:
-        module: This rank's shard of the network, made by `shard_network` or of `DTensor` shards.
-        device: Device of the filled parameters.
-    """
+    """Fills this rank's parameters with their initial values, on `device`. Runs on every rank."""
     first = _DEFERRED.pop(module)
     known = dict(module.named_parameters(remove_duplicate=False))
     is_sharded = any(hasattr(p, "full_tensor") for p in known.values())
@@ -73,7 +66,6 @@ def send_initial_weights(module: nn.Module, mesh: RankMesh, device: torch.device
 def _broadcast(
     first: InitialWeights, mesh: RankMesh, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the name and the values of each parameter. Runs on every rank."""
     for names in _bundles(first.tensors):
         if mesh.world.rank == 0:
             tensors = [first.initialize(name).to(device) for name in names]

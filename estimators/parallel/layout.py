@@ -1,10 +1,8 @@
 """Maps a rank's shard of a network to the whole network, for checkpoints and norms.
 
-A rank's parameters have the names of the whole network: a pipeline stage has some of them, and a sharded
-parameter keeps its name. So a checkpoint holds the whole network, and any mesh or a single process can read
-it.
-
-Invariant: tensors that are not sharded are bitwise equal on all ranks that have them.
+A rank's parameters have the names of the whole network, so a checkpoint holds the whole network, and any
+mesh or a single process can read it. Invariant: tensors that are not sharded are bitwise equal on all ranks
+that have them.
 """
 
 from __future__ import annotations
@@ -40,13 +38,7 @@ def layout_of(module: nn.Module) -> ModelLayout | None:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One tensor of the whole network.
-
-    Attributes:
-        shape: Shape of the whole tensor.
-        dtype: Its dtype, by torch's name.
-        holders: Ranks of `RankMesh.holders` that have the shards, in the order of coordinates.
-    """
+    """One tensor of the whole network; `holders` are the ranks of its shards, in order."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -72,7 +64,6 @@ class ModelLayout:
     """The layout of one network on one rank.
 
     Attributes:
-        mesh: This rank's mesh.
         cuts: Sharded parameters; ranks hold the other parameters whole.
         shapes: Shape of each tensor of the whole network's state dict.
         trained: Names of the parameters that any rank trains, in the whole network's order.
@@ -88,10 +79,9 @@ class ModelLayout:
         trained: Sequence[str] = (),
         tied: Mapping[str, str] | None = None,
     ) -> None:
-        """Registers the layout of `module`.
+        """Registers the layout of `module`, this rank's shard of the network.
 
         Args:
-            module: This rank's shard of the network.
             copies: Tied parameters that another pipeline stage owns.
             tied: Further names of tied parameters -> the first name, which the optimizer's state uses.
         """
@@ -116,7 +106,7 @@ class ModelLayout:
         return self._tied.get(name, name)
 
     def shard_parameters(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns this rank's shards of tensors of parameters, such as their averages, by its own names."""
+        """Returns this rank's shards of tensors of parameters, by its own names."""
         known = {name: whole.get(self.full_name(name)) for name in self._parameters}
         return {name: self.shard(name, tensor) for name, tensor in known.items() if tensor is not None}
 
@@ -142,11 +132,7 @@ class ModelLayout:
         return name not in self._copies and all(here[axis] == 0 for axis in alike)
 
     def norm(self, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Returns the 2-norm of the whole network's gradients. Runs on every rank.
-
-        Args:
-            named: This rank's gradients by name.
-        """
+        """Returns the 2-norm of the whole network's gradients from this rank's. Runs on every rank."""
         square = torch.zeros((), dtype=torch.float64)
         for name, gradient in named.items():
             if self.is_counted(name):
@@ -154,11 +140,7 @@ class ModelLayout:
         return self.mesh.holders.all_reduce(square.reshape(1))[0].sqrt()
 
     def plan_checkpoint(self, own: Mapping[str, torch.Tensor]) -> CheckpointShare:
-        """Returns what this rank writes of all tensors. Runs on every rank.
-
-        Args:
-            own: As for `make_fetchable`.
-        """
+        """Returns what this rank writes of its own tensors. Runs on every rank."""
         entries, mesh = self._exchange_entries(own), self.mesh
         spreads = {}
         for name, entry in entries.items():
@@ -184,11 +166,7 @@ class ModelLayout:
         return result
 
     def gather_values(self, own: OptimizerState) -> dict[str, dict[str, Any]]:
-        """Returns the values of the whole optimizer state that are no tensors. Runs on every rank.
-
-        Args:
-            own: The whole state of this rank's parameters; used if `RankMesh.is_first_replica`.
-        """
+        """Returns the values of the whole optimizer state that are no tensors. Runs on every rank."""
         plain = {
             self.full_name(name): {k: v for k, v in values.items() if not isinstance(v, torch.Tensor)}
             for name, values in own.items()
@@ -200,7 +178,6 @@ class ModelLayout:
         return {name: result[name] for name in sorted(result)}
 
     def _exchange_entries(self, own: Mapping[str, torch.Tensor]) -> dict[str, _Entry]:
-        """Returns all tensors of the whole network; equal on all ranks. Runs on every rank."""
         mesh = self.mesh
         merged: dict[str, _Entry] = {}
         if mesh.is_first_replica:
@@ -228,7 +205,6 @@ class ModelLayout:
         return self.mesh.coordinates[spec.axis], self.mesh.sizes[spec.axis]
 
     def _spec_of(self, name: str, tensor: torch.Tensor) -> ShardSpec | None:
-        """Returns the spec of a rank's tensor; None for state of another shape, such as a step count."""
         parameter = self._parameter_of(name)
         spec = self.cuts.get(parameter)
         if spec is None or list(tensor.shape) != shard_shape(self.shapes[parameter], spec, *self._at(spec)):
@@ -236,11 +212,9 @@ class ModelLayout:
         return spec
 
     def _parameter_of(self, name: str) -> str:
-        """Returns the parameter of "<parameter>" or "<parameter>/<key>"; its own name may have slashes."""
         return name if name in self.shapes else name.rpartition("/")[0]
 
     def _fetch(self, name: str, entry: _Entry, own: torch.Tensor | None) -> torch.Tensor:
-        """Returns the whole tensor on the first rank, and an empty one elsewhere. Runs on every rank."""
         holders, empty = self.mesh.holders, torch.empty(0, dtype=getattr(torch, entry.dtype))
         if own is not None and hasattr(own, "full_tensor"):
             # `sharding` has sharded this rank's tensor once more.

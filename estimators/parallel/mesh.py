@@ -1,18 +1,16 @@
 """The mesh of ranks: it decides which rows a rank reads, its random numbers, and which files it writes.
 
-The mesh has one axis for each way to spread a training, and a rank has one coordinate on each axis:
+A rank has one coordinate on each axis:
 
 - `data`: ranks have equal weights and read different rows;
-- `shard`: like `data`, and `sharding` shards its state over these ranks only; ranks along `data` have the
-  same shards (hybrid sharding). Without this axis, all ranks that all-reduce their gradients share the
-  state;
-- `expert`: like `data`, but each rank has other experts of a mixture-of-experts layer, for the rows of all;
+- `shard`: like `data`, and `sharding` shards its state over these ranks only (hybrid sharding). Without
+  this axis, all ranks that all-reduce their gradients share the state;
+- `expert`: like `data`, but each rank has other experts of a mixture of experts, for the rows of all;
 - `pipeline`: each rank has some of the blocks, and the rows pass from rank to rank;
 - `sequence`: each rank has all weights and a part of every row;
 - `tensor`: each rank has a shard of every matrix.
 
-Ranks that differ only in `pipeline`, `sequence` or `tensor` form one replica: they read the same rows and
-know the same losses.
+Ranks that differ only in `pipeline`, `sequence` or `tensor` form one replica: they read the same rows.
 
 Invariant: ranks are numbered along `AXES`, the last axis fastest, so the ranks that communicate most are
 neighbours on one host. The first rank is in the last stage of the pipeline, which computes the losses.
@@ -43,7 +41,6 @@ class ShardGroup:
     """The ranks that all-reduce the gradients of one parameter.
 
     Attributes:
-        all: All of them.
         shards: Ranks with different shards of the state.
         replicas: Ranks with the same shard as this rank.
     """
@@ -58,16 +55,16 @@ class RankMesh:
     """One rank's coordinates and the collectives of its groups.
 
     Attributes:
-        world: All ranks, for decisions that all share: stop, skip a step, load a checkpoint.
-        data: Ranks that read different rows of one global batch. Losses and metrics are summed over them.
-        sizes: Number of ranks along each axis; the product is the number of all ranks.
+        world: All ranks, for common decisions such as stopping or skipping a step.
+        data: Ranks that read different rows of one global batch; losses and metrics are summed over them.
+        sizes: Number of ranks along each axis.
         coordinates: This rank's coordinate on each axis.
-        axes: Ranks that differ from this one on that axis only.
+        axes: For each axis, the ranks that differ from this one on that axis only.
         replica: Ranks of this rank's replica.
         gradients: Ranks that all-reduce the gradients of this rank's parameters, except experts.
-        expert_gradients: Ranks that all-reduce the gradients of this rank's experts.
+        expert_gradients: The same for this rank's experts.
         shard_group: How `sharding` shards this rank's parameters, except experts.
-        expert_shard_group: How `sharding` shards this rank's experts.
+        expert_shard_group: The same for this rank's experts.
         holders: Ranks that hold all weights together: a replica, and the ranks with other experts.
         is_first_replica: Whether this rank is among the first `holders`, whose weights a checkpoint takes.
     """
@@ -87,14 +84,10 @@ class RankMesh:
 
     @classmethod
     def of(cls, world: Collective, sizes: Mapping[str, int] | None = None) -> RankMesh:
-        """Makes the mesh. Runs on every rank.
-
-        Args:
-            sizes: Number of ranks along each axis, by default 1; None for data parallelism of all ranks.
+        """Makes the mesh; `sizes` of None means data parallelism. Runs on every rank.
 
         Raises:
-            ValueError: The product of the sizes is not the number of ranks, or the collective cannot be
-                split.
+            ValueError: The sizes do not fit the number of ranks, or the collective cannot be split.
         """
         full = {axis: (sizes or {}).get(axis, 1) for axis in AXES}
         if sizes is None:
@@ -126,7 +119,7 @@ class RankMesh:
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's shard of every global batch, from 0 to `data_size - 1`."""
+        """Index of this rank's shard of every global batch."""
         return self.data.rank
 
     @property
@@ -136,7 +129,7 @@ class RankMesh:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes the run's files and decides by its clock; exactly one rank does."""
+        """Whether this rank writes the run's files and decides by its clock."""
         return self.world.rank == 0
 
     @property
@@ -146,7 +139,7 @@ class RankMesh:
 
     @property
     def checkpoint_part(self) -> int | None:
-        """Number of the checkpoint part that this rank writes; None if it writes none."""
+        """Number of the checkpoint part that this rank writes, or None."""
         if self.num_checkpoint_parts == 1:
             return 0 if self.writes else None
         is_writer = self.is_first_replica and not self.coordinates["sequence"]
@@ -164,14 +157,14 @@ class RankMesh:
 
     @property
     def stage(self) -> int:
-        """This rank's stage of the pipeline: 0 gets the rows, and the last one has the losses."""
+        """This rank's stage of the pipeline: stage 0 gets the rows, the last one has the losses."""
         return self.sizes.get("pipeline", 1) - 1 - self.coordinates.get("pipeline", 0)
 
     @property
     def random_stream(self) -> int:
         """Number of this rank's random stream; it differs for other rows, tokens and blocks.
 
-        Ranks along 'tensor' share a stream, because dropout must agree on values that all of them have.
+        Ranks along 'tensor' share it, because dropout must agree on the values that all of them have.
         """
         num_stages = self.sizes.get("pipeline", 1)
         part = num_stages - 1 - self.stage + num_stages * self.coordinates.get("sequence", 0)
@@ -179,12 +172,11 @@ class RankMesh:
 
 
 def _coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
-    """Returns the coordinates of each rank, in rank order."""
     return [dict(zip(AXES, place, strict=True)) for place in product(*(range(sizes[a]) for a in AXES))]
 
 
 def group_ranks(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
-    """Returns the groups of ranks that differ on these axes only; every rank is in one of them."""
+    """Returns the groups of ranks that differ on these axes only."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, here in enumerate(_coordinates(sizes)):
         groups.setdefault(tuple(here[axis] for axis in AXES if axis not in axes), []).append(rank)
@@ -192,7 +184,7 @@ def group_ranks(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]
 
 
 def find_data_shard(sizes: Mapping[str, int], rank: int) -> tuple[int, int]:
-    """Returns the index of a rank's shard of a global batch, and the number of shards; makes no groups."""
+    """Returns the index of a rank's shard of a global batch, and the number of shards."""
     here = _coordinates(sizes)[rank]
     index, number = 0, 1
     for axis in ROWS:
@@ -201,8 +193,6 @@ def find_data_shard(sizes: Mapping[str, int], rank: int) -> tuple[int, int]:
 
 
 class _Groups:
-    """Makes each group of ranks once, however often it is used."""
-
     def __init__(self, world: Collective, sizes: Mapping[str, int]) -> None:
         self._world = world
         self._sizes = sizes

@@ -1,7 +1,7 @@
 """The whole optimizer state by parameter name, the same for any number of ranks.
 
-Tensors of a parameter's shape (momentum, second moments) are sharded; other values, such as a step count,
-belong to the whole parameter.
+Tensors of a parameter's shape are sharded; other values, such as a step count, belong to the whole
+parameter.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ OptimizerState = dict[str, dict[str, StateValue]]
 
 
 def parameter_names(module: nn.Module) -> dict[torch.Tensor, str]:
-    """Returns the first name of each parameter."""
     return {parameter: name for name, parameter in module.named_parameters()}
 
 
 def state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """Returns the state of an optimizer that holds the module's own parameters. Runs on every rank.
+    """Returns the state of an optimizer of the module's own parameters. Runs on every rank.
 
     Rank 0 gathers `DTensor` shards, one tensor at a time, on the CPU.
     """
@@ -41,7 +40,6 @@ def state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> Optimi
 
 
 def load_by_name(module: nn.Module, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Loads the result of `state_by_name` into an optimizer that holds the module's own parameters."""
     names = parameter_names(module)
     check_known(state, names.values())
     for group in optimizer.param_groups:
@@ -71,10 +69,7 @@ def place_value(value: StateValue, parameter: torch.Tensor, group: Mapping[str, 
 
 
 def gather_value(value: StateValue) -> StateValue:
-    """Returns a tensor's whole value on the first rank, this rank's shard elsewhere. Runs on every rank.
-
-    `full_tensor` would give every rank the whole tensor.
-    """
+    """Returns a whole tensor on the first rank, this rank's shard elsewhere. Runs on every rank."""
     if not isinstance(value, torch.Tensor):
         return value
     if not hasattr(value, "full_tensor"):
@@ -114,11 +109,7 @@ def shard_like(value: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def check_value(name: str, key: str, value: object) -> StateValue:
-    """Returns the value if it can be saved.
-
-    Raises:
-        ValueError: The value is neither a dense tensor nor a number, text or None.
-    """
+    """Returns the value; refuses values that cannot be saved."""
     is_plain = type(value) in (torch.Tensor, nn.Parameter) or hasattr(value, "full_tensor")
     if is_plain and getattr(value, "layout", None) is torch.strided:
         return value  # type: ignore[return-value]
@@ -131,11 +122,7 @@ def check_value(name: str, key: str, value: object) -> StateValue:
 
 
 def check_known(state: OptimizerState, names: Any) -> None:
-    """Refuses the state of another network.
-
-    Raises:
-        ValueError: The state names a parameter that the network does not have.
-    """
+    """Refuses the state of another network."""
     unknown = sorted(set(state) - set(names))
     if unknown:
         raise ValueError(

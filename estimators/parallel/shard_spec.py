@@ -24,8 +24,7 @@ class ShardSpec:
         dim: Sharded dimension.
         blocks: Number of equal blocks of the dimension, each sharded separately, such as the queries, keys
             and values that one layer computes.
-        grid: Ranks along the first and the second dimension of a matrix that is sharded along both, in row
-            order; `dim` and `blocks` are then unused.
+        grid: Ranks along both dimensions of a matrix that is sharded along both; replaces `dim` and `blocks`.
     """
 
     axis: str
@@ -48,11 +47,7 @@ class CheckpointShards:
     parts: tuple[int, ...]
 
     def check(self, name: str, shapes: Sequence[Sequence[int]]) -> None:
-        """Checks the shapes of the shards, one for each of `parts`.
-
-        Raises:
-            ValueError: The shards overlap, leave a hole, or do not follow the spec.
-        """
+        """Refuses shards that overlap, leave a hole, or do not follow the spec."""
         grid, size = self.cut.grid, len(self.parts)
         is_valid = self.cut.blocks >= 1 if grid is None else min(grid) >= 1 and math.prod(grid) == size
         try:
@@ -78,7 +73,6 @@ def copy_shard(whole: torch.Tensor, spec: ShardSpec, rank: int, size: int) -> to
 
 
 def shard_view(x: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
-    """Returns a view of a rank's shard of `x` along a dimension."""
     begin = sum(shard_length(x.shape[dim], before, size) for before in range(rank))
     return x.narrow(dim, begin, shard_length(x.shape[dim], rank, size))
 
@@ -91,7 +85,6 @@ def shard_parameter(whole: torch.Tensor, spec: ShardSpec, rank: int, size: int) 
 
 
 def shard_shape(whole: Sequence[int], spec: ShardSpec, rank: int, size: int) -> list[int]:
-    """Returns the shape of the shard at coordinate `rank`."""
     shape = list(whole)
     if spec.grid is not None and size > 1:
         at = divmod(rank, spec.grid[1])

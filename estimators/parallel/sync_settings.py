@@ -23,7 +23,6 @@ class SyncSettings:
         noise_scale: Whether `GradientSync.local_square` is computed in each step.
         seed: Seed of random compressors.
         timeout_seconds: Longest wait for a rank that takes no step.
-        device: Device of this rank.
         autocast: Makes the context of a forward pass.
     """
 

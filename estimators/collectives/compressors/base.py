@@ -1,8 +1,8 @@
 """The interface of a compressor: it sums the ranks' gradients in fewer bytes, and returns the error.
 
 Invariant: every rank gets bitwise the same `total`, and total + sum of the ranks' errors = sum of the
-inputs, up to rounding of the additions. With error feedback an error is added to the next step's gradient,
-so nothing is lost (Stich et al. 2018; Karimireddy et al. 2019).
+inputs, up to rounding. With error feedback an error is added to the next step's gradient, so nothing is lost
+(Stich et al. 2018; Karimireddy et al. 2019).
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class Compressor(ABC):
     seed; vectors have no inf or NaN.
 
     Attributes:
-        unbiased: Whether the mean of the total over the random choices is the sum of the inputs, where there
-            is no feedback.
+        unbiased: Whether the expected total is the sum of the inputs, if there is no feedback.
     """
 
     unbiased: ClassVar[bool] = False
@@ -51,7 +50,7 @@ class Compressor(ABC):
 
     @classmethod
     def helps(cls, shape: torch.Size, options: Any) -> bool:
-        """Whether a tensor of that shape takes fewer bytes compressed; others travel whole."""
+        """Whether a tensor of this shape takes fewer bytes compressed; others are sent whole."""
         return True
 
     @abstractmethod
@@ -72,7 +71,6 @@ class Compressor(ABC):
         return
 
     def _split(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """Returns 1-D views of the vector's tensors."""
         return list(torch.split(vector, self.sizes))
 
 

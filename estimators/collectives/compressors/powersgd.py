@@ -1,8 +1,7 @@
 """PowerSGD: low-rank approximations of gradients (Vogels et al. 2019).
 
 One step of the power method: every rank multiplies its gradient M (a, b) by Q (b, r), the sum P of the
-products is orthonormalized, and the sum of M^T P gives the new Q. P and Q are all-reduced: r (a + b) numbers
-instead of a * b. Q is kept for the next step, whose gradient has nearly the same directions.
+products is orthonormalized, and the sum of M^T P gives the new Q. Q is kept for the next step.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ class PowerSgdCompressor(Compressor):
 
 
 def _all_reduce(tensors: list[torch.Tensor], collective: Collective) -> list[torch.Tensor]:
-    """All-reduces the tensors in one message."""
     joined = collective.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
     parts = torch.split(joined, [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -12,7 +12,7 @@ from ringspark.estimators.collectives.compressors.sparse import all_reduce_spars
 
 
 class TopKCompressor(Compressor):
-    """The share of numbers that are largest in size, each with its place: 6 bytes.
+    """Sends the elements that are largest in size, each with its index: 6 bytes.
 
     Every rank gets the elements of all ranks, so the bytes grow with the number of ranks.
     """

@@ -1,10 +1,7 @@
 """Uncompressed sums within a host, compressed sums between hosts.
 
-Ranks of a host share memory, and compression costs more than it saves. So the ranks of a host sum their
-vectors, the host's first rank compresses the sum and sums it with other hosts' sums, and broadcasts the
-result within its host. The bytes on the network do not depend on the number of ranks per host.
-
-Invariant: only the first rank of each host has an error; other ranks have an error of 0.
+The ranks of a host sum their vectors, the host's first rank compresses the sum and sums it with other hosts'
+sums, and broadcasts the result within its host. Only the first rank of each host has an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """All-reduces codes that cannot be added: each rank decodes and sums one shard, and sends the sum as a code.
 
-Tang et al. 2021, "1-bit Adam". As in a ring, a rank sends codes of 2 (N - 1) / N of the vector, so the
-saving does not depend on the number of ranks. The second code's error belongs to the rank that made it.
+Tang et al. 2021, "1-bit Adam". As in a ring, a rank sends codes of 2 (N - 1) / N of the vector. The second
+code's error belongs to the rank that made it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ def all_reduce_codes(
     *,
     has_feedback: bool,
 ) -> Sent:
-    """Sums the ranks' vectors by their codes; each rank sums its shard in the vector's dtype.
-
-    Args:
-        has_feedback: Whether to return the error.
-    """
+    """Sums the ranks' vectors by their codes; each rank sums its shard in the vector's dtype."""
     size, dtype = collective.size, vector.dtype
     length = -(-len(vector) // size)
     padded = torch.nn.functional.pad(vector, (0, length * size - len(vector)))

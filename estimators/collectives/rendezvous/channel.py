@@ -2,8 +2,8 @@
 
 Both ends know the 32-byte secret of the run. Each sends a random number and an HMAC-SHA256 over both
 numbers, so recorded connections cannot be replayed. Only a fixed number of bytes is read from a peer before
-its proof. Both derive a key from the numbers, and every later message has an HMAC over a counter. So the
-connection ends if somebody changes, drops, repeats or inserts a message. Nothing is encrypted.
+its proof. Every later message has an HMAC over a counter, so the connection ends if somebody changes, drops,
+repeats or inserts a message. Nothing is encrypted.
 
     server: MAGIC, 32 random bytes
     client: 32 random bytes, rank (4 bytes), HMAC(secret, "client" + all so far)
@@ -49,11 +49,7 @@ class Marks:
         self._sent = self._heard = 0
 
     def seal(self, payload: bytes) -> bytes:
-        """Returns the frame of the next message to send.
-
-        Raises:
-            ValueError: The message is longer than `MAX_FRAME_BYTES`.
-        """
+        """Returns the frame of the next message to send; refuses more than `MAX_FRAME_BYTES`."""
         if len(payload) > MAX_FRAME_BYTES:
             raise ValueError(f"a message may have {MAX_FRAME_BYTES} bytes, got {len(payload)}")
         length = struct.pack("!I", len(payload))
@@ -99,21 +95,9 @@ class Channel:
         self._marks = marks
 
     def send(self, payload: bytes) -> None:
-        """Sends one message.
-
-        Raises:
-            OSError: The connection is gone.
-            ValueError: The message is longer than `MAX_FRAME_BYTES`.
-        """
         self._connection.sendall(self._marks.seal(payload))
 
     def receive(self) -> bytes:
-        """Returns the next message.
-
-        Raises:
-            ChannelError: No member sent the message.
-            OSError: The connection is gone.
-        """
         length = read_exactly(self._connection, LENGTH_BYTES)
         return self._marks.open(length, read_exactly(self._connection, rest_bytes(length)))
 
@@ -124,10 +108,7 @@ def make_hello() -> bytes:
 
 
 def check_answer(secret: bytes, hello: bytes, answer: bytes) -> tuple[bytes, Marks, int]:
-    """Checks the proof of a client.
-
-    Args:
-        answer: The `ANSWER_BYTES` that the client sent after `hello`.
+    """Checks the `ANSWER_BYTES` that a client sent after `hello`.
 
     Returns:
         The server's proof for the client, the `Marks` for later messages, and the client's rank.
@@ -168,8 +149,7 @@ def prove_as_client(
         seconds: Time limit. It includes the time in the queue of a server that is busy with other clients.
 
     Raises:
-        ChannelError: The server does not know the secret.
-        OSError: The connection was closed, or nothing came in time.
+        OSError: The connection was closed, nothing came in time, or the server does not know the secret.
     """
     deadline = time.monotonic() + seconds
     hello = read_exactly(connection, len(MAGIC) + NONCE_BYTES, deadline)
@@ -188,9 +168,7 @@ def prove_as_client(
 def read_exactly(connection: socket.socket, num_bytes: int, deadline: float | None = None) -> bytes:
     """Reads exactly `num_bytes`; raises ConnectionError at an early end, TimeoutError after the deadline.
 
-    Args:
-        deadline: Time on the clock of `time.monotonic()`. It is for all bytes together, so a peer that
-            sends a byte now and then gets no more time.
+    The deadline, by `time.monotonic()`, is for all bytes together: a slow peer gets no more time.
     """
     chunks, missing = [], num_bytes
     while missing:

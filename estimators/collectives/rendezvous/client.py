@@ -88,7 +88,6 @@ class RendezvousClient:
         return self._ask(b"swap", self._name(key), expected, desired)[0] or b""
 
     def delete(self, key: str) -> bool:
-        """Deletes the key; returns whether it existed."""
         return self._ask(b"delete", self._name(key))[0] is not None
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
@@ -100,11 +99,7 @@ class RendezvousClient:
         )
 
     def meet(self, name: str, timeout_seconds: float) -> None:
-        """Returns once every rank has called it with this name.
-
-        Raises:
-            CollectiveError: Some ranks have not called it in time; the message names them.
-        """
+        """Returns once every rank has called it with this name; an error names the missing ranks."""
         self.gather(name, b"", timeout_seconds)
 
     def gather(self, name: str, value: bytes, timeout_seconds: float) -> list[bytes]:
@@ -143,11 +138,7 @@ class RendezvousClient:
                 return answer
 
     def _ask(self, *parts: bytes) -> tuple[bytes | None, bytes]:
-        """Sends a request.
-
-        Returns:
-            (value, b""), or (None, the server's explanation) if it has no value.
-        """
+        """Sends a request; returns (value, b""), or (None, the server's explanation) if it has no value."""
         try:
             answer = self._requests.ask(*parts)
         except OSError as error:
@@ -168,7 +159,6 @@ class _Requests:
         self._is_reading = False
 
     def ask(self, *parts: bytes) -> bytes:
-        """Sends a request and returns its answer."""
         with self._changed:
             number = (next(self._numbers) % 2**32).to_bytes(NUMBER_BYTES, "big")
             self._channel.send(number + pack(*parts))

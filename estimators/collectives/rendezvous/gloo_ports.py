@@ -1,11 +1,9 @@
 """Keeps strangers from the ports that Gloo opens while the ranks connect.
 
-Gloo accepts the first connection as the peer that it waits for, without a check. But its sockets belong to
-this process, and on Linux a filter can see each packet of a socket first. So before a rank publishes its
-address, a filter drops packets from hosts of non-members. When all ranks have connected, it drops all
-packets. Established connections have their own sockets.
-
-One gap remains: processes on the members' hosts can connect in the milliseconds in which the ranks do.
+Gloo accepts the first connection as the peer that it waits for, without a check. On Linux a filter can see
+each packet of a socket first. So before a rank publishes its address, a filter drops packets from hosts of
+non-members. When all ranks have connected, it drops all packets; established connections have their own
+sockets. Processes on the members' hosts can still connect in the milliseconds in which the ranks do.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ class PortGuard:
         self._guarded |= new
 
     def shut(self) -> None:
-        """Closes the ports; call it when all ranks are connected."""
         own_sockets.admit_only(own_sockets.listening().keys() - self._before, [])
 
 

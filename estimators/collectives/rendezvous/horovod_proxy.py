@@ -2,7 +2,7 @@
 
 Horovod's C++ client uses HTTP without authentication. So each rank opens this proxy for its own process, only
 while `hvd.init` runs. Before the proxy reads from a connection, it checks that a socket of this process made
-the connection; requests go over the rank's authenticated connection.
+the connection.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ _HOST = "127.0.0.1"
 
 
 class HorovodProxy(ThreadingTCPServer):
-    """A context in which `address` and `port` answer Horovod's client in this process.
-
-    Args:
-        client: The rank's connection to the rendezvous, which gets the requests.
-        addresses: Addresses of the members' hosts, see `PortGuard`.
-    """
+    """A context in which `address` and `port` answer Horovod's client in this process."""
 
     daemon_threads = True
     # A thread may still wait for a key.
@@ -91,5 +86,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Does nothing, to keep requests off the console."""
+    def log_message(self, format: str, *args: Any) -> None: ...

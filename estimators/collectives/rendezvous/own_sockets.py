@@ -41,11 +41,7 @@ def _sockets() -> Iterator[socket.socket]:
 
 
 def allow_sockets(num_ranks: int) -> None:
-    """Raises this process's limit of open files if a gang needs more.
-
-    Raises:
-        ValueError: The system does not allow one connection per rank.
-    """
+    """Raises this process's limit of open files if a gang needs more."""
     needed = _SOCKETS_PER_RANK * num_ranks + _OTHER_FILES
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY not in (limit, most) and most <= num_ranks:
@@ -81,8 +77,7 @@ def admit_only(inodes: Collection[int], addresses: Collection[str]) -> None:
     """Lets only these addresses connect to the listening sockets `inodes`; no addresses reject everybody.
 
     A filter drops all other packets; accepted connections are not affected. Closing the sockets instead
-    would make the library's thread, which waits for events on them, fail or spin. Does nothing except on
-    Linux.
+    would make the library's thread, which waits for events on them, fail or spin. Works on Linux only.
     """
     if not sys.platform.startswith("linux"):
         return

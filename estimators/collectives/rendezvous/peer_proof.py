@@ -1,8 +1,8 @@
 """Proves that the libraries' data connections lead to members of the run.
 
 Gloo accepts the first connection to its port without a check. So each rank first sends every other rank an
-HMAC-SHA256 over a random number of this gang and the two ranks, through the library itself; strangers cannot
-compute it. Later messages are not authenticated: whoever can change packets can change gradients.
+HMAC-SHA256 over a random number of this gang and the two ranks, through the library itself. Later messages
+are not authenticated: whoever can change packets can change gradients.
 """
 
 from __future__ import annotations
@@ -38,14 +38,7 @@ def proofs_for(member: Member, nonce: bytes, secret: bytes) -> bytes:
 
 
 def check_proofs(member: Member, nonce: bytes, secret: bytes, received: bytes) -> None:
-    """Checks the proofs of all ranks.
-
-    Args:
-        received: `PROOF_BYTES` from each rank, in rank order.
-
-    Raises:
-        CollectiveError: A connection leads to a stranger; the message names the expected rank.
-    """
+    """Checks the proofs of all ranks, `PROOF_BYTES` from each rank; an error names the expected rank."""
     for other in range(member.size):
         proof = received[PROOF_BYTES * other : PROOF_BYTES * (other + 1)]
         if not hmac.compare_digest(proof, _proof(other, member.rank, nonce, secret)):

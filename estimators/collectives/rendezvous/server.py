@@ -5,10 +5,8 @@ addresses of the ranks. Here a peer proves that it knows the run's secret before
 it (see `channel`). The server binds to the member's own address, and closes its port once every rank has
 connected.
 
-One thread serves all connections. The cost of a request does not grow with the gang, because a waiting rank
-is woken once, by its event. If there is no room, new connections wait in the system's queue.
-
-Messages are packed byte strings (see `pack`); nothing is unpickled.
+One thread serves all connections, and a waiting rank is woken once, by its event. Messages are packed byte
+strings (see `pack`); nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -60,10 +58,9 @@ _NUM_PORTS = 8
 
 
 def meeting_ports(secret: bytes) -> list[int]:
-    """Returns the ports that the ranks of one host try without a known port.
+    """Returns the ports that the ranks of one host try without a known port; rank 0 takes the first free one.
 
-    Every rank derives them from the secret, which is new for each start of the gang. Rank 0 takes the first
-    free port.
+    Every rank derives them from the secret, which is new for each start of the gang.
     """
     digest = hmac.new(secret, b"ports", hashlib.sha256).digest()
     return [_PORTS[number % len(_PORTS)] for number in struct.unpack(f"!{_NUM_PORTS}I", digest)]
@@ -75,11 +72,7 @@ def pack(*parts: bytes) -> bytes:
 
 
 def unpack(message: bytes) -> list[bytes]:
-    """Returns the byte strings that `pack` joined.
-
-    Raises:
-        ValueError: The message was not made by `pack`.
-    """
+    """Returns the byte strings that `pack` joined; refuses other messages."""
     parts, at = [], 0
     while at < len(message):
         if at + 4 > len(message):
@@ -106,14 +99,7 @@ class KeyValues:
         self._missing: dict[bytes, set[int]] = {}
 
     def answer(self, message: bytes, reply: Reply) -> None:
-        """Runs one request; calls `reply` once, now or later.
-
-        Args:
-            message: Name and arguments of the request, joined by `pack`.
-
-        Raises:
-            ValueError: The message is not a request.
-        """
+        """Runs one request, joined by `pack`; calls `reply` once, now or later."""
         name, *args = unpack(message) or [b""]
         known = {b"set": 2, b"get": 2, b"wait": 2, b"meet": 5, b"add": 2, b"swap": 3, b"delete": 1}
         if known.get(name) != len(args):
@@ -224,7 +210,6 @@ class _Peer:
         self._send(self._hello)
 
     def end(self) -> None:
-        """Ends the connection."""
         if self._connection.fileno() < 0:
             return
         self._server.forget(self)
@@ -295,7 +280,6 @@ class RendezvousServer:
 
     Args:
         host: Address to bind to, of the member that opens the rendezvous.
-        size: Number of ranks in the gang.
         secret: Secret of the run.
         ports: Ports to try, in order; 0 lets the host choose.
     """
@@ -318,7 +302,6 @@ class RendezvousServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends all connections and frees the port."""
         # At a second call the loop is closed already.
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -337,7 +320,6 @@ class RendezvousServer:
             self.loop.add_reader(self._listener, self._accept)
 
     def _pause(self) -> None:
-        """Stops accepting connections for `_PAUSE_SECONDS`; new ones wait in the system's queue."""
         self.loop.remove_reader(self._listener)
         self.loop.call_later(_PAUSE_SECONDS, self._listen)
 
@@ -369,11 +351,7 @@ class RendezvousServer:
         self._unproved[peer] = self.loop.call_later(HANDSHAKE_SECONDS, peer.end)
 
     def admit(self, peer: _Peer, rank: int, address: str) -> None:
-        """Registers a peer that has proved to know the secret as the rank that it claims.
-
-        Raises:
-            ValueError: There is no such rank, or it is connected already.
-        """
+        """Registers a peer that has proved to know the secret as the rank that it claims."""
         self.forget(peer)
         if rank >= self._size or rank in self._members:
             raise ValueError(f"rank {rank} of {self._size} is connected already, or does not exist")
@@ -383,13 +361,11 @@ class RendezvousServer:
             self._close_port()
 
     def forget(self, peer: _Peer) -> None:
-        """Removes a peer from the peers without a proof, and stops its timer."""
         if deadline := self._unproved.pop(peer, None):
             deadline.cancel()
 
 
 def _listener(host: str, ports: Sequence[int]) -> socket.socket:
-    """Returns a socket that is bound to the first free port."""
     family, *_, (address, _, *scope) = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     for port in ports:
         listener = socket.socket(family, socket.SOCK_STREAM)

@@ -30,7 +30,6 @@ class MemberStore(Store):
         self._client.set(key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        """Waits for the key, as torch's stores do."""
         value = self._client.get(key, self._seconds)
         if value is None:
             raise _no_keys([key], self._seconds)

@@ -1,8 +1,8 @@
 """Gradient compression with error feedback.
 
-Large matrices are compressed; biases and other small tensors are all-reduced whole, in one message per dtype.
-The part that a compressor does not send is the rank's residual, and is added to the next step's gradient.
-Residuals have no loss scale, because fp16's loss scale changes from step to step.
+Large matrices are compressed; small tensors are all-reduced whole. The values that a compressor does not send
+are the rank's residual, and are added to the next step's gradient. Residuals have no loss scale, because
+fp16's loss scale changes.
 
 Invariants: the sum of the ranks' residuals changes only by the values not sent. Residuals are updated after
 all ranks know that all sums of the step are finite, so they never hold inf or NaN, and a skipped step does
@@ -37,11 +37,7 @@ _DTYPES = (torch.float32, torch.float64)
 def compressed_parameters(
     trained: Mapping[str, nn.Parameter], compression: Compression
 ) -> dict[str, nn.Parameter]:
-    """Returns the parameters whose gradients are compressed.
-
-    Args:
-        compression: Options of a compressor.
-    """
+    """Returns the parameters whose gradients are compressed."""
     kind = COMPRESSORS[compression.NAME]
     return {
         name: p
@@ -66,8 +62,10 @@ class CompressedGradients:
 
 
 class CompressedAllReduce(GradientSync):
-    """Sums gradients by a compressor. A single rank sends nothing, but its first step adds the residuals of
-    the larger gang whose training it resumes."""
+    """Sums gradients by a compressor.
+
+    A single rank sends nothing, but its first step adds the residuals of the gang whose training it resumes.
+    """
 
     def __init__(
         self,
@@ -131,7 +129,6 @@ class CompressedAllReduce(GradientSync):
             group.give(had, sent.total)
 
     def _are_others_finite(self) -> bool:
-        """Whether the uncompressed sums are finite; they are equal on all ranks."""
         if not self._groups:
             return True
         sums = [bucket.buffer for bucket in self._small]
@@ -204,7 +201,6 @@ class _Group:
     """The compressed gradients of one dtype, end to end.
 
     Attributes:
-        parameters: The parameters in the same order.
         residual: Values that this rank has not sent yet, (elements,); zeros without feedback.
         had: 1 for each parameter with a gradient on this rank, else 0.
         is_bad: Whether a gradient, or its sum with the residual, is not finite.
@@ -227,11 +223,7 @@ class _Group:
         return [view_like(p, piece) for p, piece in zip(self.parameters, pieces, strict=True)]
 
     def take(self, scale: float) -> None:
-        """Moves this rank's gradients into the vector and adds the residual.
-
-        Args:
-            scale: Loss scale of the gradients; the residual has none.
-        """
+        """Moves this rank's gradients, multiplied by `scale`, into the vector and adds the residual."""
         self._vector.zero_()
         for number, (name, parameter) in enumerate(zip(self._names, self.parameters, strict=True)):
             gradient, parameter.grad = parameter.grad, None
@@ -247,12 +239,7 @@ class _Group:
         self.give(had, torch.full_like(self._vector, torch.nan))
 
     def exchange(self, had: Sequence[int], send: Send) -> Sent:
-        """Sums the vectors over the ranks.
-
-        Args:
-            had: Number of ranks that had a gradient, for each parameter.
-            send: Sums a vector over the ranks.
-        """
+        """Sums the vectors by `send`; `had` counts the ranks that had a gradient, for each parameter."""
         for number, count in enumerate(had):
             if not count:
                 self._views[number].zero_()
@@ -270,7 +257,6 @@ class _Group:
             view.copy_(values)
 
     def give(self, had: Sequence[int], total: torch.Tensor) -> None:
-        """Sets the parameters' gradients to the sums, or None if no rank had one."""
         for parameter, view, count in zip(self.parameters, self._views_of(total), had, strict=True):
             parameter.grad = view if count else None
 

@@ -1,10 +1,9 @@
-"""Synchronizes gradients of a network whose experts are spread over ranks that read different rows.
+"""Synchronizes the gradients of experts that are spread over ranks, which read different rows.
 
-A rank's experts compute tokens of all ranks on the axis `expert`. So their gradients are all-reduced over the
-ranks that have the same experts, and all other gradients over all ranks.
+Experts' gradients are all-reduced over the ranks with the same experts, other gradients over all ranks.
 
-Invariant: every rank runs as many passes as there may be micro-batches, if need be without rows: its experts
-compute the other ranks' tokens, forward and backward.
+Invariant: every rank runs as many passes as there may be micro-batches, if need be without rows, because its
+experts compute the other ranks' tokens.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """All-reduces gradients: in one message for a small network, in buckets for a large one.
 
-The latency of a message dominates for a small network, so its gradients travel in one buffer after the step's
-last backward pass. A bucket of a large network travels when it is complete, while earlier layers still
-compute (Li et al. 2020, "PyTorch Distributed"). Ranks that share memory start after the backward pass,
-because sending needs the same cores. So the limit between small and large is lower over a network.
+A bucket is sent when it is complete, while earlier layers still compute (Li et al. 2020, "PyTorch
+Distributed"). For a small network the latency of a message dominates. Ranks that share memory start after the
+backward pass, because sending needs the same cores.
 
 Invariant: every rank sends every bucket once per step, in the same order, whatever rows it has and whichever
-parameters they use. Buckets that are incomplete in the backward pass are sent after it.
+parameters they use.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ class GradientAllReduce(GradientSync):
 
         Args:
             over: Returns the collective of a parameter, by its name; None uses `collective` for all.
-            bucket_bytes: Bytes at which a bucket is full; None for one message after the backward pass;
-                "chosen" calls `choose_bucket_bytes`.
+            bucket_bytes: Bytes at which a bucket is full; None for one message after the backward pass.
             measures_local: Whether to compute `local_square`.
         """
         super().__init__(module, optimizer)
@@ -137,7 +135,6 @@ class GradientAllReduce(GradientSync):
             self._send()
 
     def _send(self) -> None:
-        """Starts the all-reduce of the next bucket."""
         number = len(self._in_flight)
         bucket = self._buckets[number]
         bucket.take()

@@ -22,7 +22,6 @@ class GradientBucket:
     `.grad` is a view of the buffer, so it is the same memory in every step.
 
     Attributes:
-        parameters: The parameters, in the order of their gradients.
         buffer: Elements of all gradients and the counts, 1-D; it keeps its memory.
         awaited: Indices of parameters whose gradients are not complete in this step's backward pass.
     """
@@ -39,16 +38,11 @@ class GradientBucket:
         self.await_all()
 
     def await_all(self) -> None:
-        """Awaits all gradients, at the start of a step."""
         self.awaited = set(range(len(self.parameters)))
 
     @torch.no_grad()
     def take(self) -> None:
-        """Moves this rank's gradients into the buffer; a missing gradient becomes zeros.
-
-        Raises:
-            ValueError: A gradient is sparse.
-        """
+        """Moves this rank's gradients into the buffer; a missing gradient becomes zeros."""
         gradients = [p.grad for p in self.parameters]
         for name, gradient in zip(self._names, gradients, strict=True):
             if gradient is not None:
@@ -70,7 +64,6 @@ class GradientBucket:
 
     @torch.no_grad()
     def square(self) -> torch.Tensor:
-        """Returns the squared 2-norm of the gradients in the buffer."""
         gradients = self.buffer[: -len(self.parameters)]
         norm: torch.Tensor = torch.linalg.vector_norm(gradients, dtype=norm_dtype(gradients))
         return norm.square()
@@ -90,7 +83,7 @@ class GradientBucket:
 
 
 def norm_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Returns the dtype for sums of squares: fp64 if the device has it, because long sums lose digits."""
+    """Returns fp64 if the device has it, because long sums of squares lose digits."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
@@ -113,7 +106,6 @@ def split_into_buckets(
     """Splits parameters into buckets, in reverse order, which is about the order of a backward pass.
 
     Args:
-        named: Parameters by name, in the order of the layers.
         num_bytes: Bytes at which a bucket is full; None for one bucket per dtype.
     """
     full: list[dict[str, nn.Parameter]] = []

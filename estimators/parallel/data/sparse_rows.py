@@ -1,8 +1,4 @@
-"""Sums sparse gradients of embeddings: only rows are sent, not whole tables.
-
-It serves layers made with `sparse=True`. Each rank sends the rows that its batch used, with their indices, to
-all ranks.
-"""
+"""Sums sparse gradients of embeddings (`sparse=True`): each rank sends the rows that its batch used."""
 
 from __future__ import annotations
 
@@ -30,8 +26,6 @@ def sparse_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class SparseRows:
-    """The tables of one rank's network. `sum` runs on every rank."""
-
     def __init__(
         self, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, collective: Collective
     ) -> None:
@@ -42,7 +36,7 @@ class SparseRows:
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Replaces the gradients by their sums over the ranks; None if no rank had one."""
+        """Replaces the gradients by their sums, or None if no rank had one. Runs on every rank."""
         if not self._parameters:
             return
         own = [_rows_of(parameter) for parameter in self._parameters]
@@ -57,7 +51,6 @@ class SparseRows:
 
     @torch.no_grad()
     def are_finite(self) -> bool:
-        """Whether all sums are finite; they are equal on all ranks."""
         values = dense_values([p.grad for p in self._parameters if p.grad is not None])
         return all(bool(torch.isfinite(v).all()) for v in values)
 

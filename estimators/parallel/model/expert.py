@@ -1,12 +1,11 @@
 """Expert parallelism: each rank has some of the experts, and computes them for the rows of all ranks.
 
 Lepikhin et al. 2020, "GShard": ranks along the axis `expert` read different rows and route their own tokens.
-An all-to-all sends each token to the rank of its expert, and another one returns it. The router and all
-other layers are replicated.
+An all-to-all sends each token to the rank of its expert, and another one returns it.
 
 Tokens are assigned to experts within a row (`models.experts.routing`), so assignments and drops do not
 depend on the number of ranks. Invariant: every rank runs the same mixtures in the same order, equally often,
-forward, backward and in recomputation; a rank without rows runs them with empty tensors.
+forward, backward and in recomputation, if need be with empty tensors.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ _CUT = ShardSpec(AXIS, 0)
 
 
 class ExpertAllToAll:
-    """Computes rows by experts on all ranks of a collective."""
-
     def __init__(self, num_experts: int, collective: Collective) -> None:
         self._collective = collective
         self._lengths = [shard_length(num_experts, rank, collective.size) for rank in range(collective.size)]
@@ -75,10 +72,6 @@ class ExpertAllToAll:
 def shard_experts(module: nn.Module, collective: Collective) -> dict[str, ShardSpec]:
     """Leaves this rank's experts of each mixture, in place; returns the sharded parameters by name.
 
-    Args:
-        module: The whole network, with equal weights on all ranks.
-        collective: The ranks along the axis `expert`.
-
     Raises:
         ValueError: There is no mixture, or a mixture has fewer experts than ranks.
     """
@@ -109,7 +102,6 @@ def shard_experts(module: nn.Module, collective: Collective) -> dict[str, ShardS
 
 
 def expert_names(module: nn.Module) -> frozenset[str]:
-    """Returns the names of the experts' parameters."""
     return frozenset(
         f"{name}.{key}" if name else key
         for name, layer in module.named_modules()

@@ -1,8 +1,6 @@
 """A fake collective for one rank without peers, which works on tensors without values.
 
-The planner runs a rank's shard of a network on such tensors. Each operation returns a tensor with the shape
-and dtype of the real result, and is recorded. So the planner counts messages and bytes of the code that
-trains.
+The planner runs a rank's shard of a network with it, and counts its messages and bytes.
 """
 
 from __future__ import annotations
@@ -29,11 +27,7 @@ class Message(NamedTuple):
 
 
 class FakeCollective:
-    """The fake collective of one rank.
-
-    Attributes:
-        messages: Recorded operations.
-    """
+    """Returns tensors with the shapes and dtypes of the real results, and records each operation."""
 
     name = "fake"
 

@@ -37,8 +37,6 @@ from ringspark.models.module_hooks import find_hook, has_gradient_hook
 
 
 class _LastRank(NamedTuple):
-    """The last rank of an axis, which has the smallest shards, as a collective without operations."""
-
     rank: int
     size: int
 
@@ -48,15 +46,11 @@ def _last_rank(size: int) -> Any:
 
 
 def check_shardable(module: nn.Module, sizes: Mapping[str, int], options: Mesh) -> None:
-    """Refuses, on the driver, a network that cannot be cut so.
+    """Refuses, on the driver, a network that the mesh cannot shard; changes `module`.
 
     Args:
-        module: The whole network, or a meta-device module; it is changed.
+        module: The whole network, or a meta-device module.
         sizes: Number of ranks along each axis.
-        options: The setting `parallelism`.
-
-    Raises:
-        ValueError: The mesh cannot shard the network.
     """
     _check_hooks(module, sizes, options)
     if sizes["tensor"] > 1:
@@ -98,7 +92,6 @@ def shard_network(
 
     Args:
         module: The whole network, with equal weights on all ranks.
-        options: The setting `parallelism`.
         num_micro: Micro-batches per step.
         sample: Arguments of one micro-batch, to measure the cost of layers.
 
@@ -143,11 +136,7 @@ def shard_network(
 
 
 def _check_hooks(module: nn.Module, sizes: Mapping[str, int], options: Mesh) -> None:
-    """Refuses hooks that a pipeline would not run, or would run once per stage.
-
-    Raises:
-        ValueError: The network has such a hook.
-    """
+    """Refuses hooks that a pipeline would not run, or would run once per stage."""
     if sizes["pipeline"] == 1:
         return
     name = type(module).__name__
@@ -174,7 +163,6 @@ def find_partial_gradients(module: nn.Module) -> PartialGradients | None:
 
 
 def _tied_names(module: nn.Module) -> dict[str, str]:
-    """Returns further name -> first name of tied parameters."""
     firsts = {parameter: name for name, parameter in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {name: firsts[parameter] for name, parameter in every if firsts[parameter] != name}

@@ -2,14 +2,12 @@
 
 Rajbhandari et al. 2020; Zhao et al. 2023, "PyTorch FSDP". Each block of the network's longest chain is a
 unit; the rest of the network is one more unit. A unit's weights are all-gathered when it runs, forward and
-backward, and freed afterwards; its gradients are reduce-scattered.
+backward, and freed afterwards; its gradients are reduce-scattered. With an axis `shard` in the mesh (hybrid
+sharding), weights are sent only among the ranks of `shard`, and ranks along `data` all-reduce gradients.
 
 Invariant: every rank runs the same units in the same order, as often as there may be micro-batches. A rank
-without rows runs one row of zeros and drops its gradients. The gradient of an unused parameter counts as
-zeros. A network must not skip a block of the chain on some ranks only.
-
-With an axis `shard` in the mesh (hybrid sharding), weights travel only among the ranks of `shard`, and ranks
-along `data` all-reduce the shards of the gradients. The shards of `tensor` are sharded like a whole network.
+without rows runs one row of zeros and drops its gradients. A network must not skip a block of the chain on
+some ranks only.
 """
 
 from __future__ import annotations
@@ -89,11 +87,7 @@ def _device_mesh(mesh: RankMesh, device: torch.device) -> Any:
 
 
 def shard_units(module: nn.Module, device_mesh: Any) -> list[nn.Module]:
-    """Shards the module's parameters, in place; returns the units, the module itself last.
-
-    Raises:
-        ValueError: This torch version or a parameter does not allow it.
-    """
+    """Shards the module's parameters, in place; returns the units, the module itself last."""
     try:
         from torch.distributed.fsdp import FSDPModule, fully_shard
     except ImportError:
@@ -149,7 +143,6 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:
-    """Counts the modules that hold each parameter as their own."""
     return Counter(parameter for owner in module.modules() for parameter in owner.parameters(recurse=False))
 
 
@@ -198,7 +191,6 @@ class FsdpSync(GradientSync):
     def _on_forward(
         self, own: list[tuple[nn.Module, str, str]], is_root: bool, module: nn.Module, inputs: object
     ) -> None:
-        """Hooks the gradients of a unit's gathered parameters, and counts the bytes sent."""
         whole = []
         for owner, attribute, name in own:
             parameter = owner._parameters[attribute]

@@ -1,7 +1,6 @@
 """Gathers and loads the whole optimizer state of a sharded training, by parameter name.
 
-Rank 0 receives one tensor at a time and ends with the whole state on the CPU; other ranks only hold their
-shards.
+Rank 0 receives one tensor at a time, on the CPU.
 """
 
 from __future__ import annotations
@@ -72,7 +71,6 @@ def _gather_tensor(
     owners: list[ParameterSlice],
     collective: Collective,
 ) -> torch.Tensor | None:
-    """Returns the whole tensor on rank 0, None elsewhere."""
     dtype: torch.dtype = getattr(torch, entry["dtype"])
     elements = [0] * collective.size
     if entry["shape"] is None:

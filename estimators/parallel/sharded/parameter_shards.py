@@ -1,7 +1,6 @@
 """The slices of a network's parameters that one rank steps.
 
-Invariant: a slice shares the parameter's memory. So a step on slices is a step on the network, and received
-slices are written directly into the network.
+Invariant: a slice shares the parameter's memory, so a step on slices is a step on the network.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ class ShardedParameters:
 
     Attributes:
         names: Names of the parameters; `parameters` and all indices follow this order.
-        collective: The ranks.
         strides: Strides of each parameter when it was sharded; optimizer state and gradients keep them.
         held: The optimizer's tensor for each slice of this rank.
     """
@@ -108,8 +106,7 @@ class ShardedParameters:
     def follow_memory(self) -> None:
         """Points the slices to the present memory of their parameters.
 
-        For example, a recurrent layer's `flatten_parameters()` moves parameters. A step on a slice of the old
-        memory would be lost.
+        For example, a recurrent layer's `flatten_parameters()` moves parameters.
         """
         if not self.is_even:
             return
@@ -133,11 +130,7 @@ class ShardedParameters:
         return [piece for slices in self._slices for piece in slices if piece.index == index]
 
     def flat_gradients(self, bucket: int) -> tuple[torch.Tensor, list[int]]:
-        """Moves a bucket's gradients into one tensor; a gradient of None counts as zeros.
-
-        Returns:
-            The tensor with its padding, and the indices of the parameters that had a gradient.
-        """
+        """Moves a bucket's gradients into one tensor; returns it and the parameters that had one."""
         slots, present = self.buckets[bucket].slots, []
         like = self.parameters[slots[0].index]
         buffer = torch.zeros(self.buckets[bucket].num_elements, dtype=like.dtype, device=like.device)
@@ -190,7 +183,6 @@ def flatten_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def view_at(buffer: torch.Tensor, start: int, shape: torch.Size, strides: tuple[int, ...]) -> torch.Tensor:
-    """Returns a view of a flat buffer that begins at `start`."""
     return buffer.as_strided(shape, strides, buffer.storage_offset() + start)
 
 
@@ -261,11 +253,7 @@ def hide_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, sync: Sync) -> None:
-    """Refuses an optimizer that needs whole parameters, because each server holds parts of them.
-
-    Raises:
-        ValueError: It needs whole parameters.
-    """
+    """Refuses an optimizer that needs whole parameters, because each server holds parts of them."""
     if not is_elementwise(optimizer):
         raise ValueError(
             f"sync={sync!r} shards parameters anywhere, and optimizer "

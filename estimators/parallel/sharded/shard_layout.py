@@ -1,11 +1,8 @@
 """Assigns the elements of a network's parameters to ranks, by the same arithmetic on every rank.
 
 Parameters lie in buckets in reverse order of registration, which is about the order in which the backward
-pass finishes their gradients. Each rank holds one range of each bucket.
-
-Invariant: every element belongs to exactly one rank and one bucket. An even layout splits parameters, so all
-ranks hold the same number of elements; a whole layout assigns each parameter to one rank and balances the
-ranks.
+pass finishes their gradients. Each rank holds one range of each bucket; every element belongs to exactly one
+rank and one bucket.
 """
 
 from __future__ import annotations
@@ -70,7 +67,7 @@ class Bucket:
 
 
 def even_layout(members: Sequence[Sequence[int]], sizes: Sequence[int], num_ranks: int) -> list[Bucket]:
-    """Makes buckets with an equal number of elements on every rank.
+    """Makes buckets with an equal number of elements on every rank, which may split parameters.
 
     Args:
         members: Indices of each bucket's parameters, from `fill_buckets`.
@@ -85,7 +82,7 @@ def even_layout(members: Sequence[Sequence[int]], sizes: Sequence[int], num_rank
 
 
 def whole_layout(members: Sequence[Sequence[int]], sizes: Sequence[int], num_ranks: int) -> list[Bucket]:
-    """Makes buckets in which each parameter belongs to one rank; its arguments are those for `even_layout`.
+    """Makes buckets in which each parameter belongs to one rank; its arguments are those of `even_layout`.
 
     Assigns the largest parameter first, each to the rank with the fewest elements (Graham 1969: at most 4/3
     of the best balance).
@@ -106,15 +103,12 @@ def whole_layout(members: Sequence[Sequence[int]], sizes: Sequence[int], num_ran
 def fill_buckets(
     sizes: Sequence[int], kinds: Sequence[object], max_elements: Sequence[int]
 ) -> list[list[int]]:
-    """Assigns parameters to buckets, in order.
+    """Assigns parameters to buckets, in order; returns the indices of each bucket's parameters.
 
     Args:
         sizes: Number of elements of each parameter.
         kinds: Properties that the parameters of one bucket share, such as dtype and device.
         max_elements: Largest bucket of each parameter's kind; a larger parameter gets its own bucket.
-
-    Returns:
-        The indices of each bucket's parameters.
     """
     buckets: list[list[int]] = []
     growing: dict[object, tuple[list[int], int]] = {}

@@ -2,21 +2,17 @@
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". A
 reduce-scatter gives each rank the sum of its shard of the gradients, the rank steps its shard, and an
-all-gather sends the new weights to all ranks. This sends as many bytes as an all-reduce.
+all-gather sends the new weights to all ranks.
 
-Stage 1 communicates after the step's last backward pass, so all gradients are in memory until then. In stage
-2, buckets are sent during the backward pass of each micro-batch. So a rank never holds more than its shard
-and about two buckets, but the bytes sent grow with the number of micro-batches.
+Stage 1 communicates after the step's last backward pass. In stage 2, buckets are sent during the backward
+pass of each micro-batch, so a rank never holds more than its shard and about two buckets.
 
 With an axis `shard` in the mesh, only its ranks have different shards. Ranks along `data` have the same
-shards and all-reduce them once per step (Zhao et al. 2023, "PyTorch FSDP", hybrid sharding).
-
-Experts are on other ranks than the other parameters, so they form a group of parameters that is sharded and
-summed over its own ranks.
+shards and all-reduce them once per step (Zhao et al. 2023, "PyTorch FSDP", hybrid sharding). Experts form a
+group of parameters that is sharded over its own ranks.
 
 Invariant: every rank sends every bucket in the same order, in as many rounds as there may be micro-batches,
-whatever rows it has and whichever parameters they use. Weights are bitwise equal after each step, because one
-rank computes each element and sends it to the other ranks.
+whatever rows it has. Weights are bitwise equal after each step, because one rank computes each element.
 """
 
 from __future__ import annotations
@@ -83,7 +79,6 @@ class SyncGroup:
     """Parameters that the same ranks synchronize.
 
     Attributes:
-        shard_group: The ranks.
         wants: Whether a parameter belongs to the group, by its name.
         equal_along: Axes along which ranks have the same parameters, or shards of the same ones: only one of
             these ranks adds their norm.
@@ -280,7 +275,6 @@ class ZeroSync(GradientSync):
                     tensor.grad.mul_(factor.to(tensor.grad.device, tensor.grad.dtype))
 
     def _square(self, own: _GroupState, layout: ModelLayout | None) -> torch.Tensor:
-        """Returns the squared norm of this rank's slices, (1,), except those that another rank counts."""
         names, square = own.shard.names, torch.zeros(1, dtype=torch.double, device=self._device)
         for piece, tensor in own.shard.held.items():
             # Each element counts once over all ranks.
@@ -315,6 +309,5 @@ class ZeroSync(GradientSync):
 class ExpertZeroSync(EmptyPasses, ZeroSync):
     """ZeRO 1 and 2 if ranks have different experts.
 
-    Buckets leave after a micro-batch's backward pass. During the pass, a rank would wait for a rank that
-    waits for its experts.
+    Sends after a backward pass; during it, a rank would wait for a rank that waits for its experts.
     """

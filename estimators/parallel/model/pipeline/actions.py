@@ -1,7 +1,7 @@
 """The actions of a pipeline's ranks, and the order in which values arrive.
 
-Stages are numbered along the network: stage 0 gets the rows, the last one has the outputs. A rank has one or
-several stages. Micro-batches are numbered within a step, or along the training by schedules without a flush.
+Stages are numbered along the network: stage 0 gets the rows, the last one has the outputs. Micro-batches are
+numbered within a step, or along the training by schedules without a flush.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ class Action(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """The point in a rank's order at which it starts to receive values from another rank.
+    """The point in a rank's order at which it starts to receive values from rank `source`.
 
     Attributes:
         is_forward: Whether inputs of the stage arrive, or gradients of its outputs.
         stage: The stage that needs them.
-        source: Rank that sends them.
     """
 
     is_forward: bool
@@ -57,7 +56,6 @@ class CompletedActions:
         self._done: set[Action] = set()
 
     def is_ready(self, action: Action) -> bool:
-        """Whether all results that the action needs exist."""
         kind, stage, micro = action
         if kind is PassType.FORWARD:
             return stage == 0 or (PassType.FORWARD, stage - 1, micro) in self._done
@@ -81,7 +79,7 @@ class CompletedActions:
 def with_arrivals(
     orders: Sequence[Order], owners: Sequence[int], progress: CompletedActions | None = None
 ) -> list[Steps]:
-    """Adds the arrivals to every rank's order.
+    """Adds the arrivals to every rank's order; returns each rank's actions and arrivals.
 
     Goes through the orders of all ranks at the same pace. A rank receives a result at the point of its order
     that it has reached when the result is sent. So sends and receives between two ranks have the same order,
@@ -91,9 +89,6 @@ def with_arrivals(
         orders: Actions of each rank.
         owners: Rank of each stage.
         progress: Actions completed before; updated.
-
-    Returns:
-        Each rank's actions and arrivals.
     """
     progress = progress or CompletedActions(len(owners))
     steps: list[Steps] = [[] for _ in orders]

@@ -33,11 +33,7 @@ class Timed(NamedTuple):
 
 
 class Recorder:
-    """Records a rank's actions.
-
-    Attributes:
-        actions: Recorded actions; None disables recording.
-    """
+    """Records a rank's actions while `actions` is not None."""
 
     def __init__(self) -> None:
         self.actions: list[Timed] | None = None
@@ -136,7 +132,6 @@ class Executor:
         return result
 
     def finish(self) -> None:
-        """Waits for all sends of this rank."""
         self._exchange.finish()
 
     def drop(self) -> None:
@@ -145,7 +140,6 @@ class Executor:
         self._exchange.drop()
 
     def forget(self, micros: Sequence[int]) -> None:
-        """Removes finished micro-batches."""
         self._exchange.forget(micros)
 
     def _forward(self, module: nn.Module, stage: int, micro: int, values: Values) -> Any:
@@ -171,13 +165,7 @@ class Executor:
         loss: Callable[[Any], torch.Tensor],
         added: Callable[[], torch.Tensor | None],
     ) -> None:
-        """Runs a forward pass, and keeps inputs and results for the backward pass.
-
-        Args:
-            arguments: The network's arguments if the stage is the first.
-            loss: Returns the loss of the network's outputs.
-            added: Returns the scalar that the stage adds to the loss.
-        """
+        """Runs a forward pass, and keeps inputs and results for the backward pass."""
         _, stage, micro = action
         values = arguments if stage == 0 else self._exchange.arrived(True, stage, micro)
         with self.recorder.span(action):
@@ -228,12 +216,10 @@ def _bind_index(loss: Loss, index: int) -> Callable[[Any], torch.Tensor]:
 
 
 def select_differentiable(values: Values) -> list[torch.Tensor]:
-    """Returns the values that require gradients."""
     return [value for value in values if value is not None and value.requires_grad]
 
 
 def _take_gradients(inputs: Values) -> list[torch.Tensor]:
-    """Returns the gradients of a stage's inputs, and clears them."""
     gradients = []
     for value in select_differentiable(inputs):
         gradients.append(torch.zeros_like(value) if value.grad is None else value.grad)

@@ -1,8 +1,7 @@
 """Partitions a chain of layers into stages, by cost or by the names of the stages' first layers.
 
 All ranks must agree, so costs are counted and not timed: floating-point operations of one forward pass of a
-micro-batch, plus one for each parameter, which every step reads and writes. A backward pass costs about twice
-as much for every layer, which changes no proportion.
+micro-batch, plus one for each parameter, which every step reads and writes.
 """
 
 from __future__ import annotations
@@ -62,14 +61,7 @@ def partition_by_cost(
 
 
 def partition_by_names(links: Sequence[Link], num_stages: int, names: Sequence[str]) -> list[int]:
-    """Partitions the layers so that the named ones begin the second and later stages.
-
-    Returns:
-        As `partition_by_cost`.
-
-    Raises:
-        ValueError: A name is unknown, or the number or order of names is wrong.
-    """
+    """Like `partition_by_cost`; the named layers begin the second and later stages."""
     known = {link.name: index for index, link in enumerate(links)}
     for name in names:
         if name not in known:
@@ -120,7 +112,6 @@ def measure_costs(network: nn.Module, links: Sequence[Link], inputs: Sequence[to
 
 
 def count_parameters(network: nn.Module, links: Sequence[Link]) -> list[int]:
-    """Returns the number of elements of each layer's parameters."""
     sizes = {name: p.numel() for name, p in network.named_parameters()}
     return [
         sum(size for name, size in sizes.items() if any(belongs_to(name, part) for part in link.parts))

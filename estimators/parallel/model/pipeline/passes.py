@@ -69,7 +69,6 @@ def build_pipeline(
         network: The whole network, with equal weights on all ranks.
         sample: Arguments of one micro-batch, to count operations; only rank 0's sample is used. None
             partitions by the number of parameters.
-        device: Device of the network.
 
     Raises:
         ValueError: The network is no chain, has too few layers, or the options do not fit.
@@ -188,7 +187,6 @@ class PipelinePasses:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether this rank has the last stage."""
         return self._place.is_own(self._place.last)
 
     @property
@@ -197,12 +195,10 @@ class PipelinePasses:
 
     @property
     def most_live(self) -> int:
-        """Largest number of micro-batches with activations so far."""
         return self._executor.most_live
 
     @property
     def timeline(self) -> list[Timed] | None:
-        """Recorded actions of this rank, or None."""
         return self._executor.recorder.actions
 
     def record(self) -> None:
@@ -216,7 +212,9 @@ class PipelinePasses:
         around: Context = nullcontext,
         added: Added = add_nothing,
     ) -> bool:
-        """Adds the gradients of a step to `.grad`, summed over micro-batches.
+        """Adds the gradients of a step to `.grad`, summed over micro-batches; returns whether there are any.
+
+        With a schedule without a flush they belong to an earlier step, and the first steps have none.
 
         Args:
             micro_batches: The network's arguments; empty if this replica has no rows in this step. If layers
@@ -226,10 +224,6 @@ class PipelinePasses:
             around: Makes the context of every forward pass.
             added: Called after the forward pass of every other stage of this rank; returns the scalar that it
                 adds to the loss.
-
-        Returns:
-            Whether there are gradients; False without rows. With a schedule without a flush they belong to an
-            earlier step, and the first steps have none.
         """
         if not micro_batches:
             return False
@@ -255,7 +249,6 @@ class PipelinePasses:
             return self._executor.evaluate(self.network, self.stages, inputs)
 
     def finish(self) -> None:
-        """Waits for all sends of this rank."""
         self._executor.finish()
 
     def share_ties(self) -> None:
@@ -282,7 +275,6 @@ def _measure(network: nn.Module, links: Sequence[Link], sample: Sequence[torch.T
 
 
 def _share_numbers(world: Collective, numbers: Sequence[float]) -> list[float]:
-    """Returns rank 0's numbers. Runs on every rank."""
     mine = torch.tensor(list(numbers), dtype=torch.float64).numpy().tobytes()
     first = gather_bytes(world, mine)[0]
     return list(torch.frombuffer(bytearray(first), dtype=torch.float64).tolist())

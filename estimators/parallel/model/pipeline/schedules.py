@@ -42,7 +42,6 @@ class Schedule:
         return down * virtual
 
     def orders_by_rank(self, num_ranks: int, virtual: int, num_micro: int) -> Orders:
-        """Returns the actions of each rank in one step of a schedule with a flush."""
         assert self.order is not None
         by_place = self.order(num_ranks, virtual, num_micro)
         return by_place if self.is_v else by_place[::-1]
@@ -63,11 +62,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def schedule_of(name: str, virtual: int) -> Schedule:
-    """Returns the schedule called `name`.
-
-    Raises:
-        ValueError: The name is unknown, or the schedule does not support `virtual` stages per rank.
-    """
+    """Returns the schedule called `name`; refuses an unsupported number of stages per rank."""
     if name not in SCHEDULES:
         near = difflib.get_close_matches(name, SCHEDULES, n=1)
         hint = f"did you mean {near[0]!r}? Known" if near else "known"

@@ -1,9 +1,8 @@
 """Splits a stage into sections of layers that work on sequence chunks, or need whole rows.
 
-A stack of recurrent layers overlaps in time: layer 2 can compute chunk t while layer 1 computes chunk t + 1,
-because layer 2 only needs layer 1's chunk t and its own state after chunk t - 1. If the last layer of a stage
-and the first of the next stage work on chunks (`Link.over_time`), values pass between the stages chunk by
-chunk, and gradients pass back in reverse.
+A stack of recurrent layers overlaps in time: layer 2 can compute chunk t while layer 1 computes chunk t + 1.
+If the last layer of a stage and the first of the next stage work on chunks (`Link.over_time`), values pass
+between the stages chunk by chunk, and gradients pass back in reverse.
 """
 
 from __future__ import annotations
@@ -19,12 +18,7 @@ from ringspark.models.chain import Link
 
 @dataclass(frozen=True)
 class StageSection:
-    """Consecutive layers of a stage.
-
-    Attributes:
-        first, end: Range of layers within the stage.
-        is_chunked: Whether it works chunk by chunk, or on whole rows.
-    """
+    """Consecutive layers of a stage, from `first` to `end`, that work chunk by chunk or on whole rows."""
 
     first: int
     end: int
@@ -60,12 +54,7 @@ def split_into_sections(links: Sequence[Link], *, streams_in: bool, streams_out:
 
 
 def chunk_lengths(arguments: Sequence[torch.Tensor], time_chunks: int) -> list[int]:
-    """Returns the lengths of a row's sequence chunks, which differ by 1 at most; short rows have fewer
-    chunks.
-
-    Raises:
-        ValueError: The first argument has no second dimension.
-    """
+    """Returns the lengths of a row's sequence chunks, which differ by 1 at most."""
     if arguments[0].dim() < 2:
         raise ValueError(
             "parallelism's 'time_chunks' splits the network's first argument along its second dimension, got "
@@ -78,7 +67,6 @@ def chunk_lengths(arguments: Sequence[torch.Tensor], time_chunks: int) -> list[i
 
 
 def goes_along_time(links: Sequence[Link]) -> bool:
-    """Whether two consecutive layers work on sequence chunks."""
     return any(_goes_along(a) and _goes_along(b) for a, b in itertools.pairwise(links))
 
 

@@ -1,10 +1,10 @@
 """Splits a stage's backward pass: gradients of its inputs first, gradients of its weights later.
 
-Qi et al. 2023, "Zero Bubble Pipeline Parallelism". The previous stage waits only for the gradients of the
-inputs. A *join* is a node at which a weight enters the path from the inputs to the results. The first half
-keeps the gradient that reaches each join; the second half starts at the joins.
+Qi et al. 2023, "Zero Bubble Pipeline Parallelism". A *join* is a node at which a weight enters the path from
+the inputs to the results. The first half keeps the gradient that reaches each join; the second half starts at
+the joins.
 
-torch.distributed.pipelining also splits the pass. But it loses the gradients of weights that reach a result
+torch.distributed.pipelining also splits the pass, but loses the gradients of weights that reach a result
 without passing a node that depends on an input (torch 2.13).
 """
 
@@ -39,7 +39,6 @@ class WeightPass:
     held: dict[Node, tuple[torch.Tensor | None, ...]]
 
     def run(self) -> None:
-        """Adds the gradients of the weights to `.grad`."""
         handles = []
         if len(self.joins) > 1:
             # A weight is used twice, and the path from one join may lead to the other. The gradient held at

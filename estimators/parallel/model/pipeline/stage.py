@@ -1,7 +1,6 @@
 """Removes the other ranks' stages from a network.
 
-The network stays the same object, of the same class, and its tensors keep their names: modules and tensors of
-other stages are deleted, and `forward` runs the layers of one stage.
+The network stays the same object, of the same class, and its tensors keep their names.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ class StageForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """Gives `inspect.signature(network.forward)` the arguments of the network's own forward."""
         return functools.partial(type(self.network).forward, self.network)
 
     def __call__(
@@ -37,12 +35,8 @@ class StageForward:
         """Runs one stage, or some of its layers.
 
         Args:
-            stage: Number of the stage.
             part: (first layer, end, states of the layers): the layers to run, and their states if the values
                 are a sequence chunk. The result is then (result, states after it).
-
-        Raises:
-            RuntimeError: `stage` is None, because user code called the network.
         """
         if stage is None:
             raise RuntimeError(
@@ -68,16 +62,10 @@ class StageForward:
 
 
 def _overwrites(link: Link) -> bool:
-    """Whether a layer may change its arguments in place, like `nn.ReLU(inplace=True)`."""
     return isinstance(link.run, nn.Module) and any(getattr(m, "inplace", False) for m in link.run.modules())
 
 
 def keep_stages(network: nn.Module, stages: Mapping[int, Sequence[Link]]) -> None:
-    """Deletes the modules and tensors of other stages; `forward` runs these stages.
-
-    Args:
-        stages: Layers of each stage of this rank.
-    """
     parts = {part for links in stages.values() for link in links for part in link.parts}
     _prune(network, "", parts)
     network.forward = StageForward(network, stages)

@@ -1,8 +1,8 @@
 """Tied parameters that several stages use, such as an embedding that is also a language model's head.
 
-Every rank that uses one has a copy, by the name that its stage knows. After the backward passes each copy
-gets the sum of all gradients, added in the order of stages, so that the copies stay bitwise equal. The rank
-of the first stage that uses the parameter owns it, for norms and checkpoints.
+After the backward passes each copy gets the sum of all gradients, added in the order of stages, so that the
+copies stay bitwise equal. The rank of the first stage that uses the parameter owns it, for norms and
+checkpoints.
 """
 
 from __future__ import annotations
@@ -33,12 +33,7 @@ class Tie:
 
 
 def find_ties(network: nn.Module, stages: Sequence[Sequence[Link]], owners: Sequence[int]) -> list[Tie]:
-    """Returns the parameters of the whole network that several ranks use.
-
-    Args:
-        stages: Layers of every stage.
-        owners: Rank of every stage.
-    """
+    """Returns the parameters that several ranks use, from the layers and the rank of every stage."""
     # A parameter may have several names, and a stage may know only one of them.
     names: dict[int, list[str]] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
@@ -63,8 +58,6 @@ def find_ties(network: nn.Module, stages: Sequence[Sequence[Link]], owners: Sequ
 
 
 class TiedGradients:
-    """Sums the gradients of one rank's tied parameters."""
-
     def __init__(self, network: nn.Module, ties: Sequence[Tie], collective: PointToPoint, rank: int) -> None:
         parameters = dict(network.named_parameters(remove_duplicate=False))
         # In the order of all ties, which is the same on all ranks.

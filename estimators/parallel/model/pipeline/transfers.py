@@ -35,7 +35,6 @@ class StagePlacement:
     """The stages of a pipeline, as one rank needs them.
 
     Attributes:
-        rank: This rank.
         owners: The rank of each stage.
         firsts: The first layer of each stage.
         streams: For each stage, whether it sends its values in sequence chunks.
@@ -80,7 +79,6 @@ class StageTransfers:
             self._lengths[micro] = chunk_lengths(arguments, self._place.time_chunks)
 
     def lengths(self, micro: int) -> list[int]:
-        """Returns the length of each sequence chunk."""
         return self._lengths[micro]
 
     def expect(self, arrival: Arrival) -> None:
@@ -121,7 +119,6 @@ class StageTransfers:
         return self._wire.send_gradients(gradients, self._place.owners[before])
 
     def keep(self, waits: Sequence[Wait]) -> None:
-        """Registers a micro-batch's sends in flight."""
         self._sending.append(waits)
 
     def limit_sends(self) -> None:
@@ -129,7 +126,6 @@ class StageTransfers:
             self._wait_for_first()
 
     def finish(self) -> None:
-        """Waits for all sends of this rank."""
         while self._sending:
             self._wait_for_first()
 
@@ -139,13 +135,11 @@ class StageTransfers:
         self._sending.clear()
 
     def forget(self, micros: Sequence[int]) -> None:
-        """Removes finished micro-batches."""
         for micro in micros:
             self._keys.pop(micro, None)
             self._lengths.pop(micro, None)
 
     def _keys_of(self, stage: int, micro: int) -> list[Hashable]:
-        """Returns the keys of the stage's input chunks; one key for whole rows."""
         if not self._place.streams_in(stage):
             return [(stage, self._keys[micro])]
         # Chunks of equal length have equal shapes, so only the first one is described.

@@ -1,8 +1,7 @@
 """Sends values between two stages: tuples of tensors and Nones, of any shapes and dtypes.
 
-A receiver needs the shapes before it receives. All ranks of one replica see the same rows, so the shapes of a
-micro-batch's arguments determine the shapes of all values in the network. The first micro-batch of each shape
-sends a description ahead of its values; later ones are received without one, before they are needed.
+A receiver needs the shapes before it receives. The shapes of a micro-batch's arguments determine the shapes
+of all values in the network, so only the first micro-batch of each shape sends a description ahead.
 """
 
 from __future__ import annotations
@@ -38,13 +37,10 @@ _DTYPES = (
 
 
 class PointToPoint(Protocol):
-    """Operations that a pipeline needs of its collective."""
-
     def start_send(self, tensor: torch.Tensor, to: int) -> Wait:
         """Starts to send a contiguous tensor; returns a function that waits until it may change."""
 
-    def start_receive(self, tensor: torch.Tensor, source: int) -> Wait:
-        """Starts to receive into a contiguous tensor; returns a function that waits for it."""
+    def start_receive(self, tensor: torch.Tensor, source: int) -> Wait: ...
 
 
 @dataclass(frozen=True)
@@ -94,9 +90,6 @@ class Wire:
         Args:
             key: Determines the values' forms, equal on both sides: the stage, the shapes of the micro-batch's
                 arguments, and the mode.
-
-        Raises:
-            ValueError: The forms differ from the last ones with this key.
         """
         forms = forms_of(values)
         waits = []
@@ -162,7 +155,6 @@ class Wire:
         return wait
 
     def forms(self, key: Hashable) -> Forms:
-        """Returns the forms of the values with this key."""
         return self._known[key]
 
 

@@ -1,7 +1,6 @@
 """Context parallelism: each rank has a part of every row's tokens, and all weights.
 
-Only attention mixes tokens, so a rank only needs keys and values of other ranks. `CONTEXTS` has one class per
-way to attend across ranks.
+Only attention mixes tokens; `CONTEXTS` has one class per way to attend across ranks.
 """
 
 from ringspark.estimators.parallel.model.sequence.all_gather_keys import AllGatherKeys

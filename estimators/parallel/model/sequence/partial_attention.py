@@ -87,7 +87,6 @@ def merge(one: PartialSoftmax, other: PartialSoftmax) -> PartialSoftmax:
 def attend_by_products(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
 ) -> PartialSoftmax:
-    """`attend_chunk` by matrix products."""
     means, logs = [], []
     for begin, some in _few(query):
         scores = _scores(some, key, mask, causal, begin)
@@ -108,7 +107,6 @@ def differentiate_by_products(
     causal: bool,
     whole: PartialSoftmax,
 ) -> Gradients:
-    """`differentiate_chunk` by matrix products."""
     mean, log_sum = whole
     log_sum = log_sum.masked_fill(log_sum == -math.inf, math.inf)
     queries: list[torch.Tensor] = []
@@ -136,7 +134,6 @@ def _few(query: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 def _scores(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool, begin: int
 ) -> torch.Tensor:
-    """Returns scores, (batch, heads, queries, keys), -inf for keys that a query does not see."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores: torch.Tensor = query.to(wide) @ key.to(wide).mT * query.shape[-1] ** -0.5
     if mask is not None:

@@ -17,16 +17,11 @@ def shard_sequence(module: nn.Module, collective: Collective, way: str = "ring")
     """Lets each rank compute its tokens of every row; changes `module` in place. Runs on every rank.
 
     All ranks call the network with the same rows and get the same outputs. The gradients become partial: sum
-    them over the ranks. Random numbers of tokens, such as dropout, must differ between ranks, so include the
-    coordinate on the sequence axis in their seed.
+    them over the ranks. Random numbers of tokens, such as dropout, must differ between ranks.
 
     Args:
         module: A whole network; its parameters do not change.
-        collective: The ranks of a row.
         way: A key of `CONTEXTS`.
-
-    Raises:
-        ValueError: `check_sequence` refuses the network.
     """
     check_sequence(module, way)
     if collective.size == 1:
@@ -44,12 +39,7 @@ def shard_sequence(module: nn.Module, collective: Collective, way: str = "ring")
 
 
 def check_sequence(module: nn.Module, way: str = "ring") -> None:
-    """Refuses a network that context parallelism does not support; needs no ranks and no weights.
-
-    Raises:
-        ValueError: The way is unknown, the network lacks the attributes or is sharded already, a layer counts
-            tokens of a row, or the way does not support its dropout of attention weights.
-    """
+    """Refuses a network that context parallelism does not support; needs no ranks and no weights."""
     check_name("context", way, CONTEXTS, otherwise="")
     name, attentions = type(module).__name__, _attentions(module)
     if not isinstance(getattr(module, "rows", None), WholeRows) or not attentions:

@@ -1,9 +1,9 @@
 """The rows of a network with context parallelism.
 
-Every rank reads whole rows, computes its tokens, and returns whole outputs, so losses and metrics are those
-of one worker. A rank's gradients are partial, and are summed over the ranks. Weights after `pool` compute
-whole rows on every rank: their gradients are divided by the number of ranks, so that the sum counts each row
-once, and `pool` multiplies by this number again on the way back to the tokens.
+Every rank reads whole rows, computes its tokens, and returns whole outputs. A rank's gradients are partial,
+and are summed over the ranks. Weights after `pool` compute whole rows on every rank: their gradients are
+divided by the number of ranks, so that the sum counts each row once, and `pool` multiplies by this number
+again on the way back to the tokens.
 """
 
 from __future__ import annotations

@@ -20,9 +20,7 @@ from ringspark.estimators.parallel.model.sequence.spans import Span
 def find_visible(query: Span, key: Span, causal: bool) -> list[tuple[Span, bool]]:
     """Returns the spans of `key` that the queries see, each with whether a query only sees keys up to itself.
 
-    Args:
-        query: Span of the queries.
-        key: Span of the keys; it contains `query`, or has no token of it.
+    `key` contains `query`, or has no token of it.
     """
     if query[0] == query[1] or key[0] == key[1]:
         return []
@@ -98,23 +96,14 @@ class SpanAttention:
 
 
 class SpanGradients:
-    """The backward pass.
-
-    Attributes:
-        query: Gradient of the queries so far, in fp32 or fp64.
-    """
+    """The backward pass; `query` is the gradient of the queries so far, in fp32 or fp64."""
 
     def __init__(self, queries: Queries, gradient: torch.Tensor, whole: PartialSoftmax) -> None:
         self._queries, self._gradient, self._whole = queries, gradient, whole
         self.query = torch.zeros_like(queries.query, dtype=whole[0].dtype)
 
     def add(self, key: torch.Tensor, value: torch.Tensor, spans: Sequence[Span], into: torch.Tensor) -> None:
-        """Adds the gradients that come from a chunk of keys.
-
-        Args:
-            key, value, spans: As in the forward pass.
-            into: Gradients of `key` and `value`, stacked; changed in place.
-        """
+        """Adds the gradients that come from a chunk of keys to `into`, those of keys and values, stacked."""
         mean, log_sum = self._whole
         for span, first in _with_first(spans):
             for _, own, keys, mask, causal in self._queries.pairs(span):

@@ -2,7 +2,7 @@
 
 In causal attention each token sees the tokens before it, so the rank with the last tokens would have the most
 work. So a row is split into twice as many spans as ranks, and each rank gets one span from the front and its
-mirror image from the back (zig-zag). Then all ranks have equally many pairs of tokens.
+mirror image from the back (zig-zag).
 
 Invariant: the spans contain every token once, and two spans of a row are equal or disjoint.
 """
@@ -22,12 +22,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Spans:
-    """The tokens of each rank.
-
-    Attributes:
-        num_ranks: Number of ranks of a row.
-        zigzag: Whether each rank has two spans, one from the front and one from the back.
-    """
+    """The tokens of each rank of a row; with `zigzag`, one span from the front and one from the back."""
 
     num_ranks: int
     zigzag: bool = False
@@ -40,7 +35,6 @@ class Spans:
         return [_span(rank, number, seq), _span(number - 1 - rank, number, seq)]
 
     def lengths(self, seq: int) -> list[int]:
-        """Returns each rank's number of tokens."""
         return [sum(end - begin for begin, end in self.of(rank, seq)) for rank in range(self.num_ranks)]
 
     def take(self, x: torch.Tensor, dim: int, rank: int) -> torch.Tensor:

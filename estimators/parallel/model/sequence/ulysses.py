@@ -1,8 +1,7 @@
 """Attention with whole rows of some heads on each rank.
 
 Jacobs et al. 2023, "DeepSpeed Ulysses". An all-to-all exchanges all heads of a rank's tokens for all tokens
-of some heads, and another all-to-all reverses it; so does the backward pass. Attention itself is torch's,
-with dropout. A rank without heads is idle, so there should be at least as many heads as ranks.
+of some heads, and another all-to-all reverses it. A rank without heads is idle.
 """
 
 from __future__ import annotations

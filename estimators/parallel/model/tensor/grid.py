@@ -3,7 +3,7 @@
 van de Geijn and Watts 1997, "SUMMA", with stationary weights: rank (i, j) has block (i, j) of the matrix and
 multiplies shard j of the inputs. The partial outputs are all-reduced along row i of the grid, and the shards
 of the outputs all-gathered along column j. So each message is a shard and has fewer ranks than in
-`RowLinear`, which all-reduces all outputs over all ranks. The same holds for the inputs' gradient.
+`RowLinear`.
 """
 
 from __future__ import annotations
@@ -75,11 +75,6 @@ class GridLinear(nn.Module):
     """A linear layer with this rank's block of the weight: (..., in) -> (..., out), both replicated."""
 
     def __init__(self, layer: nn.Linear, collective: Collective, grids: Grids, grid: tuple[int, int]) -> None:
-        """Copies this rank's block.
-
-        Raises:
-            ValueError: The grid has another number of ranks than the collective.
-        """
         super().__init__()
         rows, columns = grid
         if rows * columns != collective.size:

@@ -1,7 +1,7 @@
-"""The sharding plan for networks of the transformers library.
+"""The sharding plan for networks of the transformers library, which matches layers by name.
 
-The plan matches layers by name, so it fits many present and future networks. A network that it fits only
-partly is refused: a block with some unsharded layers would compute with wrong shapes or partial gradients.
+A network that it fits only partly is refused: a block with some unsharded layers would compute with wrong
+shapes or partial gradients.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ PLAN: dict[str, Any] = {
 
 
 def check_heads(module: Any, num_ranks: int) -> None:
-    """Refuses a number of ranks that does not divide the heads.
-
-    Raises:
-        ValueError: The number of heads is no multiple of `num_ranks`.
-    """
+    """Refuses a number of ranks that does not divide the heads."""
     config = getattr(module, "config", None)
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
@@ -49,9 +45,6 @@ def check_whole_blocks(module: nn.Module) -> None:
 
     In each block, the plan must shard all matrices or none. The module around a column-sharded layer must
     have no other parameters, because each rank would train them by its own outputs.
-
-    Raises:
-        ValueError: A layer is not sharded.
     """
     layers = dict(module.named_modules())
     cut = {name: style for name in layers if (style := _style(name)) is not None}

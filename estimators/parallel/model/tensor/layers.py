@@ -20,10 +20,9 @@ AXIS = "tensor"
 
 @dataclass(frozen=True)
 class Region:
-    """The parts that all sharded layers of one network use.
+    """What all sharded layers of one network use.
 
     Attributes:
-        collective: The ranks along the axis.
         boundary: Operations at the ends of a region.
         random_state: Random streams inside regions; None if each rank has its own stream everywhere.
         grids: Makes grids of the ranks, for matrices that are sharded along both dimensions.

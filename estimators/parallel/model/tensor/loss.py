@@ -1,8 +1,7 @@
 """Cross entropy of logits that are sharded by class, without gathering them.
 
-Shoeybi et al. 2019, section 3: the logits, (batch, length, vocabulary), are the largest tensor of a language
-model. The loss of a position only needs their maximum, the sum of exponentials and the logit of its label,
-which two small all-reduces compute.
+Shoeybi et al. 2019, section 3: the loss of a position only needs the maximum of its logits, the sum of
+exponentials and the logit of its label, which two small all-reduces compute.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class ShardedScores:
 
 
 def scores_of(module: nn.Module) -> ShardedScores | None:
-    """Returns a network's `ShardedScores`; None if it has none."""
     found = vars(module).get("scores")
     return found if isinstance(found, ShardedScores) else None
 
@@ -81,9 +79,6 @@ class ShardedCrossEntropy:
         Args:
             logits: (batch, own classes, ...), fp32.
             label: (batch, ...) numbers of classes, or probabilities of all classes.
-
-        Raises:
-            IndexError: A label is no class.
         """
         scores = self._scores
         if scores.gathers or label.is_floating_point():

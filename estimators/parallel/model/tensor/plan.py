@@ -3,11 +3,7 @@
 Shoeybi et al. 2019, "Megatron-LM": of two consecutive layers, the first is sharded by outputs (column) and
 the second by inputs (row). Such a region needs one all-reduce after the second layer, and one in the
 backward pass before the first. Attention is a region of whole heads. An embedding table is sharded by ids.
-
-Between regions, activations are replicated or sharded by tokens (`sequence_parallel.py`).
-
-A plan maps patterns over module names to styles; "column" may also have a number of blocks. Networks of
-`models` have plans; other networks need the setting `plan`.
+A plan maps patterns over module names to styles; "column" may also have a number of blocks.
 """
 
 from __future__ import annotations
@@ -103,11 +99,7 @@ def _linear(layer: nn.Module) -> nn.Linear:
 
 
 def _check_plain(layer: nn.Module) -> None:
-    """Refuses a layer that computes or holds more than its class does, because its shard would not.
-
-    Raises:
-        ValueError: The layer has a hook, a computed weight, or further tensors.
-    """
+    """Refuses a layer that computes or holds more than its class does, because its shard would not."""
     hook = "a gradient hook" if has_gradient_hook(layer) else find_hook(layer)
     if hook is not None:
         raise ValueError(
@@ -150,11 +142,7 @@ STYLES: dict[str, Any] = {
 
 
 def plan_of(module: nn.Module, num_ranks: int) -> dict[str, Any]:
-    """Returns the plan of a network: its `tensor_plan(num_ranks)`, or the plan for transformers.
-
-    Raises:
-        ValueError: There is no plan for the network, or for this number of ranks.
-    """
+    """Returns the plan of a network: its `tensor_plan(num_ranks)`, or the plan for transformers."""
     own = getattr(module, "tensor_plan", None)
     if callable(own):
         return dict(own(num_ranks))
@@ -184,14 +172,7 @@ def make_region(collective: Collective, between: str = "whole", grids: Grids | N
 
 
 def check_sequence_parallel(module: nn.Module, sizes: Mapping[str, int]) -> None:
-    """Refuses a whole network, or other axes, that sequence parallelism does not support; needs no ranks.
-
-    Args:
-        sizes: Number of ranks along each axis.
-
-    Raises:
-        ValueError: Sequence parallelism does not support the network or another axis.
-    """
+    """Refuses a network, or other axes, that sequence parallelism does not support; needs no ranks."""
     name = type(module).__name__
     if not isinstance(getattr(module, "rows", None), WholeRows):
         raise ValueError(
@@ -213,11 +194,7 @@ def check_sequence_parallel(module: nn.Module, sizes: Mapping[str, int]) -> None
 
 
 def _check_unsharded_layers(module: nn.Module, region: Region) -> None:
-    """Refuses unsharded attention layers with sequence parallelism, because they would get sharded tokens.
-
-    Raises:
-        ValueError: There is such a layer.
-    """
+    """Refuses unsharded attention layers with sequence parallelism, because they would get sharded tokens."""
     if not isinstance(region.boundary, SequenceBoundary):
         return
     for name, layer in module.named_modules():
@@ -330,7 +307,6 @@ def shard_layers(module: nn.Module, region: Region, plan: Mapping[str, Any]) -> 
 
 
 def _shard_scores(module: nn.Module, name: str, table: VocabularyEmbedding) -> None:
-    """Lets a language model compute the logits of its sharded table."""
     if not isinstance(module, TransformerLM):
         return
     if module.scores is not scores:

@@ -1,10 +1,8 @@
 """Random number generators inside regions of sharded layers: one stream per rank.
 
 Outside a region all ranks hold the same values and must drop the same ones, so they share a stream. Inside,
-each rank has other heads or hidden units, and equal masks on all ranks would drop units in groups.
-
-Invariant: a rank's stream follows from the common stream and its rank, so restoring the common stream, to
-recompute a block or to resume a training, repeats the same numbers.
+each rank has other heads or hidden units. Invariant: a rank's stream follows from the common stream and its
+rank, so restoring the common stream repeats the same numbers.
 """
 
 from __future__ import annotations
@@ -56,7 +54,6 @@ class RankRandomState:
         module.register_forward_hook(end)
 
     def begin(self, device: torch.device) -> None:
-        """Switches to this rank's stream."""
         if not self._draws or self._is_own:
             return
         # A random seed, so that each region has another stream.
@@ -69,7 +66,6 @@ class RankRandomState:
                 torch.cuda.manual_seed(self._seed)
 
     def end(self) -> None:
-        """Switches to the common stream."""
         if not self._is_own:
             return
         assert self._common is not None

@@ -1,11 +1,9 @@
 """Activations between sharded layers: replicated, or sharded by tokens (sequence parallelism).
 
-Shoeybi et al. 2019 replicate norms, dropouts and residuals: an all-reduce ends a region of sharded layers,
-and another one ends its backward pass. Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-Transformer Models", shard them by tokens: an all-gather enters a region and a reduce-scatter leaves it. This
-sends as many bytes, and a rank keeps and computes 1/n of the activations between regions.
-
-The gradients of parameters between the regions are then partial, and `PartialGradients` all-reduces them.
+Shoeybi et al. 2019 replicate norms, dropouts and residuals. Korthikanti et al. 2022, "Reducing Activation
+Recomputation in Large Transformer Models", shard them by tokens: an all-gather enters a region and a
+reduce-scatter leaves it. This sends as many bytes, and a rank keeps 1/n of the activations between regions.
+The gradients of parameters between the regions are then partial.
 """
 
 from __future__ import annotations
@@ -87,16 +85,14 @@ class SequenceBoundary:
 class SequenceShardedRows(WholeRows):
     """Replaces a network's `rows` if the layers between sharded ones compute this rank's tokens.
 
-    Every rank reads all tokens and returns whole outputs. With context parallelism too, "all tokens" are the
-    rank's part of longer rows, and the calls of `rows` come first.
+    With context parallelism too, "all tokens" are the rank's part of longer rows.
     """
 
     def __init__(self, rows: WholeRows, boundary: SequenceBoundary, *, is_table_sharded: bool) -> None:
         """Wraps the network's present rows.
 
         Args:
-            is_table_sharded: Whether the embedding table is sharded by ids, so that all ranks look up all
-                tokens.
+            is_table_sharded: Whether the embedding table is sharded, so that all ranks look up all tokens.
         """
         self._rows, self._boundary, self._is_table_sharded = rows, boundary, is_table_sharded
 
@@ -141,7 +137,6 @@ class PartialGradients:
     """All-reduces the partial gradients of the parameters between regions, once per step."""
 
     def __init__(self, module: nn.Module, cut: Sequence[str], collective: Collective) -> None:
-        """Finds the parameters of this rank's shard of the network that are not in `cut`."""
         self._parameters = [p for name, p in module.named_parameters() if name not in set(cut)]
         self._collective = collective
 
