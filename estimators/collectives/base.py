@@ -24,6 +24,11 @@ from ringspark.estimators.collectives.rendezvous.server import RendezvousServer
 from ringspark.estimators.collectives.traffic import Member, Traffic
 
 ReduceOp = Literal["sum", "max", "min"]
+REDUCTIONS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 # Users may set it to a faster network than Spark's.
 _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"

@@ -290,9 +290,7 @@ def _groups(member: Member) -> list[list[int]]:
     """
     if not member.has_levels:
         return []
-    ends = [*member.leaders[1:], member.size]
-    hosts = [list(range(begin, end)) for begin, end in zip(member.leaders, ends, strict=True)]
-    return [list(member.leaders), *(ranks for ranks in hosts if len(ranks) > 1)]
+    return [list(member.leaders), *(ranks for ranks in member.hosts if len(ranks) > 1)]
 
 
 def check_nccl() -> None:

@@ -15,16 +15,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ringspark.estimators.collectives.base import CollectiveError, ConnectedMember, ReduceOp
+from ringspark.estimators.collectives.base import REDUCTIONS, CollectiveError, ConnectedMember, ReduceOp
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.traffic import Member
 
 T = TypeVar("T")
-_OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
 
 
 class RankError(RuntimeError):
@@ -205,8 +200,7 @@ class InProcessCollective(ConnectedMember):
     def close(self) -> None:
         self._release()
 
-    def abort(self) -> None:
-        self._release()
+    abort = close
 
     def _start(self, value: Any) -> Callable[[], list[Any]]:
         """Gives this rank's value for the next operation; returns a function that waits for all values."""
@@ -226,4 +220,4 @@ class InProcessCollective(ConnectedMember):
         shapes = {tuple(tensor.shape) for tensor in given}
         if len(shapes) > 1:
             raise ValueError(f"the ranks reduce tensors of different shapes: {sorted(shapes)}")
-        return reduce(_OPERATIONS[op], given).clone()
+        return reduce(REDUCTIONS[op], given).clone()

@@ -18,13 +18,13 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import reduce
 
 import torch
 
-from ringspark.estimators.collectives.base import CollectiveError, ReduceOp
+from ringspark.estimators.collectives.base import REDUCTIONS, CollectiveError, ReduceOp
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.traffic import Member
 
@@ -41,12 +41,6 @@ REMEDY = "build the same model, with the same trainable parameters, on every ran
 _SPLIT_ELEMENTS = 16 << 10
 
 TOKEN_BYTES = 16
-
-_REDUCTIONS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
 
 _logger = logging.getLogger(__name__)
 
@@ -138,7 +132,7 @@ class SharedMemory:
         slices = [place.tensor_split(self.size) for place in places]
         mine = slices[self._rank][self._rank]
         # Other ranks read this slice only after the next signal.
-        mine.copy_(reduce(_REDUCTIONS[op], [own[self._rank] for own in slices]))
+        mine.copy_(reduce(REDUCTIONS[op], [own[self._rank] for own in slices]))
         self._wait(self._signal())
         for rank, target in enumerate(part.tensor_split(self.size)):
             target.copy_(slices[rank][rank])
@@ -188,7 +182,7 @@ class SharedMemory:
 
 def _reduce(places: list[torch.Tensor], out: torch.Tensor, op: ReduceOp) -> None:
     first, second, *others = places
-    reduction = _REDUCTIONS[op]
+    reduction = REDUCTIONS[op]
     reduction(first, second, out=out)
     for other in others:
         reduction(out, other, out=out)

@@ -82,7 +82,9 @@ class TorchCollective(NetworkCollective):
                 collective._prove(shared_nonce(client, member, seconds), meeting.secret, seconds)
                 collective.share(open_shared_memory(client, member, seconds))
                 if member.has_levels:
-                    collective.levels = collective._levels()
+                    inside = collective.part(member.hosts)
+                    assert inside is not None
+                    collective.levels = Levels(inside=inside, between=collective.part([member.leaders]))
             except BaseException:
                 collective.abort()
                 raise
@@ -128,13 +130,6 @@ class TorchCollective(NetworkCollective):
         made._prove(shared_nonce(own, made.member, seconds), self._meeting.secret, seconds)
         made.share(open_shared_memory(own, made.member, seconds))
         return made
-
-    def _levels(self) -> Levels:
-        leaders = self.member.leaders
-        hosts = [list(range(a, b)) for a, b in zip(leaders, [*leaders[1:], self.size], strict=True)]
-        inside = self.part(hosts)
-        assert inside is not None
-        return Levels(inside=inside, between=self.part([leaders]))
 
     def _leave(self) -> None:
         self._release()

@@ -29,6 +29,11 @@ class Member:
         """Whether there are several hosts, and several ranks on one of them."""
         return 1 < len(self.leaders) < self.size
 
+    @property
+    def hosts(self) -> list[list[int]]:
+        """Ranks of each host."""
+        return [list(range(a, b)) for a, b in zip(self.leaders, [*self.leaders[1:], self.size], strict=True)]
+
     def host_of(self, rank: int) -> int:
         return bisect_right(self.leaders, rank) - 1
 

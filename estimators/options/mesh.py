@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Literal
 
 from ringspark.estimators.options.base import Options, at_least, option
 
-# The axes in the order in which users think of them.
-AXES = ("data", "shard", "tensor", "pipeline", "expert", "sequence")
+# The axes from the outermost to the innermost: ranks are numbered along them, the last axis fastest.
+AXES = ("pipeline", "data", "shard", "expert", "sequence", "tensor")
 # Along these axes a worker holds a shard of the network, or of every row.
-MODEL_AXES = ("tensor", "pipeline", "expert", "sequence")
+MODEL_AXES = ("pipeline", "expert", "sequence", "tensor")
 # Lets the planner choose the mesh; the config of a training holds the choice.
 AUTO = "auto"
 # Options of a pipeline that dicts of earlier versions have among the axes.

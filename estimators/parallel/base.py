@@ -55,8 +55,8 @@ class GradientSync:
     """Synchronizes one module and its optimizer with the other ranks.
 
     This base class does not communicate. Each rank differentiates its part of the global batch's mean loss,
-    times `loss_factor`. After `reduce`, its optimizer sees all gradients of the whole mean, or this rank's shard
-    of them. A parameter without a gradient on any rank keeps None, so no optimizer decays or moves it.
+    times `loss_factor`. After `reduce`, its optimizer sees gradients of the whole mean, or a shard of them.
+    A parameter without a gradient on any rank keeps None, so no optimizer decays or moves it.
 
     Attributes:
         module: The module to call in training, with any wrapper.
@@ -170,10 +170,9 @@ class Strategy(Protocol):
         """Returns the synchronization of the module and its optimizer. Runs on every rank.
 
         Args:
-            module: This rank's shard of the network on the rank's device, with activation checkpointing applied.
-                With `sharding="parameters"` its weights may be deferred, see `initial_weights`.
-            make_optimizer: Makes the optimizer of a module's trainable parameters. A factory, because the strategy
-                may change the parameters first.
+            module: This rank's shard of the network on the rank's device. With `sharding="parameters"` its
+                weights may be deferred, see `initial_weights`.
+            make_optimizer: Makes the optimizer, after the strategy has changed the parameters.
         """
 
 

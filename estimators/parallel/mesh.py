@@ -25,9 +25,8 @@ from itertools import product
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.options.mesh import AXES, MODEL_AXES
 
-# From the outermost to the innermost.
-AXES = ("pipeline", "data", "shard", "expert", "sequence", "tensor")
 # Along these axes, ranks read different rows.
 ROWS = ("data", "shard", "expert")
 # Along these axes, ranks form one replica.
@@ -153,7 +152,7 @@ class RankMesh:
     @property
     def cuts_network(self) -> bool:
         """Whether a rank has less than the whole network, or less than whole rows."""
-        return any(self.sizes.get(axis, 1) > 1 for axis in (*MODEL, "expert"))
+        return any(self.sizes.get(axis, 1) > 1 for axis in MODEL_AXES)
 
     @property
     def stage(self) -> int:
@@ -183,6 +182,16 @@ def group_ranks(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]
     return list(groups.values())
 
 
+def join_group(world: Collective, groups: Sequence[Sequence[int]]) -> Collective:
+    """Returns the collective of this rank's group; the groups hold every rank. Runs on every rank."""
+    if all(len(ranks) == 1 for ranks in groups):
+        return LocalCollective()
+    if len(groups) == 1:
+        return world
+    part: Collective = world.part(groups)  # type: ignore[attr-defined]
+    return part
+
+
 def find_data_shard(sizes: Mapping[str, int], rank: int) -> tuple[int, int]:
     """Returns the index of a rank's shard of a global batch, and the number of shards."""
     here = _coordinates(sizes)[rank]
@@ -206,13 +215,9 @@ class _Groups:
 
     def over(self, axes: Sequence[str]) -> Collective:
         groups = group_ranks(self._sizes, axes)
-        if all(len(group) == 1 for group in groups):
-            return self._world if self._world.size == 1 and "data" in axes else LocalCollective()
-        if len(groups) == 1:
+        if self._world.size == 1 and "data" in axes:
             return self._world
         key = str(groups)
         if key not in self._made:
-            part = self._world.part(groups)  # type: ignore[attr-defined]
-            assert part is not None  # the groups hold every rank
-            self._made[key] = part
+            self._made[key] = join_group(self._world, groups)
         return self._made[key]

@@ -13,7 +13,7 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.model.pipeline.actions import CompletedActions, with_arrivals
 from ringspark.estimators.parallel.model.pipeline.executor import Added, Context, Loss
-from ringspark.estimators.parallel.model.pipeline.passes import PipelineOptions, PipelinePasses, add_nothing
+from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses, add_nothing
 from ringspark.estimators.parallel.model.pipeline.schedules import Schedule
 from ringspark.estimators.parallel.model.pipeline.transfers import StagePlacement
 from ringspark.extras.schedules.delayed import Backlog, DelayedStep, late_by_depth, one_step_late
@@ -69,11 +69,11 @@ class DelayedPasses(PipelinePasses):
         collective: Collective,
         place: StagePlacement,
         schedule: Schedule,
-        options: PipelineOptions,
+        num_micro: int,
         *others: Any,
     ) -> None:
-        super().__init__(network, collective, place, schedule, options, *others)
-        self._delays = self.delays(collective.size, options.num_micro)
+        super().__init__(network, collective, place, schedule, num_micro, *others)
+        self._delays = self.delays(collective.size, num_micro)
         self._backlog = Backlog(self._delays)
         self._progress = CompletedActions(len(place.owners))
         # Versions of this stage by step number, and the step of each unfinished micro-batch.

@@ -21,10 +21,10 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.options.mesh import Pipeline
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.pipeline import (
     SCHEDULES,
-    PipelineOptions,
     PipelinePasses,
     build_pipeline,
 )
@@ -89,9 +89,9 @@ class SleepingLayer(nn.Module):
         return out
 
 
-def options_of(way: str) -> PipelineOptions:
+def options_of(way: str) -> Pipeline:
     schedule, virtual = WAYS[way]
-    return PipelineOptions(schedule=schedule, virtual=virtual, num_micro=MICROS)
+    return Pipeline(schedule=schedule, virtual=virtual)
 
 
 def step(passes: PipelinePasses, inputs: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
@@ -105,7 +105,7 @@ def timelines(
 ) -> str:
     """Runs on every rank. Returns its actions in each recorded round, and the most live micro-batches."""
     network = nn.Sequential(*(SleepingLayer(seconds) for _ in range(LAYERS)))
-    passes = build_pipeline(network, RankMesh.of(collective, {"pipeline": RANKS}), options_of(way))
+    passes = build_pipeline(network, RankMesh.of(collective, {"pipeline": RANKS}), options_of(way), MICROS)
     optimizer = torch.optim.SGD(network.parameters(), 0.01)
     inputs = [torch.randn(2, 4) for _ in range(MICROS)]
     steps = STEADY if passes.late else 1
@@ -167,7 +167,7 @@ def computing(way: str, width: int, steps: int, collective: Collective, device: 
     else:
         sample = (inputs[0],)
         passes = build_pipeline(
-            network, RankMesh.of(collective, {"pipeline": collective.size}), options_of(way), sample
+            network, RankMesh.of(collective, {"pipeline": collective.size}), options_of(way), MICROS, sample
         )
         optimizer = torch.optim.SGD(network.parameters(), 1e-4)
         take = partial(step, passes, inputs, optimizer)

@@ -22,8 +22,9 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.options.mesh import Pipeline
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.pipeline import PipelineOptions, PipelinePasses, build_pipeline
+from ringspark.estimators.parallel.model.pipeline import PipelinePasses, build_pipeline
 from ringspark.estimators.parallel.model.pipeline.actions import Action, PassType
 from ringspark.estimators.parallel.model.pipeline.executor import Timed
 from ringspark.estimators.parallel.model.pipeline.simulation import bubble_share
@@ -92,7 +93,7 @@ def timelines(
     """Runs on every rank. Returns its actions in each recorded step of each (micro-batches, chunks)."""
     found = []
     for num_micro, chunks in cases:
-        options = PipelineOptions(schedule="gpipe", time_chunks=chunks)
+        options = Pipeline(schedule="gpipe", sequence_chunks=chunks)
         mesh = RankMesh.of(collective, {"pipeline": collective.size})
         passes = build_pipeline(SleepingStack(collective.size, seconds), mesh, options)
         inputs = [torch.randn(2, TIMES, 4) for _ in range(num_micro)]
@@ -135,7 +136,7 @@ def computing(hidden: int, steps: int) -> list[list[str]]:
     mesh = RankMesh.of(LocalCollective())
     made = {
         chunks: build_pipeline(
-            spec.build(), mesh, PipelineOptions(schedule="interleaved", virtual=2, time_chunks=chunks)
+            spec.build(), mesh, Pipeline(schedule="interleaved", virtual=2, sequence_chunks=chunks)
         )
         for chunks in CHUNKS
     }

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from ringspark.estimators import TorchEstimator
-from ringspark.estimators.parallel.mesh import AXES, find_data_shard
+from ringspark.estimators.options.mesh import AXES
+from ringspark.estimators.parallel.mesh import find_data_shard
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.models import ModelSpec
 

@@ -15,7 +15,7 @@ call `all_gather_for_shards` and `reduce_scatter` g-bar.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,20 +24,34 @@ from torch.autograd.function import once_differentiable
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.shard_spec import shard_length, shard_view
 
+Operation = Callable[[torch.Tensor], torch.Tensor]
+
 
 def all_reduce_gradient(x: torch.Tensor, collective: Collective) -> torch.Tensor:
     """Returns the replicated `x` for use by shards of the network; all-reduces its gradient."""
-    return _run(_AllReduceGradient, x, collective)
+    if collective.size == 1:
+        return x
+    return _apply(_Linear, x, lambda x: x.view_as(x), lambda g: all_reduce(g, collective))
 
 
 def all_reduce(x: torch.Tensor, collective: Collective) -> torch.Tensor:
     """All-reduces the partial `x`; its gradient is the result's gradient."""
-    return _run(_AllReduce, x, collective)
+    if collective.size == 1:
+        return x
+    return _apply(_Linear, x, collective.all_reduce, lambda g: all_reduce_gradient(g, collective))
 
 
 def take_shard(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
     """Returns this rank's shard of the replicated `x`; all-gathers its gradient."""
-    return _run(_TakeShard, x, collective, dim)
+    if collective.size == 1:
+        return x
+    length = x.shape[dim]
+    return _apply(
+        _Linear,
+        x,
+        lambda x: shard_view(x, dim, collective.rank, collective.size).contiguous(),
+        lambda g: all_gather(g, dim, collective, length),
+    )
 
 
 def all_gather(x: torch.Tensor, dim: int, collective: Collective, length: int | None = None) -> torch.Tensor:
@@ -46,48 +60,86 @@ def all_gather(x: torch.Tensor, dim: int, collective: Collective, length: int | 
     Args:
         length: Length of the result along `dim`; None asks the ranks, which is one more message.
     """
-    return _run(_AllGather, x, collective, dim, length)
+    if collective.size == 1:
+        return x
+    return _apply(
+        _Linear, x, lambda x: _gather(x, dim, collective, length), lambda g: take_shard(g, dim, collective)
+    )
 
 
 def all_gather_for_shards(
     x: torch.Tensor, dim: int, collective: Collective, length: int | None = None
 ) -> torch.Tensor:
     """Like `all_gather`, for a result that ranks use differently: reduce-scatters its gradient."""
-    return _run(_AllGatherForShards, x, collective, dim, length)
+    if collective.size == 1:
+        return x
+    return _apply(
+        _LinearOnce, x, lambda x: _gather(x, dim, collective, length), lambda g: _scatter(g, dim, collective)
+    )
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
     """Reduce-scatters the partial `x`; all-gathers the gradient."""
-    return _run(_ReduceScatter, x, collective, dim)
+    if collective.size == 1:
+        return x
+    length = x.shape[dim]
+    return _apply(
+        _LinearOnce, x, lambda x: _scatter(x, dim, collective), lambda g: _gather(g, dim, collective, length)
+    )
 
 
 def all_to_all(
     x: torch.Tensor, sent: Sequence[int], arriving: Sequence[int], collective: Collective
 ) -> torch.Tensor:
-    """Sends each rank its rows of `x`; sends the gradients of the rows back.
+    """Sends each rank its rows of `x`; returns the rows that arrived, in rank order.
 
     Args:
         x: (rows, ...), the rows for rank 0 first.
         sent: Number of rows for each rank; may be 0.
         arriving: Number of rows from each rank.
-
-    Returns:
-        The rows that arrived, in rank order.
     """
-    return _run(_AllToAll, x, collective, tuple(sent), tuple(arriving))
+    if collective.size == 1:
+        return x
+    sent, arriving = tuple(sent), tuple(arriving)
+    return _apply(
+        _Linear,
+        x,
+        lambda x: _send_rows(x, sent, arriving, collective),
+        lambda g: all_to_all(g, arriving, sent, collective),
+    )
 
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     """Returns `x`; multiplies its gradient by `factor`."""
-    result: torch.Tensor = _ScaleGradient.apply(x, factor)  # type: ignore[no-untyped-call]
+    return apply_once(x, lambda x: x.view_as(x), lambda gradient: gradient * factor)
+
+
+def apply_once(x: torch.Tensor, forward: Operation, backward: Operation) -> torch.Tensor:
+    """Returns `forward(x)`; `backward` maps its gradient to that of `x`. Refuses second derivatives."""
+    return _apply(_LinearOnce, x, forward, backward)
+
+
+def _apply(kind: Any, x: torch.Tensor, forward: Operation, backward: Operation) -> torch.Tensor:
+    result: torch.Tensor = kind.apply(x, forward, backward)
     return result
 
 
-def _run(function: Any, x: torch.Tensor, collective: Collective, *options: Any) -> torch.Tensor:
-    if collective.size == 1:
-        return x
-    result: torch.Tensor = function.apply(x, collective, *options)
-    return result
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: Operation, backward: Operation) -> torch.Tensor:
+        ctx.differentiate = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.differentiate(gradient), None, None
+
+
+class _LinearOnce(_Linear):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.differentiate(gradient), None, None
 
 
 def _gather(x: torch.Tensor, dim: int, collective: Collective, length: int | None) -> torch.Tensor:
@@ -113,96 +165,6 @@ def _scatter(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
     width = first.shape[1:].numel()
     flat = collective.start_reduce_scatter(first.view(-1), [n * width for n in lengths])()
     return flat.view(lengths[collective.rank], *first.shape[1:]).movedim(0, dim).contiguous()
-
-
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient * ctx.factor, None
-
-
-class _AllReduceGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, collective: Collective) -> torch.Tensor:
-        ctx.collective = collective
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return all_reduce(gradient, ctx.collective), None
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, collective: Collective) -> torch.Tensor:
-        ctx.collective = collective
-        return collective.all_reduce(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return all_reduce_gradient(gradient, ctx.collective), None
-
-
-class _TakeShard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, collective: Collective, dim: int) -> torch.Tensor:
-        ctx.collective, ctx.dim, ctx.length = collective, dim, x.shape[dim]
-        return shard_view(x, dim, collective.rank, collective.size).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return all_gather(gradient, ctx.dim, ctx.collective, ctx.length), None, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, collective: Collective, dim: int, length: int | None
-    ) -> torch.Tensor:
-        ctx.collective, ctx.dim = collective, dim
-        return _gather(x, dim, collective, length)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return take_shard(gradient, ctx.dim, ctx.collective), None, None, None
-
-
-class _AllGatherForShards(_AllGather):
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _scatter(gradient, ctx.dim, ctx.collective), None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, collective: Collective, dim: int) -> torch.Tensor:
-        ctx.collective, ctx.dim, ctx.length = collective, dim, x.shape[dim]
-        return _scatter(x, dim, collective)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _gather(gradient, ctx.dim, ctx.collective, ctx.length), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, collective: Collective, sent: tuple[int, ...], arriving: tuple[int, ...]
-    ) -> torch.Tensor:
-        ctx.collective, ctx.sent, ctx.arriving = collective, sent, arriving
-        return _send_rows(x, sent, arriving, collective)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return all_to_all(gradient, ctx.arriving, ctx.sent, ctx.collective), None, None, None
 
 
 def _send_rows(

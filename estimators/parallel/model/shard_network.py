@@ -13,11 +13,7 @@ from ringspark.estimators.parallel.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.expert import shard_experts
 from ringspark.estimators.parallel.model.pipeline.partition import partition_by_cost, partition_by_names
-from ringspark.estimators.parallel.model.pipeline.passes import (
-    PipelineOptions,
-    PipelinePasses,
-    build_pipeline,
-)
+from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses, build_pipeline
 from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of
 from ringspark.estimators.parallel.model.pipeline.sections import goes_along_time
 from ringspark.estimators.parallel.model.sequence.shard_sequence import check_sequence, shard_sequence
@@ -36,13 +32,11 @@ from ringspark.models.chain import links_of
 from ringspark.models.module_hooks import find_hook, has_gradient_hook
 
 
-class _LastRank(NamedTuple):
+class _AnyRank(NamedTuple):
+    """A collective without operations."""
+
     rank: int
     size: int
-
-
-def _last_rank(size: int) -> Any:
-    return _LastRank(size - 1, size)
 
 
 def check_shardable(module: nn.Module, sizes: Mapping[str, int], options: Mesh) -> None:
@@ -53,13 +47,13 @@ def check_shardable(module: nn.Module, sizes: Mapping[str, int], options: Mesh) 
         sizes: Number of ranks along each axis.
     """
     _check_hooks(module, sizes, options)
+    # The last rank of an axis has the smallest shards.
+    last: dict[str, Any] = {axis: _AnyRank(size - 1, size) for axis, size in sizes.items()}
     if sizes["tensor"] > 1:
         plan = options.plan or plan_of(module, sizes["tensor"])
-        between = "parts" if options.sequence_parallel else "whole"
         if options.sequence_parallel:
             check_sequence_parallel(module, sizes)
-        seat = _last_rank(sizes["tensor"])
-        shard_layers(module, make_region(seat, between), plan)
+        shard_layers(module, make_region(last["tensor"], options.sequence_parallel), plan)
     if sizes["pipeline"] > 1:
         way = options.pipeline
         owners = schedule_of(way.schedule, way.virtual).owners(sizes["pipeline"], way.virtual)
@@ -75,7 +69,7 @@ def check_shardable(module: nn.Module, sizes: Mapping[str, int], options: Mesh) 
                 "over_time, as ringspark.models.chain describes, or leave sequence_chunks out"
             )
     if sizes["expert"] > 1:
-        shard_experts(module, _last_rank(sizes["expert"]))
+        shard_experts(module, last["expert"])
     if sizes["sequence"] > 1:
         check_sequence(module, options.context)
 
@@ -108,9 +102,7 @@ def shard_network(
     cuts: dict[str, ShardSpec] = {}
     if mesh.sizes["tensor"] > 1:
         plan = options.plan or plan_of(module, mesh.sizes["tensor"])
-        region = make_region(
-            mesh.axes["tensor"], "parts" if options.sequence_parallel else "whole", MeshGrids(mesh)
-        )
+        region = make_region(mesh.axes["tensor"], options.sequence_parallel, MeshGrids(mesh))
         cuts |= shard_layers(module, region, plan)
     if mesh.sizes["expert"] > 1:
         cuts |= shard_experts(module, mesh.axes["expert"])
@@ -120,16 +112,11 @@ def shard_network(
         shard_activations(module, region)
     pipeline = None
     if mesh.sizes["pipeline"] > 1:
-        chosen = PipelineOptions(
-            schedule=options.pipeline.schedule,
-            virtual=options.pipeline.virtual,
-            cuts=options.pipeline.cuts,
-            num_micro=num_micro,
-            time_chunks=options.pipeline.sequence_chunks,
-        )
         # Only rank 0 measures, so layers that are sharded already must not communicate.
         is_cut = bool(cuts) or mesh.sizes["sequence"] > 1
-        pipeline = build_pipeline(module, mesh, chosen, None if is_cut else sample, device)
+        pipeline = build_pipeline(
+            module, mesh, options.pipeline, num_micro, None if is_cut else sample, device
+        )
     copies = frozenset() if pipeline is None else frozenset(pipeline.copies)
     ModelLayout(module, mesh, cuts, shapes, copies, trained, tied)
     return pipeline

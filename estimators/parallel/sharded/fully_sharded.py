@@ -23,10 +23,11 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives.base import num_bytes
+from ringspark.estimators.options.mesh import AXES
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, share_weights
 from ringspark.estimators.parallel.initial_weights import is_deferred, send_initial_weights
 from ringspark.estimators.parallel.layout import ModelLayout, layout_of
-from ringspark.estimators.parallel.mesh import AXES, RankMesh, ShardGroup
+from ringspark.estimators.parallel.mesh import RankMesh, ShardGroup
 from ringspark.estimators.parallel.optimizer_state import OptimizerState
 from ringspark.estimators.parallel.sharded.parameter_shards import ELEMENTWISE, is_elementwise
 from ringspark.estimators.parallel.sync_settings import SyncSettings

@@ -89,7 +89,7 @@ def cut_network(
     fakes = {a: FakeCollective(0, sizes[a]) for a in ("tensor", "expert", "sequence") if sizes[a] > 1}
     if tensor := fakes.get("tensor"):
         plan = options.plan or plan_of(whole, sizes["tensor"])
-        region = make_region(tensor, "parts" if options.sequence_parallel else "whole")  # type: ignore[arg-type]
+        region = make_region(tensor, options.sequence_parallel)  # type: ignore[arg-type]
         shard_layers(whole, region, plan)
     if expert := fakes.get("expert"):
         shard_experts(whole, expert)  # type: ignore[arg-type]

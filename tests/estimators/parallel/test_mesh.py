@@ -2,7 +2,8 @@
 
 import pytest
 
-from ringspark.estimators.parallel.mesh import AXES, ROWS, find_data_shard, group_ranks
+from ringspark.estimators.options.mesh import AXES
+from ringspark.estimators.parallel.mesh import ROWS, find_data_shard, group_ranks
 
 ONES = dict.fromkeys(AXES, 1)
 

@@ -13,8 +13,9 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.options.mesh import Pipeline
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.pipeline import PipelineOptions, PipelinePasses, build_pipeline
+from ringspark.estimators.parallel.model.pipeline import PipelinePasses, build_pipeline
 from ringspark.estimators.parallel.model.pipeline.actions import PassType
 from ringspark.estimators.parallel.model.pipeline.partition import count_parameters, measure_costs
 from ringspark.estimators.parallel.model.pipeline.sections import (
@@ -127,8 +128,8 @@ def _gradients(collective: Collective, *, cases: Sequence[Any]) -> Any:
     for name, schedule, chunks, options in cases:
         whole, cut = _network(name), _network(name)
         recomputes = options.pop("recomputes", "none")
-        chosen = PipelineOptions(schedule=schedule, time_chunks=chunks, num_micro=3, **options)
-        passes = build_pipeline(cut, mesh, chosen)
+        chosen = Pipeline(schedule=schedule, sequence_chunks=chunks, **options)
+        passes = build_pipeline(cut, mesh, chosen, num_micro=3)
         apply_activation_checkpoint(passes.network, recomputes)
         for number, rows in enumerate([(2, 2, 1), (3,)]):
             # The second step has rows of other lengths, some shorter than the number of chunks.
@@ -197,8 +198,8 @@ def _late(collective: Collective, *, schedule: str) -> Any:
     mesh = RankMesh.of(collective, {"pipeline": collective.size})
     weights = []
     for chunks in (1, 3):
-        options = PipelineOptions(schedule=schedule, num_micro=2, time_chunks=chunks)
-        passes = build_pipeline(_network("lstm"), mesh, options)
+        options = Pipeline(schedule=schedule, sequence_chunks=chunks)
+        passes = build_pipeline(_network("lstm"), mesh, options, num_micro=2)
         optimizer = torch.optim.SGD(passes.network.parameters(), 0.1)
         for number in range(6):
             if number < 4:
@@ -225,7 +226,7 @@ def test_stages_of_one_rank_hand_chunks_to_each_other() -> None:
     mesh = RankMesh.of(LocalCollective())
     for name, cuts in (("gru", ["layers.0", "layers.2", "layers.3"]), ("between", ["2", "5", "7"])):
         whole, cut = _network(name), _network(name)
-        options = PipelineOptions(schedule="interleaved", virtual=4, cuts=cuts, time_chunks=3)
+        options = Pipeline(schedule="interleaved", virtual=4, cuts=cuts, sequence_chunks=3)
         passes = build_pipeline(cut, mesh, options)
         assert _compare(whole, passes, _rows(name, (2, 1), TIMES, 0)) < 1e-6
 
@@ -245,14 +246,14 @@ def test_cuts_and_schedules_that_pass_no_chunks_are_refused(options: dict[str, A
     object.__setattr__(mesh, "axes", {**mesh.axes, "pipeline": Two()})
     with pytest.raises(ValueError, match=message):
         build_pipeline(
-            _network("gru"), mesh, PipelineOptions(time_chunks=2, **{"cuts": ["layers.2"], **options})
+            _network("gru"), mesh, Pipeline(sequence_chunks=2, **{"cuts": ["layers.2"], **options})
         )
 
 
 @pytest.mark.slow
 def test_losses_of_layers_that_work_in_chunks_are_refused() -> None:
     mesh = RankMesh.of(LocalCollective())
-    options = PipelineOptions(schedule="interleaved", virtual=2, cuts=["2"], time_chunks=2)
+    options = Pipeline(schedule="interleaved", virtual=2, cuts=["2"], sequence_chunks=2)
     passes = build_pipeline(Between(adds=True).double(), mesh, options)
     with pytest.raises(ValueError, match="'time_chunks' does not support layers that add to the loss"):
         passes.train(_rows("between", (2,), 4, 0), lambda y, _: _loss(y), added=lambda _: torch.ones(()))
@@ -305,7 +306,7 @@ class Along(Added):
 
 
 def _in_one_process(network: nn.Module) -> PipelinePasses:
-    options = PipelineOptions(schedule="interleaved", virtual=2, cuts=["second"], time_chunks=2)
+    options = Pipeline(schedule="interleaved", virtual=2, cuts=["second"], sequence_chunks=2)
     return build_pipeline(network, RankMesh.of(LocalCollective()), options)
 
 

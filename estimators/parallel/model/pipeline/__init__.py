@@ -1,10 +1,9 @@
 """Pipeline parallelism: each rank has some of the layers, and micro-batches pass through the ranks."""
 
 from ringspark.estimators.parallel.model.pipeline.passes import (
-    PipelineOptions,
     PipelinePasses,
     build_pipeline,
 )
 from ringspark.estimators.parallel.model.pipeline.schedules import SCHEDULES
 
-__all__ = ["SCHEDULES", "PipelineOptions", "PipelinePasses", "build_pipeline"]
+__all__ = ["SCHEDULES", "PipelinePasses", "build_pipeline"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.lazy_imports import load_object
+from ringspark.estimators.options.mesh import Pipeline
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.pipeline.actions import Steps, with_arrivals
 from ringspark.estimators.parallel.model.pipeline.executor import Added, Context, Executor, Loss, Timed
@@ -37,29 +38,11 @@ from ringspark.models.reports import CountingLayerInfo, find_counting_layers
 CHUNKED_EXECUTOR = "ringspark.extras.schedules.chunked_executor:ChunkedExecutor"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """Options of a pipeline.
-
-    Attributes:
-        schedule: A name in `SCHEDULES`.
-        virtual: Stages per rank.
-        cuts: Names of the layers that begin the second and later stages; empty to partition by cost.
-        num_micro: Largest number of micro-batches per step; only schedules without a flush use it.
-        time_chunks: Number of sequence chunks in which values pass between stages that support them.
-    """
-
-    schedule: str = "1f1b"
-    virtual: int = 1
-    cuts: Sequence[str] = ()
-    num_micro: int = 1
-    time_chunks: int = 1
-
-
 def build_pipeline(
     network: nn.Module,
     mesh: RankMesh,
-    options: PipelineOptions,
+    options: Pipeline,
+    num_micro: int = 1,
     sample: Sequence[torch.Tensor] | None = None,
     device: torch.device | None = None,
 ) -> PipelinePasses:
@@ -67,6 +50,7 @@ def build_pipeline(
 
     Args:
         network: The whole network, with equal weights on all ranks.
+        num_micro: Largest number of micro-batches per step; only schedules without a flush use it.
         sample: Arguments of one micro-batch, to count operations; only rank 0's sample is used. None
             partitions by the number of parameters.
 
@@ -85,7 +69,8 @@ def build_pipeline(
             counts = [float(count) for count in count_parameters(network, links)]
             costs = (None if sample is None else _measure(network, links, sample)) or counts
         # Samples of padded texts differ between ranks, but all ranks must agree.
-        bounds = partition_by_cost(links, len(owners), _share_numbers(mesh.world, costs))
+        shared = gather_bytes(mesh.world, json.dumps(costs).encode())[0]
+        bounds = partition_by_cost(links, len(owners), json.loads(shared))
     stages = [links[begin:end] for begin, end in itertools.pairwise(bounds)]
     ties = find_ties(network, stages, owners)
     layers = find_counting_layers(network)
@@ -97,7 +82,7 @@ def build_pipeline(
         collective,
         place,
         schedule,
-        options,
+        num_micro,
         TiedGradients(network, ties, cast(PointToPoint, collective), collective.rank),
         device or torch.device("cpu"),
         layers,
@@ -110,10 +95,10 @@ def _place_stages(
     owners: Sequence[int],
     stages: Sequence[Sequence[Link]],
     schedule: Schedule,
-    options: PipelineOptions,
+    options: Pipeline,
 ) -> StagePlacement:
-    streams = find_streams(stages, options.time_chunks)
-    if options.time_chunks > 1 and not any(streams):
+    streams = find_streams(stages, options.sequence_chunks)
+    if options.sequence_chunks > 1 and not any(streams):
         raise ValueError(
             "parallelism's 'time_chunks' needs a stage that begins between two layers that support sequence "
             f"chunks, but the stages begin at {', '.join(stage[0].name for stage in stages)}; set "
@@ -134,7 +119,7 @@ def _place_stages(
         firsts=[stage[0] for stage in stages],
         streams=streams,
         sections=sections,
-        time_chunks=options.time_chunks,
+        time_chunks=options.sequence_chunks,
     )
 
 
@@ -164,7 +149,7 @@ class PipelinePasses:
         collective: Collective,
         place: StagePlacement,
         schedule: Schedule,
-        options: PipelineOptions,
+        num_micro: int,
         ties: TiedGradients,
         device: torch.device,
         layers: Sequence[CountingLayerInfo] = (),
@@ -178,7 +163,7 @@ class PipelinePasses:
         self._place = place
         self._ties = ties
         self._schedule = schedule
-        self._num_ranks, self.virtual = collective.size, options.virtual
+        self._num_ranks, self.virtual = collective.size, len(self.stages)
         executor = load_object(CHUNKED_EXECUTOR) if any(place.streams) else Executor
         self._executor: Executor = executor(place, Wire(cast(PointToPoint, collective), device))
         collective.on_leave(self._executor.drop)
@@ -272,9 +257,3 @@ def _measure(network: nn.Module, links: Sequence[Link], sample: Sequence[torch.T
         return measure_costs(empty, links_of(empty), [values.to("meta") for values in sample])
     except Exception:  # of any kind, depending on the network
         return None
-
-
-def _share_numbers(world: Collective, numbers: Sequence[float]) -> list[float]:
-    mine = torch.tensor(list(numbers), dtype=torch.float64).numpy().tobytes()
-    first = gather_bytes(world, mine)[0]
-    return list(torch.frombuffer(bytearray(first), dtype=torch.float64).tolist())

@@ -1,13 +1,16 @@
-"""Base class of the ways to attend across ranks."""
+"""Base classes of the ways to attend across ranks."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.parallel.model.sequence.span_attention import Queries, SpanAttention, SpanGradients
 from ringspark.estimators.parallel.model.sequence.spans import Spans
 
 
@@ -43,22 +46,77 @@ class Context(ABC):
 
         Args:
             query, key, value: (batch, heads, own tokens, head_dim).
-            mask: (batch, 1, 1, seq) booleans about all tokens, as `SpreadRows.mask` returns them.
+            mask: (batch, 1, 1, seq) booleans about all tokens, or (0, 1, 1, seq) if all tokens count.
         """
         assert mask is not None  # its shape has the number of tokens
         assert self.takes_dropout or dropout == 0
-        seq = mask.shape[-1]
-        return self.attend(query, key, value, mask if len(mask) else None, seq, dropout, causal)
+        return self.attend((query, key, value), mask if len(mask) else None, mask.shape[-1], dropout, causal)
 
     @abstractmethod
     def attend(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         mask: torch.Tensor | None,
         seq: int,
         dropout: float,
         causal: bool,
     ) -> torch.Tensor:
         """Like `__call__`; `mask` is None if all tokens count, `seq` is the number of all tokens."""
+
+
+class SpanContext(Context):
+    """Attends to spans of keys one after another, without dropout."""
+
+    def attend(
+        self,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+        seq: int,
+        dropout: float,
+        causal: bool,
+    ) -> torch.Tensor:
+        mixed: torch.Tensor = _SpanAttention.apply(*inputs, self, mask, seq, causal)  # type: ignore[no-untyped-call]
+        return mixed
+
+    @abstractmethod
+    def add_keys(
+        self, attention: SpanAttention, key: torch.Tensor, value: torch.Tensor, seq: int
+    ) -> Sequence[torch.Tensor]:
+        """Attends to the keys of all ranks; returns the tensors that `add_gradients` needs."""
+
+    @abstractmethod
+    def add_gradients(
+        self, gradients: SpanGradients, saved: Sequence[torch.Tensor], seq: int
+    ) -> torch.Tensor:
+        """Adds the gradients of all keys; returns those of this rank's keys and values, stacked."""
+
+
+class _SpanAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: SpanContext,
+        mask: torch.Tensor | None,
+        seq: int,
+        causal: bool,
+    ) -> torch.Tensor:
+        own = context.spans.of(context.collective.rank, seq)
+        attention = SpanAttention(queries=Queries(query=query, spans=own, mask=mask, causal=causal))
+        saved = context.add_keys(attention, key, value, seq)
+        mixed, log_sum = attention.result()
+        ctx.context, ctx.seq, ctx.causal = context, seq, causal
+        ctx.save_for_backward(query, mixed, log_sum, mask, *saved)
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        query, mixed, log_sum, mask, *saved = ctx.saved_tensors
+        own = ctx.context.spans.of(ctx.context.collective.rank, ctx.seq)
+        queries = Queries(query=query, spans=own, mask=mask, causal=ctx.causal)
+        gradients = SpanGradients(queries, gradient, (mixed.to(log_sum.dtype), log_sum))
+        key, value = ctx.context.add_gradients(gradients, saved, ctx.seq).to(query.dtype)
+        return gradients.query.to(query.dtype), key, value, None, None, None, None

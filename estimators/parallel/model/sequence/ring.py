@@ -11,85 +11,45 @@ Each attention sends n - 1 messages forward and n backward, and keeps the rank's
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.model.sequence.context import Context
-from ringspark.estimators.parallel.model.sequence.span_attention import Queries, SpanAttention, SpanGradients
+from ringspark.estimators.parallel.model.sequence.context import SpanContext
+from ringspark.estimators.parallel.model.sequence.span_attention import SpanAttention, SpanGradients
 
 
-class Ring(Context):
+class Ring(SpanContext):
     """Sends keys and values around the ranks."""
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        seq: int,
-        dropout: float,
-        causal: bool,
-    ) -> torch.Tensor:
-        mixed: torch.Tensor = _RingAttention.apply(query, key, value, self, mask, seq, causal)  # type: ignore[no-untyped-call]
-        return mixed
+    def add_keys(
+        self, attention: SpanAttention, key: torch.Tensor, value: torch.Tensor, seq: int
+    ) -> Sequence[torch.Tensor]:
+        here, lengths = torch.stack([key, value]), self.spans.lengths(seq)
+        for step in range(self.collective.size):
+            attention.add(here[0], here[1], self.spans.of(self._source(step), seq))
+            if step + 1 < self.collective.size:
+                (here,) = shift([here], 3, lengths[self._source(step + 1)], self.collective)
+        # Not `here`: these two are views of one tensor, which is kept anyway.
+        return [key, value]
 
-    def source(self, step: int) -> int:
+    def add_gradients(
+        self, gradients: SpanGradients, saved: Sequence[torch.Tensor], seq: int
+    ) -> torch.Tensor:
+        here, lengths = torch.stack(list(saved)), self.spans.lengths(seq)
+        found = torch.zeros_like(here, dtype=gradients.query.dtype)
+        for step in range(self.collective.size):
+            gradients.add(here[0], here[1], self.spans.of(self._source(step), seq), found)
+            length = lengths[self._source(step + 1)]
+            if step + 1 < self.collective.size:
+                here, found = shift([here, found], 3, length, self.collective)
+            else:
+                (found,) = shift([found], 3, length, self.collective)
+        return found
+
+    def _source(self, step: int) -> int:
         """Returns the rank whose keys are here after `step` messages."""
         return (self.collective.rank - step) % self.collective.size
-
-
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        ring: Ring,
-        mask: torch.Tensor | None,
-        seq: int,
-        causal: bool,
-    ) -> torch.Tensor:
-        size, spans, lengths = ring.collective.size, ring.spans, ring.spans.lengths(seq)
-        own = spans.of(ring.collective.rank, seq)
-        attention = SpanAttention(queries=Queries(query=query, spans=own, mask=mask, causal=causal))
-        here = torch.stack([key, value])
-        for step in range(size):
-            source = ring.source(step)
-            attention.add(here[0], here[1], spans.of(source, seq))
-            if step + 1 < size:
-                (here,) = shift([here], 3, lengths[ring.source(step + 1)], ring.collective)
-        mixed, log_sum = attention.result()
-        ctx.ring, ctx.causal, ctx.seq = ring, causal, seq
-        # Not `here`: these three are views of one tensor, which is kept anyway.
-        ctx.save_for_backward(query, key, value, mixed, log_sum, mask)
-        return mixed
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        query, key, value, mixed, log_sum, mask = ctx.saved_tensors
-        ring, seq = ctx.ring, ctx.seq
-        collective, spans = ring.collective, ring.spans
-        size, lengths = collective.size, spans.lengths(seq)
-        own = spans.of(collective.rank, seq)
-        queries = Queries(query=query, spans=own, mask=mask, causal=ctx.causal)
-        gradients = SpanGradients(queries, gradient, (mixed.to(log_sum.dtype), log_sum))
-        here = torch.stack([key, value])
-        found = torch.zeros_like(here, dtype=log_sum.dtype)
-        for step in range(size):
-            gradients.add(here[0], here[1], spans.of(ring.source(step), seq), found)
-            length = lengths[ring.source(step + 1)]
-            if step + 1 < size:
-                here, found = shift([here, found], 3, length, collective)
-            else:
-                (found,) = shift([found], 3, length, collective)
-        key, value = found.to(query.dtype)
-        return gradients.query.to(query.dtype), key, value, None, None, None, None
 
 
 def shift(

@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.model.communication import all_reduce, scale_gradient
+from ringspark.estimators.parallel.model.communication import all_reduce, apply_once, scale_gradient
 from ringspark.estimators.parallel.model.sequence.spans import Spans
 from ringspark.models.whole_rows import WholeRows
 
@@ -55,28 +54,12 @@ class ShardedRows(WholeRows):
         return scale_gradient(outputs, 1 / self._collective.size)
 
     def joined(self, x: torch.Tensor, dim: int, seq: int) -> torch.Tensor:
-        whole: torch.Tensor = _AllGatherTokens.apply(x, dim, seq, self._collective, self._spans)  # type: ignore[no-untyped-call]
-        return whole
+        return apply_once(
+            x,
+            lambda x: self._spans.gather(x, dim, seq, self._collective),
+            lambda gradient: self._spans.take(gradient, dim, self._collective.rank),  # equal on all ranks
+        )
 
     def _total(self, x: torch.Tensor) -> torch.Tensor:
         """Sums over the ranks; they have equal gradients, so the gradient needs no all-reduce."""
         return scale_gradient(all_reduce(x, self._collective), self._collective.size)
-
-
-class _AllGatherTokens(torch.autograd.Function):
-    """All-gathers the tokens; each rank takes its part of the gradient, which all ranks know."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, dim: int, seq: int, collective: Collective, spans: Spans
-    ) -> torch.Tensor:
-        ctx.dim, ctx.rank, ctx.spans = dim, collective.rank, spans
-        shapes = [(*x.shape[:dim], n, *x.shape[dim + 1 :]) for n in spans.lengths(seq)]
-        counts = [torch.Size(shape).numel() for shape in shapes]
-        pieces = collective.all_gather(x.contiguous().view(-1), counts)
-        return spans.join([p.view(shape) for p, shape in zip(pieces, shapes, strict=True)], dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.spans.take(gradient, ctx.dim, ctx.rank), None, None, None, None

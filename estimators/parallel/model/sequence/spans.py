@@ -9,11 +9,13 @@ Invariant: the spans contain every token once, and two spans of a row are equal 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.shard_spec import shard_length
 
 # First token, and end.
@@ -51,6 +53,12 @@ class Spans:
             spans = self.of(rank, seq)
             pieces += zip(spans, torch.split(part, [end - begin for begin, end in spans], dim), strict=True)
         return torch.cat([piece for _, piece in sorted(pieces, key=lambda item: item[0])], dim)
+
+    def gather(self, x: torch.Tensor, dim: int, seq: int, collective: Collective) -> torch.Tensor:
+        """All-gathers each rank's tokens along `dim`; returns all `seq` tokens in order."""
+        shapes = [(*x.shape[:dim], n, *x.shape[dim + 1 :]) for n in self.lengths(seq)]
+        pieces = collective.all_gather(x.contiguous().view(-1), [math.prod(shape) for shape in shapes])
+        return self.join([p.view(shape) for p, shape in zip(pieces, shapes, strict=True)], dim)
 
 
 def _span(index: int, number: int, seq: int) -> Span:

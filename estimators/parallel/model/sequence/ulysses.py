@@ -24,21 +24,19 @@ class Ulysses(Context):
 
     def attend(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         mask: torch.Tensor | None,
         seq: int,
         dropout: float,
         causal: bool,
     ) -> torch.Tensor:
-        num_heads, tokens = query.shape[1:3]
+        num_heads, tokens = inputs[0].shape[1:3]
         size, rank = self.collective.size, self.collective.rank
         heads = [shard_length(num_heads, r, size) for r in range(size)]
         lengths, own = self.spans.lengths(seq), heads[rank]
         sent, arriving = [n * tokens for n in heads], [n * own for n in lengths]
         # One row per token and head, because ranks differ in their numbers of heads and tokens.
-        rows = torch.stack([query, key, value]).permute(2, 3, 0, 1, 4)  # (heads, tokens, 3, batch, head_dim)
+        rows = torch.stack(inputs).permute(2, 3, 0, 1, 4)  # (heads, tokens, 3, batch, head_dim)
         came = all_to_all(rows.flatten(0, 1), sent, arriving, self.collective)
         parts = zip(torch.split(came, arriving), lengths, strict=True)
         pieces = [part.view(own, length, *came.shape[1:]) for part, length in parts]

@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.parallel.mesh import RankMesh, group_ranks
+from ringspark.estimators.parallel.mesh import RankMesh, group_ranks, join_group
 from ringspark.estimators.parallel.model.communication import (
     all_gather,
     all_reduce,
@@ -44,17 +43,9 @@ class MeshGrids:
             groups = group_ranks(self._mesh.sizes, (AXIS,))
             down = [ranks[column::columns] for ranks in groups for column in range(columns)]
             across = [ranks[i : i + columns] for ranks in groups for i in range(0, len(ranks), columns)]
-            self._made[rows, columns] = self._part(down), self._part(across)
+            world = self._mesh.world
+            self._made[rows, columns] = join_group(world, down), join_group(world, across)
         return self._made[rows, columns]
-
-    def _part(self, groups: list[list[int]]) -> Collective:
-        if len(groups[0]) == 1:
-            return LocalCollective()
-        if len(groups) == 1:
-            return self._mesh.world
-        part: Collective | None = self._mesh.world.part(groups)  # type: ignore[attr-defined]
-        assert part is not None  # the groups hold every rank
-        return part
 
 
 def make_fake_grids(collective: Any) -> Grids:

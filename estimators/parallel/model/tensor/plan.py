@@ -38,9 +38,6 @@ from ringspark.models.reports import CountingLayer
 from ringspark.models.transformer import TransformerLM, scores
 from ringspark.models.whole_rows import WholeRows
 
-# Values of the option `between`: activations are replicated, or sharded by tokens.
-BETWEEN = ("whole", "parts")
-
 # Largest number of layers that an error names.
 _NAMED = 12
 
@@ -157,15 +154,12 @@ def plan_of(module: nn.Module, num_ranks: int) -> dict[str, Any]:
     )
 
 
-def make_region(collective: Collective, between: str = "whole", grids: Grids | None = None) -> Region:
-    """Returns the region of one network.
-
-    Args:
-        between: One of `BETWEEN`.
-        grids: Makes grids of the ranks; None for a rank without peers.
-    """
+def make_region(
+    collective: Collective, sequence_parallel: bool = False, grids: Grids | None = None
+) -> Region:
+    """Returns the region of one network; without `grids`, for a rank without peers."""
     grids = grids or make_fake_grids(collective)
-    if between == "parts":
+    if sequence_parallel:
         # Every rank has other tokens between regions, and other units inside.
         return Region(collective, SequenceBoundary(collective), None, grids)
     return Region(collective, ReplicatedBoundary(collective), RankRandomState(collective), grids)

@@ -10,7 +10,8 @@ import torch
 from ranks import run_ranks
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.mesh import AXES, RankMesh, group_ranks
+from ringspark.estimators.options.mesh import AXES
+from ringspark.estimators.parallel.mesh import RankMesh, group_ranks
 from ringspark.estimators.parallel.model.communication import (
     all_gather,
     all_gather_for_shards,

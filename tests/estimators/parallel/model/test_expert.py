@@ -14,10 +14,10 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.options.mesh import Mesh
+from ringspark.estimators.options.mesh import AXES, Mesh
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.data.expert_all_reduce import ExpertAllReduce
-from ringspark.estimators.parallel.mesh import AXES, RankMesh
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.expert import expert_names, shard_experts
 from ringspark.estimators.parallel.model.shard_network import check_shardable
 from ringspark.estimators.parallel.shard_spec import join_shards

@@ -20,10 +20,10 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.lazy_imports import load_object
+from ringspark.estimators.options.mesh import Pipeline
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.pipeline import (
     SCHEDULES,
-    PipelineOptions,
     PipelinePasses,
     build_pipeline,
 )
@@ -126,14 +126,14 @@ def _piped(
     return has_gradients, sum(seen.values())
 
 
-def _made(family: str, mesh: RankMesh, schedule: str, **options: Any) -> tuple[nn.Module, PipelinePasses]:
+def _made(family: str, mesh: RankMesh, schedule: str, num_micro: int = 1) -> tuple[nn.Module, PipelinePasses]:
     """Returns the unsplit network and its pipeline."""
     torch.manual_seed(3)
     whole = FAMILIES[family].build()
     cut = FAMILIES[family].build()
     cut.load_state_dict(whole.state_dict())
     least, _ = SCHEDULES[schedule].virtual
-    return whole, build_pipeline(cut, mesh, PipelineOptions(schedule=schedule, virtual=least, **options))
+    return whole, build_pipeline(cut, mesh, Pipeline(schedule=schedule, virtual=least), num_micro)
 
 
 def _difference(one: Iterable[tuple[str, Any]], other: dict[str, Any]) -> float:
@@ -307,7 +307,7 @@ def _brought_gradients(collective: Collective) -> Any:
         network.zero_grad()
         least, _ = SCHEDULES[schedule].virtual
         cuts = [f"layers.{i}" for i in ((1, 2, 3) if least == 2 else (1,))]
-        options = PipelineOptions(schedule=schedule, virtual=least, cuts=cuts)
+        options = Pipeline(schedule=schedule, virtual=least, cuts=cuts)
         passes = build_pipeline(network, RankMesh.of(collective, {"pipeline": collective.size}), options)
         _piped(passes, micros)
         found[schedule] = _difference(_gradients(passes.network), dict(_gradients(whole)))
@@ -327,7 +327,7 @@ def test_stages_that_pass_arguments_on_or_change_them_in_place(schedule: str) ->
     for network in (_PassesOn(), _AddsLosses(), nn.Sequential(*in_place)):
         whole, links = copy.deepcopy(network), links_of(network)
         virtual = min(4, SCHEDULES[schedule].virtual[1])  # every link is a stage
-        passes = build_pipeline(network, mesh, PipelineOptions(schedule=schedule, virtual=virtual))
+        passes = build_pipeline(network, mesh, Pipeline(schedule=schedule, virtual=virtual))
         assert len(passes.stages) in (1, len(links))
         micros = _split(((torch.randn(5, 4),), torch.randint(0, 3, (5,))), (2, 2, 1))
         _whole(whole, micros)

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ringspark.estimators.options.mesh import Mesh, Pipeline
-from ringspark.estimators.parallel.mesh import AXES
+from ringspark.estimators.options.mesh import AXES, Mesh, Pipeline
 from ringspark.estimators.parallel.model.pipeline import wire
 from ringspark.estimators.parallel.model.pipeline.partition import (
     count_parameters,

@@ -127,7 +127,7 @@ def _counts(collective: Collective) -> Any:
     for between in ("whole", "parts"):
         counting: Any = Counting(collective)
         block = TransformerBlock(16, 4, 64, 0.0, 0.0, causal=True)
-        region = make_region(counting, between)
+        region = make_region(counting, between == "parts")
         shard_layers(block, region, PAIRS)
         tokens = 8
         if between == "parts":

@@ -29,7 +29,7 @@ class Tempered(TransformerLM):
 
 
 def _cut(network: nn.Module) -> nn.Module:
-    shard_layers(network, make_region(LocalCollective(), "whole"), {"tokens": "vocabulary"})
+    shard_layers(network, make_region(LocalCollective()), {"tokens": "vocabulary"})
     return network
 
 

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.utils import spectral_norm
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.options.mesh import Mesh
-from ringspark.estimators.parallel.mesh import AXES
+from ringspark.estimators.options.mesh import AXES, Mesh
 from ringspark.estimators.parallel.model.fake_collective import FakeCollective
 from ringspark.estimators.parallel.model.shard_network import check_shardable
 from ringspark.estimators.parallel.model.tensor import VocabularyEmbedding, make_region, shard_layers
