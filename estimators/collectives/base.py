@@ -42,8 +42,7 @@ class Rendezvous(Protocol):
     """Server of rank 0 that is open until the gang has closed."""
 
     @property
-    def address(self) -> str:
-        """`host:port`, reachable from every rank."""
+    def address(self) -> str: ...
 
     def close(self) -> None: ...
 
@@ -54,9 +53,7 @@ class RendezvousInfo:
 
     Attributes:
         address: Address of rank 0's rendezvous.
-        secret: Secret of the run.
         timeout_seconds: Longest wait for another rank, at the rendezvous and in every operation.
-        use_gpu: Whether gradients are on GPUs.
     """
 
     address: str
@@ -122,11 +119,10 @@ class Collective(Protocol):
         """
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
-        """Sends each rank its own tensor; returns the tensors for this rank, in rank order.
+        """Sends each rank its own 1-D tensor; returns the tensors for this rank, in rank order.
 
         Args:
-            pieces: One for each rank; 1-D, of one dtype; lengths may differ and may be 0.
-            counts: Length of the tensor that each rank sends to this rank.
+            counts: Length of the tensor that each rank sends to this rank; may be 0.
         """
 
     def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
@@ -166,8 +162,6 @@ class Levels:
 
 
 class ConnectedMember:
-    """Base class of all collectives."""
-
     @staticmethod
     def open_rendezvous(member: Member, secret: bytes, ports: Sequence[int] = (0,)) -> Rendezvous:
         return RendezvousServer(member.host, member.size, secret, ports)
@@ -198,7 +192,6 @@ class ConnectedMember:
         self._on_leave.append(release)
 
     def _set_nccl_interface(self) -> None:
-        """Sets NCCL's interface until this rank leaves, because NCCL connects at its first operation."""
         interface = interface_of(self.member.host)
         if interface and _NCCL_INTERFACE not in os.environ:
             # Without "=" it would be a prefix: eth1 would match eth10 too.

@@ -54,8 +54,6 @@ _logger = logging.getLogger(__name__)
 
 
 class HorovodCollective(NetworkCollective):
-    """A collective by Horovod; exists after `hvd.init`."""
-
     name = "horovod"
 
     def __init__(self, member: Member, ranks: Any = None) -> None:
@@ -110,7 +108,6 @@ class HorovodCollective(NetworkCollective):
     def _levels(
         self, sets: Sequence[Any], client: RendezvousClient, nonce: bytes, meeting: RendezvousInfo
     ) -> Levels:
-        """Returns the collectives within hosts and between hosts, from the process sets of `_groups`."""
         inside: Collective = LocalCollective()
         between: Collective | None = None
         for number, (ranks, known) in enumerate(zip(_groups(self.member), sets, strict=True)):
@@ -133,7 +130,6 @@ class HorovodCollective(NetworkCollective):
         return Levels(inside=inside, between=between)
 
     def _prove(self, nonce: bytes, secret: bytes) -> None:
-        """Refuses a Gloo connection that leads to a stranger."""
         mine = torch.frombuffer(bytearray(proofs_for(self.member, nonce, secret)), dtype=torch.uint8)
         with peer_errors("proving the connections"):
             theirs = self._hvd.alltoall(mine, name=self._name("proof"), process_set=self._set)
@@ -284,10 +280,6 @@ class HorovodCollective(NetworkCollective):
 
 
 def _groups(member: Member) -> list[list[int]]:
-    """Returns the ranks of Horovod's process sets: the first ranks of hosts, then the ranks of each host.
-
-    Horovod makes process sets when it starts, but not for all ranks or a single one.
-    """
     if not member.has_levels:
         return []
     return [list(member.leaders), *(ranks for ranks in member.hosts if len(ranks) > 1)]
@@ -306,7 +298,6 @@ def check_nccl() -> None:
 
 
 def _check_name(member: Member) -> None:
-    """Refuses to start a Horovod to which other hosts could not connect, which would end this process."""
     from horovod import __version__ as version
 
     if member.local_size == member.size or _MENDED in version:

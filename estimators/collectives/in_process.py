@@ -60,8 +60,6 @@ def run_in_turns(size: int, work: Callable[[InProcessCollective], T]) -> list[T]
 
 
 class _Turns:
-    """State that all ranks share: `lock` of the running rank, and the values that ranks give each other."""
-
     def __init__(self, size: int) -> None:
         self.lock = threading.Condition()
         self.failure: RankError | None = None
@@ -119,13 +117,7 @@ class InProcessCollective(ConnectedMember):
     name = "in-process"
 
     def __init__(self, turns: _Turns, ranks: Sequence[int], rank: int, group: tuple[int, ...]) -> None:
-        """Joins a group.
-
-        Args:
-            ranks: World ranks of the group.
-            rank: World rank of this rank.
-            group: Name of the group; all its ranks give the same name.
-        """
+        """Joins a group of world ranks; `rank` is a world rank, and all ranks give the same `group`."""
         size, index = len(ranks), list(ranks).index(rank)
         super().__init__(Member(rank=index, size=size, local_rank=index, local_size=size))
         self._turns, self._ranks, self._me = turns, list(ranks), rank
@@ -138,7 +130,6 @@ class InProcessCollective(ConnectedMember):
         return self
 
     def part(self, groups: Sequence[Sequence[int]]) -> InProcessCollective | LocalCollective | None:
-        """Makes one collective per group; returns this rank's, or None. See `TorchCollective.part`."""
         self._parts += 1
         for number, ranks in enumerate(groups):
             if self.rank in ranks:

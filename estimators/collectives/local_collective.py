@@ -18,8 +18,6 @@ class LocalRendezvous:
 
 
 class LocalCollective(ConnectedMember):
-    """The collective of a single rank, with or without Spark."""
-
     name = "local"
 
     def __init__(self, member: Member | None = None) -> None:

@@ -15,8 +15,6 @@ from ringspark.estimators.collectives.traffic import Member
 
 
 class NetworkCollective(ConnectedMember, ABC):
-    """Base of the collectives over a network; methods with an underscore use the library."""
-
     def __init__(self, member: Member) -> None:
         super().__init__(member)
         self._memory: SharedMemory | None = None

@@ -26,12 +26,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncOperation(Generic[T]):
-    """An asynchronous operation of a library.
-
-    Attributes:
-        wait: Waits for it, and returns its result.
-        is_done: Returns at once whether it has ended, also by an error; from any thread.
-    """
+    """An asynchronous operation of a library; any thread may call `is_done`, which also reports errors."""
 
     wait: Callable[[], T]
     is_done: Callable[[], bool]
@@ -90,7 +85,6 @@ class OperationTimes:
             self._ready.setdefault(name, time.perf_counter_ns())
 
     def record_blocking(self, name: str, ready_ns: int | None = None) -> AbstractContextManager[None]:
-        """Returns a context for an operation that blocks the rank."""
         return self._begin(name, ready_ns).waiting() if self.is_on else _NOTHING
 
     def record_when_waited(self, name: str, run: Callable[[], T]) -> Callable[[], T]:
@@ -165,14 +159,12 @@ class _Operation:
 
     @contextmanager
     def occupied(self) -> Iterator[None]:
-        """Returns a context in which the operation blocks the rank."""
         begin = time.perf_counter_ns()
         yield
         self._blocked.append((begin, time.perf_counter_ns()))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Returns a context in which the rank waits for the end."""
         with self.occupied():
             yield
             self.end()
@@ -189,8 +181,6 @@ class _Operation:
 
 
 class _Watcher:
-    """Records the ends of operations in a thread that lives while some are in flight."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._in_flight: list[tuple[_Operation, Callable[[], bool]]] = []

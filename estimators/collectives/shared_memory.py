@@ -101,7 +101,6 @@ class SharedMemory:
         return shown[self._rank]
 
     def all_reduce_(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Overwrites a tensor with its reduction over all ranks, in rank order."""
         for part, places in self._chunks(tensor):
             if self.size > 2 and len(part) >= _SPLIT_ELEMENTS:
                 self._reduce_split(places, part, op)
@@ -138,7 +137,6 @@ class SharedMemory:
             target.copy_(slices[rank][rank])
 
     def _write(self, data: torch.Tensor, num_bytes: int, kind: int) -> list[torch.Tensor]:
-        """Writes a chunk of this rank's `num_bytes`; returns the slots of all ranks."""
         self._turn ^= 1
         if data.dtype not in self._views:
             self._views[data.dtype] = [list(turn.view(data.dtype)) for turn in self._places]
@@ -149,7 +147,6 @@ class SharedMemory:
         return places
 
     def _lengths(self, kind: int) -> list[int]:
-        """Returns each rank's number of bytes; checks that all run the same operation."""
         heads = [_HEAD.unpack_from(self._memory, self._head(rank)) for rank in range(self.size)]
         if any(head[0] != kind for head in heads):
             raise ValueError(f"some ranks sum while others gather; {REMEDY}")
@@ -203,7 +200,6 @@ class _peer_errors:  # noqa: N801
 
 
 def shared_bytes(num_ranks: int) -> int:
-    """Returns the bytes of the memory: two slots for each rank."""
     return 2 * num_ranks * (_HEAD_BYTES + _SLOT_BYTES)
 
 

@@ -136,7 +136,6 @@ class TorchCollective(NetworkCollective):
         self.group = None
 
     def _prove(self, nonce: bytes, secret: bytes, timeout_seconds: float) -> None:
-        """Refuses a Gloo connection that leads to a stranger."""
         mine = torch.frombuffer(bytearray(proofs_for(self.member, nonce, secret)), dtype=torch.uint8)
         theirs = torch.empty_like(mine)
         with peer_errors("proving the connections"):
@@ -261,7 +260,6 @@ class TorchCollective(NetworkCollective):
             return _waiter(dist.isend(tensor, dst=self._ranks[to], group=self.group), "send")
 
     def start_receive(self, tensor: torch.Tensor, source: int) -> Callable[[], None]:
-        """Starts to receive into a contiguous tensor; returns a function that waits for it."""
         with peer_errors("receive"):
             return _waiter(dist.irecv(tensor, src=self._ranks[source], group=self.group), "receive")
 

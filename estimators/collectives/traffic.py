@@ -31,7 +31,6 @@ class Member:
 
     @property
     def hosts(self) -> list[list[int]]:
-        """Ranks of each host."""
         return [list(range(a, b)) for a, b in zip(self.leaders, [*self.leaders[1:], self.size], strict=True)]
 
     def host_of(self, rank: int) -> int:
@@ -87,7 +86,6 @@ class Traffic:
         self._add(2 * (size - 1) * num_bytes // size)
 
     def all_gather(self, pieces: list[int]) -> None:
-        """Counts an all-gather; `pieces` are the bytes of each rank's tensor."""
         # The next rank's tensor arrives here last, after the whole ring.
         self._add(sum(pieces) - pieces[(self._member.rank + 1) % self._member.size])
 
@@ -96,11 +94,9 @@ class Traffic:
             self._add(num_bytes)
 
     def reduce_scatter(self, parts: list[int]) -> None:
-        """Counts a reduce-scatter; `parts` are the bytes of each rank's shard."""
         self._add(sum(parts) - parts[self._member.rank])
 
     def all_to_all(self, pieces: list[int]) -> None:
-        """Counts an all-to-all; `pieces` are the bytes of this rank's tensor for each rank."""
         self._add(sum(pieces) - pieces[self._member.rank])
 
     def send(self, num_bytes: int) -> None:

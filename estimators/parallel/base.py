@@ -18,8 +18,6 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Scaler(Protocol):
-    """`LossScaler`, or torch's GradScaler."""
-
     def step(self, optimizer: torch.optim.Optimizer) -> object: ...
 
 
@@ -80,16 +78,11 @@ class GradientSync:
         self.local_square: torch.Tensor | None = None
 
     def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
-        """Makes the collective calls of a step in which this rank has no rows.
-
-        Args:
-            inputs: Arguments of `module` with zero rows, for their shapes and dtypes.
-        """
+        """Makes the collective calls of a step without rows; `inputs` are `module`'s, with zero rows."""
 
     def forward_without_rows(self, inputs: Sequence[torch.Tensor]) -> None: ...
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Returns a context for the forward and backward pass of one micro-batch."""
         return nullcontext()
 
     def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
@@ -132,14 +125,11 @@ class GradientSync:
         return state_by_name(self.network, self.optimizer)
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        """Loads this rank's shard of a whole optimizer state, saved with any number of ranks and sharding."""
+        """Loads this rank's shard of a whole optimizer state, from any number of ranks."""
         load_by_name(self.network, self.optimizer, state)
 
     def settle(self) -> None:
-        """Finishes synchronizations in flight, so that all ranks have equal weights. Runs on every rank.
-
-        The trainer calls it after the last step of an epoch.
-        """
+        """Makes all ranks have equal weights, at the end of an epoch. Runs on every rank."""
 
     def rank_state(self) -> dict[str, torch.Tensor]:
         """Returns CPU copies of state that only this rank has, such as residuals. Runs on every rank."""

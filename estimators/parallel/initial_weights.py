@@ -25,7 +25,6 @@ _BUNDLE_BYTES = 4 << 20
 
 
 def defer_weights(module: nn.Module, first: InitialWeights) -> None:
-    """Registers a network whose parameters have no values yet."""
     _DEFERRED[module] = first
 
 

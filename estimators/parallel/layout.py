@@ -38,8 +38,6 @@ def layout_of(module: nn.Module) -> ModelLayout | None:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One tensor of the whole network; `holders` are the ranks of its shards, in order."""
-
     shape: tuple[int, ...]
     dtype: str
     holders: tuple[int, ...]
@@ -106,7 +104,6 @@ class ModelLayout:
         return self._tied.get(name, name)
 
     def shard_parameters(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns this rank's shards of tensors of parameters, by its own names."""
         known = {name: whole.get(self.full_name(name)) for name in self._parameters}
         return {name: self.shard(name, tensor) for name, tensor in known.items() if tensor is not None}
 
@@ -122,11 +119,7 @@ class ModelLayout:
         }
 
     def is_counted(self, name: str, among: Sequence[str] = ("expert", "sequence", "tensor")) -> bool:
-        """Whether this rank's tensor counts in a sum over `RankMesh.holders` that takes each element once.
-
-        Args:
-            among: Axes along which ranks have the same elements, unless the parameter is sharded along one.
-        """
+        """Whether this rank's tensor counts in a sum over `RankMesh.holders` that takes each element once."""
         here, spec = self.mesh.coordinates, self.cuts.get(name)
         alike = [axis for axis in among if spec is None or spec.axis != axis]
         return name not in self._copies and all(here[axis] == 0 for axis in alike)

@@ -123,12 +123,11 @@ class RankMesh:
 
     @property
     def data_size(self) -> int:
-        """Number of shards of a global batch."""
         return self.data.size
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes the run's files and decides by its clock."""
+        """Whether this rank writes the run's files."""
         return self.world.rank == 0
 
     @property

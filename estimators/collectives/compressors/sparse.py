@@ -13,7 +13,6 @@ _BLOCK = 1 << 16
 
 
 def num_bytes(picked: int, elements: int, element_bytes: int = 4) -> int:
-    """Returns the bytes of a message with `picked` of `elements` elements."""
     return 4 * -(-elements // _BLOCK) + (2 + element_bytes) * picked
 
 
@@ -25,13 +24,7 @@ def all_reduce_sparse(
     *,
     is_equal: bool,
 ) -> Sent:
-    """Sums the elements that the ranks picked.
-
-    Args:
-        places: Indices of the picked elements, ascending; (picked,).
-        values: Values to send for them, (picked,).
-        is_equal: Whether all ranks picked equally many elements.
-    """
+    """Sums the elements `values` that each rank picked at `places`, which ascend."""
     blocks = -(-len(vector) // _BLOCK)
     message = _encode(places, values, blocks)
     counts = [len(message)] * collective.size

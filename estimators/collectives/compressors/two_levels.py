@@ -24,7 +24,7 @@ def find_levels(collective: Collective) -> Levels:
 
 
 def all_reduce_by_host(vector: torch.Tensor, compressor: Compressor, levels: Levels, step: int) -> Sent:
-    """Sums the ranks' vectors; see `Compressor.sum`. Runs on every rank."""
+    """Sums the ranks' vectors like `Compressor.sum`. Runs on every rank."""
     summed = levels.inside.all_reduce(vector)
     error = torch.zeros_like(vector)
     if levels.between is None:

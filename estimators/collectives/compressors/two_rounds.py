@@ -57,5 +57,4 @@ def all_reduce_codes(
 
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """Returns a view of a contiguous tensor as bytes, (num_bytes,)."""
     return values.reshape(-1).view(torch.uint8)

@@ -58,11 +58,7 @@ class Marks:
         return length + payload + mac
 
     def open(self, length: bytes, rest: bytes) -> bytes:
-        """Returns the next message that arrived.
-
-        Args:
-            length: The first `LENGTH_BYTES` of the frame.
-            rest: The following `rest_bytes(length)` bytes.
+        """Returns the next message that arrived, from the first `LENGTH_BYTES` of the frame and the rest.
 
         Raises:
             ChannelError: No member sent the message.
@@ -103,7 +99,6 @@ class Channel:
 
 
 def make_hello() -> bytes:
-    """Returns the first message of a server, which is new for each connection."""
     return MAGIC + os.urandom(NONCE_BYTES)
 
 
@@ -145,8 +140,7 @@ def prove_as_client(
 ) -> Channel:
     """Proves to the server that this is a member, and makes the server prove the same.
 
-    Args:
-        seconds: Time limit. It includes the time in the queue of a server that is busy with other clients.
+    The time limit includes the time in the queue of a server that is busy with other clients.
 
     Raises:
         OSError: The connection was closed, nothing came in time, or the server does not know the secret.

@@ -80,7 +80,6 @@ class RendezvousClient:
         return self._ask_until(seconds, b"get", self._name(key))[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a number that starts at 0; returns the sum."""
         return int(self._ask(b"add", self._name(key), str(amount).encode())[0] or 0)
 
     def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
@@ -91,7 +90,6 @@ class RendezvousClient:
         return self._ask(b"delete", self._name(key))[0] is not None
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        """Waits up to `seconds` for the keys; returns whether all of them exist."""
         deadline = time.monotonic() + seconds
         return all(
             self._ask_until(deadline - time.monotonic(), b"wait", self._name(key))[0] is not None

@@ -50,7 +50,6 @@ class HorovodProxy(ThreadingTCPServer):
         self._thread.join()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Rejects other processes of this host before reading from them."""
         return own_sockets.is_ours(client_address, self.server_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -64,7 +64,6 @@ def is_ours(local: Any, peer: Any) -> bool:
 
 
 def listening() -> dict[int, tuple[Any, ...]]:
-    """Returns inode -> address of each socket on which this process listens."""
     result = {}
     for found in _sockets():
         with suppress(OSError):

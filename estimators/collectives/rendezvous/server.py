@@ -131,7 +131,6 @@ class KeyValues:
             reply(self.set(*args))
 
     def set(self, key: bytes, value: bytes) -> bytes:
-        """Sets a key and answers the requests that wait for it; returns the answer to the setter."""
         old = self._values.get(key)
         grown = len(value) - len(old) if old is not None else len(key) + len(value)
         if self._num_bytes + grown > MAX_STORED_BYTES:
@@ -147,7 +146,6 @@ class KeyValues:
         return MISSING if value is None else DONE + value
 
     def _when(self, key: bytes, wait_ms: int, then: Callable[[], None]) -> None:
-        """Calls `then` once the key exists, or after `wait_ms`."""
         if key in self._values or wait_ms <= 0:
             then()
             return
@@ -332,7 +330,6 @@ class RendezvousServer:
         self._listener.close()
 
     def _accept(self) -> None:
-        """Takes the next connection from the system's queue, if there is room for it."""
         if len(self._unproved) + len(self._members) >= self._size + MAX_STRANGERS:
             oldest, deadline = next(iter(self._unproved.items()))
             if deadline.when() - self.loop.time() > HANDSHAKE_SECONDS - CROWDED_SECONDS:
@@ -351,7 +348,6 @@ class RendezvousServer:
         self._unproved[peer] = self.loop.call_later(HANDSHAKE_SECONDS, peer.end)
 
     def admit(self, peer: _Peer, rank: int, address: str) -> None:
-        """Registers a peer that has proved to know the secret as the rank that it claims."""
         self.forget(peer)
         if rank >= self._size or rank in self._members:
             raise ValueError(f"rank {rank} of {self._size} is connected already, or does not exist")

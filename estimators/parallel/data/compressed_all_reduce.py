@@ -37,7 +37,6 @@ _DTYPES = (torch.float32, torch.float64)
 def compressed_parameters(
     trained: Mapping[str, nn.Parameter], compression: Compression
 ) -> dict[str, nn.Parameter]:
-    """Returns the parameters whose gradients are compressed."""
     kind = COMPRESSORS[compression.NAME]
     return {
         name: p
@@ -235,7 +234,6 @@ class _Group:
         self.is_bad = not bool(torch.isfinite(self._vector).all())
 
     def spoil(self, had: Sequence[int]) -> None:
-        """Sets the gradients to NaN, so that the optimizer skips the step."""
         self.give(had, torch.full_like(self._vector, torch.nan))
 
     def exchange(self, had: Sequence[int], send: Send) -> Sent:

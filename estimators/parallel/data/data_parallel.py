@@ -36,7 +36,6 @@ def synchronize(
     *,
     measures_local: bool = False,
 ) -> GradientSync:
-    """Returns the gradient all-reduce of a module whose weights are equal on all ranks."""
     if collective.size == 1:
         return GradientSync(module, optimizer)
     return GradientAllReduce(module, optimizer, collective, measures_local=measures_local)

@@ -44,12 +44,7 @@ _NUM_BUCKETS = 8
 
 
 def choose_bucket_bytes(num_bytes: int, *, by_network: bool) -> int | None:
-    """Returns the bytes at which a bucket is full; None if all gradients travel in one message.
-
-    Args:
-        num_bytes: Bytes of all gradients.
-        by_network: Whether they are on CPUs that send while they compute.
-    """
+    """Returns the bytes at which a bucket is full; None if all gradients travel in one message."""
     if num_bytes <= (NETWORK_FLAT_BYTES if by_network else FLAT_BYTES):
         return None
     if not by_network:
@@ -75,7 +70,6 @@ class GradientAllReduce(GradientSync):
         Args:
             over: Returns the collective of a parameter, by its name; None uses `collective` for all.
             bucket_bytes: Bytes at which a bucket is full; None for one message after the backward pass.
-            measures_local: Whether to compute `local_square`.
         """
         super().__init__(module, optimizer)
         self._collective = collective
@@ -166,12 +160,7 @@ def _name(number: int) -> str:
 def split_by_ranks(
     named: Mapping[str, nn.Parameter], num_bytes: int | None, over: Callable[[str], Ranks]
 ) -> list[tuple[Ranks, dict[str, nn.Parameter]]]:
-    """Splits parameters into buckets, each for the same ranks, in the order in which they are sent.
-
-    Args:
-        num_bytes: As for `split_into_buckets`.
-        over: Returns the ranks that all-reduce a parameter's gradient, by its name.
-    """
+    """Splits parameters into buckets, each for the same ranks, in the order in which they are sent."""
     groups: dict[int, tuple[Ranks, dict[str, nn.Parameter]]] = {}
     for name, parameter in named.items():
         ranks = over(name)

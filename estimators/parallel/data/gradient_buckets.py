@@ -83,7 +83,6 @@ class GradientBucket:
 
 
 def norm_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Returns fp64 if the device has it, because long sums of squares lose digits."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
@@ -103,11 +102,7 @@ def memory_shape(parameter: torch.Tensor) -> torch.Size:
 def split_into_buckets(
     named: Mapping[str, nn.Parameter], num_bytes: int | None
 ) -> list[dict[str, nn.Parameter]]:
-    """Splits parameters into buckets, in reverse order, which is about the order of a backward pass.
-
-    Args:
-        num_bytes: Bytes at which a bucket is full; None for one bucket per dtype.
-    """
+    """Splits parameters into buckets of `num_bytes`, or by dtype, in reverse order, as in a backward pass."""
     full: list[dict[str, nn.Parameter]] = []
     growing: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
     for name, parameter in reversed(list(named.items())):

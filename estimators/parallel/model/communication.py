@@ -2,11 +2,9 @@
 
 All ranks of the collective call these functions in the same order, forward and backward. A value is
 *replicated* if all ranks hold the same tensor, *partial* if the whole is the sum over the ranks, and
-*sharded* if each rank holds a shard along one dimension. The gradient of a replicated value is replicated,
-because all ranks compute the same loss.
+*sharded* if each rank holds a shard along one dimension.
 
-Invariant: a backward pass either consists of these functions, so it can be differentiated again, or it
-refuses second derivatives. It refuses if ranks hold different shards of a gradient: a loss made of these
+A backward pass refuses second derivatives if ranks hold different shards of a gradient: a loss made of these
 gradients would differ between ranks.
 
 Shoeybi et al. 2019, "Megatron-LM", call `all_reduce_gradient` f and `all_reduce` g; Korthikanti et al. 2022
@@ -158,7 +156,6 @@ def _gather(x: torch.Tensor, dim: int, collective: Collective, length: int | Non
 
 
 def _scatter(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
-    """Returns this rank's shard of the sum."""
     first = x.movedim(dim, 0).contiguous()
     size = collective.size
     lengths = [shard_length(len(first), rank, size) for rank in range(size)]

@@ -33,7 +33,6 @@ class ExpertAllToAll:
         """Returns the experts' outputs for this rank's rows, (rows, dim). Runs on every rank.
 
         Args:
-            experts: This rank's experts.
             rows: (rows, dim), in the order of experts.
             sizes: Number of rows for each expert of all ranks.
         """
@@ -70,11 +69,7 @@ class ExpertAllToAll:
 
 
 def shard_experts(module: nn.Module, collective: Collective) -> dict[str, ShardSpec]:
-    """Leaves this rank's experts of each mixture, in place; returns the sharded parameters by name.
-
-    Raises:
-        ValueError: There is no mixture, or a mixture has fewer experts than ranks.
-    """
+    """Leaves this rank's experts of each mixture, in place; returns the sharded parameters by name."""
     mixtures = {n: layer for n, layer in module.named_modules() if isinstance(layer, MixtureOfExperts)}
     if not mixtures:
         raise ValueError(

@@ -40,12 +40,7 @@ class _AnyRank(NamedTuple):
 
 
 def check_shardable(module: nn.Module, sizes: Mapping[str, int], options: Mesh) -> None:
-    """Refuses, on the driver, a network that the mesh cannot shard; changes `module`.
-
-    Args:
-        module: The whole network, or a meta-device module.
-        sizes: Number of ranks along each axis.
-    """
+    """Refuses, on the driver, a network that the mesh cannot shard; changes `module`."""
     _check_hooks(module, sizes, options)
     # The last rank of an axis has the smallest shards.
     last: dict[str, Any] = {axis: _AnyRank(size - 1, size) for axis, size in sizes.items()}
@@ -86,14 +81,10 @@ def shard_network(
 
     Args:
         module: The whole network, with equal weights on all ranks.
-        num_micro: Micro-batches per step.
         sample: Arguments of one micro-batch, to measure the cost of layers.
 
     Returns:
         The passes of the pipeline; None without a pipeline.
-
-    Raises:
-        ValueError: The mesh cannot shard the network.
     """
     _check_hooks(module, mesh.sizes, options)
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
@@ -123,7 +114,6 @@ def shard_network(
 
 
 def _check_hooks(module: nn.Module, sizes: Mapping[str, int], options: Mesh) -> None:
-    """Refuses hooks that a pipeline would not run, or would run once per stage."""
     if sizes["pipeline"] == 1:
         return
     name = type(module).__name__

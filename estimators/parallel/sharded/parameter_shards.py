@@ -63,11 +63,7 @@ class ShardedParameters:
         bucket_bytes: int = BUCKET_BYTES,
         wants: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        """Replaces the optimizer's parameters by this rank's slices.
-
-        Args:
-            wants: Whether to shard a parameter, by its name; the optimizer keeps the other parameters.
-        """
+        """Replaces the optimizer's parameters that `wants` selects by this rank's slices."""
         in_optimizer = {p for group in optimizer.param_groups for p in group["params"]}
         # The backward pass finishes the last layers' gradients first.
         known = [(n, p) for n, p in network.named_parameters() if p in in_optimizer]
@@ -144,12 +140,7 @@ class ShardedParameters:
         return buffer, present
 
     def set_gradients(self, bucket: int, part: torch.Tensor, had: Sequence[float]) -> None:
-        """Sets the gradients of this rank's slices, without a copy.
-
-        Args:
-            part: Sum of the gradients in this rank's range of the bucket.
-            had: Number of ranks that had a gradient, for each parameter.
-        """
+        """Sets the gradients of this rank's slices to views of `part`, its range of the bucket's sum."""
         for piece in self.mine[bucket]:
             tensor = self.held[piece]
             if not had[piece.index]:
@@ -228,7 +219,6 @@ def _replace_parameters(
 
 
 def slice_state(value: Any, parameter: torch.Tensor, piece: ParameterSlice, tensor: torch.Tensor) -> Any:
-    """Returns a copy of a state value for a slice: its elements if it has the parameter's shape, else all."""
     if not isinstance(value, torch.Tensor):
         return value
     if tensor is parameter or value.shape != parameter.shape:

@@ -48,7 +48,6 @@ class Bucket:
 
     @property
     def counts(self) -> list[int]:
-        """Number of elements that each rank holds."""
         return [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
 
     def slices(self) -> Iterator[ParameterSlice]:

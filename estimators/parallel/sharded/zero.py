@@ -76,10 +76,9 @@ class ShardedGradients(ShardedOptimizer):
 
 @dataclass(frozen=True)
 class SyncGroup:
-    """Parameters that the same ranks synchronize.
+    """Parameters that the same ranks synchronize, selected by `wants`.
 
     Attributes:
-        wants: Whether a parameter belongs to the group, by its name.
         equal_along: Axes along which ranks have the same parameters, or shards of the same ones: only one of
             these ranks adds their norm.
     """
@@ -125,9 +124,8 @@ class ZeroSync(GradientSync):
 
         Args:
             groups: Each parameter is in one of them. The first group has all ranks of the other groups.
-            rounds: Number of micro-batches per step, each sent during its backward pass; None to send once
-                per step, after the last backward pass.
-            reacts: Whether buckets are sent during the backward pass; if not, after it.
+            rounds: Number of micro-batches per step, each sent during its backward pass, or after it if not
+                `reacts`; None to send once per step, after the last backward pass.
         """
         super().__init__(network, optimizer)
         self.ranks_differ = True
@@ -175,7 +173,6 @@ class ZeroSync(GradientSync):
         return all((id(own), slot.index) in self._ready for slot in own.shard.buckets[bucket].slots)
 
     def _send(self) -> None:
-        """Starts the reduce-scatter of the next bucket, and waits for the previous one."""
         own, bucket = self._order[self._next]
         self._next += 1
         with torch.no_grad():
@@ -194,7 +191,6 @@ class ZeroSync(GradientSync):
         own.summed[bucket] = part if known is None else known.add_(part)
 
     def _end_round(self) -> None:
-        """Sends the remaining buckets of this backward pass; a missing gradient counts as zeros."""
         while self._next < len(self._order):
             self._send()
         self._receive()

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 
 class PassType(str, Enum):
-    """Type of a pass of one stage."""
-
     FORWARD = "F"
     BACKWARD = "B"
     # Halves of a backward pass: gradients of the inputs, for which the previous stage waits, and of the
@@ -71,7 +69,6 @@ class CompletedActions:
         self._done.add(action)
 
     def forget(self, micros: Iterable[int]) -> None:
-        """Removes finished micro-batches, so that memory does not grow with the training."""
         gone = set(micros)
         self._done = {action for action in self._done if action.micro not in gone}
 
@@ -84,11 +81,6 @@ def with_arrivals(
     Goes through the orders of all ranks at the same pace. A rank receives a result at the point of its order
     that it has reached when the result is sent. So sends and receives between two ranks have the same order,
     and cannot deadlock even if the transport runs them one by one, as NCCL does.
-
-    Args:
-        orders: Actions of each rank.
-        owners: Rank of each stage.
-        progress: Actions completed before; updated.
     """
     progress = progress or CompletedActions(len(owners))
     steps: list[Steps] = [[] for _ in orders]

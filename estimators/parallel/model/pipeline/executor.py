@@ -33,8 +33,6 @@ class Timed(NamedTuple):
 
 
 class Recorder:
-    """Records a rank's actions while `actions` is not None."""
-
     def __init__(self) -> None:
         self.actions: list[Timed] | None = None
 
@@ -98,7 +96,6 @@ class Executor:
 
         Args:
             inputs: The network's arguments for each new micro-batch, of equal shapes on all ranks.
-            added: Called after each forward pass of a stage that is not the last.
             first_micro: Number of the first new micro-batch.
         """
         for micro, arguments in enumerate(inputs, first_micro):
@@ -119,7 +116,6 @@ class Executor:
         self.finish()
 
     def evaluate(self, module: nn.Module, stages: Sequence[int], inputs: Sequence[torch.Tensor]) -> Any:
-        """Runs the stages without gradients; returns the outputs if this rank has the last stage."""
         micro = -1
         self._exchange.begin(micro, module, inputs)
         result: Any = None
@@ -167,7 +163,6 @@ class Executor:
         loss: Callable[[Any], torch.Tensor],
         added: Callable[[], torch.Tensor | None],
     ) -> None:
-        """Runs a forward pass, and keeps inputs and results for the backward pass."""
         _, stage, micro = action
         values = arguments if stage == 0 else self._exchange.arrived(True, stage, micro)
         with self.recorder.span(action):

@@ -23,16 +23,10 @@ def partition_by_cost(
 ) -> list[int]:
     """Partitions the layers into consecutive stages so that the most expensive stage is cheapest.
 
-    Among equal partitions it returns the one with the smallest sum of squares. Exact, by dynamic programming.
-
-    Args:
-        costs: Cost of each layer; None means 1 for each.
+    Exact, by dynamic programming; among equal partitions, the one with the smallest sum of squares.
 
     Returns:
         The index of the first layer of every stage, and the number of layers.
-
-    Raises:
-        ValueError: There are fewer layers than stages.
     """
     if num_stages > len(links):
         raise ValueError(
@@ -79,13 +73,7 @@ def partition_by_names(links: Sequence[Link], num_stages: int, names: Sequence[s
 
 
 def measure_costs(network: nn.Module, links: Sequence[Link], inputs: Sequence[torch.Tensor]) -> list[float]:
-    """Returns the cost of each layer: floating-point operations of a forward pass, and its parameters.
-
-    Runs one forward pass in evaluation mode; leaves buffers, gradients and random generators unchanged.
-
-    Args:
-        inputs: The network's arguments, of one micro-batch.
-    """
+    """Returns the floating-point operations and parameters of each layer; leaves the network unchanged."""
     from torch.utils.flop_counter import FlopCounterMode
 
     was_training = [module for module in network.modules() if module.training]

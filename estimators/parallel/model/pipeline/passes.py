@@ -51,11 +51,7 @@ def build_pipeline(
     Args:
         network: The whole network, with equal weights on all ranks.
         num_micro: Largest number of micro-batches per step; only schedules without a flush use it.
-        sample: Arguments of one micro-batch, to count operations; only rank 0's sample is used. None
-            partitions by the number of parameters.
-
-    Raises:
-        ValueError: The network is no chain, has too few layers, or the options do not fit.
+        sample: Rank 0's arguments of one micro-batch, to count operations; None counts parameters.
     """
     schedule = schedule_of(options.schedule, options.virtual)
     collective = mesh.axes["pipeline"]
@@ -135,9 +131,7 @@ class PipelinePasses:
         module: The module to call in training: the network, or a wrapper that passes on the keyword `stage`.
         copies: Names of this rank's tied parameters that another rank owns.
         layers: The whole network's counting layers, in order.
-        num_stages: Number of stages of all ranks.
         stages: Numbers of this rank's stages.
-        virtual: Number of this rank's stages.
         late: Whether gradients belong to an earlier step, so that `drain` is needed before a validation or a
             checkpoint.
         steps_in_flight: Number of steps whose gradients are still to come; equal on all ranks.
@@ -187,7 +181,6 @@ class PipelinePasses:
         return self._executor.recorder.actions
 
     def record(self) -> None:
-        """Starts a new timeline."""
         self._executor.recorder.actions = []
 
     def train(

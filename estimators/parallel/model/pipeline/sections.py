@@ -26,7 +26,6 @@ class StageSection:
 
 
 def find_streams(stages: Sequence[Sequence[Link]], time_chunks: int) -> list[bool]:
-    """Returns for each stage whether it sends its values chunk by chunk."""
     if time_chunks == 1:
         return [False] * len(stages)
     pairs = itertools.pairwise(stages)

@@ -16,7 +16,7 @@ def simulate(
     num_stages: int,
     cost: Callable[[Action], float] = lambda action: UNITS[action.kind],
 ) -> list[list[Timed]]:
-    """Returns each rank's actions with their times, in the unit of the costs; sending takes no time."""
+    """Returns each rank's actions with their times, in the unit of the costs."""
     progress = CompletedActions(num_stages)
     ends: dict[Action, float] = {}
     timelines: list[list[Timed]] = [[] for _ in orders]
@@ -34,7 +34,7 @@ def simulate(
 
 
 def count_live(orders: Sequence[Order]) -> list[int]:
-    """Returns each rank's largest number of micro-batches with activations, summed over its stages."""
+    """Returns each rank's largest number of micro-batches with activations."""
     found = []
     for order in orders:
         live, most = 0, 0
@@ -46,7 +46,6 @@ def count_live(orders: Sequence[Order]) -> list[int]:
 
 
 def _needed(action: Action, ends: dict[Action, float]) -> list[float]:
-    """Returns when the actions of other stages end that this action needs."""
     kind, stage, micro = action
     if kind is PassType.FORWARD:
         needed = [Action(PassType.FORWARD, stage - 1, micro)]
@@ -58,7 +57,7 @@ def _needed(action: Action, ends: dict[Action, float]) -> list[float]:
 
 
 def bubble_share(ranks: Sequence[Sequence[Timed]]) -> float:
-    """Returns the share of waiting in the ranks' time between the first begin and the last end."""
+    """Returns the share of waiting in the ranks' time."""
     begin = min(timed.begin for rank in ranks for timed in rank)
     end = max(timed.end for rank in ranks for timed in rank)
     busy = sum(timed.end - timed.begin for rank in ranks for timed in rank)

@@ -56,13 +56,7 @@ class WeightPass:
 def run_input_pass(
     results: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[WeightPass]:
-    """Stores the gradients of the inputs in `.grad`; returns the passes for the gradients of the weights.
-
-    Args:
-        results: Tensors that require gradients.
-        gradients: Gradients of the results.
-        inputs: Leaves of the graph that require gradients.
-    """
+    """Stores the gradients of the inputs in `.grad`; returns the passes for the gradients of the weights."""
     edges = [get_gradient_edge(result) for result in results]
     path = _path([get_gradient_edge(value).node for value in inputs], [edge.node for edge in edges])
     apart: dict[Node, list[Start]] = {}

@@ -75,11 +75,7 @@ class TiedGradients:
         )
 
     def add(self, released: Collection[int] | None = None) -> None:
-        """Gives every copy the sum of all gradients. Runs on every rank of the pipeline.
-
-        Args:
-            released: Stages that have gradients; None means all. Skips parameters that no such stage uses.
-        """
+        """Gives every copy the sum of all gradients, of the stages `released`. Runs on every rank."""
         for tie, parameter in self._own:
             if not parameter.requires_grad:
                 continue
@@ -105,7 +101,7 @@ class TiedGradients:
             parameter.grad = total
 
     def share(self) -> None:
-        """Overwrites the copies with the owner's parameter. Runs on every rank of the pipeline."""
+        """Overwrites the copies with the owner's parameter. Runs on every rank."""
         waits: list[Wait] = []
         for tie, parameter in self._own:
             data = parameter.detach()

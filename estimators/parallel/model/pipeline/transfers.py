@@ -61,8 +61,6 @@ class StagePlacement:
 
 
 class StageTransfers:
-    """Receives the inputs and gradients of this rank's stages, and sends the results."""
-
     def __init__(self, place: StagePlacement, wire: Wire) -> None:
         self._place = place
         self._wire = wire
@@ -82,7 +80,6 @@ class StageTransfers:
         return self._lengths[micro]
 
     def expect(self, arrival: Arrival) -> None:
-        """Starts to receive all chunks of another rank's result."""
         is_forward, stage, micro, source = arrival
         boundary = stage if is_forward else stage + 1
         chunks = list(enumerate(self._keys_of(boundary, micro)))
@@ -95,11 +92,9 @@ class StageTransfers:
                 self._arriving[place] = self._wire.start_receive_gradients(forms, source)
 
     def arrived(self, is_forward: bool, stage: int, micro: int, chunk: int = 0) -> Any:
-        """Waits for a stage's inputs, or the gradients of its outputs."""
         return self._arriving.pop((is_forward, stage, micro, chunk))()
 
     def hand_on(self, outputs: Values, stage: int, micro: int, chunk: int = 0) -> Wait:
-        """Sends a stage's outputs to the next stage."""
         following = stage + 1
         if not self._place.is_own(following):
             key = self._keys_of(following, micro)[chunk]
@@ -111,7 +106,6 @@ class StageTransfers:
         return _nothing
 
     def hand_back(self, gradients: list[torch.Tensor], stage: int, micro: int, chunk: int = 0) -> Wait:
-        """Sends the gradients of a stage's inputs to the previous stage."""
         before = stage - 1
         if self._place.is_own(before):
             self._arriving[False, before, micro, chunk] = lambda: gradients

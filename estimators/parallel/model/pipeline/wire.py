@@ -45,8 +45,6 @@ class PointToPoint(Protocol):
 
 @dataclass(frozen=True)
 class TensorForm:
-    """Dtype and shape of a tensor, and whether its gradient is sent back."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     requires_grad: bool
@@ -87,9 +85,7 @@ class Wire:
     def send(self, values: Values, key: Hashable, to: int) -> Wait:
         """Starts to send values, which must not change before the wait.
 
-        Args:
-            key: Determines the values' forms, equal on both sides: the stage, the shapes of the micro-batch's
-                arguments, and the mode.
+        The key determines the values' forms: the stage, the shapes of the micro-batch's arguments, and the mode.
         """
         forms = forms_of(values)
         waits = []
@@ -140,7 +136,6 @@ class Wire:
         return lambda: _wait_for(waits)
 
     def start_receive_gradients(self, forms: Forms, source: int) -> Callable[[], list[torch.Tensor]]:
-        """Starts to receive the gradients of sent values that require gradients."""
         gradients = [
             torch.empty(form.shape, dtype=form.dtype, device=self._device)
             for form in forms
@@ -159,7 +154,6 @@ class Wire:
 
 
 def mark_gradients(values: Values, forms: Forms) -> Values:
-    """Sets `requires_grad` of the values whose form has it."""
     for value, form in zip(values, forms, strict=True):
         if value is not None and form is not None and form.requires_grad:
             value.requires_grad_()

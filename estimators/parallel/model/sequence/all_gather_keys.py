@@ -15,8 +15,6 @@ from ringspark.estimators.parallel.model.sequence.span_attention import SpanAtte
 
 
 class AllGatherKeys(SpanContext):
-    """All-gathers keys and values."""
-
     def add_keys(
         self, attention: SpanAttention, key: torch.Tensor, value: torch.Tensor, seq: int
     ) -> Sequence[torch.Tensor]:

@@ -151,5 +151,4 @@ def _bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def _sees(mask: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Returns whether a query sees any key: (batch, 1, 1), or (batch, 1, queries) if `causal`."""
     return (mask.cumsum(-1) > 0).squeeze(2) if causal else mask.any(-1)

@@ -1,11 +1,7 @@
 """Ring attention: keys and values travel around the ranks, so a rank holds the keys of at most two ranks.
 
-Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context". A rank
-attends to the keys that it has and sends them to the next rank. The backward pass sends keys and values
-around again, together with their gradients, which end at their own rank.
-
-Each attention sends n - 1 messages forward and n backward, and keeps the rank's queries, keys and values.
-`Spans` balances causal attention.
+Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context". The
+backward pass sends keys and values around again, together with their gradients, which end at their own rank.
 """
 
 from __future__ import annotations
@@ -20,8 +16,6 @@ from ringspark.estimators.parallel.model.sequence.span_attention import SpanAtte
 
 
 class Ring(SpanContext):
-    """Sends keys and values around the ranks."""
-
     def add_keys(
         self, attention: SpanAttention, key: torch.Tensor, value: torch.Tensor, seq: int
     ) -> Sequence[torch.Tensor]:

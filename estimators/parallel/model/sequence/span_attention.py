@@ -60,13 +60,12 @@ class Queries:
 
 @dataclass(kw_only=True)
 class SpanAttention:
-    """The forward pass: merges the result of each chunk of keys."""
+    """The forward pass: `add` attends to a chunk of keys, `result` merges all results."""
 
     queries: Queries
     _parts: dict[int, PartialSoftmax] = field(default_factory=dict)
 
     def add(self, key: torch.Tensor, value: torch.Tensor, spans: Sequence[Span]) -> None:
-        """Attends to a chunk of keys, which has these spans of the row."""
         for span, first in _with_first(spans):
             for number, own, keys, mask, causal in self.queries.pairs(span):
                 at = slice(keys[0] - span[0] + first, keys[1] - span[0] + first)
@@ -76,11 +75,7 @@ class SpanAttention:
                 self._parts[number] = merge(self._parts[number], part) if number in self._parts else part
 
     def result(self) -> PartialSoftmax:
-        """Returns the attention of all queries to all keys.
-
-        The means have the queries' dtype, the logarithms fp32 or fp64. The memory format of the means is
-        (batch, own tokens, heads, head_dim), as networks join their heads.
-        """
+        """Returns the means, in the queries' dtype, and the logarithms, in fp32 or fp64."""
         query = self.queries.query
         batch, heads, tokens, width = query.shape
         wide = torch.promote_types(query.dtype, torch.float32)

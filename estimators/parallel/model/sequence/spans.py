@@ -40,13 +40,11 @@ class Spans:
         return [sum(end - begin for begin, end in self.of(rank, seq)) for rank in range(self.num_ranks)]
 
     def take(self, x: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-        """Returns a rank's tokens of `x`, which has all tokens along `dim`."""
         return torch.cat(
             [x.narrow(dim, begin, end - begin) for begin, end in self.of(rank, x.shape[dim])], dim
         )
 
     def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """Returns all tokens in order, from each rank's tokens along `dim`."""
         seq = sum(part.shape[dim] for part in parts)
         pieces: list[tuple[Span, torch.Tensor]] = []
         for rank, part in enumerate(parts):
@@ -62,6 +60,5 @@ class Spans:
 
 
 def _span(index: int, number: int, seq: int) -> Span:
-    """Returns one of `number` spans; the first ones are one token longer if they are uneven."""
     begin = index * (seq // number) + min(index, seq % number)
     return begin, begin + shard_length(seq, index, number)

@@ -17,8 +17,6 @@ from ringspark.models.whole_rows import attend
 
 
 class Ulysses(Context):
-    """Shards heads instead of tokens during attention."""
-
     takes_dropout: ClassVar[bool] = True
     balances: ClassVar[bool] = False
 

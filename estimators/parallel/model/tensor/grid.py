@@ -49,8 +49,6 @@ class MeshGrids:
 
 
 def make_fake_grids(collective: Any) -> Grids:
-    """Returns grids of fake collectives, for a rank without peers."""
-
     def grid(rows: int, columns: int) -> tuple[Collective, Collective]:
         row, column = divmod(collective.rank, columns)
         made = type(collective)(row, rows), type(collective)(column, columns)

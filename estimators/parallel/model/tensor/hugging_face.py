@@ -41,10 +41,10 @@ def check_heads(module: Any, num_ranks: int) -> None:
 
 
 def check_whole_blocks(module: nn.Module) -> None:
-    """Refuses a network that the plan fits only partly.
+    """Refuses a network that the plan fits only partly: it must shard all matrices of a block, or none.
 
-    In each block, the plan must shard all matrices or none. The module around a column-sharded layer must
-    have no other parameters, because each rank would train them by its own outputs.
+    The module around a column-sharded layer must have no other parameters, because each rank would train them
+    by its own outputs.
     """
     layers = dict(module.named_modules())
     cut = {name: style for name in layers if (style := _style(name)) is not None}

@@ -25,8 +25,7 @@ from ringspark.estimators.parallel.shard_spec import shard_length
 class ShardedScores:
     """Computes the logits of a sharded embedding table; replaces a network's `scores`.
 
-    Attributes:
-        gathers: Whether each rank gets all logits, or only the logits of its ids.
+    With `gathers` each rank gets all logits, else only the logits of its ids.
     """
 
     def __init__(self, table: VocabularyEmbedding) -> None:
@@ -40,7 +39,6 @@ class ShardedScores:
         return copy
 
     def __call__(self, x: torch.Tensor, tokens: nn.Module) -> torch.Tensor:
-        """Maps (batch, seq, dim) to (batch, seq, ids)."""
         assert isinstance(tokens, VocabularyEmbedding)
         own = F.linear(tokens.boundary.enter(x), tokens.weight)
         return all_gather(own, -1, self.collective, self.num_ids) if self.gathers else own
@@ -68,18 +66,12 @@ class ShardedCrossEntropy:
     """`nn.CrossEntropyLoss` with reduction "none" of sharded logits. Runs on every rank."""
 
     def __init__(self, whole: nn.CrossEntropyLoss, scores: ShardedScores) -> None:
-        """Replaces `whole`, which has neither class weights nor label smoothing."""
         assert whole.weight is None
         assert whole.label_smoothing == 0
         self._whole, self._scores = whole, scores
 
     def __call__(self, logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of each position, shaped like the labels; equal on all ranks.
-
-        Args:
-            logits: (batch, own classes, ...), fp32.
-            label: (batch, ...) numbers of classes, or probabilities of all classes.
-        """
+        """Returns the loss of each position, equal on all ranks, of fp32 (batch, own classes, ...)."""
         scores = self._scores
         if scores.gathers or label.is_floating_point():
             whole = logits if scores.gathers else all_gather(logits, 1, scores.collective, scores.num_ids)

@@ -112,10 +112,6 @@ def _check_plain(layer: nn.Module) -> None:
 
 
 def _avoid_fast_paths(module: nn.Module) -> None:
-    """Disables the fast path of torch's transformer layers with sharded layers.
-
-    In evaluation mode the fast path reads the weights directly and does not call the sharded layers.
-    """
     for layer in module.modules():
         if isinstance(layer, nn.TransformerEncoderLayer) and any(
             hasattr(c, "cuts") for c in layer.children()
@@ -157,7 +153,6 @@ def plan_of(module: nn.Module, num_ranks: int) -> dict[str, Any]:
 def make_region(
     collective: Collective, sequence_parallel: bool = False, grids: Grids | None = None
 ) -> Region:
-    """Returns the region of one network; without `grids`, for a rank without peers."""
     grids = grids or make_fake_grids(collective)
     if sequence_parallel:
         # Every rank has other tokens between regions, and other units inside.
@@ -188,7 +183,7 @@ def check_sequence_parallel(module: nn.Module, sizes: Mapping[str, int]) -> None
 
 
 def _check_unsharded_layers(module: nn.Module, region: Region) -> None:
-    """Refuses unsharded attention layers with sequence parallelism, because they would get sharded tokens."""
+    """Refuses unsharded attention layers with sequence parallelism: they would get sharded tokens."""
     if not isinstance(region.boundary, SequenceBoundary):
         return
     for name, layer in module.named_modules():

@@ -21,8 +21,6 @@ _LARGEST_SEED = 2**62
 
 
 class RankRandomState:
-    """Switches a rank between the common random stream and its own."""
-
     def __init__(self, collective: Collective) -> None:
         self._rank = collective.rank
         # A memory plan only uses shapes, and its tensors have no values for a seed.
@@ -36,11 +34,7 @@ class RankRandomState:
         return self._common is not None and torch.initial_seed() == self._seed
 
     def watch(self, module: nn.Module, *, always: bool = False) -> None:
-        """Returns to the common stream after each pass of the network.
-
-        Args:
-            always: Whether the whole network uses the rank's stream.
-        """
+        """Returns to the common stream after each pass; with `always`, each pass uses the rank's stream."""
 
         def begin(module: nn.Module, inputs: Any) -> None:
             if module.training:

@@ -31,8 +31,6 @@ _TOKENS = 1
 
 
 class RegionBoundary(Protocol):
-    """The operations at the ends of a region of sharded layers."""
-
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Returns all tokens of activations from outside the region; sums the gradients over the ranks."""
 
@@ -56,8 +54,7 @@ class ReplicatedBoundary:
 class SequenceBoundary:
     """Activations between regions are this rank's tokens, (batch, own seq, dim).
 
-    Attributes:
-        length: Number of all tokens of a row; shards may be uneven or empty, so it does not follow from them.
+    `length` is the number of all tokens of a row, which does not follow from uneven shards.
     """
 
     def __init__(self, collective: Collective) -> None:
@@ -134,14 +131,12 @@ class SequenceShardedRows(WholeRows):
 
 
 class PartialGradients:
-    """All-reduces the partial gradients of the parameters between regions, once per step."""
-
     def __init__(self, module: nn.Module, cut: Sequence[str], collective: Collective) -> None:
         self._parameters = [p for name, p in module.named_parameters() if name not in set(cut)]
         self._collective = collective
 
     def add(self) -> None:
-        """Sums the gradients, in place. Runs on every rank, after the last backward pass of a step."""
+        """All-reduces the gradients after the last backward pass of a step. Runs on every rank."""
         for parameter in self._parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 # Ranks look up different rows.
