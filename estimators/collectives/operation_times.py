@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 T = TypeVar("T")
+S = TypeVar("S", bound=Any)  # a collective
 P = ParamSpec("P")
 Interval = tuple[int, int]
 """Begin and end, in nanoseconds of `time.perf_counter_ns`."""
@@ -124,13 +125,6 @@ class OperationTimes:
             ready_ns = self._ready.pop(name, now)
         self._operations.append(operation := _Operation(name, ready_ns, now))
         return operation
-
-
-class _HasOperations(Protocol):
-    operations: OperationTimes
-
-
-S = TypeVar("S", bound=_HasOperations)
 
 
 def record(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:

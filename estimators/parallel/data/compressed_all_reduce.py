@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.base import Levels
 from ringspark.estimators.collectives.compressors import COMPRESSORS, Compressor, Sent
-from ringspark.estimators.collectives.compressors.two_levels import all_reduce_by_host, find_levels
+from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.options.compression import Compression, Uncompressed
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, refuse_sparse, share_weights
 from ringspark.estimators.parallel.data.gradient_buckets import (
@@ -27,7 +28,7 @@ from ringspark.estimators.parallel.data.gradient_buckets import (
     split_into_buckets,
     view_like,
 )
-from ringspark.estimators.parallel.data.sparse_rows import SparseRows, sparse_parameters
+from ringspark.estimators.parallel.data.sparse_rows import split_parameters
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.sync_settings import SyncSettings
 
@@ -46,6 +47,34 @@ def compressed_parameters(
         and p.numel() >= compression.least
         and kind.helps(memory_shape(p), compression)
     }
+
+
+def find_levels(collective: Collective) -> Levels:
+    """Returns the levels of a gang, also with one host, or with one rank per host."""
+    if collective.levels is not None:
+        return collective.levels
+    alone = LocalCollective()
+    if len(collective.member.leaders) == 1:
+        return Levels(inside=collective, between=alone)
+    return Levels(inside=alone, between=collective)
+
+
+def all_reduce_by_host(vector: torch.Tensor, compressor: Compressor, levels: Levels, step: int) -> Sent:
+    """Sums vectors within each host, and the sums between hosts by the compressor. Runs on every rank.
+
+    Only the first rank of each host has an error.
+    """
+    summed = levels.inside.all_reduce(vector)
+    error = torch.zeros_like(vector)
+    if levels.between is None:
+        total = torch.empty_like(vector)
+    elif levels.between.size == 1:
+        total = summed
+    else:
+        sent = compressor.sum(summed, levels.between, step)
+        total, error = sent.total, error if sent.error is None else sent.error
+    levels.inside.broadcast([total])
+    return Sent(total, error)
 
 
 class CompressedGradients:
@@ -81,13 +110,10 @@ class CompressedAllReduce(GradientSync):
         self._after = options.after
         self._freezes = not isinstance(options, Uncompressed) and hasattr(optimizer, "freeze_variance")
         self._step = 0
-        held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-        trained = {name: p for name, p in module.named_parameters() if p in held}
         # Also on one rank, which may resume the residuals of several ranks, in the same order.
-        tables = sparse_parameters(module)
-        self._rows = SparseRows({n: p for n, p in tables.items() if n in trained}, optimizer, collective)
-        large = compressed_parameters({name: p for name, p in trained.items() if name not in tables}, options)
-        rest = {name: p for name, p in trained.items() if name not in large and name not in tables}
+        trained, self._rows = split_parameters(module, optimizer, collective)
+        large = compressed_parameters(trained, options)
+        rest = {name: p for name, p in trained.items() if name not in large}
         self._small = [GradientBucket(own) for own in split_into_buckets(rest, None)]
         self._groups = [
             _Group(own, kind([memory_shape(p) for p in own.values()], settings.seed, options))

@@ -27,7 +27,7 @@ from ringspark.estimators.parallel.data.gradient_buckets import (
     GradientBucket,
     split_into_buckets,
 )
-from ringspark.estimators.parallel.data.sparse_rows import SparseRows, sparse_parameters
+from ringspark.estimators.parallel.data.sparse_rows import split_parameters
 
 Ranks = TypeVar("Ranks")
 
@@ -75,11 +75,7 @@ class GradientAllReduce(GradientSync):
         self._collective = collective
         self._measures_local = measures_local
         self._squares: list[torch.Tensor] = []  # of this rank's buckets, before the all-reduce
-        held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-        trained = {name: p for name, p in module.named_parameters() if p in held}
-        tables = sparse_parameters(module)
-        self._rows = SparseRows({n: p for n, p in tables.items() if n in trained}, optimizer, collective)
-        trained = {name: p for name, p in trained.items() if name not in tables}
+        trained, self._rows = split_parameters(module, optimizer, collective)
         if bucket_bytes == "chosen":
             by_network = all(
                 p.device.type == "cpu" and collective.sends_at_once(p.device) for p in trained.values()

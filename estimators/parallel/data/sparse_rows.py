@@ -25,6 +25,17 @@ def sparse_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p in tables and p.requires_grad}
 
 
+def split_parameters(
+    module: nn.Module, optimizer: torch.optim.Optimizer, collective: Collective
+) -> tuple[dict[str, nn.Parameter], SparseRows]:
+    """Returns the optimizer's parameters with dense gradients by name, and those with sparse gradients."""
+    held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    trained = {name: p for name, p in module.named_parameters() if p in held}
+    tables = sparse_parameters(module)
+    rows = SparseRows({n: p for n, p in tables.items() if n in trained}, optimizer, collective)
+    return {name: p for name, p in trained.items() if name not in tables}, rows
+
+
 class SparseRows:
     def __init__(
         self, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, collective: Collective

@@ -38,7 +38,7 @@ class ExpertAllToAll:
         """
         collective, own = self._collective, self._lengths[self._collective.rank]
         arriving = self._arriving(rows, sizes)  # (ranks, own experts)
-        sent = [sum(part) for part in _parts(sizes, self._lengths)]
+        sent = [int(part.sum()) for part in torch.tensor(sizes).split(self._lengths)]
         counts = [sum(row) for row in arriving]
         # The same dtype on all ranks: a rank without rows may run outside autocast.
         wide = torch.promote_types(rows.dtype, torch.float32)
@@ -103,8 +103,3 @@ def expert_names(module: nn.Module) -> frozenset[str]:
         if isinstance(layer, Experts)
         for key, _ in layer.named_parameters()
     )
-
-
-def _parts(sizes: list[int], lengths: list[int]) -> list[list[int]]:
-    ends = [sum(lengths[: number + 1]) for number in range(len(lengths))]
-    return [sizes[end - length : end] for end, length in zip(ends, lengths, strict=True)]

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.optimizer_state import (
     OptimizerState,
@@ -44,7 +43,7 @@ def gather_state(shard: ShardedParameters, optimizer: torch.optim.Optimizer) -> 
                 values[key] = entry["value"]
                 continue
             own = mine.get(index, {}).get(key)
-            values[key] = _gather_tensor(shard, index, own, entry, owners, collective)
+            values[key] = _gather_tensor(shard, index, own, entry, owners)
         if values and collective.rank == 0:
             result[name] = values
     return result
@@ -69,9 +68,9 @@ def _gather_tensor(
     own: torch.Tensor | None,
     entry: dict[str, Any],
     owners: list[ParameterSlice],
-    collective: Collective,
 ) -> torch.Tensor | None:
     dtype: torch.dtype = getattr(torch, entry["dtype"])
+    collective = shard.collective
     elements = [0] * collective.size
     if entry["shape"] is None:
         for piece in owners:

@@ -16,12 +16,12 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective, Member
 from ringspark.estimators.collectives.compressors import COMPRESSORS
-from ringspark.estimators.collectives.compressors.two_levels import all_reduce_by_host, find_levels
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.gang_task import assign_ranks
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import STRATEGIES, SyncSettings
+from ringspark.estimators.parallel.data.compressed_all_reduce import all_reduce_by_host, find_levels
 from ringspark.estimators.parallel.mesh import RankMesh
 
 SHAPES = [torch.Size((40, 30)), torch.Size((33, 40))]

@@ -107,9 +107,7 @@ class Executor:
             if step.kind is PassType.FORWARD:
                 index = step.micro - first_micro
                 arguments = tuple(inputs[index]) if step.stage == 0 else ()
-                self._keep_forward(
-                    module, step, arguments, lambda y, i=index: loss(y, i), partial(added, index)
-                )
+                self._keep_forward(module, step, arguments, _bind_index(loss, index), partial(added, index))
                 self.most_live = max(self.most_live, len(self._live))
             else:
                 self._backward(step)
@@ -206,6 +204,10 @@ class Executor:
             self._exchange.keep([self._exchange.hand_back(_take_gradients(live.inputs), stage, micro)])
         if kind is not PassType.INPUT:
             del self._live[stage, micro]
+
+
+def _bind_index(loss: Loss, index: int) -> Callable[[Any], torch.Tensor]:
+    return lambda outputs: loss(outputs, index)
 
 
 def select_differentiable(values: Values) -> list[torch.Tensor]:

@@ -59,22 +59,8 @@ def one_forward_one_backward(num_ranks: int, virtual: int, num_micro: int) -> Or
     return orders
 
 
-def interleaved(num_ranks: int, virtual: int, num_micro: int) -> Orders:
-    """Returns torch's order for several stages per rank, which fills the pipeline sooner."""
-    return _of_torch("ScheduleInterleaved1F1B", num_ranks, virtual, num_micro)
-
-
-def zero_bubble(num_ranks: int, virtual: int, num_micro: int) -> Orders:
-    """Returns torch's order that fills gaps with weight gradients (ZB-H1; for several stages ZB1P)."""
-    return _of_torch("ScheduleInterleavedZeroBubble", num_ranks, virtual, num_micro)
-
-
-def zbv(num_ranks: int, virtual: int, num_micro: int) -> Orders:
-    """Returns torch's order for two stages per rank in a V: no gap if F, I and W take equally long."""
-    return _of_torch("ScheduleZBVZeroBubble", num_ranks, virtual, num_micro)
-
-
-def _of_torch(name: str, num_ranks: int, virtual: int, num_micro: int) -> Orders:
+def order_of_torch(name: str, num_ranks: int, virtual: int, num_micro: int) -> Orders:
+    """Returns the order of torch's schedule called `name`."""
     # A late import: it imports torch's compiler, which takes seconds.
     from torch.distributed.pipelining import schedules
 

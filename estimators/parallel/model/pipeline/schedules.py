@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from ringspark.estimators.parallel.model.pipeline import orders
 from ringspark.estimators.parallel.model.pipeline.orders import Orders
@@ -53,9 +54,15 @@ SCHEDULES: dict[str, Schedule] = {
     "naive": Schedule(order=orders.naive),
     "gpipe": Schedule(order=orders.gpipe),
     "1f1b": Schedule(order=orders.one_forward_one_backward),
-    "interleaved": Schedule(order=orders.interleaved, virtual=(2, _MANY)),
-    "zero_bubble": Schedule(order=orders.zero_bubble, virtual=(1, _MANY), splits=True),
-    "zbv": Schedule(order=orders.zbv, virtual=(2, 2), splits=True, is_v=True),
+    "interleaved": Schedule(
+        order=partial(orders.order_of_torch, "ScheduleInterleaved1F1B"), virtual=(2, _MANY)
+    ),
+    "zero_bubble": Schedule(
+        order=partial(orders.order_of_torch, "ScheduleInterleavedZeroBubble"), virtual=(1, _MANY), splits=True
+    ),
+    "zbv": Schedule(
+        order=partial(orders.order_of_torch, "ScheduleZBVZeroBubble"), virtual=(2, 2), splits=True, is_v=True
+    ),
     "pipedream": Schedule(passes="ringspark.extras.schedules.delayed_passes:PipeDream"),
     "2bw": Schedule(passes="ringspark.extras.schedules.delayed_passes:DoubleBuffered"),
 }

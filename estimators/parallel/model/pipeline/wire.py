@@ -85,7 +85,7 @@ class Wire:
     def send(self, values: Values, key: Hashable, to: int) -> Wait:
         """Starts to send values, which must not change before the wait.
 
-        The key determines the values' forms: the stage, the shapes of the micro-batch's arguments, and the mode.
+        The key determines the values' forms: the stage, the shapes of the arguments, and the mode.
         """
         forms = forms_of(values)
         waits = []

@@ -12,8 +12,7 @@ kernels there take no mask or return no logarithm.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,46 +28,48 @@ _FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def attend_chunk(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
-) -> PartialSoftmax:
-    """Returns the attention of these queries to these keys.
+class Chunk(NamedTuple):
+    """Queries and keys of one attention.
 
-    Args:
+    Attributes:
         query, key, value: (batch, heads, tokens, head_dim).
         mask: (batch, 1, 1, keys) booleans, False for keys to ignore; None to ignore none.
         causal: Whether queries and keys are the same tokens, and each sees the tokens up to itself.
     """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    causal: bool
+
+
+def attend_chunk(chunk: Chunk) -> PartialSoftmax:
+    """Returns the attention of these queries to these keys."""
+    query, key, value, mask, causal = chunk
     if query.device.type != "cpu":
-        return attend_by_products(query, key, value, mask, causal)
+        return attend_by_products(chunk)
     mean, log_sum = _FORWARD(query, key, value, 0.0, causal, attn_mask=_bias(mask, query.dtype))
     if mask is not None:
         # For a query without keys the kernel returns the logarithm of 1.
-        log_sum = log_sum.masked_fill(~_sees(mask, causal), -math.inf)
+        sees = (mask.cumsum(-1) > 0).squeeze(2) if causal else mask.any(-1)  # (batch, 1, queries or 1)
+        log_sum = log_sum.masked_fill(~sees, -math.inf)
     return mean.to(log_sum.dtype), log_sum
 
 
-def differentiate_chunk(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    whole: PartialSoftmax,
-) -> Gradients:
+def differentiate_chunk(gradient: torch.Tensor, chunk: Chunk, whole: PartialSoftmax) -> Gradients:
     """Returns the gradients of queries, keys and values that come from these queries and keys.
 
     Args:
         gradient: Gradient of the whole mean.
         whole: Merged result of these queries.
     """
-    mean, log_sum = whole
+    query, key, value, mask, causal = chunk
     if query.device.type != "cpu":
-        return differentiate_by_products(gradient, query, key, value, mask, causal, whole)
+        return differentiate_by_products(gradient, chunk, whole)
     # A query without keys has no weights; the kernel must not subtract infinities.
-    log_sum = log_sum.masked_fill(log_sum == -math.inf, math.inf)
-    tensors = (gradient.to(query.dtype), query, key, value, mean.to(query.dtype), log_sum)
+    log_sum = whole[1].masked_fill(whole[1] == -math.inf, math.inf)
+    tensors = (gradient.to(query.dtype), query, key, value, whole[0].to(query.dtype), log_sum)
     found: Gradients = _BACKWARD(*tensors, 0.0, causal, attn_mask=_bias(mask, query.dtype))
     return found
 
@@ -84,56 +85,42 @@ def merge(one: PartialSoftmax, other: PartialSoftmax) -> PartialSoftmax:
     return one[0] * shares[0] + other[0] * shares[1], greater + total.log()
 
 
-def attend_by_products(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
-) -> PartialSoftmax:
+def attend_by_products(chunk: Chunk) -> PartialSoftmax:
     means, logs = [], []
-    for begin, some in _few(query):
-        scores = _scores(some, key, mask, causal, begin)
+    for begin in range(0, chunk.query.shape[2], QUERIES):
+        scores = _scores(chunk, begin)
         log_sum = scores.logsumexp(-1)
         finite = log_sum.masked_fill(log_sum == -math.inf, 0)
         weights = (scores - finite.unsqueeze(-1)).exp()
-        means.append(weights @ value.to(weights.dtype))
+        means.append(weights @ chunk.value.to(weights.dtype))
         logs.append(log_sum)
     return torch.cat(means, 2), torch.cat(logs, 2)
 
 
-def differentiate_by_products(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    whole: PartialSoftmax,
-) -> Gradients:
+def differentiate_by_products(gradient: torch.Tensor, chunk: Chunk, whole: PartialSoftmax) -> Gradients:
     mean, log_sum = whole
     log_sum = log_sum.masked_fill(log_sum == -math.inf, math.inf)
     queries: list[torch.Tensor] = []
-    keys, values = (torch.zeros_like(x, dtype=mean.dtype) for x in (key, value))
-    scale = query.shape[-1] ** -0.5
-    wide_key, wide_value = key.to(mean.dtype), value.to(mean.dtype)
-    for begin, some in _few(query):
-        rows = slice(begin, begin + some.shape[2])
+    keys, values = (torch.zeros_like(x, dtype=mean.dtype) for x in (chunk.key, chunk.value))
+    scale = chunk.query.shape[-1] ** -0.5
+    wide_key, wide_value = chunk.key.to(mean.dtype), chunk.value.to(mean.dtype)
+    for begin in range(0, chunk.query.shape[2], QUERIES):
+        rows = slice(begin, begin + QUERIES)
         own = gradient[:, :, rows].to(mean.dtype)
-        weights = (_scores(some, key, mask, causal, begin) - log_sum[:, :, rows, None]).exp()
+        weights = (_scores(chunk, begin) - log_sum[:, :, rows, None]).exp()
         values += weights.mT @ own
         # Rows of the softmax's derivative are orthogonal to ones: subtract the mean under the weights.
         slopes = own @ wide_value.mT - (own * mean[:, :, rows]).sum(-1, keepdim=True)
         slopes = weights * slopes * scale
         queries.append(slopes @ wide_key)
-        keys += slopes.mT @ some.to(mean.dtype)
+        keys += slopes.mT @ chunk.query[:, :, rows].to(mean.dtype)
     return torch.cat(queries, 2), keys, values
 
 
-def _few(query: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    for begin in range(0, query.shape[2], QUERIES):
-        yield begin, query[:, :, begin : begin + QUERIES]
-
-
-def _scores(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool, begin: int
-) -> torch.Tensor:
+def _scores(chunk: Chunk, begin: int) -> torch.Tensor:
+    """Returns scores, (batch, heads, up to QUERIES, keys), -inf for keys that a query does not see."""
+    query, key, _, mask, causal = chunk
+    query = query[:, :, begin : begin + QUERIES]
     wide = torch.promote_types(query.dtype, torch.float32)
     scores: torch.Tensor = query.to(wide) @ key.to(wide).mT * query.shape[-1] ** -0.5
     if mask is not None:
@@ -148,7 +135,3 @@ def _bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     if mask is None:
         return None
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -math.inf)
-
-
-def _sees(mask: torch.Tensor, causal: bool) -> torch.Tensor:
-    return (mask.cumsum(-1) > 0).squeeze(2) if causal else mask.any(-1)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ringspark.estimators.parallel.model.sequence.partial_attention import (
+    Chunk,
     PartialSoftmax,
     attend_chunk,
     differentiate_chunk,
@@ -47,32 +48,39 @@ class Queries:
     mask: torch.Tensor | None
     causal: bool
 
-    def pairs(self, key: Span) -> Iterator[tuple[int, slice, Span, torch.Tensor | None, bool]]:
-        """Yields each span's number, slice of `query`, span of keys, mask, and whether it is causal."""
-        begin = 0
-        for number, span in enumerate(self.spans):
-            own = slice(begin, begin + span[1] - span[0])
-            for keys, causal in find_visible(span, key, self.causal):
-                mask = None if self.mask is None else self.mask[..., keys[0] : keys[1]]
-                yield number, own, keys, mask, causal
-            begin = own.stop
+    def chunks(
+        self, key: torch.Tensor, value: torch.Tensor, spans: Sequence[Span]
+    ) -> Iterator[tuple[int, slice, slice, Chunk]]:
+        """Yields each span's number, its slice of `query`, the slice of `key` that it sees, and both."""
+        first = 0
+        for span in spans:
+            begin = 0
+            for number, (start, stop) in enumerate(self.spans):
+                own = slice(begin, begin + stop - start)
+                for (low, high), causal in find_visible((start, stop), span, self.causal):
+                    at = slice(low - span[0] + first, high - span[0] + first)
+                    mask = None if self.mask is None else self.mask[..., low:high]
+                    yield (
+                        number,
+                        own,
+                        at,
+                        Chunk(self.query[:, :, own], key[:, :, at], value[:, :, at], mask, causal),
+                    )
+                begin = own.stop
+            first += span[1] - span[0]
 
 
 @dataclass(kw_only=True)
 class SpanAttention:
-    """The forward pass: `add` attends to a chunk of keys, `result` merges all results."""
+    """The forward pass: `add` attends to keys of some spans, `result` merges all results."""
 
     queries: Queries
     _parts: dict[int, PartialSoftmax] = field(default_factory=dict)
 
     def add(self, key: torch.Tensor, value: torch.Tensor, spans: Sequence[Span]) -> None:
-        for span, first in _with_first(spans):
-            for number, own, keys, mask, causal in self.queries.pairs(span):
-                at = slice(keys[0] - span[0] + first, keys[1] - span[0] + first)
-                part = attend_chunk(
-                    self.queries.query[:, :, own], key[:, :, at], value[:, :, at], mask, causal
-                )
-                self._parts[number] = merge(self._parts[number], part) if number in self._parts else part
+        for number, _, _, chunk in self.queries.chunks(key, value, spans):
+            part = attend_chunk(chunk)
+            self._parts[number] = merge(self._parts[number], part) if number in self._parts else part
 
     def result(self) -> PartialSoftmax:
         """Returns the means, in the queries' dtype, and the logarithms, in fp32 or fp64."""
@@ -100,27 +108,11 @@ class SpanGradients:
     def add(self, key: torch.Tensor, value: torch.Tensor, spans: Sequence[Span], into: torch.Tensor) -> None:
         """Adds the gradients that come from a chunk of keys to `into`, those of keys and values, stacked."""
         mean, log_sum = self._whole
-        for span, first in _with_first(spans):
-            for _, own, keys, mask, causal in self._queries.pairs(span):
-                at = slice(keys[0] - span[0] + first, keys[1] - span[0] + first)
-                found = differentiate_chunk(
-                    self._gradient[:, :, own],
-                    self._queries.query[:, :, own],
-                    key[:, :, at],
-                    value[:, :, at],
-                    mask,
-                    causal,
-                    (mean[:, :, own], log_sum[:, :, own]),
-                )
-                for whole, part in zip(
-                    (self.query[:, :, own], into[0][:, :, at], into[1][:, :, at]), found, strict=True
-                ):
-                    whole += part
-
-
-def _with_first(spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
-    """Yields spans with their offsets in a tensor that holds them end to end."""
-    first = 0
-    for span in spans:
-        yield span, first
-        first += span[1] - span[0]
+        for _, own, at, chunk in self._queries.chunks(key, value, spans):
+            found = differentiate_chunk(
+                self._gradient[:, :, own], chunk, (mean[:, :, own], log_sum[:, :, own])
+            )
+            for whole, part in zip(
+                (self.query[:, :, own], into[0][:, :, at], into[1][:, :, at]), found, strict=True
+            ):
+                whole += part

@@ -42,57 +42,35 @@ from ringspark.models.whole_rows import WholeRows
 _NAMED = 12
 
 
-def _column(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
-    outputs = _linear(layer).out_features
-    if blocks < 1 or outputs % blocks:
-        raise ValueError(f"its {outputs} outputs are not {blocks} equal blocks")
-    return ColumnLinear(_linear(layer), region, blocks)
+STYLES = ("column", "column_joined", "row", "grid", "vocabulary")
 
 
-def _column_joined(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
-    # Gathered shards of several blocks would give outputs in another order.
-    _refuse_blocks("column_joined", blocks)
-    _refuse_sequence_parallel("column_joined", region)
-    return ColumnLinear(_linear(layer), region, gathers=True)
-
-
-def _row(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
-    _refuse_blocks("row", blocks)
-    return RowLinear(_linear(layer), region)
-
-
-def _grid(layer: nn.Module, region: Region, grid: tuple[int, int] | int) -> nn.Module:
-    if isinstance(grid, int):
+def _make_shard(style: str, layer: nn.Module, region: Region, blocks: Any) -> nn.Module:
+    """Returns this rank's shard of a layer; `blocks` is a number, or the grid of style 'grid'."""
+    if style == "grid" and isinstance(blocks, int):
         raise ValueError("style 'grid' needs workers along outputs and inputs, such as ['grid', [2, 2]]")
-    _refuse_sequence_parallel("grid", region)
-    return GridLinear(_linear(layer), region.collective, region.grids, grid)
-
-
-def _refuse_sequence_parallel(style: str, region: Region) -> None:
-    if isinstance(region.boundary, SequenceBoundary):
+    # Gathered shards of several blocks would give outputs in another order.
+    if style in ("column_joined", "row", "vocabulary") and blocks != 1:
+        raise ValueError(f"style {style!r} takes no blocks, got {blocks}")
+    if style in ("column_joined", "grid") and isinstance(region.boundary, SequenceBoundary):
         raise ValueError(
             f"style {style!r} leaves all tokens on every worker, but 'between' \"parts\" shards the tokens; "
             "take 'column' and 'row' in pairs, or set 'between' to \"whole\""
         )
-
-
-def _refuse_blocks(style: str, blocks: int) -> None:
-    if blocks != 1:
-        raise ValueError(f"style {style!r} takes no blocks, got {blocks}")
-
-
-def _vocabulary(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
-    _refuse_blocks("vocabulary", blocks)
-    # A subclass may scale its outputs. `parametrize` makes a subclass too, which `_check_plain` refuses.
-    if not isinstance(layer, nn.Embedding) or type(layer).forward is not nn.Embedding.forward:
-        raise ValueError(f"style 'vocabulary' is for nn.Embedding, got {type(layer).__name__}")
-    return VocabularyEmbedding(layer, region)
-
-
-def _linear(layer: nn.Module) -> nn.Linear:
+    if style == "vocabulary":
+        # A subclass may scale its outputs. `parametrize` makes a subclass too, which `_check_plain` refuses.
+        if not isinstance(layer, nn.Embedding) or type(layer).forward is not nn.Embedding.forward:
+            raise ValueError(f"style 'vocabulary' is for nn.Embedding, got {type(layer).__name__}")
+        return VocabularyEmbedding(layer, region)
     if type(layer) is not nn.Linear:
         raise ValueError(f"this style needs an nn.Linear, got {type(layer).__name__}")
-    return layer
+    if style == "grid":
+        return GridLinear(layer, region.collective, region.grids, blocks)
+    if style == "row":
+        return RowLinear(layer, region)
+    if blocks < 1 or layer.out_features % blocks:
+        raise ValueError(f"its {layer.out_features} outputs are not {blocks} equal blocks")
+    return ColumnLinear(layer, region, blocks, gathers=style == "column_joined")
 
 
 def _check_plain(layer: nn.Module) -> None:
@@ -122,16 +100,6 @@ def _avoid_fast_paths(module: nn.Module) -> None:
             getattr(own, "activation_relu_or_gelu", None) == 0 for own in layer.layers
         ):
             layer.use_nested_tensor = False
-
-
-# Name -> function that makes this rank's shard of a layer.
-STYLES: dict[str, Any] = {
-    "column": _column,
-    "column_joined": _column_joined,
-    "row": _row,
-    "grid": _grid,
-    "vocabulary": _vocabulary,
-}
 
 
 def plan_of(module: nn.Module, num_ranks: int) -> dict[str, Any]:
@@ -256,7 +224,7 @@ def shard_layers(module: nn.Module, region: Region, plan: Mapping[str, Any]) -> 
                     "of the plan"
                 )
             try:
-                part = STYLES[style](layer, region, blocks)
+                part = _make_shard(style, layer, region, blocks)
                 _check_plain(layer)
             except ValueError as error:
                 raise ValueError(f"parallelism's plan cannot shard {name!r}: {error}") from None

@@ -38,7 +38,7 @@ class RankRandomState:
 
         def begin(module: nn.Module, inputs: Any) -> None:
             if module.training:
-                self.begin(_device_of(module))
+                self.begin(next((p.device for p in module.parameters()), torch.device("cpu")))
 
         def end(module: nn.Module, inputs: Any, outputs: Any) -> None:
             self.end()
@@ -68,7 +68,3 @@ class RankRandomState:
         torch.set_rng_state(cpu)
         for device, state in gpus.items():
             torch.cuda.set_rng_state(state, device)
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    return next((p.device for p in module.parameters()), torch.device("cpu"))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ringspark.estimators.parallel.model.sequence import partial_attention
 from ringspark.estimators.parallel.model.sequence.partial_attention import (
+    Chunk,
     attend_by_products,
     attend_chunk,
     differentiate_by_products,
@@ -64,14 +65,14 @@ def test_parts_of_any_cut_in_any_order_merge_to_the_whole(by: str, data: st.Data
         parts = [bounds[i] for i in order]
         whole = reduce(
             merge,
-            [attend(query, key[:, :, a:b], value[:, :, a:b], mask[..., a:b], False) for a, b in parts],
+            [attend(Chunk(query, key[:, :, a:b], value[:, :, a:b], mask[..., a:b], False)) for a, b in parts],
         )
         torch.testing.assert_close(whole[0], want)
         torch.testing.assert_close(whole[1], log_sum)
         found: Any = [torch.zeros_like(x) for x in (query, key, value)]
         for a, b in parts:
-            pieces = (key[:, :, a:b], value[:, :, a:b], mask[..., a:b], False)
-            some = gradients_of(weights, query, *pieces, whole)
+            chunk = Chunk(query, key[:, :, a:b], value[:, :, a:b], mask[..., a:b], False)
+            some = gradients_of(weights, chunk, whole)
             found[0] += some[0]
             found[1][:, :, a:b] += some[1]
             found[2][:, :, a:b] += some[2]
@@ -96,10 +97,11 @@ def test_causal_parts_have_the_values_and_gradients_of_the_definition(
     want, log_sum = _whole(query, key, value, sees)
     (want * weights).sum().backward()
     with torch.no_grad():
-        part = attend(query, key, value, mask if is_masked else None, True)
+        chunk = Chunk(query, key, value, mask if is_masked else None, True)
+        part = attend(chunk)
         torch.testing.assert_close(part[0], want)
         torch.testing.assert_close(part[1], log_sum)
-        found = gradients_of(weights, query, key, value, mask if is_masked else None, True, part)
+        found = gradients_of(weights, chunk, part)
     for x, gradient in zip((query, key, value), found, strict=True):
         torch.testing.assert_close(x.grad, gradient)
 

@@ -19,8 +19,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.sequence import CONTEXTS
-from ringspark.estimators.parallel.model.sequence.shard_sequence import shard_sequence
-from ringspark.estimators.parallel.model.sequence.sharded_rows import ShardedRows
+from ringspark.estimators.parallel.model.sequence.shard_sequence import ShardedRows, shard_sequence
 from ringspark.estimators.parallel.model.sequence.spans import Spans
 from ringspark.models import MLP, TransformerClassifier, TransformerLM, apply_activation_checkpoint
 from ringspark.models.experts.layer import MixtureOfExperts
