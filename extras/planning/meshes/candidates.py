@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ringspark.estimators.options.mesh import Mesh
+from ringspark.estimators.options.mesh import MODEL_AXES, Mesh
 from ringspark.estimators.parallel.model.shard_network import check_shardable
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.planning.meshes.report import MeshPlan
@@ -19,7 +19,6 @@ from ringspark.models.meta_device import copy_to_meta
 
 # Largest number of micro-batches to try, per stage of a pipeline.
 MOST_MICRO_BATCHES = 8
-PLANNED_AXES = ("data", "tensor", "pipeline", "sequence", "expert")
 
 # (config, network on `meta`, number of ranks along the axis) -> why that is not possible, or "".
 AxisRule = Callable[[TrainConfig, nn.Module, int], str]
@@ -96,7 +95,7 @@ def candidates(
     rows_axis = "shard" if config.sync.sharding == "parameters" else "data"
     # Do not list meshes over 'sequence' or 'expert' for networks without tokens or experts.
     skipped = {"sequence": not hasattr(network, "rows"), "expert": not _has_experts(network)}
-    inside = [axis for axis in PLANNED_AXES[1:] if not skipped.get(axis)]
+    inside = [axis for axis in MODEL_AXES if not skipped.get(axis)]
     refusals: dict[tuple[str, int], str] = {}
     found: list[MeshPlan] = []
     for shape in _factorizations(workers, 1 + len(inside)):
@@ -117,7 +116,7 @@ def candidates(
         for options in schedules:
             own = refusal or _error_of(with_mesh, config, workers, {**sizes, **options}, 1)
             found.append(MeshPlan(sizes=sizes, options=options, refusal=own))
-    return sorted(found, key=lambda mesh: math.prod(mesh.sizes.get(axis, 1) for axis in PLANNED_AXES[1:]))
+    return sorted(found, key=lambda mesh: math.prod(mesh.sizes.get(axis, 1) for axis in MODEL_AXES))
 
 
 def micro_batches(mesh: MeshPlan, rows: int, given: int | None) -> list[int]:

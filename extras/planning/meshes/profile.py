@@ -14,12 +14,12 @@ from typing import Any
 from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.memory.meter import Peak
 from ringspark.estimators.memory.step import initialize_lazy_layers
-from ringspark.estimators.options.mesh import Mesh
+from ringspark.estimators.options.mesh import MODEL_AXES, Mesh
 from ringspark.estimators.parallel.model.fake_collective import Message
 from ringspark.estimators.parallel.model.pipeline.partition import partition_by_cost
 from ringspark.estimators.training.finetuning.freezing import apply_finetuning
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.extras.planning.meshes.candidates import PLANNED_AXES, with_mesh
+from ringspark.extras.planning.meshes.candidates import with_mesh
 from ringspark.extras.planning.meshes.cut_network import CutNetwork, cut_network, link_costs
 from ringspark.extras.planning.meshes.cut_plan import peak_of_steps, steps_of
 from ringspark.extras.planning.meshes.rank_step import RankBytes, measure_ranks
@@ -161,7 +161,7 @@ class Training:
         options = options or {}
         if self.config.sync.sharding == "none":
             # Without sharding, the number of replicas changes nothing.
-            sizes = {axis: size for axis, size in sizes.items() if axis in PLANNED_AXES[1:]}
+            sizes = {axis: size for axis, size in sizes.items() if axis in MODEL_AXES}
         key = (*sorted(sizes.items()), repr(sorted(options.items())))
         if key not in self._found:
             self._found[key] = self._measure(sizes, options)

@@ -13,8 +13,8 @@ from functools import cache
 
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.sharing import data_parallel_size, shard_group_size
+from ringspark.estimators.options.mesh import AXES
 from ringspark.estimators.parallel.data.gradient_all_reduce import FLAT_BYTES
-from ringspark.estimators.parallel.mesh import AXES
 from ringspark.estimators.parallel.model.expert import expert_names
 from ringspark.estimators.parallel.model.pipeline.actions import Action, CompletedActions, PassType
 from ringspark.estimators.parallel.model.pipeline.orders import Orders
