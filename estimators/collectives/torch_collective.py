@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ringspark.estimators.collectives.base import (
     Collective,
@@ -39,7 +40,7 @@ from ringspark.estimators.environment import environment
 _TURN_BYTES = 512 << 10
 
 
-class MemberStore(dist.Store):
+class MemberStore(Store):
     """Replaces `TCPStore`, which serves anybody. torch's C++ code calls it too.
 
     Attributes:

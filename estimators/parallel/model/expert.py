@@ -38,7 +38,7 @@ class ExpertAllToAll:
         """
         collective, own = self._collective, self._lengths[self._collective.rank]
         arriving = self._arriving(rows, sizes)  # (ranks, own experts)
-        sent = [int(part.sum()) for part in torch.tensor(sizes).split(self._lengths)]
+        sent = [int(part.sum()) for part in torch.split(torch.tensor(sizes), self._lengths)]
         counts = [sum(row) for row in arriving]
         # The same dtype on all ranks: a rank without rows may run outside autocast.
         wide = torch.promote_types(rows.dtype, torch.float32)

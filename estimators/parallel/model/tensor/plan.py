@@ -45,7 +45,7 @@ _NAMED = 12
 STYLES = ("column", "column_joined", "row", "grid", "vocabulary")
 
 
-def _make_shard(style: str, layer: nn.Module, region: Region, blocks: Any) -> nn.Module:
+def _make_shard(style: str, layer: nn.Module, region: Region, blocks: Any) -> Any:
     """Returns this rank's shard of a layer; `blocks` is a number, or the grid of style 'grid'."""
     if style == "grid" and isinstance(blocks, int):
         raise ValueError("style 'grid' needs workers along outputs and inputs, such as ['grid', [2, 2]]")
