@@ -45,10 +45,6 @@ def apply_change(own: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -
     return torch.where(after == before, own, moved)
 
 
-def _nothing() -> None:
-    return
-
-
 class GradientSync:
     """Synchronizes one module and its optimizer with the other ranks.
 
@@ -74,7 +70,7 @@ class GradientSync:
         self.loss_factor = 1.0
         self.ranks_differ = False
         self.in_step = True
-        self.progress: Callable[[], None] = _nothing
+        self.progress: Callable[[], None] = lambda: None
         self.local_square: torch.Tensor | None = None
 
     def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:

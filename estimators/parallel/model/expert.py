@@ -10,6 +10,8 @@ forward, backward and in recomputation, if need be with empty tensors.
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -38,7 +40,8 @@ class ExpertAllToAll:
         """
         collective, own = self._collective, self._lengths[self._collective.rank]
         arriving = self._arriving(rows, sizes)  # (ranks, own experts)
-        sent = [int(part.sum()) for part in torch.split(torch.tensor(sizes), self._lengths)]
+        rest = iter(sizes)
+        sent = [sum(islice(rest, length)) for length in self._lengths]
         counts = [sum(row) for row in arriving]
         # The same dtype on all ranks: a rank without rows may run outside autocast.
         wide = torch.promote_types(rows.dtype, torch.float32)
