@@ -49,12 +49,7 @@ class Rendezvous(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousInfo:
-    """Settings by which the ranks of a gang connect.
-
-    Attributes:
-        address: Address of rank 0's rendezvous.
-        timeout_seconds: Longest wait for another rank, at the rendezvous and in every operation.
-    """
+    """Settings by which the ranks of a gang connect; the timeout is for the rendezvous and each operation."""
 
     address: str
     secret: bytes = field(repr=False)
@@ -112,25 +107,17 @@ class Collective(Protocol):
         """
 
     def gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """Like `all_gather`, but only rank 0 gets the tensors; other ranks get an empty list.
-
-        Args:
-            tensor: On the CPU.
-        """
+        """Like `all_gather` on the CPU, but only rank 0 gets the tensors; other ranks get an empty list."""
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
-        """Sends each rank its own 1-D tensor; returns the tensors for this rank, in rank order.
-
-        Args:
-            counts: Length of the tensor that each rank sends to this rank; may be 0.
-        """
+        """Sends each rank its own 1-D tensor; returns the tensors for this rank, with lengths `counts`."""
 
     def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
         """Starts a reduce-scatter; returns a function that waits and returns this rank's shard.
 
         Args:
             tensor: 1-D, of equal length on all ranks; it must not change until the sum is complete.
-            counts: Length of each rank's shard, in rank order; they add up to the tensor's length.
+            counts: Length of each rank's shard, in rank order.
         """
 
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:

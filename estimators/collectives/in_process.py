@@ -1,7 +1,7 @@
 """Runs ranks as threads of one process that take turns, for checks on the driver before any worker starts.
 
-Invariant: only one rank runs at a time, until it waits for another rank. So each rank can have its own state
-of the process's random number generators. A deadlock is found at once, because then every rank waits.
+Only one rank runs at a time, until it waits for another rank. So each rank can have its own state of the
+process's random number generators, and a deadlock is found at once.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ class RankError(RuntimeError):
 
 
 def run_in_turns(size: int, work: Callable[[InProcessCollective], T]) -> list[T]:
-    """Runs `work` on every rank; returns the results in rank order.
-
-    Raises:
-        RankError: A rank failed, or all unfinished ranks wait for each other.
-    """
+    """Runs `work` on every rank; returns the results in rank order, or raises the first `RankError`."""
     turns = _Turns(size)
     results: dict[int, T] = {}
 

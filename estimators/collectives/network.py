@@ -23,8 +23,7 @@ def interface_of(host: str) -> str | None:
 def own_address(host: str, towards: str) -> str:
     """Returns the address by which other hosts reach this host; `host` if none is found.
 
-    A host often resolves its own name to a loopback address (127.0.1.1 on Debian), or not at all. Then the
-    result is the address from which it connects to the driver's host, `towards`.
+    If the name resolves to a loopback address, it is the address towards the driver's host.
     """
     entries = [entry for addresses in psutil.net_if_addrs().values() for entry in addresses]
     own = {entry.address for entry in entries}

@@ -1,7 +1,7 @@
 """Records when a rank's operations were ready, started and done, in the steps for which it is enabled.
 
-Libraries only answer whether an asynchronous operation has ended, so a thread polls them. The thread holds
-references to operations, so it drops them before the rank leaves.
+Libraries only answer whether an operation has ended, so a thread polls them. The thread holds references to
+operations, so it drops them before the rank leaves.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ class OperationTime:
     Attributes:
         name: Name in `Collective.start_sum`, or the type of the operation.
         ready_ns: Time at which its data was ready.
-        begin_ns: Time at which it started.
-        end_ns: Time at which its result was ready, at most the time of `take`.
         blocked: When the rank only started it or waited for it.
     """
 
@@ -74,7 +72,6 @@ class OperationTimes:
         self.is_on = True
 
     def take(self) -> tuple[OperationTime, ...]:
-        """Stops recording; returns the operations in the order in which they started."""
         self.is_on = False
         now, record = time.perf_counter_ns(), self._operations
         self._operations = []
@@ -206,7 +203,6 @@ class _Watcher:
 
 
 def _is_over(operation: _Operation, is_done: Callable[[], bool]) -> bool:
-    """Records the end of an operation if it has ended; returns whether to stop polling."""
     if operation.end_ns is not None:
         return True
     # The rank may have waited for it meanwhile, which releases it and records its end.

@@ -76,11 +76,7 @@ class SharedMemory:
         return 1 + len(self._peers)
 
     def all_gather(self, tensor: torch.Tensor, *, is_read: bool = True) -> list[torch.Tensor]:
-        """Returns every rank's tensor, in rank order; lengths may differ.
-
-        Args:
-            is_read: Whether this rank needs the result; if not, it gets an empty list.
-        """
+        """Returns every rank's tensor, in rank order, or [] on a rank that does not read it."""
         mine = tensor.view(torch.uint8)
         gathered: list[torch.Tensor] = []
         begin, longest = 0, 1
@@ -172,7 +168,6 @@ class SharedMemory:
                 self._heard[rank] += heard
 
     def close(self) -> None:
-        """Closes the connections, which ends the waits of the peers."""
         for peer in self._peers.values():
             peer.close()
 
@@ -292,11 +287,9 @@ def _leads_to_own_user(link: socket.socket) -> bool:
 def _send_endpoints(
     door: socket.socket, token: bytes, size: int, meeting: ExitStack, kept: ExitStack
 ) -> Endpoint:
-    """Makes memory and a pair of sockets for each two ranks; sends each rank its endpoint. Runs on rank 0.
+    """Makes memory and sockets for each two ranks; sends each rank its endpoint. Runs on rank 0.
 
-    Args:
-        meeting: Closes the memory's descriptor, which is not needed once it is mapped.
-        kept: Closes this rank's sockets if the ranks do not share the memory.
+    `meeting` closes the memory's descriptor, `kept` this rank's sockets if the ranks do not share the memory.
     """
     with ExitStack() as dealt:
         memory = os.memfd_create("ringspark")

@@ -41,11 +41,7 @@ _TURN_BYTES = 512 << 10
 
 
 class MemberStore(Store):
-    """Replaces `TCPStore`, which serves anybody. torch's C++ code calls it too.
-
-    Attributes:
-        guard: Guard of the open ports; each process group has its own guard.
-    """
+    """Replaces `TCPStore`, which serves anybody; each process group has its own guard of the open ports."""
 
     def __init__(self, client: RendezvousClient, guard: PortGuard, timeout_seconds: float) -> None:
         super().__init__()
@@ -97,11 +93,7 @@ def _no_keys(keys: list[str], seconds: float) -> CollectiveError:
 
 
 class TorchCollective(NetworkCollective):
-    """A collective of a process group; the collective of all ranks owns the default group.
-
-    Attributes:
-        group: The process group; None for the default group, and after this rank has left.
-    """
+    """A collective of a process group, or of the default group if `group` is None."""
 
     name = "torch"
 
@@ -153,8 +145,7 @@ class TorchCollective(NetworkCollective):
     def part(self, groups: Sequence[Sequence[int]]) -> Collective | None:
         """Makes a collective for each group of ranks; returns this rank's, or None. Runs on every rank.
 
-        Args:
-            groups: Ranks of each group, ascending and disjoint; equal on all ranks.
+        The groups are ascending and disjoint, and equal on all ranks.
         """
         assert self._meeting is not None
         assert self._store is not None

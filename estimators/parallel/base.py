@@ -84,8 +84,7 @@ class GradientSync:
     def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
         """Waits until the gradients of this step are summed over all ranks.
 
-        Args:
-            scale: Returns fp16's loss scale, by which the gradients are multiplied; it waits for the device.
+        `scale` returns fp16's loss scale, by which the gradients are multiplied; it waits for the device.
         """
 
     def clip_gradients(self, max_norm: float) -> None:
@@ -135,8 +134,7 @@ class GradientSync:
         """Restores the results of `rank_state`, after the weights and the optimizer. Runs on every rank.
 
         Args:
-            states: `rank_state` of all ranks at the checkpoint, in rank order; empty if that training used
-                another strategy.
+            states: `rank_state` of all ranks at the checkpoint; empty if that training used another strategy.
             is_same: Whether the number of ranks is the same, so that each finds its own state.
         """
 

@@ -45,13 +45,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class CheckpointShare:
-    """What this rank writes of a checkpoint's tensors.
-
-    Attributes:
-        names: Tensors that this rank writes, whole or its shard.
-        spreads: Tensors whose shards lie in several parts.
-        total: Number of all tensors.
-    """
+    """What this rank writes: `names`, of which the shards of `spreads` lie in several checkpoint parts."""
 
     names: frozenset[str]
     spreads: dict[str, CheckpointShards]
@@ -144,12 +138,10 @@ class ModelLayout:
         return CheckpointShare(frozenset(names), spreads, len(entries))
 
     def make_fetchable(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns a meta tensor for each tensor of the whole network. Runs on every rank.
+        """Returns a meta tensor for each tensor of the whole network, from this rank's. Runs on every rank.
 
-        `gather_value` of a meta tensor returns the tensor on rank 0, and runs on every rank too.
-
-        Args:
-            own: This rank's tensors; "<parameter>" or "<parameter>/<key>" for an optimizer.
+        Names are "<parameter>", or "<parameter>/<key>" for an optimizer. `gather_value` of a meta tensor returns
+        the tensor on rank 0, and runs on every rank too.
         """
         result = {}
         for name, entry in self._exchange_entries(own).items():

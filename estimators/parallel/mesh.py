@@ -83,11 +83,7 @@ class RankMesh:
 
     @classmethod
     def of(cls, world: Collective, sizes: Mapping[str, int] | None = None) -> RankMesh:
-        """Makes the mesh; `sizes` of None means data parallelism. Runs on every rank.
-
-        Raises:
-            ValueError: The sizes do not fit the number of ranks, or the collective cannot be split.
-        """
+        """Makes the mesh; `sizes` of None means data parallelism. Runs on every rank."""
         full = {axis: (sizes or {}).get(axis, 1) for axis in AXES}
         if sizes is None:
             full["data"] = world.size

@@ -35,12 +35,7 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class CheckpointShards:
-    """A tensor whose shards lie in several parts of a checkpoint. Checkpoints store its fields.
-
-    Attributes:
-        shape: Shape of the whole tensor.
-        parts: Numbers of the checkpoint parts, in the order of coordinates.
-    """
+    """A tensor whose shards lie in `parts` of a checkpoint, by coordinate. Checkpoints store its fields."""
 
     cut: ShardSpec
     shape: tuple[int, ...]
@@ -78,7 +73,6 @@ def shard_view(x: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
 
 
 def shard_parameter(whole: torch.Tensor, spec: ShardSpec, rank: int, size: int) -> nn.Parameter:
-    """Returns a parameter's shard, with the attributes that the user set on the parameter."""
     shard = nn.Parameter(copy_shard(whole.detach(), spec, rank, size), requires_grad=whole.requires_grad)
     vars(shard).update(vars(whole))
     return shard

@@ -22,7 +22,7 @@ class Sent(NamedTuple):
 
     Attributes:
         total: The sum over the ranks, (elements,); equal on all ranks.
-        error: Part of this rank's input that is not in the total, (elements,); None without error feedback.
+        error: Part of this rank's input that is not in the total; None without error feedback.
     """
 
     total: torch.Tensor
@@ -32,8 +32,7 @@ class Sent(NamedTuple):
 class Compressor(ABC):
     """Sums vectors over the ranks in fewer bytes. Every method runs on every rank.
 
-    A vector holds several tensors end to end. All ranks make a compressor from the same shapes, options and
-    seed; vectors have no inf or NaN.
+    A vector holds several tensors end to end, without inf and NaN.
 
     Attributes:
         unbiased: Whether the expected total is the sum of the inputs, if there is no feedback.
@@ -55,12 +54,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
-        """Sums the ranks' vectors.
-
-        Args:
-            vector: The tensors end to end, (elements,); it is not changed.
-            step: Number of the optimizer step, for the seed of random choices.
-        """
+        """Sums the ranks' vectors, (elements,); random numbers follow from the number of the step."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """Returns the state that the next sum depends on; equal on all ranks."""

@@ -12,10 +12,7 @@ from ringspark.estimators.collectives.compressors.sparse import all_reduce_spars
 
 
 class TopKCompressor(Compressor):
-    """Sends the elements that are largest in size, each with its index: 6 bytes.
-
-    Every rank gets the elements of all ranks, so the bytes grow with the number of ranks.
-    """
+    """Sends the elements that are largest in size, each with its index: 6 bytes."""
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         count = math.ceil(self.options.ratio * len(vector))

@@ -15,16 +15,14 @@ from ringspark.estimators.collectives.compressors.base import Sent
 
 
 class GradientCodec(Protocol):
-    """Encodes numbers as bytes, one by one or in small buckets."""
+    """Encodes numbers, (elements,), as bytes, (num_bytes,)."""
 
     def num_bytes(self, elements: int) -> int:
         """Returns the length of a code, which only depends on the number of elements."""
 
-    def encode(self, values: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-        """Maps (elements,) to uint8, (num_bytes,)."""
+    def encode(self, values: torch.Tensor, random: torch.Generator) -> torch.Tensor: ...
 
-    def decode(self, code: torch.Tensor, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Maps uint8, (num_bytes,), to (elements,)."""
+    def decode(self, code: torch.Tensor, elements: int, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 def all_reduce_codes(
@@ -35,7 +33,7 @@ def all_reduce_codes(
     *,
     has_feedback: bool,
 ) -> Sent:
-    """Sums the ranks' vectors by their codes; each rank sums its shard in the vector's dtype."""
+    """Sums the ranks' vectors by their codes."""
     size, dtype = collective.size, vector.dtype
     length = -(-len(vector) // size)
     padded = torch.nn.functional.pad(vector, (0, length * size - len(vector)))

@@ -58,11 +58,7 @@ class Marks:
         return length + payload + mac
 
     def open(self, length: bytes, rest: bytes) -> bytes:
-        """Returns the next message that arrived, from the first `LENGTH_BYTES` of the frame and the rest.
-
-        Raises:
-            ChannelError: No member sent the message.
-        """
+        """Returns the next message that arrived; a message of no member raises `ChannelError`."""
         payload, mac = rest[:-MAC_BYTES], rest[-MAC_BYTES:]
         right = _mac(self._key, self._hears, struct.pack("!Q", self._heard), length, payload)
         self._heard += 1
@@ -72,11 +68,7 @@ class Marks:
 
 
 def rest_bytes(length: bytes) -> int:
-    """Returns the number of bytes that follow the length in a frame.
-
-    Raises:
-        ChannelError: The frame is longer than a member may send.
-    """
+    """Returns the number of bytes that follow the length in a frame."""
     (num_bytes,) = struct.unpack("!I", length)
     if num_bytes > MAX_FRAME_BYTES:
         raise ChannelError(f"a message of {num_bytes} bytes was announced, {MAX_FRAME_BYTES} are allowed")
@@ -84,8 +76,6 @@ def rest_bytes(length: bytes) -> int:
 
 
 class Channel:
-    """An authenticated connection that carries whole messages. One thread may send while another receives."""
-
     def __init__(self, connection: socket.socket, marks: Marks) -> None:
         self._connection = connection
         self._marks = marks
@@ -103,14 +93,7 @@ def make_hello() -> bytes:
 
 
 def check_answer(secret: bytes, hello: bytes, answer: bytes) -> tuple[bytes, Marks, int]:
-    """Checks the `ANSWER_BYTES` that a client sent after `hello`.
-
-    Returns:
-        The server's proof for the client, the `Marks` for later messages, and the client's rank.
-
-    Raises:
-        ChannelError: The client does not know the secret.
-    """
+    """Checks a client's proof; returns the server's proof, the `Marks` for later messages, and the rank."""
     said, mac = answer[:-MAC_BYTES], answer[-MAC_BYTES:]
     if not hmac.compare_digest(mac, _mac(secret, b"client", hello, said)):
         raise ChannelError("the peer does not know the secret of this run")
@@ -120,11 +103,7 @@ def check_answer(secret: bytes, hello: bytes, answer: bytes) -> tuple[bytes, Mar
 
 
 def prove_as_server(connection: socket.socket, secret: bytes) -> int:
-    """Accepts a client that knows the secret; returns its rank.
-
-    Raises:
-        OSError: The client does not know the secret, or did not answer in time.
-    """
+    """Accepts a client that knows the secret; returns its rank."""
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     connection.settimeout(HANDSHAKE_SECONDS)
     hello = make_hello()
@@ -141,9 +120,6 @@ def prove_as_client(
     """Proves to the server that this is a member, and makes the server prove the same.
 
     The time limit includes the time in the queue of a server that is busy with other clients.
-
-    Raises:
-        OSError: The connection was closed, nothing came in time, or the server does not know the secret.
     """
     deadline = time.monotonic() + seconds
     hello = read_exactly(connection, len(MAGIC) + NONCE_BYTES, deadline)

@@ -35,18 +35,14 @@ START_SECONDS = 60.0
 
 
 class RendezvousClient:
-    """Connects to `address` and authenticates; several threads may use it.
+    """An authenticated connection to rank 0's server; several threads may use it.
 
     Args:
-        address: Address of the server, from `RendezvousServer.address`, or its host and `meeting_ports`.
-        secret: Secret of the run.
+        address: From `RendezvousServer.address`, or its host and `meeting_ports`.
         timeout_seconds: How long to try to reach the server.
 
     Attributes:
         patience: How long this rank waits for the other ranks to start, in seconds.
-
-    Raises:
-        CollectiveError: The server is out of reach, or does not know the secret.
     """
 
     def __init__(self, member: Member, address: str, secret: bytes, timeout_seconds: float) -> None:
@@ -62,12 +58,7 @@ class RendezvousClient:
         self._prefix = ""
 
     def within(self, name: str, member: Member) -> RendezvousClient:
-        """Returns this connection for a group of ranks, with its own keys.
-
-        Args:
-            name: Unique name of the group.
-            member: This rank's position in the group.
-        """
+        """Returns this connection for the group of ranks called `name`, with its own keys."""
         part = copy(self)
         part._member, part._prefix = member, f"{self._prefix}{name}/"
         return part
@@ -124,10 +115,7 @@ class RendezvousClient:
         return f"{self._prefix}{key}".encode()
 
     def _ask_until(self, seconds: float, *parts: bytes) -> tuple[bytes | None, bytes]:
-        """Repeats a request that waits at the server until it has a value or `seconds` are over.
-
-        Appends the waiting time to the request as its last argument.
-        """
+        """Repeats a request with the waiting time appended, until it has a value or time is over."""
         deadline = time.monotonic() + seconds
         while True:
             left = min(max(deadline - time.monotonic(), 0.0), MAX_WAIT_SECONDS)

@@ -22,11 +22,7 @@ _KEY = "machines"
 
 
 class PortGuard:
-    """Guards the sockets on which this process starts to listen from now on.
-
-    Args:
-        addresses: Addresses of the members' hosts; empty if unknown.
-    """
+    """Guards the sockets on which this process starts to listen from now on."""
 
     def __init__(self, addresses: list[str]) -> None:
         self._addresses = addresses

@@ -93,11 +93,7 @@ def admit_only(inodes: Collection[int], addresses: Collection[str]) -> None:
 
 
 def _program(sources: Sequence[bytes], offset: int, length: int) -> bytes:
-    """Makes a classic BPF program that accepts packets from the sources of this length.
-
-    Args:
-        offset: Offset of the source in the IP header.
-    """
+    """Makes a BPF program that accepts packets from sources of `length` at `offset` of the IP header."""
     lines = []
     for source in (source for source in sources if len(source) == length):
         words = struct.unpack(f"!{length // 4}I", source)

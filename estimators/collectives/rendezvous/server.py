@@ -58,10 +58,7 @@ _NUM_PORTS = 8
 
 
 def meeting_ports(secret: bytes) -> list[int]:
-    """Returns the ports that the ranks of one host try without a known port; rank 0 takes the first free one.
-
-    Every rank derives them from the secret, which is new for each start of the gang.
-    """
+    """Returns the ports that the ranks of one host derive from the secret, without a known port."""
     digest = hmac.new(secret, b"ports", hashlib.sha256).digest()
     return [_PORTS[number % len(_PORTS)] for number in struct.unpack(f"!{_NUM_PORTS}I", digest)]
 
@@ -274,13 +271,7 @@ class _Peer:
 
 
 class RendezvousServer:
-    """Serves until `close`; the port itself is closed once ranks 0 to `size - 1` have come.
-
-    Args:
-        host: Address to bind to, of the member that opens the rendezvous.
-        secret: Secret of the run.
-        ports: Ports to try, in order; 0 lets the host choose.
-    """
+    """Serves until `close`; the port itself is closed once ranks 0 to `size - 1` have come."""
 
     def __init__(self, host: str, size: int, secret: bytes, ports: Sequence[int] = (0,)) -> None:
         own_sockets.allow_sockets(size)

@@ -60,10 +60,7 @@ def find_levels(collective: Collective) -> Levels:
 
 
 def all_reduce_by_host(vector: torch.Tensor, compressor: Compressor, levels: Levels, step: int) -> Sent:
-    """Sums vectors within each host, and the sums between hosts by the compressor. Runs on every rank.
-
-    Only the first rank of each host has an error.
-    """
+    """Sums vectors within each host, and the sums between hosts by the compressor. Runs on every rank."""
     summed = levels.inside.all_reduce(vector)
     error = torch.zeros_like(vector)
     if levels.between is None:
@@ -162,9 +159,7 @@ class CompressedAllReduce(GradientSync):
     def _first_messages(self) -> list[int]:
         """All-reduces the small tensors.
 
-        Returns:
-            For each group: the number of ranks that had each gradient, and the number of ranks with one that
-            is not finite.
+        Returns for each group how many ranks had each gradient, and how many had one that is not finite.
         """
         mine = torch.tensor([float(n) for group in self._groups for n in (*group.had, group.is_bad)])
         if self._groups:

@@ -89,13 +89,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, collective: Collective) -> torch.T
 def all_to_all(
     x: torch.Tensor, sent: Sequence[int], arriving: Sequence[int], collective: Collective
 ) -> torch.Tensor:
-    """Sends each rank its rows of `x`; returns the rows that arrived, in rank order.
-
-    Args:
-        x: (rows, ...), the rows for rank 0 first.
-        sent: Number of rows for each rank; may be 0.
-        arriving: Number of rows from each rank.
-    """
+    """Sends each rank its rows of `x`, in rank order; returns the rows that arrived, in rank order."""
     if collective.size == 1:
         return x
     sent, arriving = tuple(sent), tuple(arriving)

@@ -32,11 +32,9 @@ class ExpertAllToAll:
         self._lengths = [shard_length(num_experts, rank, collective.size) for rank in range(collective.size)]
 
     def __call__(self, experts: Experts, rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """Returns the experts' outputs for this rank's rows, (rows, dim). Runs on every rank.
+        """Returns the experts' outputs for this rank's rows, in the order of experts. Runs on every rank.
 
-        Args:
-            rows: (rows, dim), in the order of experts.
-            sizes: Number of rows for each expert of all ranks.
+        `sizes` is the number of rows for each expert of all ranks.
         """
         collective, own = self._collective, self._lengths[self._collective.rank]
         arriving = self._arriving(rows, sizes)  # (ranks, own experts)

@@ -77,14 +77,9 @@ def shard_network(
     sample: Sequence[torch.Tensor] | None = None,
     device: torch.device | None = None,
 ) -> PipelinePasses | None:
-    """Leaves this rank's shard of the network, in place. Runs on every rank.
+    """Leaves this rank's shard of the network, in place; returns its pipeline. Runs on every rank.
 
-    Args:
-        module: The whole network, with equal weights on all ranks.
-        sample: Arguments of one micro-batch, to measure the cost of layers.
-
-    Returns:
-        The passes of the pipeline; None without a pipeline.
+    `sample` are arguments of one micro-batch, to measure the cost of layers.
     """
     _check_hooks(module, mesh.sizes, options)
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}

@@ -100,10 +100,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def follow_memory(self) -> None:
-        """Points the slices to the present memory of their parameters.
-
-        For example, a recurrent layer's `flatten_parameters()` moves parameters.
-        """
+        """Points the slices to their parameters' memory, which `flatten_parameters()` of an RNN moves."""
         if not self.is_even:
             return
         for index, (parameter, strides) in enumerate(zip(self.parameters, self.strides, strict=True)):
@@ -122,7 +119,6 @@ class ShardedParameters:
         return {piece.index: piece for slices in self._slices for piece in slices if piece.rank == rank}
 
     def owners(self, index: int) -> list[ParameterSlice]:
-        """Returns the slices of a parameter in rank order; an empty parameter has none."""
         return [piece for slices in self._slices for piece in slices if piece.index == index]
 
     def flat_gradients(self, bucket: int) -> tuple[torch.Tensor, list[int]]:
@@ -152,7 +148,6 @@ class ShardedParameters:
 
     @torch.no_grad()
     def all_gather(self, bucket: int) -> None:
-        """All-gathers the weights of a bucket. Runs on every rank."""
         counts, rank = self.buckets[bucket].counts, self.collective.rank
         like = self.parameters[self.buckets[bucket].slots[0].index]
         own = torch.zeros(counts[rank], dtype=like.dtype, device=like.device)

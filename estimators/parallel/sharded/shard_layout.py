@@ -68,9 +68,7 @@ class Bucket:
 def even_layout(members: Sequence[Sequence[int]], sizes: Sequence[int], num_ranks: int) -> list[Bucket]:
     """Makes buckets with an equal number of elements on every rank, which may split parameters.
 
-    Args:
-        members: Indices of each bucket's parameters, from `fill_buckets`.
-        sizes: Number of elements of each parameter.
+    `members` are the indices of each bucket's parameters, from `fill_buckets`.
     """
     buckets = []
     for own in members:
@@ -102,12 +100,9 @@ def whole_layout(members: Sequence[Sequence[int]], sizes: Sequence[int], num_ran
 def fill_buckets(
     sizes: Sequence[int], kinds: Sequence[object], max_elements: Sequence[int]
 ) -> list[list[int]]:
-    """Assigns parameters to buckets, in order; returns the indices of each bucket's parameters.
+    """Assigns parameters to buckets of one kind, in order; returns the indices of each bucket's parameters.
 
-    Args:
-        sizes: Number of elements of each parameter.
-        kinds: Properties that the parameters of one bucket share, such as dtype and device.
-        max_elements: Largest bucket of each parameter's kind; a larger parameter gets its own bucket.
+    A parameter that is larger than its kind's `max_elements` gets its own bucket.
     """
     buckets: list[list[int]] = []
     growing: dict[object, tuple[list[int], int]] = {}

@@ -209,7 +209,6 @@ class ZeroSync(GradientSync):
         self._end_round()
 
     def _begin_step(self) -> None:
-        """Drops gradients of a callback's backward pass; the optimizer's zero_grad only sees shards."""
         if not self._in_step:
             self._in_step = True
             for parameter in self._parameters():
@@ -303,7 +302,4 @@ class ZeroSync(GradientSync):
 
 
 class ExpertZeroSync(EmptyPasses, ZeroSync):
-    """ZeRO 1 and 2 if ranks have different experts.
-
-    Sends after a backward pass; during it, a rank would wait for a rank that waits for its experts.
-    """
+    """ZeRO if ranks have different experts; it sends after each backward pass, which may wait for experts."""

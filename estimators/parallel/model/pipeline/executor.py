@@ -51,8 +51,7 @@ class _Live:
     """A micro-batch of a stage between its forward and its backward pass.
 
     Attributes:
-        inputs: The stage's arguments, leaves of its graph.
-        results: Its outputs, followed by the scalar that the stage adds to the loss; or the loss.
+        results: The stage's outputs, followed by the scalar that it adds to the loss; or the loss.
         sent: Waits until the outputs are sent.
         gradients: Gradients of the results; `WEIGHT` needs them if `INPUT` could not split the pass.
         weights: Passes that `INPUT` leaves to `WEIGHT`; None if `INPUT` could not split the pass.
@@ -71,7 +70,7 @@ class Executor:
     Attributes:
         around: Makes the context of every forward pass, such as autocast.
         weights: (micro-batch) -> context of its passes that sets the micro-batch's weights.
-        most_live: Largest number of micro-batches with activations so far, summed over the rank's stages.
+        most_live: Largest number of micro-batches with activations so far.
     """
 
     def __init__(self, place: StagePlacement, wire: Wire) -> None:
@@ -92,12 +91,7 @@ class Executor:
         added: Added,
         first_micro: int = 0,
     ) -> None:
-        """Runs the steps; gradients add up in the parameters, or in the micro-batch's weights.
-
-        Args:
-            inputs: The network's arguments for each new micro-batch, of equal shapes on all ranks.
-            first_micro: Number of the first new micro-batch.
-        """
+        """Runs the steps; gradients add up in the parameters, or in the micro-batch's weights."""
         for micro, arguments in enumerate(inputs, first_micro):
             self._exchange.begin(micro, module, arguments)
         for step in steps:

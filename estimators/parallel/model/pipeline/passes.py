@@ -197,11 +197,8 @@ class PipelinePasses:
         Args:
             micro_batches: The network's arguments; empty if this replica has no rows in this step. If layers
                 communicate with other replicas, all have equally many, maybe without rows.
-            loss: Called once per micro-batch on the rank of the last stage, with the network's outputs and
-                the number of the micro-batch; returns the scalar to differentiate.
-            around: Makes the context of every forward pass.
-            added: Called after the forward pass of every other stage of this rank; returns the scalar that it
-                adds to the loss.
+            loss: (outputs, number of the micro-batch) -> scalar to differentiate, in the last stage.
+            added: (number of the micro-batch) -> scalar that another stage adds to the loss.
         """
         if not micro_batches:
             return False
@@ -218,10 +215,7 @@ class PipelinePasses:
         return False
 
     def evaluate(self, inputs: Sequence[torch.Tensor], around: Context = nullcontext) -> Any:
-        """Returns the network's outputs on the rank of the last stage, None elsewhere; without gradients.
-
-        A rank returns before later ranks have finished, and its last sends may be in flight.
-        """
+        """Returns the network's outputs on the rank of the last stage, None elsewhere; without gradients."""
         self._executor.around = around
         with torch.no_grad():
             return self._executor.evaluate(self.network, self.stages, inputs)

@@ -53,7 +53,6 @@ def split_into_sections(links: Sequence[Link], *, streams_in: bool, streams_out:
 
 
 def chunk_lengths(arguments: Sequence[torch.Tensor], time_chunks: int) -> list[int]:
-    """Returns the lengths of a row's sequence chunks, which differ by 1 at most."""
     if arguments[0].dim() < 2:
         raise ValueError(
             "parallelism's 'time_chunks' splits the network's first argument along its second dimension, got "

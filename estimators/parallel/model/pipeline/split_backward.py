@@ -23,13 +23,10 @@ Start = tuple[GradientEdge, torch.Tensor]
 
 @dataclass
 class WeightPass:
-    """A pending backward pass for the gradients of some weights.
+    """A pending backward pass for the gradients of some weights, the `leaves`.
 
     Attributes:
-        leaves: Nodes of the weights.
-        joins: Joins of these weights.
-        starts: Where the pass starts: results that depend on these weights but on no input; the inputs' pass
-            appends the joins.
+        starts: Where the pass starts: results that depend on these weights but on no input, then the joins.
         held: Gradients of the outputs of each join.
     """
 

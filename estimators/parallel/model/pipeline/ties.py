@@ -19,11 +19,10 @@ from ringspark.models.chain import Link, belongs_to
 
 @dataclass(frozen=True)
 class Tie:
-    """One parameter on several ranks.
+    """One parameter on several ranks; the first rank owns it.
 
     Attributes:
-        stages: Each rank's first stage that uses it, ascending; the first rank owns the parameter.
-        ranks: The ranks in the same order.
+        stages: Each rank's first stage that uses it, ascending.
         names: The parameter's name on each rank.
     """
 
@@ -69,7 +68,6 @@ class TiedGradients:
 
     @property
     def copies(self) -> frozenset[str]:
-        """Names of this rank's parameters that another rank owns."""
         return frozenset(
             tie.names[tie.ranks.index(self._rank)] for tie, _ in self._own if tie.ranks[0] != self._rank
         )

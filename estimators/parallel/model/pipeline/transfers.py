@@ -32,14 +32,13 @@ SENDS_IN_FLIGHT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlacement:
-    """The stages of a pipeline, as one rank needs them.
+    """The stages of a pipeline, as one rank needs them; the sequences have one item per stage.
 
     Attributes:
         owners: The rank of each stage.
         firsts: The first layer of each stage.
-        streams: For each stage, whether it sends its values in sequence chunks.
+        streams: Whether the stage sends its values in sequence chunks.
         sections: Sections of each stage; empty for a stage that gets and returns whole rows.
-        time_chunks: Largest number of sequence chunks.
     """
 
     rank: int

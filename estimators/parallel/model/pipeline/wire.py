@@ -62,10 +62,7 @@ def forms_of(values: Values) -> Forms:
 
 
 class Wire:
-    """Sends and receives values of one rank.
-
-    Invariant: two ranks send and receive in the same order, so messages need no names.
-    """
+    """Sends and receives values of one rank; two ranks do so in the same order, so messages need no names."""
 
     def __init__(self, collective: PointToPoint, device: torch.device) -> None:
         self._collective = collective
@@ -106,10 +103,7 @@ class Wire:
         return lambda: _wait_for(waits)
 
     def start_receive(self, key: Hashable, source: int) -> Callable[[], Values]:
-        """Starts to receive values; returns a function that waits for them.
-
-        The values are leaves of autograd's graph, and require gradients if they did at the sender.
-        """
+        """Starts to receive values, leaves of autograd's graph; returns a function that waits for them."""
         if key not in self._known:
             numbers = torch.empty(_LENGTH, dtype=torch.int64)
             self._collective.start_receive(numbers, source)()

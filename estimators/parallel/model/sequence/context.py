@@ -44,9 +44,7 @@ class Context(ABC):
     ) -> torch.Tensor:
         """Returns the attention output, (batch, heads, own tokens, head_dim).
 
-        Args:
-            query, key, value: (batch, heads, own tokens, head_dim).
-            mask: (batch, 1, 1, seq) booleans about all tokens, or (0, 1, 1, seq) if all tokens count.
+        `mask` is (batch, 1, 1, seq) booleans about all tokens, or (0, 1, 1, seq) if all tokens count.
         """
         assert mask is not None  # its shape has the number of tokens
         assert self.takes_dropout or dropout == 0

@@ -49,12 +49,7 @@ class Ring(SpanContext):
 def shift(
     tensors: Sequence[torch.Tensor], dim: int, length: int, collective: Collective
 ) -> list[torch.Tensor]:
-    """Sends tensors to the next rank, and returns the previous rank's, in one message.
-
-    Args:
-        dim: Dimension whose length differs between ranks.
-        length: Its length in the tensors that arrive.
-    """
+    """Sends tensors to the next rank; returns the previous rank's, with `length` along `dim`."""
     shapes = [(*x.shape[:dim], length, *x.shape[dim + 1 :]) for x in tensors]
     sizes = [torch.Size(s).numel() * x.element_size() for s, x in zip(shapes, tensors, strict=True)]
     # As bytes, because dtypes may differ. All have equally many elements, so wide dtypes stay aligned.

@@ -72,12 +72,8 @@ class ShardedRows(WholeRows):
 def shard_sequence(module: nn.Module, collective: Collective, way: str = "ring") -> None:
     """Lets each rank compute its tokens of every row; changes `module` in place. Runs on every rank.
 
-    All ranks call the network with the same rows and get the same outputs. The gradients become partial: sum
-    them over the ranks. Random numbers of tokens, such as dropout, must differ between ranks.
-
-    Args:
-        module: A whole network; its parameters do not change.
-        way: A key of `CONTEXTS`.
+    The gradients become partial: sum them over the ranks. Random numbers of tokens, such as dropout, must
+    differ between ranks.
     """
     check_sequence(module, way)
     if collective.size == 1:

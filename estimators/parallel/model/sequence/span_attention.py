@@ -34,11 +34,9 @@ def find_visible(query: Span, key: Span, causal: bool) -> list[tuple[Span, bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Queries:
-    """A rank's queries.
+    """A rank's queries, (batch, heads, own tokens, head_dim), and their spans in the row.
 
     Attributes:
-        query: (batch, heads, own tokens, head_dim).
-        spans: Their spans in the row, in the order of `query`.
         mask: (batch, 1, 1, seq) booleans of all keys; None if all count.
         causal: Whether a query only sees keys up to itself.
     """
@@ -99,14 +97,16 @@ class SpanAttention:
 
 
 class SpanGradients:
-    """The backward pass; `query` is the gradient of the queries so far, in fp32 or fp64."""
+    """The backward pass; `add` adds the gradients of a chunk of keys, stacked, to `into`.
+
+    `query` is the gradient of the queries so far, in fp32 or fp64.
+    """
 
     def __init__(self, queries: Queries, gradient: torch.Tensor, whole: PartialSoftmax) -> None:
         self._queries, self._gradient, self._whole = queries, gradient, whole
         self.query = torch.zeros_like(queries.query, dtype=whole[0].dtype)
 
     def add(self, key: torch.Tensor, value: torch.Tensor, spans: Sequence[Span], into: torch.Tensor) -> None:
-        """Adds the gradients that come from a chunk of keys to `into`, those of keys and values, stacked."""
         mean, log_sum = self._whole
         for _, own, at, chunk in self._queries.chunks(key, value, spans):
             found = differentiate_chunk(

@@ -53,7 +53,6 @@ class ShardedScores:
             self.gathers = before
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns all logits from this rank's logits, (batch, own ids, ...), without gradient."""
         return logits if self.gathers else all_gather(logits.detach(), 1, self.collective, self.num_ids)
 
 

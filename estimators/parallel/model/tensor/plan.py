@@ -178,11 +178,7 @@ def shard_activations(module: nn.Module, region: Region) -> None:
 def shard_layers(module: nn.Module, region: Region, plan: Mapping[str, Any]) -> dict[str, ShardSpec]:
     """Replaces the layers of a plan by this rank's shards, in place; returns the sharded parameters by name.
 
-    Args:
-        plan: Pattern over module names -> style, [style, blocks], or ["grid", [rows, columns]].
-
-    Raises:
-        ValueError: A style is unknown, a pattern fits no layer, or a layer cannot be sharded or left whole.
+    A plan maps patterns over module names to a style, [style, blocks], or ["grid", [rows, columns]].
     """
     layers = dict(module.named_modules())
     names: dict[int, list[str]] = {}

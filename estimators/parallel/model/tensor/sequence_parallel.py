@@ -82,15 +82,10 @@ class SequenceBoundary:
 class SequenceShardedRows(WholeRows):
     """Replaces a network's `rows` if the layers between sharded ones compute this rank's tokens.
 
-    With context parallelism too, "all tokens" are the rank's part of longer rows.
+    If the embedding table is sharded too, all ranks look up all tokens.
     """
 
     def __init__(self, rows: WholeRows, boundary: SequenceBoundary, *, is_table_sharded: bool) -> None:
-        """Wraps the network's present rows.
-
-        Args:
-            is_table_sharded: Whether the embedding table is sharded, so that all ranks look up all tokens.
-        """
         self._rows, self._boundary, self._is_table_sharded = rows, boundary, is_table_sharded
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceShardedRows:
