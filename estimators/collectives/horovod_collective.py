@@ -253,11 +253,11 @@ class HorovodCollective(NetworkCollective):
         return received
 
     def _broadcast(self, tensors: list[torch.Tensor], root: int) -> None:
+        ranks: Sequence[int] | None = self._set.ranks
+        first = root if ranks is None else ranks[root]
         with peer_errors("broadcast"):
             handles = [
-                self._hvd.broadcast_async_(
-                    t, self._global(root), name=self._name("broadcast"), process_set=self._set
-                )
+                self._hvd.broadcast_async_(t, first, name=self._name("broadcast"), process_set=self._set)
                 for t in tensors
             ]
             for handle in handles:
@@ -266,10 +266,6 @@ class HorovodCollective(NetworkCollective):
     def _barrier(self) -> None:
         with peer_errors("barrier"):
             self._hvd.barrier(process_set=self._set)
-
-    def _global(self, rank: int) -> int:
-        ranks: Sequence[int] | None = self._set.ranks
-        return rank if ranks is None else ranks[rank]
 
     def close(self) -> None:
         self._release()

@@ -138,10 +138,10 @@ class ModelLayout:
         return CheckpointShare(frozenset(names), spreads, len(entries))
 
     def make_fetchable(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns a meta tensor for each tensor of the whole network, from this rank's. Runs on every rank.
+        """Returns a meta tensor for each tensor of the whole network. Runs on every rank.
 
-        Names are "<parameter>", or "<parameter>/<key>" for an optimizer. `gather_value` of a meta tensor returns
-        the tensor on rank 0, and runs on every rank too.
+        Names are "<parameter>", or "<parameter>/<key>" for an optimizer. `gather_value` of a meta tensor
+        returns the tensor on rank 0, and runs on every rank too.
         """
         result = {}
         for name, entry in self._exchange_entries(own).items():

@@ -46,19 +46,15 @@ def machines_of(client: RendezvousClient, member: Member, timeout_seconds: float
     The list is empty if rank 0 saw a member connect from an address that the member does not have, because a
     service mesh or address translation changes addresses.
     """
-    own = _own_addresses()
+    entries = [entry for interface in psutil.net_if_addrs().values() for entry in interface]
+    found = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+    # A link-local address is useless without its interface.
+    own = [address for address in found if "%" not in address]
     seen = (client.get(f"{SEEN}{member.rank}") or b"").decode()
     known = json.dumps(own if seen in own else []).encode()
     gathered = [json.loads(text) for text in client.gather("addresses", known, client.patience)]
     if member.rank == 0:
         union = sorted(set().union(*gathered)) if all(gathered) else []
         client.set(_KEY, json.dumps(union).encode())
-    found: list[str] = json.loads(client.get(_KEY, timeout_seconds) or b"[]")
-    return found
-
-
-def _own_addresses() -> list[str]:
-    entries = [entry for interface in psutil.net_if_addrs().values() for entry in interface]
-    found = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
-    # A link-local address is useless without its interface.
-    return [address for address in found if "%" not in address]
+    machines: list[str] = json.loads(client.get(_KEY, timeout_seconds) or b"[]")
+    return machines

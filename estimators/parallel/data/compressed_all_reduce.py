@@ -12,6 +12,7 @@ not change them. A parameter without a gradient on any rank keeps its residual.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -131,7 +132,11 @@ class CompressedAllReduce(GradientSync):
             self.optimizer.freeze_variance()  # type: ignore[attr-defined]
         self._step += 1
         hads = []
-        is_finite = self._are_others_finite()
+        # The uncompressed sums are equal on all ranks.
+        is_finite = not self._groups or (
+            all(bool(torch.isfinite(bucket.buffer).all()) for bucket in self._small)
+            and self._rows.are_finite()
+        )
         for group in self._groups:
             *had, not_finite = counts[: len(group.parameters) + 1]
             counts = counts[len(had) + 1 :]
@@ -141,7 +146,7 @@ class CompressedAllReduce(GradientSync):
             for group, had in zip(self._groups, hads, strict=True):
                 group.spoil(had)
             return
-        send = self._send if is_compressed else self._send_whole
+        send = partial(self._send, is_compressed=is_compressed)
         sums = [group.exchange(had, send) for group, had in zip(self._groups, hads, strict=True)]
         # The sums are equal on all ranks, so all ranks see an overflow.
         is_kept = all(bool(torch.isfinite(sent.total).all()) for sent in sums)
@@ -149,12 +154,6 @@ class CompressedAllReduce(GradientSync):
             if is_kept:
                 group.keep(had, factor, sent)
             group.give(had, sent.total)
-
-    def _are_others_finite(self) -> bool:
-        if not self._groups:
-            return True
-        sums = [bucket.buffer for bucket in self._small]
-        return all(bool(torch.isfinite(t).all()) for t in sums) and self._rows.are_finite()
 
     def _first_messages(self) -> list[int]:
         """All-reduces the small tensors.
@@ -174,15 +173,14 @@ class CompressedAllReduce(GradientSync):
             bucket.give()
         return [int(number) for number in mine.tolist()]
 
-    def _send(self, vector: torch.Tensor, compressor: Compressor) -> Sent:
+    def _send(self, vector: torch.Tensor, compressor: Compressor, *, is_compressed: bool) -> Sent:
+        if not is_compressed:
+            return Sent(self._collective.all_reduce(vector), torch.zeros_like(vector))
         if self._collective.size == 1:
             return Sent(vector.clone(), torch.zeros_like(vector))
         if self._levels is not None:
             return all_reduce_by_host(vector, compressor, self._levels, self._step)
         return compressor.sum(vector, self._collective, self._step)
-
-    def _send_whole(self, vector: torch.Tensor, compressor: Compressor) -> Sent:
-        return Sent(self._collective.all_reduce(vector), torch.zeros_like(vector))
 
     def rank_state(self) -> dict[str, torch.Tensor]:
         state = {"step": torch.tensor([self._step])}

@@ -84,7 +84,9 @@ def shard_network(
     _check_hooks(module, mesh.sizes, options)
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    tied = _tied_names(module)
+    firsts = {parameter: name for name, parameter in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    tied = {name: firsts[parameter] for name, parameter in every if firsts[parameter] != name}
     cuts: dict[str, ShardSpec] = {}
     if mesh.sizes["tensor"] > 1:
         plan = options.plan or plan_of(module, mesh.sizes["tensor"])
@@ -132,9 +134,3 @@ def find_partial_gradients(module: nn.Module) -> PartialGradients | None:
     if layout is None or not isinstance(getattr(module, "rows", None), SequenceShardedRows):
         return None
     return PartialGradients(module, tuple(layout.cuts), layout.mesh.axes["tensor"])
-
-
-def _tied_names(module: nn.Module) -> dict[str, str]:
-    firsts = {parameter: name for name, parameter in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
-    return {name: firsts[parameter] for name, parameter in every if firsts[parameter] != name}

@@ -86,17 +86,13 @@ class ShardedParameters:
         self._slices = [list(bucket.slices()) for bucket in self.buckets]
         self.mine = [[p for p in slices if p.rank == collective.rank] for slices in self._slices]
         self.held: dict[ParameterSlice, torch.Tensor] = {
-            piece: self._hold(piece) for slices in self.mine for piece in slices
+            piece: nn.Parameter(self._elements(piece)) if self.is_even else self.parameters[piece.index]
+            for slices in self.mine
+            for piece in slices
         }
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         self.strides = [parameter.stride() for parameter in self.parameters]
         _replace_parameters(optimizer, self.parameters, self.held)
-
-    def _hold(self, piece: ParameterSlice) -> torch.Tensor:
-        parameter = self.parameters[piece.index]
-        if not self.is_even:
-            return parameter
-        return nn.Parameter(flatten_memory(parameter.data)[piece.start : piece.stop])
 
     @torch.no_grad()
     def follow_memory(self) -> None:

@@ -166,11 +166,11 @@ class ZeroSync(GradientSync):
         if not self._reacts:
             return
         self._ready.add((id(own), index))
-        while self._next < len(self._order) and self._is_complete(*self._order[self._next]):
+        while self._next < len(self._order):
+            first, bucket = self._order[self._next]
+            if any((id(first), slot.index) not in self._ready for slot in first.shard.buckets[bucket].slots):
+                break
             self._send()
-
-    def _is_complete(self, own: _GroupState, bucket: int) -> bool:
-        return all((id(own), slot.index) in self._ready for slot in own.shard.buckets[bucket].slots)
 
     def _send(self) -> None:
         own, bucket = self._order[self._next]
