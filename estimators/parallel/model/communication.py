@@ -27,26 +27,21 @@ Operation = Callable[[torch.Tensor], torch.Tensor]
 
 def all_reduce_gradient(x: torch.Tensor, collective: Collective) -> torch.Tensor:
     """Returns the replicated `x` for use by shards of the network; all-reduces its gradient."""
-    if collective.size == 1:
-        return x
-    return _apply(_Linear, x, lambda x: x.view_as(x), lambda g: all_reduce(g, collective))
+    return _apply(_Linear, x, collective, lambda x: x.view_as(x), lambda g: all_reduce(g, collective))
 
 
 def all_reduce(x: torch.Tensor, collective: Collective) -> torch.Tensor:
     """All-reduces the partial `x`; its gradient is the result's gradient."""
-    if collective.size == 1:
-        return x
-    return _apply(_Linear, x, collective.all_reduce, lambda g: all_reduce_gradient(g, collective))
+    return _apply(_Linear, x, collective, collective.all_reduce, lambda g: all_reduce_gradient(g, collective))
 
 
 def take_shard(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
     """Returns this rank's shard of the replicated `x`; all-gathers its gradient."""
-    if collective.size == 1:
-        return x
     length = x.shape[dim]
     return _apply(
         _Linear,
         x,
+        collective,
         lambda x: shard_view(x, dim, collective.rank, collective.size).contiguous(),
         lambda g: all_gather(g, dim, collective, length),
     )
@@ -58,10 +53,12 @@ def all_gather(x: torch.Tensor, dim: int, collective: Collective, length: int | 
     Args:
         length: Length of the result along `dim`; None asks the ranks, which is one more message.
     """
-    if collective.size == 1:
-        return x
     return _apply(
-        _Linear, x, lambda x: _gather(x, dim, collective, length), lambda g: take_shard(g, dim, collective)
+        _Linear,
+        x,
+        collective,
+        lambda x: _gather(x, dim, collective, length),
+        lambda g: take_shard(g, dim, collective),
     )
 
 
@@ -69,20 +66,24 @@ def all_gather_for_shards(
     x: torch.Tensor, dim: int, collective: Collective, length: int | None = None
 ) -> torch.Tensor:
     """Like `all_gather`, for a result that ranks use differently: reduce-scatters its gradient."""
-    if collective.size == 1:
-        return x
     return _apply(
-        _LinearOnce, x, lambda x: _gather(x, dim, collective, length), lambda g: _scatter(g, dim, collective)
+        _LinearOnce,
+        x,
+        collective,
+        lambda x: _gather(x, dim, collective, length),
+        lambda g: _scatter(g, dim, collective),
     )
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
     """Reduce-scatters the partial `x`; all-gathers the gradient."""
-    if collective.size == 1:
-        return x
     length = x.shape[dim]
     return _apply(
-        _LinearOnce, x, lambda x: _scatter(x, dim, collective), lambda g: _gather(g, dim, collective, length)
+        _LinearOnce,
+        x,
+        collective,
+        lambda x: _scatter(x, dim, collective),
+        lambda g: _gather(g, dim, collective, length),
     )
 
 
@@ -90,12 +91,11 @@ def all_to_all(
     x: torch.Tensor, sent: Sequence[int], arriving: Sequence[int], collective: Collective
 ) -> torch.Tensor:
     """Sends each rank its rows of `x`, in rank order; returns the rows that arrived, in rank order."""
-    if collective.size == 1:
-        return x
     sent, arriving = tuple(sent), tuple(arriving)
     return _apply(
         _Linear,
         x,
+        collective,
         lambda x: _send_rows(x, sent, arriving, collective),
         lambda g: all_to_all(g, arriving, sent, collective),
     )
@@ -108,10 +108,15 @@ def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 def apply_once(x: torch.Tensor, forward: Operation, backward: Operation) -> torch.Tensor:
     """Returns `forward(x)`; `backward` maps its gradient to that of `x`. Refuses second derivatives."""
-    return _apply(_LinearOnce, x, forward, backward)
+    result: torch.Tensor = _LinearOnce.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return result
 
 
-def _apply(kind: Any, x: torch.Tensor, forward: Operation, backward: Operation) -> torch.Tensor:
+def _apply(
+    kind: Any, x: torch.Tensor, collective: Collective, forward: Operation, backward: Operation
+) -> torch.Tensor:
+    if collective.size == 1:
+        return x
     result: torch.Tensor = kind.apply(x, forward, backward)
     return result
 
