@@ -235,7 +235,7 @@ class HorovodCollective(NetworkCollective):
     def _all_to_all(self, joined: torch.Tensor, sent: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:
         received = joined.new_empty(sum(arriving))
         to, of = torch.split(joined, list(sent)), torch.split(received, list(arriving))
-        # Equally many turns on every rank, because no rank knows the others' sizes.
+        # Equally many turns on every rank, because no rank knows the sizes of other ranks.
         turns = range(0, max(1, int(self._all_reduce(torch.tensor([max(sent)]), "max"))), _TURN_BYTES)
         handles = []
         with peer_errors("all-to-all"):

@@ -1,7 +1,7 @@
 """Deferred initialization: sends each rank its shard of the initial weights of a network that no rank holds.
 
 Rank 0 initializes one tensor at a time and broadcasts it, and each rank keeps its shard. So the weights equal
-those of the whole network even if the ranks' processors round differently.
+the weights of the whole network even if the ranks' processors round differently.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class CheckpointShare:
-    """What this rank writes: `names`, of which the shards of `spreads` lie in several checkpoint parts."""
+    """Names of the tensors that this rank writes; the shards of `spreads` lie in several checkpoint parts."""
 
     names: frozenset[str]
     spreads: dict[str, CheckpointShards]
@@ -127,7 +127,7 @@ class ModelLayout:
         return self.mesh.holders.all_reduce(square.reshape(1))[0].sqrt()
 
     def plan_checkpoint(self, own: Mapping[str, torch.Tensor]) -> CheckpointShare:
-        """Returns what this rank writes of its own tensors. Runs on every rank."""
+        """Returns the tensors that this rank writes to a checkpoint. Runs on every rank."""
         entries, mesh = self._exchange_entries(own), self.mesh
         spreads = {}
         for name, entry in entries.items():

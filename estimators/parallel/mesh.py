@@ -1,4 +1,4 @@
-"""The mesh of ranks: it decides which rows a rank reads, its random numbers, and which files it writes.
+"""The mesh of ranks, which decides on each rank's rows, random numbers and files.
 
 A rank has one coordinate on each axis:
 

@@ -49,7 +49,7 @@ class Compressor(ABC):
 
     @classmethod
     def helps(cls, shape: torch.Size, options: Any) -> bool:
-        """Whether a tensor of this shape takes fewer bytes compressed; others are sent whole."""
+        """Whether a tensor of this shape takes fewer bytes compressed; if not, it is sent whole."""
         return True
 
     @abstractmethod

@@ -92,7 +92,7 @@ class RendezvousClient:
         self.gather(name, b"", timeout_seconds)
 
     def gather(self, name: str, value: bytes, timeout_seconds: float) -> list[bytes]:
-        """Like `meet`; returns the values of all ranks, in rank order, on rank 0, and [] elsewhere."""
+        """Like `meet`; returns all ranks' values, in rank order, on rank 0, and [] on other ranks."""
         size, rank = self._member.size, self._member.rank
         position = [str(number).encode() for number in (size, rank)]
         values, missing = self._ask_until(timeout_seconds, b"meet", self._name(name), *position, value)
@@ -135,7 +135,7 @@ class RendezvousClient:
 
 
 class _Requests:
-    """Sends requests of several threads over one channel. Waiting requests do not delay others."""
+    """Sends requests of several threads over one channel; a waiting request delays no other request."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel

@@ -107,7 +107,7 @@ def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def apply_once(x: torch.Tensor, forward: Operation, backward: Operation) -> torch.Tensor:
-    """Returns `forward(x)`; `backward` maps its gradient to that of `x`. Refuses second derivatives."""
+    """Returns `forward(x)`; `backward` maps its gradient to the gradient of `x`, only once."""
     result: torch.Tensor = _LinearOnce.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return result
 

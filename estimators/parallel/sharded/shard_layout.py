@@ -79,7 +79,7 @@ def even_layout(members: Sequence[Sequence[int]], sizes: Sequence[int], num_rank
 
 
 def whole_layout(members: Sequence[Sequence[int]], sizes: Sequence[int], num_ranks: int) -> list[Bucket]:
-    """Makes buckets in which each parameter belongs to one rank; its arguments are those of `even_layout`.
+    """Like `even_layout`, but each parameter belongs to one rank.
 
     Assigns the largest parameter first, each to the rank with the fewest elements (Graham 1969: at most 4/3
     of the best balance).

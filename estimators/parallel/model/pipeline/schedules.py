@@ -1,4 +1,4 @@
-"""Pipeline schedules: which stages a rank has, and in which order it runs their passes."""
+"""Pipeline schedules: the stages of each rank, and the order of their passes."""
 
 from __future__ import annotations
 
