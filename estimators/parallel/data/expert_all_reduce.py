@@ -9,7 +9,7 @@ experts compute the other ranks' tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 import torch
@@ -23,17 +23,30 @@ from ringspark.estimators.parallel.sync_settings import SyncSettings
 from ringspark.models.outputs import as_outputs
 
 
+def num_empty_passes(mesh: RankMesh, settings: SyncSettings) -> int:
+    return 0 if mesh.sizes["pipeline"] > 1 else settings.micro_batches
+
+
+@contextmanager
+def keep_buffers(network: nn.Module) -> Iterator[None]:
+    """Restores the network's buffers at the end."""
+    kept = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    yield
+    with torch.no_grad():
+        for buffer, values in kept:
+            buffer.copy_(values)
+
+
 class EmptyPasses(GradientSync):
     """Mixin: stands before the class that synchronizes the gradients, whose constructor runs first."""
 
-    def add_empty_passes(self, mesh: RankMesh, settings: SyncSettings) -> None:
-        """Makes every step have the same number of passes on all ranks."""
-        # A pipeline runs passes without rows itself.
-        self._num_passes = 0 if mesh.sizes["pipeline"] > 1 else settings.micro_batches
-        self._passes = 0
-        self._autocast = settings.autocast
+    def add_empty_passes(
+        self, num_passes: int, autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        """Makes every step have the same number of passes; a pipeline (0) runs passes without rows itself."""
+        self._num_passes, self._passes, self._autocast = num_passes, 0, autocast
         self._like: list[torch.Tensor] = []
-        if self._num_passes:
+        if num_passes:
             self.network.register_forward_pre_hook(self._remember)
 
     def _remember(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -59,14 +72,11 @@ class EmptyPasses(GradientSync):
 
     def _run_without_rows(self) -> None:
         """Runs a pass over no rows; buffers do not change."""
-        kept = [(buffer, buffer.clone()) for buffer in self.network.buffers()]
-        with self._autocast():
-            outputs = as_outputs(self.module(*self._like))
-        # The sum of no numbers has gradients of zeros; gradients of the other ranks' tokens flow too.
-        torch.stack([output.float().sum() for output in outputs]).sum().backward()  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            for buffer, values in kept:
-                buffer.copy_(values)
+        with keep_buffers(self.network):
+            with self._autocast():
+                outputs = as_outputs(self.module(*self._like))
+            # The sum of no numbers has gradients of zeros; gradients of the other ranks' tokens flow too.
+            torch.stack([output.float().sum() for output in outputs]).sum().backward()  # type: ignore[no-untyped-call]
 
     def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
         while self._passes < self._num_passes:
@@ -99,4 +109,4 @@ class ExpertAllReduce(EmptyPasses, GradientAllReduce):
         )
         # An overflow in some experts is known to their ranks alone.
         self.ranks_differ = True
-        self.add_empty_passes(mesh, settings)
+        self.add_empty_passes(num_empty_passes(mesh, settings), settings.autocast)

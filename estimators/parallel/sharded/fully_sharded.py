@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch import nn
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.options.mesh import AXES
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, share_weights
+from ringspark.estimators.parallel.data.expert_all_reduce import EmptyPasses, keep_buffers
 from ringspark.estimators.parallel.initial_weights import is_deferred, send_initial_weights
 from ringspark.estimators.parallel.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.mesh import RankMesh, ShardGroup
@@ -154,7 +154,7 @@ def _callables(block: nn.Module) -> list[nn.Module]:
     return [module for child in block.children() for module in _callables(child)]
 
 
-class FsdpSync(GradientSync):
+class FsdpSync(EmptyPasses):
     """Adds to FSDP2 the cases that it lacks: ranks without rows and unused parameters."""
 
     def __init__(
@@ -170,24 +170,18 @@ class FsdpSync(GradientSync):
         collective.operations.sees_all = False
         self.ranks_differ = True
         self._collective, self._parts = collective, shard_group.shards
-        self._rounds = rounds
-        self._round = 0
         self._units: list[Any] = list(units)
         self._named = dict(network.named_parameters())
         self._index = {name: index for index, name in enumerate(self._named)}
         self._had = [0.0] * len(self._named)
         self._has_rows = True
-        self._like: list[torch.Tensor] = []
         self._hooked: set[int] = set()
         names = {parameter: name for name, parameter in self._named.items()}
         for unit in units:
             own = _own_parameters(unit, [u for u in units if u is not unit], names)
             # This hook runs after FSDP2's own hook, which sets the whole parameters.
             unit.register_forward_pre_hook(partial(self._on_forward, own, unit is network))
-        network.register_forward_pre_hook(self._remember)
-
-    def _remember(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        self._like = [values[:0].detach() for values in inputs]
+        self.add_empty_passes(rounds)
 
     def _on_forward(
         self, own: list[tuple[nn.Module, str, str]], is_root: bool, module: nn.Module, inputs: object
@@ -218,48 +212,30 @@ class FsdpSync(GradientSync):
             # FSDP2 then uses zeros. The gradients of a row of zeros may be anything, even NaN.
             parameter.grad = None
 
-    def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
-        # `reduce` runs the missing passes.
-        self._like = [values[:0].detach() for values in inputs]
-
     def forward_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
             self.network(*(_row(values) for values in inputs))
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        return self._own_round()
-
-    @contextmanager
-    def _own_round(self) -> Iterator[None]:
-        yield
-        self._round += 1
-
     def _run_without_rows(self) -> None:
         """Runs a pass over a row of zeros, for its collective calls; gradients and buffers do not change."""
         device = next(iter(self._named.values())).device
-        kept = [(buffer, buffer.clone()) for buffer in self.network.buffers()]
         self._has_rows = False
         try:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            gpus = [device] if device.type == "cuda" else []
+            with keep_buffers(self.network), torch.random.fork_rng(devices=gpus):
                 outputs = as_outputs(self.module(*(_row(values) for values in self._like)))
                 sum(output.sum() for output in outputs).backward()  # type: ignore[union-attr]
         finally:
             self._has_rows = True
-        with torch.no_grad():
-            for buffer, values in kept:
-                buffer.copy_(values)
 
     def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
-        while self._round < self._rounds:
-            self._run_without_rows()
-            self._round += 1
+        super().reduce(scale)
         device = next(iter(self._named.values())).device
         counts = self._collective.all_reduce(torch.tensor(self._had, device=device)).tolist()
         for parameter, count in zip(self._named.values(), counts, strict=True):
             if not count:
                 parameter.grad = None
         self._had = [0.0] * len(self._had)
-        self._round = 0
 
     def clip_gradients(self, max_norm: float) -> None:
         layout = layout_of(self.network)

@@ -27,7 +27,7 @@ from torch import nn
 
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, Scaler, share_weights
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
-from ringspark.estimators.parallel.data.expert_all_reduce import EmptyPasses
+from ringspark.estimators.parallel.data.expert_all_reduce import EmptyPasses, num_empty_passes
 from ringspark.estimators.parallel.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.mesh import RankMesh, ShardGroup
 from ringspark.estimators.parallel.model.expert import expert_names
@@ -64,7 +64,7 @@ class ShardedOptimizer:
             SyncGroup(mesh.expert_shard_group, lambda name: name in experts, ("sequence",)),
         ]
         sync = ExpertZeroSync(module, optimizer, groups, rounds, reacts=False)
-        sync.add_empty_passes(mesh, settings)
+        sync.add_empty_passes(num_empty_passes(mesh, settings), settings.autocast)
         return sync
 
 
