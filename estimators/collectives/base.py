@@ -1,10 +1,7 @@
 """Operations between ranks, independent of the library that sends the bytes.
 
-`open_rendezvous` runs on rank 0 before any rank is connected, and returns the address that all ranks get;
-`connect` then joins. Both get the secret of the run: a peer without the secret is disconnected.
-
-Invariant: every rank makes the same sequence of calls. A rank that fails calls `abort`, so that pending
-calls of its peers raise `CollectiveError` instead of hanging.
+`open_rendezvous` runs on rank 0 and returns the address that all ranks get; `connect` joins. A rank that
+fails calls `abort`, so that pending calls of its peers raise `CollectiveError` instead of hanging.
 """
 
 from __future__ import annotations

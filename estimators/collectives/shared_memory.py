@@ -1,12 +1,8 @@
 """Collective operations through memory that all ranks of one host map, synchronized by sockets.
 
-A library's smallest message takes a good part of a small network's step, because its threads wake each other.
-Here each rank copies its data to its slot, sends every peer a byte over a Unix socket, waits for a byte from
-each peer, and reads all slots. The bytes also order memory accesses, and the sockets of a peer that dies are
-closed, which ends the wait of all other ranks.
-
-Invariant: every rank has two slots and alternates between them. Before a rank overwrites a slot, all peers
-have signalled a later write, so they have read the old data.
+Each rank copies its data to its slot, sends every peer a byte over a Unix socket, waits for a byte from each
+peer, and reads all slots. The bytes also order memory accesses. Every rank alternates between two slots, so
+that it never overwrites data that a peer still reads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Deferred initialization: sends each rank its shard of the initial weights of a network that no rank holds.
 
-Rank 0 initializes one tensor at a time and broadcasts it, and each rank keeps its shard. So the weights equal
-the weights of the whole network even if the ranks' processors round differently.
+Rank 0 initializes one tensor at a time and broadcasts it, so all ranks have the same rounding.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Maps a rank's shard of a network to the whole network, for checkpoints and norms.
 
-A rank's parameters have the names of the whole network, so a checkpoint holds the whole network, and any
-mesh or a single process can read it. Invariant: tensors that are not sharded are bitwise equal on all ranks
-that have them.
+A rank's parameters have the names of the whole network. Tensors that are not sharded are bitwise equal on all
+ranks that have them.
 """
 
 from __future__ import annotations

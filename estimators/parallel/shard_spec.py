@@ -58,7 +58,6 @@ class CheckpointShards:
 
 
 def copy_shard(whole: torch.Tensor, spec: ShardSpec, rank: int, size: int) -> torch.Tensor:
-    """Returns a contiguous copy of the shard at coordinate `rank` of an axis of `size` ranks."""
     if spec.grid is not None and size > 1:
         (rows, columns), (row, column) = spec.grid, divmod(rank, spec.grid[1])
         shard = shard_view(shard_view(whole, 0, row, rows), 1, column, columns)

@@ -1,8 +1,7 @@
 """The interface of a compressor: it sums the ranks' gradients in fewer bytes, and returns the error.
 
-Invariant: every rank gets bitwise the same `total`, and total + sum of the ranks' errors = sum of the
-inputs, up to rounding. With error feedback an error is added to the next step's gradient, so nothing is lost
-(Stich et al. 2018; Karimireddy et al. 2019).
+All ranks get bitwise the same total, and total + sum of the errors = sum of the inputs, up to rounding. With
+error feedback an error is added to the next gradient (Stich et al. 2018; Karimireddy et al. 2019).
 """
 
 from __future__ import annotations

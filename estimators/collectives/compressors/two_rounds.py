@@ -1,7 +1,6 @@
 """All-reduces codes that cannot be added: each rank decodes and sums one shard, and sends the sum as a code.
 
-Tang et al. 2021, "1-bit Adam". As in a ring, a rank sends codes of 2 (N - 1) / N of the vector. The second
-code's error belongs to the rank that made it.
+Tang et al. 2021, "1-bit Adam". The second code's error belongs to the rank that made it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Keeps strangers from the ports that Gloo opens while the ranks connect.
 
-Gloo accepts the first connection as the peer that it waits for, without a check. On Linux a filter can see
-each packet of a socket first. So before a rank publishes its address, a filter drops packets from hosts of
-non-members. When all ranks have connected, it drops all packets; established connections have their own
-sockets. Processes on the members' hosts can still connect in the milliseconds in which the ranks do.
+Gloo accepts the first connection as the peer that it waits for. On Linux, a filter drops packets from hosts
+of non-members, and all packets once the ranks have connected. Processes on the members' hosts can still
+connect in the milliseconds in which the ranks do.
 """
 
 from __future__ import annotations

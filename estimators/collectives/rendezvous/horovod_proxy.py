@@ -1,8 +1,7 @@
 """A proxy on loopback to the rendezvous, which replaces Horovod's HTTP key-value server.
 
-Horovod's C++ client uses HTTP without authentication. So each rank opens this proxy for its own process, only
-while `hvd.init` runs. Before the proxy reads from a connection, it checks that a socket of this process made
-the connection.
+Horovod's client has no authentication, so the proxy is open only while `hvd.init` runs, and only to sockets
+of this process.
 """
 
 from __future__ import annotations

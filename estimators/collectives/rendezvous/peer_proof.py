@@ -1,8 +1,7 @@
 """Proves that the libraries' data connections lead to members of the run.
 
-Gloo accepts the first connection to its port without a check. So each rank first sends every other rank an
-HMAC-SHA256 over a random number of this gang and the two ranks, through the library itself. Later messages
-are not authenticated: whoever can change packets can change gradients.
+Each rank sends every other rank an HMAC-SHA256 through the library itself. Later messages are not
+authenticated: whoever can change packets can change gradients.
 """
 
 from __future__ import annotations

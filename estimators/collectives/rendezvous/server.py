@@ -1,12 +1,7 @@
 """The rendezvous of a gang: a key-value server in rank 0's process, for members only.
 
-Horovod's server and torch's `TCPStore` have no authentication: whoever reaches the port can change the
-addresses of the ranks. Here a peer proves that it knows the run's secret before anything else is read from
-it (see `channel`). The server binds to the member's own address, and closes its port once every rank has
-connected.
-
-One thread serves all connections, and a waiting rank is woken once, by its event. Messages are packed byte
-strings (see `pack`); nothing is unpickled.
+A peer proves that it knows the run's secret before anything else is read from it (see `channel`). The port is
+closed once every rank has connected. One thread serves all connections; nothing is unpickled.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Gradient compression with error feedback.
 
-Large matrices are compressed; small tensors are all-reduced whole. The values that a compressor does not send
-are the rank's residual, and are added to the next step's gradient. Residuals have no loss scale, because
-fp16's loss scale changes.
-
-Invariants: the sum of the ranks' residuals changes only by the values not sent. Residuals are updated after
-all ranks know that all sums of the step are finite, so they never hold inf or NaN, and a skipped step does
-not change them. A parameter without a gradient on any rank keeps its residual.
+The values that a compressor does not send are the rank's residual, and are added to the next step's gradient.
+Residuals have no loss scale. They change only after all ranks know that all sums of the step are finite, and
+the sum of the ranks' residuals changes only by the values not sent.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Synchronizes the gradients of experts that are spread over ranks, which read different rows.
+"""Synchronizes the gradients of experts, which ranks with different rows share.
 
-Experts' gradients are all-reduced over the ranks with the same experts, other gradients over all ranks.
-
-Invariant: every rank runs as many passes as there may be micro-batches, if need be without rows, because its
-experts compute the other ranks' tokens.
+Every rank runs as many passes as there may be micro-batches, if need be without rows, because its experts
+compute the other ranks' tokens.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """All-reduces gradients: in one message for a small network, in buckets for a large one.
 
 A bucket is sent when it is complete, while earlier layers still compute (Li et al. 2020, "PyTorch
-Distributed"). For a small network the latency of a message dominates. Ranks that share memory start after the
-backward pass, because sending needs the same cores.
-
-Invariant: every rank sends every bucket once per step, in the same order, whatever rows it has and whichever
-parameters they use.
+Distributed"). Every rank sends every bucket once per step, in the same order, whatever rows it has.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """Collective operations inside a network, each with the operation that its gradient needs.
 
-All ranks of the collective call these functions in the same order, forward and backward. A value is
-*replicated* if all ranks hold the same tensor, *partial* if the whole is the sum over the ranks, and
-*sharded* if each rank holds a shard along one dimension.
-
-A backward pass refuses second derivatives if ranks hold different shards of a gradient: a loss made of these
-gradients would differ between ranks.
-
-Shoeybi et al. 2019, "Megatron-LM", call `all_reduce_gradient` f and `all_reduce` g; Korthikanti et al. 2022
-call `all_gather_for_shards` and `reduce_scatter` g-bar.
+A value is *replicated* if all ranks hold the same tensor, *partial* if the whole is the sum over the ranks,
+and *sharded* if each rank holds a shard along one dimension. Shoeybi et al. 2019, "Megatron-LM", call
+`all_reduce_gradient` f and `all_reduce` g; Korthikanti et al. 2022 call `reduce_scatter` g-bar.
 """
 
 from __future__ import annotations

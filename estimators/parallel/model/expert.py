@@ -1,11 +1,7 @@
-"""Expert parallelism: each rank has some of the experts, and computes them for the rows of all ranks.
+"""Expert parallelism (Lepikhin et al. 2020, "GShard"): ranks compute their experts for the rows of all ranks.
 
-Lepikhin et al. 2020, "GShard": ranks along the axis `expert` read different rows and route their own tokens.
-An all-to-all sends each token to the rank of its expert, and another one returns it.
-
-Tokens are assigned to experts within a row (`models.experts.routing`), so assignments and drops do not
-depend on the number of ranks. Invariant: every rank runs the same mixtures in the same order, equally often,
-forward, backward and in recomputation, if need be with empty tensors.
+An all-to-all sends each token to the rank of its expert, and another one returns it. Every rank runs the same
+mixtures in the same order, forward, backward and in recomputation, if need be with empty tensors.
 """
 
 from __future__ import annotations

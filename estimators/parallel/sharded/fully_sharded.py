@@ -1,13 +1,8 @@
 """ZeRO stage 3 by torch's FSDP2: each rank keeps its shard of weights, gradients and optimizer state.
 
 Rajbhandari et al. 2020; Zhao et al. 2023, "PyTorch FSDP". Each block of the network's longest chain is a
-unit; the rest of the network is one more unit. A unit's weights are all-gathered when it runs, forward and
-backward, and freed afterwards; its gradients are reduce-scattered. With an axis `shard` in the mesh (hybrid
-sharding), weights are sent only among the ranks of `shard`, and ranks along `data` all-reduce gradients.
-
-Invariant: every rank runs the same units in the same order, as often as there may be micro-batches. A rank
-without rows runs one row of zeros and drops its gradients. A network must not skip a block of the chain on
-some ranks only.
+unit. Every rank runs the same units in the same order, as often as there may be micro-batches; a rank without
+rows runs one row of zeros. A network must not skip a block on some ranks only.
 """
 
 from __future__ import annotations

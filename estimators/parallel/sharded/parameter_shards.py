@@ -111,7 +111,6 @@ class ShardedParameters:
                     self.held[piece].data = self._elements(piece)
 
     def slices_of(self, rank: int) -> dict[int, ParameterSlice]:
-        """Returns a rank's slices by parameter index, in the order of the buckets."""
         return {piece.index: piece for slices in self._slices for piece in slices if piece.rank == rank}
 
     def owners(self, index: int) -> list[ParameterSlice]:
@@ -169,7 +168,6 @@ def view_at(buffer: torch.Tensor, start: int, shape: torch.Size, strides: tuple[
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one range of memory, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

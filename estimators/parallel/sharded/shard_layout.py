@@ -1,8 +1,7 @@
 """Assigns the elements of a network's parameters to ranks, by the same arithmetic on every rank.
 
-Parameters lie in buckets in reverse order of registration, which is about the order in which the backward
-pass finishes their gradients. Each rank holds one range of each bucket; every element belongs to exactly one
-rank and one bucket.
+Buckets hold parameters in reverse order of registration, which is about the order of a backward pass. Each
+rank holds one range of each bucket.
 """
 
 from __future__ import annotations

@@ -1,18 +1,8 @@
 """ZeRO stages 1 and 2: each rank keeps the optimizer state, and the gradients, of a shard of the network.
 
-Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". A
-reduce-scatter gives each rank the sum of its shard of the gradients, the rank steps its shard, and an
-all-gather sends the new weights to all ranks.
-
-Stage 1 communicates after the step's last backward pass. In stage 2, buckets are sent during the backward
-pass of each micro-batch, so a rank never holds more than its shard and about two buckets.
-
-With an axis `shard` in the mesh, only its ranks have different shards. Ranks along `data` have the same
-shards and all-reduce them once per step (Zhao et al. 2023, "PyTorch FSDP", hybrid sharding). Experts form a
-group of parameters that is sharded over its own ranks.
-
-Invariant: every rank sends every bucket in the same order, in as many rounds as there may be micro-batches,
-whatever rows it has. Weights are bitwise equal after each step, because one rank computes each element.
+Rajbhandari et al. 2020. With an axis `shard` in the mesh, ranks along `data` have the same shards (hybrid
+sharding: Zhao et al. 2023, "PyTorch FSDP"). Every rank sends every bucket in the same order, in as many
+rounds as there may be micro-batches. One rank computes each element, so weights are bitwise equal.
 """
 
 from __future__ import annotations

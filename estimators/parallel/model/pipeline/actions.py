@@ -47,8 +47,6 @@ Steps = list[Action | Arrival]
 
 
 class CompletedActions:
-    """The actions that all ranks have completed; every rank can derive them."""
-
     def __init__(self, num_stages: int) -> None:
         self._last = num_stages - 1
         self._done: set[Action] = set()

@@ -208,10 +208,7 @@ class PipelinePasses:
         return True
 
     def drain(self) -> bool:
-        """Adds the gradients of one step that are still to come; returns whether there are any.
-
-        Call it `steps_in_flight` times, each followed by a step of the optimizer.
-        """
+        """Adds the gradients of a step in flight to `.grad`; returns whether there are any."""
         return False
 
     def evaluate(self, inputs: Sequence[torch.Tensor], around: Context = nullcontext) -> Any:

@@ -1,8 +1,6 @@
 """Splits a stage into sections of layers that work on sequence chunks, or need whole rows.
 
 A stack of recurrent layers overlaps in time: layer 2 can compute chunk t while layer 1 computes chunk t + 1.
-If the last layer of a stage and the first of the next stage work on chunks (`Link.over_time`), values pass
-between the stages chunk by chunk, and gradients pass back in reverse.
 """
 
 from __future__ import annotations

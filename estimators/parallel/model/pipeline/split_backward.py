@@ -1,11 +1,8 @@
 """Splits a stage's backward pass: gradients of its inputs first, gradients of its weights later.
 
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism". A *join* is a node at which a weight enters the path from
-the inputs to the results. The first half keeps the gradient that reaches each join; the second half starts at
-the joins.
-
-torch.distributed.pipelining also splits the pass, but loses the gradients of weights that reach a result
-without passing a node that depends on an input (torch 2.13).
+the inputs to the results; the second half starts there. torch.distributed.pipelining loses the gradients of
+weights that reach a result without passing a node that depends on an input (torch 2.13).
 """
 
 from __future__ import annotations

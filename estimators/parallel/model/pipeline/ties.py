@@ -1,8 +1,6 @@
 """Tied parameters that several stages use, such as an embedding that is also a language model's head.
 
-After the backward passes each copy gets the sum of all gradients, added in the order of stages, so that the
-copies stay bitwise equal. The rank of the first stage that uses the parameter owns it, for norms and
-checkpoints.
+Each copy gets the sum of all gradients, added in the order of stages, so that the copies stay bitwise equal.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Attention to some of the keys: partial softmax results, and how to merge them.
+"""Attention to some of the keys: partial softmax results, which merge in any order.
 
-A partial result has the mean of its values and the logarithm of the sum of its exponentials. Partial results
-merge to the whole in any order (Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory"; Dao et
-al. 2022, "FlashAttention"). The backward pass needs no other values: a weight is exp(score - logarithm of
-the whole sum).
-
-CPUs use torch's flash kernel. Other devices use matrix products over a few queries at a time, because torch's
+Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory"; Dao et al. 2022, "FlashAttention". CPUs
+use torch's flash kernel. Other devices use matrix products over a few queries at a time, because torch's
 kernels there take no mask or return no logarithm.
 """
 

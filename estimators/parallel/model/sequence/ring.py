@@ -1,7 +1,6 @@
-"""Ring attention: keys and values travel around the ranks, so a rank holds the keys of at most two ranks.
+"""Ring attention (Liu, Zaharia and Abbeel 2023): keys and values travel around the ranks.
 
-Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context". The
-backward pass sends keys and values around again, together with their gradients, which end at their own rank.
+The backward pass sends them around again, together with their gradients, which end at their own rank.
 """
 
 from __future__ import annotations

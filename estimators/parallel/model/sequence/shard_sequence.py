@@ -1,9 +1,7 @@
-"""Prepares a network for context parallelism.
+"""Prepares a network for context parallelism: a rank reads whole rows and computes its tokens.
 
-Every rank reads whole rows, computes its tokens, and returns whole outputs. A rank's gradients are partial,
-and are summed over the ranks. Weights after `pool` compute whole rows on every rank: their gradients are
-divided by the number of ranks, so that the sum counts each row once, and `pool` multiplies by this number
-again on the way back to the tokens.
+Weights after `pool` compute whole rows on every rank: their gradients are divided by the number of ranks, so
+that the sum over ranks counts each row once, and `pool` multiplies its gradient by this number again.
 """
 
 from __future__ import annotations

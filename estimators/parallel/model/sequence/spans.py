@@ -1,10 +1,7 @@
 """The tokens of a row that each rank has: one span, or two spans that balance causal attention.
 
-In causal attention each token sees the tokens before it, so the rank with the last tokens would have the most
-work. So a row is split into twice as many spans as ranks, and each rank gets one span from the front and its
+In causal attention the last tokens are the most work, so each rank gets one span from the front and its
 mirror image from the back (zig-zag).
-
-Invariant: the spans contain every token once, and two spans of a row are equal or disjoint.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""A matrix sharded along both dimensions, over a grid of ranks.
+"""A matrix sharded along both dimensions (van de Geijn and Watts 1997, "SUMMA", stationary weights).
 
-van de Geijn and Watts 1997, "SUMMA", with stationary weights: rank (i, j) has block (i, j) of the matrix and
-multiplies shard j of the inputs. The partial outputs are all-reduced along row i of the grid, and the shards
-of the outputs all-gathered along column j. So each message is a shard and has fewer ranks than in
-`RowLinear`.
+Rank (i, j) has block (i, j) and multiplies shard j of the inputs. The outputs are all-reduced along row i of
+the grid and all-gathered along column j, so each message is a shard and has few ranks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Tensor parallelism: each rank has a shard of every large matrix, and computes with all rows.
+"""Tensor parallelism (Shoeybi et al. 2019, "Megatron-LM"): each rank has a shard of every large matrix.
 
-Shoeybi et al. 2019, "Megatron-LM": of two consecutive layers, the first is sharded by outputs (column) and
-the second by inputs (row). Such a region needs one all-reduce after the second layer, and one in the
-backward pass before the first. Attention is a region of whole heads. An embedding table is sharded by ids.
-A plan maps patterns over module names to styles; "column" may also have a number of blocks.
+Of two consecutive layers, the first is sharded by outputs (column) and the second by inputs (row). Such a
+region needs one all-reduce at its end, and one in the backward pass. A plan maps patterns over module names
+to styles.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Random number generators inside regions of sharded layers: one stream per rank.
 
-Outside a region all ranks hold the same values and must drop the same ones, so they share a stream. Inside,
-each rank has other heads or hidden units. Invariant: a rank's stream follows from the common stream and its
-rank, so restoring the common stream repeats the same numbers.
+Outside a region all ranks must drop the same values, so they share a stream. A rank's stream follows from the
+common stream and its rank, so restoring the common stream repeats the same numbers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Activations between sharded layers: replicated, or sharded by tokens (sequence parallelism).
 
-Shoeybi et al. 2019 replicate norms, dropouts and residuals. Korthikanti et al. 2022, "Reducing Activation
-Recomputation in Large Transformer Models", shard them by tokens: an all-gather enters a region and a
-reduce-scatter leaves it. This sends as many bytes, and a rank keeps 1/n of the activations between regions.
-The gradients of parameters between the regions are then partial.
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models": an all-gather enters
+a region and a reduce-scatter leaves it. The gradients of parameters between the regions are then partial.
 """
 
 from __future__ import annotations
