@@ -1,13 +1,22 @@
-"""The plan by names shards all of a transformers network, or names the layer it cannot shard."""
+"""Networks of the transformers library are sharded by layer names, or refused with the unknown layer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from small_training import config_of, train_gang, weights_of
 
+from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.parallel.model.tensor import make_region, plan_of, shard_layers
+from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.pipelines import ShardManifest
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -21,6 +30,16 @@ SIZES = {
     "eos_token_id": 2,
 }
 GROUPED = {**SIZES, "num_key_value_heads": 2}
+PLAIN = {**SIZES, "max_position_embeddings": 16}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
+# Families that docs/tensor_parallel.md lists.
+FAMILIES = {
+    "Llama": GROUPED,
+    "Mistral": GROUPED,
+    "Qwen2": GROUPED,
+    "Gemma": {**GROUPED, "head_dim": 4},
+    **dict.fromkeys(("Bert", "Roberta", "Electra"), PLAIN | NO_DROPOUT),
+}
 BART = {f"{part}_{key}": n for part in ("encoder", "decoder") for key, n in (("layers", 1), ("ffn_dim", 32))}
 BART |= {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")}
 
@@ -41,9 +60,9 @@ def _cuts(network: Any) -> set[str]:
     return set(shard_layers(network, make_region(seat), plan_of(network, 2)))
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("Llama", GROUPED), ("Qwen2", GROUPED), ("Bert", SIZES)])
-def test_all_matrices_of_every_block_are_cut(name: str, sizes: dict[str, Any]) -> None:
-    network = _network(name, sizes)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_matrices_of_every_block_are_cut(name: str) -> None:
+    network = _network(name, FAMILIES[name])
     inside = {n for n, p in network.named_parameters() if "layer" in n and p.dim() > 1}
     inside = {n for n in inside if "embed" not in n}
     assert len(inside) in (2 * 6, 2 * 7)
@@ -67,3 +86,45 @@ def test_a_block_that_would_be_cut_by_half_is_refused(name: str, sizes: dict[str
     network = _network(name, sizes)
     with pytest.raises(ValueError, match=f"{name}Model but does not know '{left}' next to it; set 'plan'"):
         plan_of(network, 2)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_trains_on_two_tensor_ranks_as_on_one(
+    make_shards: Callable[..., ShardManifest], tmp_path: Path, name: str
+) -> None:
+    """6 steps with padded rows, clipping and momentum; every block is sharded."""
+    config = transformers.AutoConfig.for_model(name.lower(), **FAMILIES[name], num_labels=3)
+    torch.manual_seed(0)
+    network = transformers.AutoModelForSequenceClassification.from_config(config)
+    assert type(network).__name__ == f"{name}ForSequenceClassification"
+    rng = np.random.default_rng(0)
+    ids = rng.integers(3, 20, (96, 8))
+    mask = np.arange(8) < rng.integers(1, 9, (96, 1))
+    columns = {"x": ids * mask, "mask": mask.astype(np.int64), "y": ids[:, 0] % 3}
+    one = config_of(
+        make_shards(columns),
+        tmp_path / "one",
+        task="any",
+        losses=("cross_entropy",),
+        input_columns=("x", "mask"),
+        # Key biases have only rounding errors as gradients, which Adam would turn into full steps.
+        optimizer="momentum",
+        learning_rate=0.1,
+        max_grad_norm=1.0,
+    )
+    two = replace(
+        one,
+        run_uri=str(tmp_path / "two"),
+        collective="torch",
+        num_workers=2,
+        parallelism={"tensor": 2},
+    )
+    objects = UserObjects(module=network)
+    before = torch.cat([p.detach().flatten() for p in network.parameters()])
+    alone = weights_of(train_here(one, objects), deepcopy(network))
+    assert float((alone - before).abs().max()) > 0.01
+    torch.testing.assert_close(
+        weights_of(train_gang(two, objects), deepcopy(network)), alone, rtol=0, atol=1e-5
+    )
