@@ -13,7 +13,7 @@ myst_enable_extensions = ["colon_fence"]  # cards of the landing page
 myst_heading_anchors = 3  # links to headings, as a git host makes them
 
 default_role = "code"  # of `name` in docstrings
-napoleon_use_ivar = True  # "Attributes:" are fields of their class, and no entries of their own
+napoleon_use_ivar = True  # "Attributes:" are fields of their class, not separate entries
 autodoc_typehints = "none"  # signatures show names and defaults; docstrings say what is meant
 autodoc_member_order = "groupwise"
 autodoc_default_options = {"members": True, "show-inheritance": True}

@@ -1,14 +1,15 @@
-"""Builds the development environment `.venv`, and others on top of it. A second run is a no-op.
+"""Builds the development environment `.venv` and the layers on top of it. A second run changes nothing.
 
-`.venv` holds the newest of everything. The others hold what differs from it and nothing else, and see the
-packages of `.venv`, torch and Horovod among them, behind their own: `.venv-floor` (--floor) the oldest Spark,
-Arrow, NumPy, pandas and Petastorm that ringspark supports; `.venv-peers-*` (--peers) what `make bench-peers`
-compares ringspark with.
+`.venv` has the newest version of every package. A layer has only the packages that differ, and imports all
+others, such as torch and Horovod, from `.venv`:
 
-Needs only the standard library, and is run by whatever Python the Makefile finds. It checks the
-machine first (Python, Java, a C++17 compiler, CMake), then installs what `requirements/` pins, then
-Horovod, whose wheel is built from edited source files once per (horovod, torch, python), with NCCL
-where CUDA is, and kept in the user's cache, for all checkouts.
+- `.venv-floor` (--floor): the oldest Spark, Arrow, NumPy, pandas and Petastorm that ringspark supports.
+- `.venv-peers-*` (--peers): the libraries that `make bench-peers` compares ringspark with.
+
+The script needs only the standard library of the Python that the Makefile finds. It checks the machine
+(Python, Java, a C++17 compiler, CMake), installs the packages pinned in `requirements/`, and builds Horovod
+from edited sources, with NCCL if CUDA is installed. The wheel is built once per version of Horovod, torch
+and Python, and all checkouts share it in the user's cache.
 
 Invariant: the stamp is written last, so it exists only after every phase has passed with the inputs
 whose hash it holds; an interrupted run has no current stamp and is simply run again.
@@ -243,7 +244,7 @@ def wheel_folder(horovod: str, torch: str, operations: str) -> Path:
 
 
 def gpu_settings() -> dict[str, str]:
-    """Returns the settings that build Horovod with NCCL, where CUDA, NCCL and a torch with CUDA are.
+    """Returns the settings that build Horovod with NCCL, if CUDA, NCCL and a torch with CUDA are installed.
 
     Otherwise gradients on GPUs would travel through the hosts' memory. `HOROVOD_GPU_OPERATIONS`, also an
     empty one, decides if it is set.
@@ -309,7 +310,7 @@ def make_venv(environment: Environment) -> None:
                 shutil.rmtree(metadata)
         return
     with phase(f"virtual environment {environment.name}"):
-        # Of its own pip and setuptools a layer would see those, and not the ones of `.venv`.
+        # A layer with its own pip and setuptools would not use the versions of `.venv`.
         without = [] if environment is MAIN else ["--without-pip"]
         run([sys.executable, "-m", "venv", "--clear", *without, str(environment.folder)])
 
@@ -327,9 +328,9 @@ def link_packages() -> None:
 def edit_horovod_sources(sources: Path) -> None:
     """Moves Horovod to C++17, which torch's headers need, and mends two faults.
 
-    Its last connection, that of the global process set, forgets the interface that it was told, and binds to
-    what the host's own name means: on Debian the host itself, out of the other hosts' reach. And where both
-    its cycle time and its fusion threshold are set, a second start in one process writes past a vector.
+    The connection of the global process set ignores the configured interface and binds to the address of
+    the host's name, which is a loopback address on Debian, so other hosts cannot reach it. If both the cycle
+    time and the fusion threshold are set, a second start in one process writes past the end of a vector.
 
     Raises:
         HorovodError: a file does not hold the line that the edit is about.
@@ -451,7 +452,7 @@ def install_horovod(installed: str | None) -> str:
                 return folder.name
     with BUILD_LOG.open("a") as log:
         log.write(imported.stdout)
-    raise HorovodError(f"its wheel cannot be imported, delete {folder} to build it anew")
+    raise HorovodError(f"its wheel cannot be imported, delete {folder} to build it again")
 
 
 def report_horovod(reason: str) -> int:
@@ -545,10 +546,10 @@ def set_up_layer(environment: Environment) -> None:
     environment.stamp.unlink(missing_ok=True)
     link = environment.packages / "base.pth"
     link.unlink(missing_ok=True)  # pip is to see the layer's own packages only
-    with phase(f"what {environment.name} has beside {MAIN.name}"):
+    with phase(f"packages of {environment.name} that differ from {MAIN.name}"):
         own = str(environment.requirements[0])
         run(pip("--python", str(environment.python), "install", "--no-deps", "--requirement", own))
-    # With the .pth files in there, one of which is ringspark's own; a plain line would leave them out.
+    # addsitedir also reads the .pth files there, such as ringspark's; a plain path would not.
     link.write_text(f"import site; site.addsitedir({str(MAIN.packages)!r})\n")
     write_stamp(environment, {"inputs": inputs})
 

@@ -22,7 +22,7 @@ def main() -> None:
     print("Printed by `python scripts/show_settings.py` from the tables that the package works by.")
     _table("Every setting", ["setting", "meaning", "default", "rule", "may change on resume"], _settings())
     print("\n## Options\n")
-    print("A setting with options of its own is one of these classes, or a dict of the same names.")
+    print("A setting with options is one of these classes, or a dict of the same names.")
     classes: list[Any] = [setting.options for setting in SETTINGS.values() if setting.options is not None]
     for kind in (*classes, Pipeline):
         for variant in kind.variants().values() or [kind]:
@@ -76,7 +76,7 @@ def _settings() -> list[list[str]]:
 
 def _sentence(message: str) -> str:
     """Returns the message with names as its placeholders."""
-    named = message.replace("{readers}", "numWorkers (those of them that read different rows)")
+    named = message.replace("{readers}", "numWorkers (only workers that read different rows)")
     return re.sub(r"\{(?:[\w.]+[.\[])?(\w+)\]?(?:![rs])?\}", r"*\1*", named)
 
 

@@ -314,10 +314,10 @@ def test_no_two_folders_import_each_other_however_far_around() -> None:
 
 # Settings whose name appears in more than 4 files, and why.
 _COLUMN = "who binds, checks or feeds the column names the setting where it refuses"
-_PLANNED = "the step reads it, the planner weighs it and tells the user to change it"
-_GANG = "resources, devices and the planner count by it and tell the user to change it"
+_PLANNED = "the step reads it, the planner weighs it and its message names the setting"
+_GANG = "resources, devices and the planner count by it, and their messages name it"
 _READ = "several parts of a training read it from the config"
-_ADVISED = "what refuses a network, a loss or a step that is not finite tells the user to set it"
+_ADVISED = "the checks of networks, losses and non-finite steps name it as the remedy"
 IN_MORE_PLACES = {
     **dict.fromkeys(("handleInvalid", "inputCols", "labelCol", "weightCol"), _COLUMN),
     **dict.fromkeys(("validationFraction", "validationIndicatorCol"), _COLUMN),
@@ -336,7 +336,7 @@ IN_MORE_PLACES = {
     "columns": "the word also names the columns of a DataFrame, of shards and of a batch",
     "inferenceOffload": "what cannot read a weights file, or a network part by part, names the way out",
     "storageUri": "a search says that it is not to be varied",
-    "runUri": "the config calls the run's folder so, where all that a rank keeps is written",
+    "runUri": "the config gives the run's folder this name, and every rank writes there",
 }
 
 

@@ -37,7 +37,7 @@ def main() -> int:
     listed = "\n".join(f"  {name:<19} {what}" for name, what in known.items())
     parser = argparse.ArgumentParser(
         usage="%(prog)s [name ...] [options of the benchmarks]",
-        epilog=f"benchmarks:\n{listed}\n\n`%(prog)s name --help` tells the options of one",
+        epilog=f"benchmarks:\n{listed}\n\n`%(prog)s name --help` prints the options of a benchmark",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if words in (["-h"], ["--help"]):

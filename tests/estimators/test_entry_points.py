@@ -32,12 +32,12 @@ class Reader(ArrowReader):
 class Collective(TorchCollective):
     name = "outside"
     @classmethod
-    def connect(cls, member, meeting):
+    def connect(cls, member, rendezvous):
         (SEEN / f"collective-{{member.rank}}").touch()
-        return super().connect(member, meeting)
+        return super().connect(member, rendezvous)
 
 class Half:
-    def connect(self, member, meeting): ...
+    def connect(self, member, rendezvous): ...
 
 class Unfinished(ShardReader):
     engine = "unfinished"

@@ -135,7 +135,7 @@ def test_a_fit_of_workers_that_run_apart(
     assert (results[0].steps, results[0].rows) == (summary.steps, summary.rows)
     for key in ("train_loss", "validation_loss", "metrics"):
         values = [[getattr(epoch, key) for epoch in result.history] for result in results]
-        assert values[0] == values[1], "the workers tell two histories"
+        assert values[0] == values[1], "the workers have different histories"
         if name in ORDERED:
             assert values[0] == [getattr(epoch, key) for epoch in summary.epochs]
     if name in ORDERED:

@@ -29,7 +29,7 @@ class MeshTraining:
     """One training over a mesh.
 
     Attributes:
-        roles: Role in the mesh -> ranks, of which one is hit.
+        roles: Role in the mesh -> ranks; one of them is hit.
         model: Arguments of the network besides the common ones.
         micro_batches: For `gradientAccumulation`: micro-batches that pass through a pipeline.
     """

@@ -21,7 +21,7 @@ from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
-# torch says so of its own modules when it imports its compiler.
+# torch warns about its own modules when it imports its compiler.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 
 ROWS = 512

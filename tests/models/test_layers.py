@@ -116,12 +116,12 @@ def _halves() -> nn.Module:
 
 
 OTHERS: dict[str, Make] = {
-    "a class of one's own": lambda: nn.Sequential(Own(2, 2)),
+    "a user's class": lambda: nn.Sequential(Own(2, 2)),
     "a hook": _hooked,
-    "a forward of its own": _changed,
+    "a replaced forward": _changed,
     "two dtypes": _halves,
     "a lazy layer": lambda: nn.LazyLinear(2),
-    "an activation of one's own": lambda: nn.TransformerEncoderLayer(8, 2, activation=torch.sin),
+    "a user's activation": lambda: nn.TransformerEncoderLayer(8, 2, activation=torch.sin),
     "a parametrization": lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
     "a buffer added": lambda: _with_buffer(nn.Linear(2, 2)),
 }

@@ -22,10 +22,10 @@ for (const e of document.querySelectorAll("body *:not(svg *)")) {
   const right = e.getBoundingClientRect().right;
   if (right > window.innerWidth + 1 && !e.closest(".wide")) found.wide.push(e.tagName + " " + e.className);
 }
-const told = document.createElement("pre");
-told.id = "measured";
-told.textContent = JSON.stringify(found);
-document.body.appendChild(told);
+const output = document.createElement("pre");
+output.id = "measured";
+output.textContent = JSON.stringify(found);
+document.body.appendChild(output);
 </script>"""
 
 
@@ -48,8 +48,8 @@ class Browser:
 
     def console(self, page: Path) -> list[str]:
         """Returns the page's console messages, e.g. about a blocked resource."""
-        told = self._run(page, "--enable-logging=stderr", "--log-level=0", "--dump-dom").stderr
-        return [line for line in told.splitlines() if "CONSOLE" in line]
+        log = self._run(page, "--enable-logging=stderr", "--log-level=0", "--dump-dom").stderr
+        return [line for line in log.splitlines() if "CONSOLE" in line]
 
     def measured(self, page: Path) -> dict[str, Any]:
         """Returns width and height of the page, and the elements wider than the window.

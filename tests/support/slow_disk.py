@@ -32,7 +32,7 @@ class _Slow:
 
     def write(self, data: Any) -> int:
         if self._seen:
-            wait_for("every rank to go on", self._all_went_on, 20.0)
+            wait_for("every rank to continue", self._all_went_on, 20.0)
             SlowDisk.waits += 1
         self._seen = ticks()
         return self._file.write(data)

@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[Layout, list[str]]] = {
         [("h", "3", (A, B, C, D)), ("h", "0", (A, B, C, D)), ("i", "3", (B, A, D, C))],
         ["cuda:3", "cuda:0", "cuda:3"],
     ),
-    "kubernetes, a pod with one card of its own": (
+    "kubernetes, a pod with its own card": (
         [("10.0.0.1", "0", (A,)), ("10.0.0.2", "0", (B,))],
         ["cuda:0", "cuda:0"],
     ),

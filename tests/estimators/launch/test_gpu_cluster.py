@@ -54,17 +54,17 @@ def given(batches):
     for _ in batches:
         pass
     context = BarrierTaskContext.get()
-    told = json.dumps([context.cpus(), context.resources()["gpu"].addresses])
-    yield pa.RecordBatch.from_arrays([pa.array(context.allGather(told))], names=["told"])
+    resources = json.dumps([context.cpus(), context.resources()["gpu"].addresses])
+    yield pa.RecordBatch.from_arrays([pa.array(context.allGather(resources))], names=["resources"])
 
 def stage(num_workers, **profile):
     frame = spark.range(0, num_workers, 1, num_workers)
-    rows = frame.mapInArrow(given, "told string", barrier=True, **profile).collect()
-    return [json.loads(row.told) for row in rows[:num_workers]]
+    rows = frame.mapInArrow(given, "resources string", barrier=True, **profile).collect()
+    return [json.loads(row.resources) for row in rows[:num_workers]]
 
-def devices(told):
+def devices(resources):
     cards = ("card-0", "card-1")
-    claims = [Claim(host="h", addresses=tuple(addresses), visible=cards) for _, addresses in told]
+    claims = [Claim(host="h", addresses=tuple(addresses), visible=cards) for _, addresses in resources]
     try:
         return assign_devices(claims)
     except ValueError as error:
@@ -78,8 +78,8 @@ report["task_cpus"] = plan.task_cpus
 report["etl"] = devices(stage(4))
 # From a thread, as CrossValidator fits.
 with ThreadPoolExecutor(1) as threads:
-    told = threads.submit(lambda: stage(2, profile=profile_of(spark, plan.task_cpus))).result()
-report["gang"] = [told, devices(told)]
+    resources = threads.submit(lambda: stage(2, profile=profile_of(spark, plan.task_cpus))).result()
+report["gang"] = [resources, devices(resources)]
 check_slots(spark, 2, use_gpu=True)
 config = TrainConfig(
     shards_uri="",
@@ -133,9 +133,9 @@ def test_on_a_cluster_that_shares_its_gpus_each_worker_gets_one_of_its_own(
     assert report["task_cpus"] == 2
     # With four concurrent ETL tasks Spark assigns each address twice, which a gang must refuse.
     assert "useGpu=True needs a separate GPU for each worker, but Spark gave GPU " in report["etl"]
-    told, devices = report["gang"]
-    assert [cpus for cpus, _ in told] == [2, 2]
-    assert sorted(addresses[0] for _, addresses in told) == ["0", "1"]
+    resources, devices = report["gang"]
+    assert [cpus for cpus, _ in resources] == [2, 2]
+    assert sorted(addresses[0] for _, addresses in resources) == ["0", "1"]
     assert sorted(devices) == ["cuda:0", "cuda:1"]
     too_many, unseen = report["errors"]
     assert "must not exceed the 2 task slots" in too_many

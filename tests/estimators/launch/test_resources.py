@@ -47,7 +47,7 @@ PLANS: dict[str, tuple[dict[str, str], str, int | None, int | None]] = {
     "kubernetes": (_conf(K8S, 8, 2, "0.1"), "4.3.0", 4, 8),
     "cores that do not divide evenly": (_conf(STANDALONE, 16, 3, "0.2"), "4.0.0", 5, 6),
     "more GPUs than cores": (_conf(STANDALONE, 2, 4, "0.5"), "4.0.0", 1, 32),
-    "two GPUs for a task, of which a worker uses one": (
+    "two GPUs for a task whose worker uses one": (
         _conf(STANDALONE, 8, 4, "2"),
         "4.0.0",
         2,

@@ -15,7 +15,7 @@ from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_o
 def is_loaded():
     return "torch._dynamo" in sys.modules
 
-told = {}
+loaded = {}
 for name in OPTIMIZERS:
     defer_compiler_import()
     weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -24,21 +24,21 @@ for name in OPTIMIZERS:
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.zero_grad()
     assert weight.grad is None
-    told[name] = is_loaded()
+    loaded[name] = is_loaded()
 import torch._dynamo
 zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__
 ours = zero_grad.__dynamo_disable
 weight.grad = torch.ones(2, 2)
 optimizer.zero_grad()
 assert weight.grad is None
-told["ours stays"] = zero_grad.__dynamo_disable is ours
-print(json.dumps(told))
+loaded["ours stays"] = zero_grad.__dynamo_disable is ours
+print(json.dumps(loaded))
 """
 
 
 def test_no_optimizer_imports_the_compiler_before_its_first_step() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert len(told) > 10
-    assert not any(told.values()), told
+    loaded = json.loads(done.stdout)
+    assert len(loaded) > 10
+    assert not any(loaded.values()), loaded

@@ -1,4 +1,4 @@
-"""Guarantees of a server in one process: bounded clocks, reads of one's own writes, and completed steps."""
+"""A server in one process has bounded clocks, shows workers their own writes, and counts completed steps."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_no_order_of_the_workers_breaks_a_promise_to_a_reader(
             w for w in range(size) if not has_read[w] and table.clocks.may_read(table.clocks.pushed[w], bound)
         ]
         able += [w for w in range(size) if has_read[w]]
-        assert able, "nobody may go on"
+        assert able, "no worker may continue"
         worker = data.draw(st.sampled_from(able))
         if has_read[worker]:
             gradient = _mark(worker, size) * (1 if in_step else size)  # the rate cancels out in step

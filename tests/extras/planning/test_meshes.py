@@ -28,7 +28,7 @@ from ringspark.extras.planning.meshes.work import Work
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 
-# Four equal matrices, of which tensor parallelism shards pairs, and a tiny head.
+# Four equal matrices and a tiny head; tensor parallelism shards the matrices in pairs.
 ROWS, WIDTH, DEPTH = 16, 64, 4
 SPEC = ModelSpec("mlp", {"in_features": WIDTH, "hidden": [WIDTH] * DEPTH, "out_features": 1})
 BATCH = (((ROWS, WIDTH), "float32"), ((ROWS, 1), "float32"))

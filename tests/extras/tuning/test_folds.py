@@ -83,8 +83,8 @@ def test_no_group_is_in_two_folds_and_folds_differ_by_at_most_the_largest_group(
     ids=[
         "stratified",
         "stratified by a key",
-        "of which many have the same",
-        "told apart by a map",
+        "by a key that many rows share",
+        "rows that differ only in a map",
         "grouped",
     ],
 )

@@ -17,7 +17,7 @@ def _files(rows: list[int], num_bytes: int = 1 << 30) -> list[ShardFile]:
 
 
 def _never() -> int:
-    raise AssertionError("the cluster was asked for its cores")
+    raise AssertionError("the number of cores was requested")
 
 
 @given(

@@ -42,7 +42,7 @@ def _cut(network: nn.Module) -> nn.Module:
         (ModelSpec("transformer_lm", SIZES).build, [nn.CrossEntropyLoss()] * 2, True),
         (lambda: Tempered(**SIZES), [nn.CrossEntropyLoss()], True),
     ],
-    ids=["plain", "derived", "smoothed", "two outputs", "a network of one's own"],
+    ids=["plain", "derived", "smoothed", "two outputs", "a user's network"],
 )
 def test_logits_stay_cut_only_for_plain_cross_entropy_of_a_known_network(
     network: object, losses: list[nn.Module], joins: bool
