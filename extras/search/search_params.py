@@ -31,8 +31,14 @@ def _setting(name: str, words: str, **more: Any) -> Setting[Any]:
     return Setting(name=name, words=words, **more)
 
 
-def _any(value: Any) -> Any:
-    return value
+def _of_optuna(name: str, method: str) -> Any:
+    def convert(value: Any) -> Any:
+        # Without an import of optuna, which may not be installed where a saved search is loaded.
+        if not isinstance(value, str) and not callable(getattr(value, method, None)):
+            raise TypeError(f"{name} must be a name or an optuna {name}, got {value!r:.80}")
+        return value
+
+    return convert
 
 
 _SPACE = _setting(
@@ -53,13 +59,18 @@ _TRAIN_RATIO = _setting(
     default=0.75,
     accepts=ValueRange(lambda value: 0 < value < 1, lambda: "must be between 0 and 1"),
 )
-_SAMPLER = _setting("sampler", "'tpe', 'random', or a sampler of optuna", default="tpe", convert=_any)
+_SAMPLER = _setting(
+    "sampler",
+    "'tpe', 'random', or a sampler of optuna",
+    default="tpe",
+    convert=_of_optuna("sampler", "sample_independent"),
+)
 _PRUNER = _setting(
     "pruner",
     "what ends a trial after an epoch: 'median', 'halving', 'hyperband', 'none' or None, or a pruner of "
     "optuna",
     default="median",
-    convert=_any,
+    convert=_of_optuna("pruner", "prune"),
 )
 _SEED = _setting("seed", "seed of all random choices of the search, and of the held-out rows", default=0)
 _POPULATION = _setting(

@@ -1,11 +1,14 @@
-"""Every stage of the package, with one entry per stage for the conformance suite.
+"""Every public stage of the package, for the conformance suite `test_conformance.py`.
 
-`test_conformance.py` tests every stage listed in `STAGES`.
+`STAGES` lists the stages that train, `EXTRA_STAGES` the stages of extras. The tests of Params, saving and
+`transform` take both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -46,6 +49,11 @@ class StageCase:
     network: ModelSpec
     evaluator: type[Any]
     evaluator_params: dict[str, Any] = field(default_factory=dict)
+    text_param: str = "predictionCol"
+
+    @property
+    def stage(self) -> type[Any]:
+        return self.estimator
 
     def make(self, storage_uri: str, **params: Any) -> Any:
         """Returns an unfitted estimator with short, quiet fits."""
@@ -82,10 +90,88 @@ STAGES = [
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExtraCase:
+    """A stage of extras, which is imported when its tests run.
+
+    Attributes:
+        stage_path: `module:name` of the class.
+        model_path: Class of the fitted model; "" for a Transformer.
+        text_param: Param that tests set to any text.
+        make_params: Returns Params for this suite's table; takes the folder for shards.
+    """
+
+    stage_path: str
+    model_path: str = ""
+    text_param: str
+    make_params: Callable[[str], dict[str, Any]]
+
+    @property
+    def stage(self) -> type[Any]:
+        return _load(self.stage_path)
+
+    @property
+    def model(self) -> type[Any] | None:
+        return _load(self.model_path) if self.model_path else None
+
+    def make(self, storage_uri: str, **params: Any) -> Any:
+        """Returns the stage, not fitted."""
+        return self.stage(**self.make_params(storage_uri) | params)
+
+
+def _load(path: str) -> type[Any]:
+    module, _, name = path.partition(":")
+    kind: type[Any] = getattr(import_module(module), name)
+    return kind
+
+
+def _search_params(storage_uri: str) -> dict[str, Any]:
+    from ringspark.extras.search import Uniform
+
+    inner = STAGES[0].make(storage_uri, validationFraction=0.25)
+    return {"estimator": inner, "space": {"learningRate": Uniform(1e-3, 1e-1, log=True)}, "seed": 3}
+
+
+EXTRA_STAGES = [
+    ExtraCase(
+        stage_path="ringspark.extras.windows.sequence_windows:SequenceWindows",
+        text_param="outputCol",
+        make_params=lambda _: {
+            "keyCols": [],
+            "timeCol": "id",
+            "valueCols": ["a", "b"],
+            "steps": 3,
+            "targetCol": "a",
+            "outputCol": "window",
+            "labelCol": "next_a",
+        },
+    ),
+    ExtraCase(
+        stage_path="ringspark.extras.search:OptunaSearch",
+        model_path="ringspark.extras.search:SearchModel",
+        text_param="monitor",
+        make_params=lambda uri: _search_params(uri) | {"numTrials": 1},
+    ),
+    ExtraCase(
+        stage_path="ringspark.extras.search:PopulationSearch",
+        model_path="ringspark.extras.search:SearchModel",
+        text_param="monitor",
+        make_params=lambda uri: _search_params(uri) | {"population": 2, "epochsPerRound": 2},
+    ),
+]
+
 # One stage covers most failures; `make test-all` runs all stages.
 CASES = [
     pytest.param(case, id=case.estimator.__name__, marks=[pytest.mark.slow] if number else [])
     for number, case in enumerate(STAGES)
+]
+EXTRA_CASES = [
+    pytest.param(
+        case,
+        id=case.stage_path.rpartition(":")[2],
+        marks=[pytest.mark.extras, pytest.mark.slow] if case.model_path else [pytest.mark.extras],
+    )
+    for case in EXTRA_STAGES
 ]
 
 
@@ -96,9 +182,16 @@ def case(request: pytest.FixtureRequest) -> StageCase:
     return found
 
 
+@pytest.fixture(scope="module", params=[*CASES, *EXTRA_CASES])
+def any_case(request: pytest.FixtureRequest) -> StageCase | ExtraCase:
+    """One stage of `STAGES` or `EXTRA_STAGES` per run."""
+    found: StageCase | ExtraCase = request.param
+    return found
+
+
 @pytest.fixture
-def listed() -> list[StageCase]:
-    return STAGES
+def listed() -> list[StageCase | ExtraCase]:
+    return [*STAGES, *EXTRA_STAGES]
 
 
 @pytest.fixture(scope="module")
@@ -130,15 +223,47 @@ def frame(spark: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def estimator(case: StageCase, stage_storage: str) -> Any:
-    """One estimator per stage; no test may change it."""
-    return case.make(stage_storage)
+def made() -> dict[type[Any], Any]:
+    """Stages by class."""
+    return {}
 
 
 @pytest.fixture(scope="module")
-def fitted(estimator: Any, frame: Any) -> Any:
+def fits() -> dict[type[Any], Any]:
+    """Fitted models by the class of their estimator."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def estimator(case: StageCase, stage_storage: str, made: dict[type[Any], Any]) -> Any:
+    """One estimator per stage; no test may change it."""
+    return made.setdefault(case.stage, case.make(stage_storage))
+
+
+@pytest.fixture(scope="module")
+def fitted(estimator: Any, frame: Any, fits: dict[type[Any], Any]) -> Any:
     """The fitted model, shared by tests that only read it."""
-    return estimator.fit(frame)
+    return _fit_once(estimator, frame, fits)
+
+
+@pytest.fixture(scope="module")
+def transformer(
+    any_case: StageCase | ExtraCase,
+    stage_storage: str,
+    frame: Any,
+    made: dict[type[Any], Any],
+    fits: dict[type[Any], Any],
+) -> Any:
+    """The fitted model of an estimator, or a Transformer; shared by tests that only read it."""
+    stage = made.setdefault(any_case.stage, any_case.make(stage_storage))
+    return _fit_once(stage, frame, fits) if any_case.model else stage
+
+
+def _fit_once(estimator: Any, frame: Any, fits: dict[type[Any], Any]) -> Any:
+    kind = type(estimator)
+    if kind not in fits:
+        fits[kind] = estimator.fit(frame)
+    return fits[kind]
 
 
 @pytest.fixture(scope="module")

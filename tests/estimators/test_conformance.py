@@ -1,4 +1,4 @@
-"""The contract of a Spark ML stage: one suite for every stage in `STAGES`.
+"""The contract of a Spark ML stage: one suite for every public stage (`STAGES` and `EXTRA_STAGES`).
 
 It runs on local, local-cluster and Connect, and on the oldest, the default and the newest Spark. A test is
 skipped only if Spark itself lacks the feature. Tests that only read a model share `fitted`.
@@ -7,11 +7,14 @@ skipped only if Spark itself lacks the feature. Tests that only read a model sha
 from __future__ import annotations
 
 import json
+import pkgutil
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pyspark.ml import Estimator, Model, Pipeline, PipelineModel
+from pyspark.ml import Estimator, Pipeline, PipelineModel, Transformer
+from pyspark.ml.evaluation import Evaluator
 from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.tuning import (
     CrossValidator,
@@ -31,8 +34,11 @@ FIXED_IN_MODELS = {"model"}
 
 
 def values(stage: Any) -> dict[str, Any]:
-    """Returns the value of every Param that has one, by name."""
-    return {param.name: value for param, value in stage.extractParamMap().items()}
+    """Returns the value of every Param that has one, by name; for a stage its uid and its own values."""
+    return {
+        param.name: (value.uid, values(value)) if isinstance(value, Estimator) else value
+        for param, value in stage.extractParamMap().items()
+    }
 
 
 def set_by_user(stage: Any) -> set[str]:
@@ -60,18 +66,31 @@ def raise_format_version(folder: Path) -> None:
 
 @pytest.mark.extras  # the public names include stages from extras
 def test_every_public_stage_is_listed(listed: Any) -> None:
-    public = [getattr(ringspark.estimators, name) for name in ringspark.estimators.__all__]
-    stages = {kind for kind in public if isinstance(kind, type) and issubclass(kind, Estimator | Model)}
-    assert stages == {kind for case in listed for kind in (case.estimator, case.model)}
+    extras = import_module("ringspark.extras")
+    names = [found.name for found in pkgutil.iter_modules(extras.__path__, "ringspark.extras.")]
+    packages = [ringspark.estimators, *map(import_module, names)]
+    public = [getattr(package, name) for package in packages for name in getattr(package, "__all__", ())]
+    stages = {
+        kind
+        for kind in public
+        if isinstance(kind, type) and issubclass(kind, Estimator | Transformer | Evaluator)
+    }
+    assert stages == {kind for case in listed for kind in (case.stage, case.model)} - {None}
 
 
 # ------------------------------------------------------------------------------ Params
 
 
-def test_every_param_is_documented_and_has_getter_and_setter(case: Any) -> None:
-    for stage, fixed in ((case.estimator(), set()), (case.model(), FIXED_IN_MODELS)):
+@pytest.fixture
+def kinds(any_case: Any) -> list[type[Any]]:
+    """The classes of a case that have Params: a SearchModel has none."""
+    return [kind for kind in (any_case.stage, any_case.model) if kind is not None and kind().params]
+
+
+def test_every_param_is_documented_and_has_getter_and_setter(any_case: Any, kinds: Any) -> None:
+    for kind in kinds:
+        stage, fixed = kind(), FIXED_IN_MODELS if kind is any_case.model else set()
         explained = stage.explainParams()
-        assert stage.params
         for param in stage.params:
             assert param.doc.strip()
             assert f"{param.name}: {param.doc}" in explained
@@ -80,16 +99,16 @@ def test_every_param_is_documented_and_has_getter_and_setter(case: Any) -> None:
             assert callable(setter) or param.name in fixed, param.name
 
 
-def test_a_getter_gives_what_its_setter_took(case: Any) -> None:
-    for stage in (case.estimator(), case.model()):
+def test_a_getter_gives_what_its_setter_took(kinds: Any) -> None:
+    for stage in (kind() for kind in kinds):
         for name, value in values(stage).items():
             if hasattr(stage, accessor("set", name)):
                 assert getattr(stage, accessor("set", name))(value) is stage
                 assert getattr(stage, accessor("get", name))() == value, name
 
 
-def test_a_value_of_a_wrong_type_is_refused_by_name(case: Any) -> None:
-    for stage in (case.estimator(), case.model()):
+def test_a_value_of_a_wrong_type_is_refused_by_name(kinds: Any) -> None:
+    for stage in (kind() for kind in kinds):
         for param in stage.params:
             before = values(stage)
             # Spark's `_set` puts the Param's name before the converter's message.
@@ -98,36 +117,37 @@ def test_a_value_of_a_wrong_type_is_refused_by_name(case: Any) -> None:
             assert values(stage) == before
 
 
-def test_defaults_are_there_and_stay_when_others_are_set(case: Any) -> None:
-    for kind in (case.estimator, case.model):
+def test_defaults_are_there_and_stay_when_others_are_set(any_case: Any, kinds: Any) -> None:
+    name = any_case.text_param
+    for kind in kinds:
         defaults = values(kind())
-        assert {"featuresCol", "predictionCol"} <= set(defaults)
+        if name == "predictionCol":
+            assert {"featuresCol", "predictionCol"} <= set(defaults)
         assert not set_by_user(kind())
-        changed = kind(predictionCol="guess")
-        assert values(changed) == defaults | {"predictionCol": "guess"}
-        assert set_by_user(changed) == {"predictionCol"}
+        changed = kind(**{name: "guess"})
+        assert values(changed) == defaults | {name: "guess"}
+        assert set_by_user(changed) == {name}
         assert values(kind()) == defaults, "instances must share no values"
 
 
-def test_an_unknown_keyword_names_the_nearest_param(case: Any) -> None:
-    for kind in (case.estimator, case.model):
-        with pytest.raises(
-            TypeError, match=f"{kind.__name__} .*'predictionCo'.*did you mean 'predictionCol'"
-        ):
-            kind(predictionCo="guess")
-    with pytest.raises(TypeError, match="did you mean 'learningRate'"):
-        case.estimator().setParams(learningRat=0.1)
+def test_an_unknown_keyword_names_the_nearest_param(any_case: Any, kinds: Any) -> None:
+    name = any_case.text_param
+    for kind in kinds:
+        with pytest.raises(TypeError, match=f"{kind.__name__} .*'{name[:-1]}'.*did you mean '{name}'"):
+            kind(**{name[:-1]: "guess"})
+    with pytest.raises(TypeError, match=f"did you mean '{name}'"):
+        any_case.stage().setParams(**{name[:-1]: "guess"})
 
 
-def test_an_estimators_copy_leaves_the_original(case: Any, stage_storage: str) -> None:
-    estimator = case.make(stage_storage)
-    before = values(estimator)
-    copied = estimator.copy({estimator.epochs: 9, estimator.predictionCol: "guess"})
-    assert type(copied) is type(estimator)
-    assert copied.uid == estimator.uid
-    assert values(copied) == before | {"epochs": 9, "predictionCol": "guess"}
-    copied.setEpochs(11)
-    assert values(estimator) == before
+def test_a_stages_copy_leaves_the_original(any_case: Any, stage_storage: str) -> None:
+    stage, name = any_case.make(stage_storage), any_case.text_param
+    before = values(stage)
+    copied = stage.copy({stage.getParam(name): "guess"})
+    assert type(copied) is type(stage)
+    assert copied.uid == stage.uid
+    assert values(copied) == before | {name: "guess"}
+    getattr(copied, accessor("set", name))("other")
+    assert values(stage) == before
 
 
 # ------------------------------------------------------------------------------ fit
@@ -201,25 +221,28 @@ def test_other_columns_pass_through_untouched(fitted: Any, frame: Any, scored: A
     ]
 
 
-def test_transform_schema_is_what_transform_gives(case: Any, fitted: Any, frame: Any) -> None:
-    for model in (fitted, fitted.copy({fitted.predictionCol: "guess"})):
+def test_transform_schema_is_what_transform_gives(transformer: Any, frame: Any) -> None:
+    models = [transformer]
+    if transformer.hasParam("predictionCol"):
+        models.append(transformer.copy({transformer.predictionCol: "guess"}))
+    for model in models:
         assert model.transformSchema(frame.schema) == model.transform(frame).schema
 
 
-def test_transform_evaluates_nothing(fitted: Any, frame: Any) -> None:
-    broken = frame.withColumn(
-        "features", F.when(F.expr("raise_error('evaluated') is null"), F.col("features"))
-    )
-    result = fitted.transform(broken)
-    assert "prediction" in result.columns
+def test_transform_evaluates_nothing(transformer: Any, frame: Any) -> None:
+    broken = frame
+    for name in ("a", "features"):
+        broken = broken.withColumn(name, F.when(F.expr("raise_error('evaluated') is null"), F.col(name)))
+    result = transformer.transform(broken)
+    assert len(result.columns) > len(frame.columns)
     with pytest.raises(Exception, match="evaluated"):
         result.collect()
 
 
-def test_no_rows_give_no_rows(fitted: Any, frame: Any) -> None:
-    result = fitted.transform(frame.where("id < 0"))
+def test_no_rows_give_no_rows(transformer: Any, frame: Any) -> None:
+    result = transformer.transform(frame.where("id < 0"))
     assert result.collect() == []
-    assert result.schema == fitted.transform(frame).schema
+    assert result.schema == transformer.transform(frame).schema
 
 
 def test_a_models_copy_leaves_the_original(fitted: Any, frame: Any, scored: Any) -> None:
@@ -236,17 +259,17 @@ def test_a_models_copy_leaves_the_original(fitted: Any, frame: Any, scored: Any)
 # ------------------------------------------------------------------------------ persistence
 
 
-def test_an_estimator_survives_save_and_load(
-    case: Any, stage_storage: str, tmp_path: Path, spark: Any
+def test_a_stage_survives_save_and_load(
+    any_case: Any, stage_storage: str, tmp_path: Path, spark: Any
 ) -> None:
-    estimator = case.make(stage_storage, epochs=3)
-    path = str(tmp_path / "estimator")
-    estimator.save(path)
-    loaded = case.estimator.load(path)
-    assert type(loaded) is type(estimator)
-    assert loaded.uid == estimator.uid
-    assert values(loaded) == values(estimator)
-    assert set_by_user(loaded) == set_by_user(estimator), "a default must stay a default"
+    stage = any_case.make(stage_storage)
+    path = str(tmp_path / "stage")
+    stage.save(path)
+    loaded = any_case.stage.load(path)
+    assert type(loaded) is type(stage)
+    assert loaded.uid == stage.uid
+    assert values(loaded) == values(stage)
+    assert set_by_user(loaded) == set_by_user(stage), "a default must stay a default"
 
 
 def test_a_model_survives_save_and_load(fitted: Any, frame: Any, scored: Any, tmp_path: Path) -> None:
@@ -261,10 +284,14 @@ def test_a_model_survives_save_and_load(fitted: Any, frame: Any, scored: Any, tm
     assert loaded.transform(frame).orderBy("id").collect() == scored
 
 
-def test_save_refuses_a_folder_that_is_taken(
-    case: Any, fitted: Any, stage_storage: str, tmp_path: Path, spark: Any
-) -> None:
-    for name, stage in (("estimator", case.make(stage_storage)), ("model", fitted)):
+@pytest.fixture
+def instances(any_case: Any, transformer: Any, stage_storage: str) -> dict[str, Any]:
+    """An estimator and its model, or a Transformer."""
+    return {"stage": any_case.make(stage_storage), "model": transformer}
+
+
+def test_save_refuses_a_folder_that_is_taken(instances: Any, tmp_path: Path, spark: Any) -> None:
+    for name, stage in instances.items():
         folder = tmp_path / name
         stage.save(str(folder))
         before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
@@ -274,20 +301,18 @@ def test_save_refuses_a_folder_that_is_taken(
 
 
 def test_overwrite_replaces_a_saved_stage(
-    case: Any, fitted: Any, stage_storage: str, tmp_path: Path, spark: Any
+    any_case: Any, transformer: Any, stage_storage: str, tmp_path: Path, spark: Any
 ) -> None:
-    path = str(tmp_path / "stage")
-    case.make(stage_storage, epochs=3).save(path)
-    case.make(stage_storage, epochs=4).write().overwrite().save(path)
-    assert case.estimator.load(path).getEpochs() == 4
-    fitted.write().overwrite().save(path)
-    assert case.model.load(path).uid == fitted.uid
+    path, name = str(tmp_path / "stage"), any_case.text_param
+    any_case.make(stage_storage, **{name: "first"}).save(path)
+    any_case.make(stage_storage, **{name: "second"}).write().overwrite().save(path)
+    assert values(any_case.stage.load(path))[name] == "second"
+    transformer.write().overwrite().save(path)
+    assert type(transformer).load(path).uid == transformer.uid
 
 
-def test_a_newer_format_is_refused(
-    case: Any, fitted: Any, stage_storage: str, tmp_path: Path, spark: Any
-) -> None:
-    for name, stage in (("estimator", case.make(stage_storage)), ("model", fitted)):
+def test_a_newer_format_is_refused(instances: Any, tmp_path: Path, spark: Any) -> None:
+    for name, stage in instances.items():
         stage.save(str(tmp_path / name))
         raise_format_version(tmp_path / name)
         with pytest.raises(ValueError, match=r"999.*upgrade ringspark") as failure:
