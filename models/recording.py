@@ -72,7 +72,10 @@ def trace_network(
 ) -> torch.export.ExportedProgram:
     # Hide torch's messages: errors are raised anyway, and the caller checks the result.
     with PROCESS_LOCK, torch.no_grad(), silence_thread():
-        return torch.export.export(_Outputs(module).eval(), inputs, dynamic_shapes=(tuple(varying),))
+        # strict is the default of torch 2.6, and cannot trace a class attribute such as `rows`.
+        return torch.export.export(
+            _Outputs(module).eval(), inputs, dynamic_shapes=(tuple(varying),), strict=False
+        )
 
 
 def first_line(error: Exception) -> str:

@@ -109,7 +109,8 @@ def _samples(inputs: Sequence[ModelInput], rows: int, length: int | None = None)
 
 def _varying(inputs: Sequence[ModelInput]) -> list[dict[int, Any]]:
     # Equal dimensions share a name: the rows, and the concatenated arrays of one column.
-    batch = torch.export.Dim("batch", min=1)
+    # Without a maximum, torch 2.6 cannot export a mixture of experts.
+    batch = torch.export.Dim("batch", min=1, max=2**31 - 1)
     ends: dict[int, Any] = {}
     dims = []
     for number, (item, place) in enumerate(zip(inputs, _places(inputs), strict=True)):

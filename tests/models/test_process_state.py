@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # torch 2.6 imports it at the first export, and its import adds filters
 from torch import nn
 
 from ringspark.models.meta_device import fill
