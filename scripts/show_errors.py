@@ -36,7 +36,7 @@ SPEC = ModelSpec("linear", {"in_features": 2, "out_features": 1})
 DIFFERS = {
     rf"host {re.escape(socket.gethostname())}\b": "host worker-1",
     r"\b[0-9a-f]{12}\b": "0f1e2d3c4b5a",
-    r"has \d+ bytes where the manifest says \d+": "has 460 bytes where the manifest says 921",
+    r"has \d+ bytes, but the manifest says \d+": "has 460 bytes, but the manifest says 921",
 }
 
 
@@ -115,11 +115,11 @@ def main() -> None:
             return kind(**(params | changes)).fit(table)
 
         print("# Error messages\n")
-        print("Made by `scripts/show_errors.py`; `/data` is its folder. After each, the storage folder holds")
-        print("nothing of the attempt.\n")
+        print("Made by `scripts/show_errors.py`; `/data` is its folder. After each error, the")
+        print("storage folder holds no files of the attempt.\n")
         show("A missing column", lambda: fit(featuresCol="featurez"))
         show("A string column as a feature", lambda: fit(inputCols=["city"]))
-        show("A null in a feature", lambda: fit(inputCols=["age"]))
+        show("Nulls in a feature", lambda: fit(inputCols=["age"]))
         show("Arrays of several lengths", lambda: fit(inputCols=["visits"]))
         show("NaN in a label", lambda: fit(labelCol="clicked"))
         show("Labels out of range", lambda: fit(labelCol="customer"))
@@ -146,13 +146,13 @@ def main() -> None:
             estimator = TorchClassifier(model=SPEC, showProgress=False)
             show(title, lambda estimator=estimator, uri=uri: estimator.fitOnShards(uri), folder)  # type: ignore[misc]
         show(
-            "Loading a model from a folder that is none",
+            "Loading a model from a folder without one",
             lambda: TorchClassificationModel.load(folder),
             folder,
         )
         model = fit(runUri=str(root / "run"), storageUri=None, epochs=1)
         show(
-            "A run that is there already",
+            "A run folder that is taken",
             lambda: fit(runUri=str(root / "run"), storageUri=None),
             folder,
         )
@@ -162,12 +162,12 @@ def main() -> None:
             folder,
         )
         show("`resume` without a folder", lambda: fit(resume=True))
-        show("`onNonFinite` that has nothing to go back to", lambda: rollback(fit))
+        show("`onNonFinite='rollback'` without checkpoints", lambda: rollback(fit))
         show("A missing column in transform", lambda: model.transform(table.drop("features")))
-        show("A worker that cannot hold the training", lambda: cannot_fit(root))
-        show("A GPU for each worker where there is none", lambda: fit(useGpu=True))
+        show("A training that does not fit into a worker's memory", lambda: cannot_fit(root))
+        show("`useGpu` on a host without a GPU", lambda: fit(useGpu=True))
         show("An unknown optimizer name", lambda: TorchClassifier(model=SPEC, optimizer="adamm"))
-        show("A keyword that is no Param", lambda: TorchClassifier(model=SPEC, bachSize=8))
+        show("A misspelled Param", lambda: TorchClassifier(model=SPEC, bachSize=8))
         left = (
             sorted(path.name for path in (root / "storage").iterdir()) if (root / "storage").exists() else []
         )

@@ -91,7 +91,7 @@ def check_types(
         remedy = _IMAGES if is_spark_image(field.dataType) else _REMEDIES.get(type(field.dataType))
         if remedy is not None and field.name not in kinds:
             raise ValueError(
-                f"column {field.name!r} has type {field.dataType.simpleString()}, which is no number, "
-                f"date, array or vector; {remedy.format(name=field.name)}"
+                f"column {field.name!r} has type {field.dataType.simpleString()}; an input must be a "
+                f"number, date, array or vector: {remedy.format(name=field.name)}"
             )
     return columns_from_spark(StructType(fields), {f.name: kinds[f.name] for f in fields if f.name in kinds})

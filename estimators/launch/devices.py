@@ -42,8 +42,8 @@ def check_enough(num_workers: int, host: str, num_gpus: int) -> None:
     """Raises ValueError if a host without GPU scheduling by Spark has fewer GPUs than workers."""
     if num_gpus < num_workers:
         raise ValueError(
-            f"useGpu=True needs a GPU for each of the {num_workers} workers on host {host}, PyTorch sees "
-            f"{num_gpus} there; lower numWorkers or set useGpu=False"
+            f"useGpu=True needs a GPU for each of the {num_workers} workers on host {host}, but "
+            f"PyTorch sees {num_gpus} there; lower numWorkers or set useGpu=False"
         )
 
 

@@ -97,7 +97,7 @@ class Array(Kind):
                 where, remedy = "", f", or pass columns={{{name!r}: Padded()}} or Ragged() to write_shards"
             raise ValueError(
                 f"column {name!r} has arrays of {low[dimension]} to {high[dimension]} elements{where}; "
-                f"every row needs the same number, pad or cut them first{remedy}"
+                f"every row needs the same number; pad or cut them first{remedy}"
             )
         if prod(low) == 0:
             raise ValueError(f"column {name!r} holds only empty arrays; drop it with df.drop")

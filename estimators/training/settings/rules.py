@@ -98,7 +98,7 @@ COMBINATIONS: tuple[Combination, ...] = (
             c.on_non_finite == "rollback"
             and not (c.checkpoint_every_steps or c.checkpoint_every_epochs or c.checkpoint_every_seconds)
         ),
-        "onNonFinite 'rollback' resumes from the last checkpoint, and there are no checkpoints; set "
+        "onNonFinite 'rollback' resumes from the last checkpoint, but no checkpoints are written; set "
         "checkpointEverySteps, checkpointEveryEpochs or checkpointEverySeconds",
     ),
     Combination(
@@ -114,7 +114,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "activationOffload='host' without useGpu",
         lambda c: c.activation_offload == "host" and not c.use_gpu,
-        "activationOffload 'host' moves activations from the GPU to the host's memory, and without useGpu "
+        "activationOffload 'host' moves activations from the GPU to the host's memory, but without useGpu "
         "they are there already; set useGpu=True, or activationOffload='disk'",
     ),
     Combination(
@@ -126,13 +126,13 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "sync=Zero(stage=3) with an optimizer that needs whole parameters",
         lambda c: _is_zero3(c) and c.optimizer in _OF_WHOLE_PARAMETERS,
-        "sync=Zero(stage=3) leaves each worker a shard of every parameter, and optimizer '{optimizer}' needs "
+        "sync=Zero(stage=3) leaves each worker a shard of every parameter, but optimizer '{optimizer}' needs "
         "whole parameters; set optimizer='adamw', or sync=Zero(stage=2)",
     ),
     Combination(
         "sync=Zero(stage=3) with activationOffload or activationCompression",
         lambda c: _is_zero3(c) and _packs_activations(c),
-        "sync=Zero(stage=3) gathers weights again for the backward pass, and activationOffload "
+        "sync=Zero(stage=3) gathers weights again for the backward pass, but activationOffload "
         "('{activation_offload}') or activationCompression ('{activation_compression}') would pack them as "
         "activations; set both to 'none', or sync=Zero(stage=2)",
     ),
@@ -144,20 +144,19 @@ COMBINATIONS: tuple[Combination, ...] = (
             and c.sync.compressed.NAME != "none"
             and not c.sync.compressed.after
         ),
-        "optimizer 'adam1bit' keeps its second moments from the step in which the compression begins, and in "
-        "the first step it has none, got sync={sync}; give the compression an 'after' of about a tenth of "
-        "the steps",
+        "optimizer 'adam1bit' uses the second moments of the uncompressed steps, but sync={sync} compresses "
+        "from the first step; set the compression's 'after' to about a tenth of the steps",
     ),
     Combination(
         "compile with sync=Zero(stage=3)",
         lambda c: bool(c.compile) and _is_zero3(c),
-        "compile fuses operations over the whole network, and sync=Zero(stage=3) gathers weights between "
+        "compile fuses operations over the whole network, but sync=Zero(stage=3) gathers weights between "
         "blocks; set sync=Zero(stage=2), or compile=False",
     ),
     Combination(
         "compile with activationOffload or activationCompression",
         lambda c: bool(c.compile) and _packs_activations(c),
-        "compile decides itself which activations are kept, and activationOffload "
+        "compile decides itself which activations are kept, but activationOffload "
         "('{activation_offload}') or activationCompression ('{activation_compression}') pack the activations "
         "of single operations; set both to 'none', or compile=False",
     ),
@@ -169,7 +168,7 @@ COMBINATIONS: tuple[Combination, ...] = (
             and c.use_gpu
             and (c.gradient_accumulation > 1 or c.gradient_checkpointing != "none")
         ),
-        "compile '{compile}' records CUDA graphs, in which each pass overwrites the previous one, and "
+        "compile '{compile}' records CUDA graphs, in which each pass overwrites the previous one, but "
         "gradientAccumulation ({gradient_accumulation}) or gradientCheckpointing "
         "('{gradient_checkpointing}') runs several passes before their results are used; set "
         "compile='max-autotune-no-cudagraphs' or True",
@@ -177,19 +176,19 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "sync=LocalSGD, DiLoCo or ElasticAveraging with precision='fp16'",
         lambda c: _is_local(c) and c.precision == "fp16",
-        "precision 'fp16' needs all workers to agree in every step whether gradients overflowed, and "
+        "precision 'fp16' needs all workers to agree in every step whether gradients overflowed, but "
         "sync={sync} does not synchronize in every step; set precision='bf16', or sync=AllReduce()",
     ),
     Combination(
         "sync=LocalSGD, DiLoCo or ElasticAveraging with onNonFinite other than 'stop'",
         lambda c: _is_local(c) and c.on_non_finite != "stop",
-        "onNonFinite '{on_non_finite}' needs all workers to agree in every step whether to take it, and "
+        "onNonFinite '{on_non_finite}' needs all workers to agree in every step whether to take it, but "
         "sync={sync} does not synchronize in every step; set onNonFinite='stop', or sync=AllReduce()",
     ),
     Combination(
         "sync=LocalSGD, DiLoCo or ElasticAveraging with emaDecay",
         lambda c: _is_local(c) and c.ema_decay is not None,
-        "emaDecay ({ema_decay}) averages the weights after every step, and with sync={sync} each worker has "
+        "emaDecay ({ema_decay}) averages the weights after every step, but with sync={sync} each worker has "
         "other weights; leave emaDecay unset, or set sync=AllReduce()",
     ),
     Combination(
@@ -199,14 +198,14 @@ COMBINATIONS: tuple[Combination, ...] = (
             and c.sync.optimizer_state == "average"
             and c.optimizer in ("adam8bit", "adamw8bit")
         ),
-        "LocalSGD's optimizer_state 'average' averages floating-point numbers, and optimizer '{optimizer}' "
+        "LocalSGD's optimizer_state 'average' averages floating-point numbers, but optimizer '{optimizer}' "
         "keeps codes; set optimizer_state='keep', or optimizer='adamw'",
     ),
     Combination(
         "DiLoCo's send='int8' with numWorkers > 127",
         lambda c: isinstance(c.sync, DiLoCo) and c.sync.send == "int8" and c.num_workers > 127,
-        "DiLoCo's send 'int8' leaves each worker 127 / numWorkers levels, got numWorkers={num_workers}; "
-        "set send='fp16'",
+        "DiLoCo's send 'int8' has 127 / numWorkers levels per worker, and numWorkers={num_workers} leaves "
+        "less than one; set send='fp16'",
     ),
     Combination(
         "collective='local' with numWorkers > 1",
@@ -217,19 +216,19 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "sync=ParameterServer or Hogwild with precision='fp16'",
         lambda c: _is_asynchronous(c) and c.precision == "fp16",
-        "precision 'fp16' skips a step on all workers if one overflows, and with sync={sync} workers take "
+        "precision 'fp16' skips a step on all workers if one overflows, but with sync={sync} workers take "
         "no step together; set precision='bf16', or sync=AllReduce()",
     ),
     Combination(
         "sync=ParameterServer or Hogwild with onNonFinite",
         lambda c: _is_asynchronous(c) and c.on_non_finite != "stop",
-        "onNonFinite '{on_non_finite}' takes back a step on all workers, and with sync={sync} workers take "
+        "onNonFinite '{on_non_finite}' takes back a step on all workers, but with sync={sync} workers take "
         "no step together; set onNonFinite='stop', or sync=AllReduce()",
     ),
     Combination(
         "sync=ParameterServer or Hogwild with emaDecay",
         lambda c: _is_asynchronous(c) and c.ema_decay is not None,
-        "emaDecay averages the weights after each step, and with sync={sync} every worker sees other "
+        "emaDecay averages the weights after each step, but with sync={sync} every worker sees other "
         "weights; leave emaDecay unset, or set sync=AllReduce()",
     ),
     Combination(
@@ -237,19 +236,19 @@ COMBINATIONS: tuple[Combination, ...] = (
         lambda c: (
             _is_asynchronous(c) and not isinstance(c.sync, Hogwild) and c.optimizer in _OF_WHOLE_PARAMETERS
         ),
-        "sync={sync} gives each server a shard of every parameter, and optimizer '{optimizer}' needs whole "
+        "sync={sync} gives each server a shard of every parameter, but optimizer '{optimizer}' needs whole "
         "parameters; set optimizer='adamw', or sync=AllReduce()",
     ),
     Combination(
         "sync=ParameterServer(staleness=0) with maxGradNorm",
         lambda c: _is_asynchronous(c) and c.is_in_step and c.max_grad_norm is not None,
-        "maxGradNorm ({max_grad_norm}) bounds the norm of the whole gradient, and each server has only a "
+        "maxGradNorm ({max_grad_norm}) bounds the norm of the whole gradient, but each server has only a "
         "shard of it; leave maxGradNorm unset, or set sync=AllReduce(), which is the same training",
     ),
     Combination(
         "sync=Hogwild() with useGpu",
         lambda c: _is_asynchronous(c) and isinstance(c.sync, Hogwild) and c.use_gpu,
-        "sync=Hogwild() trains in the memory of the host, and useGpu puts the weights on GPUs; set "
+        "sync=Hogwild() trains in the memory of the host, but useGpu puts the weights on GPUs; set "
         "useGpu=False, or sync=ParameterServer()",
     ),
     Combination(
@@ -270,39 +269,39 @@ COMBINATIONS: tuple[Combination, ...] = (
             any(c.parallelism.size(axis) > 1 for axis in ("pipeline", "expert"))
             and c.sync.sharding == "parameters"
         ),
-        "sync=Zero(stage=3) gathers a block in the same pass of all workers that have shards of it, and "
+        "sync=Zero(stage=3) gathers a block in the same pass of all workers that have shards of it, but "
         "with parallelism={parallelism} they run other stages, or experts for other workers' rows; set "
         "sync=Zero(stage=2)",
     ),
     Combination(
         "parallelism's sequence_parallel with sync=Zero(stage=3)",
         lambda c: c.parallelism.sequence_parallel and c.sync.sharding == "parameters",
-        "parallelism's sequence_parallel sums gradients of whole parameters at the end of a step, and "
+        "parallelism's sequence_parallel sums gradients of whole parameters at the end of a step, but "
         "sync=Zero(stage=3) leaves each worker a shard of them; set sync=Zero(stage=2), or "
         "sequence_parallel=False",
     ),
     Combination(
         "parallelism that shards the network with a compression",
         lambda c: c.cuts_network and c.sync.compressed is not None,
-        "sync={sync} compresses whole matrices, and parallelism={parallelism} leaves a worker shards; "
+        "sync={sync} compresses whole matrices, but parallelism={parallelism} leaves a worker shards; "
         "set sync=AllReduce(), or give all workers to 'data'",
     ),
     Combination(
         "parallelism that shards the network with sync=LocalSGD, DiLoCo or ElasticAveraging",
         lambda c: c.cuts_network and _is_local(c),
-        "parallelism={parallelism} synchronizes workers inside every step, and with sync={sync} they step on "
+        "parallelism={parallelism} synchronizes workers inside every step, but with sync={sync} they step on "
         "their own; set sync=AllReduce(), or give all workers to 'data'",
     ),
     Combination(
         "parallelism that shards the network with sync=ParameterServer or Hogwild",
         lambda c: c.cuts_network and _is_asynchronous(c),
-        "parallelism={parallelism} synchronizes workers inside every step, and with sync={sync} they step on "
+        "parallelism={parallelism} synchronizes workers inside every step, but with sync={sync} they step on "
         "their own; set sync=AllReduce(), or give all workers to 'data'",
     ),
     Combination(
         "parallelism that shards the network with an optimizer that needs whole parameters",
         lambda c: _cuts_parameters(c) and c.optimizer in _OF_WHOLE_PARAMETERS,
-        "parallelism={parallelism} leaves a worker shards of parameters, and optimizer '{optimizer}' needs "
+        "parallelism={parallelism} leaves a worker shards of parameters, but optimizer '{optimizer}' needs "
         "whole parameters; set optimizer='adamw', or give the workers to 'pipeline'",
     ),
     Combination(
@@ -313,13 +312,13 @@ COMBINATIONS: tuple[Combination, ...] = (
             and c.sync.sharding != "none"
             and c.optimizer in _OF_WHOLE_PARAMETERS
         ),
-        "sync={sync} leaves workers shards of a stage's parameters, and optimizer '{optimizer}' needs whole "
+        "sync={sync} leaves workers shards of a stage's parameters, but optimizer '{optimizer}' needs whole "
         "parameters; set sync=AllReduce(), or optimizer='adamw'",
     ),
     Combination(
         "parallelism that shards the network with adam1bit",
         lambda c: c.cuts_network and c.optimizer == "adam1bit",
-        "optimizer 'adam1bit' sums whole gradients in one bit, and parallelism={parallelism} leaves a "
+        "optimizer 'adam1bit' sums whole gradients in one bit, but parallelism={parallelism} leaves a "
         "worker shards; set optimizer='adamw', or give all workers to 'data'",
     ),
     Combination(
@@ -331,13 +330,13 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "parallelism that shards the network with noiseScale",
         lambda c: c.cuts_network and c.noise_scale,
-        "noiseScale compares whole gradients, and parallelism={parallelism} leaves a worker shards; "
+        "noiseScale compares whole gradients, but parallelism={parallelism} leaves a worker shards; "
         "leave noiseScale unset, or give all workers to 'data'",
     ),
     Combination(
         "parallelism that shards the network with compile",
         lambda c: c.cuts_network and bool(c.compile),
-        "compile traces the whole network, and parallelism={parallelism} runs collectives inside it; set "
+        "compile traces the whole network, but parallelism={parallelism} runs collectives inside it; set "
         "compile=False, or give all workers to 'data'",
     ),
     Combination(
@@ -359,13 +358,13 @@ COMBINATIONS: tuple[Combination, ...] = (
             c.parallelism.pipeline.sequence_chunks > 1
             and c.parallelism.pipeline.schedule in ("zero_bubble", "zbv")
         ),
-        "Pipeline's sequence_chunks needs whole backward passes, and schedule "
+        "Pipeline's sequence_chunks needs whole backward passes, but schedule "
         "'{parallelism.pipeline.schedule}' splits them; set schedule='1f1b', or leave sequence_chunks out",
     ),
     Combination(
         "Pipeline's schedule without a flush with onNonFinite='rollback'",
         lambda c: c.parallelism.pipeline.schedule in _DELAYED and c.on_non_finite == "rollback",
-        "onNonFinite 'rollback' resumes from a checkpoint, and with Pipeline's schedule "
+        "onNonFinite 'rollback' resumes from a checkpoint, but with Pipeline's schedule "
         "'{parallelism.pipeline.schedule}' rows of earlier steps are still in the pipeline; set "
         "onNonFinite='skip', or schedule='1f1b'",
     ),
@@ -386,7 +385,7 @@ COMBINATIONS: tuple[Combination, ...] = (
             and c.min_workers is not None
             and c.min_workers < c.num_workers
         ),
-        "parallelism={parallelism} needs all of its workers, and minWorkers ({min_workers}) lets a restart "
+        "parallelism={parallelism} needs all of its workers, but minWorkers ({min_workers}) lets a restart "
         "have fewer than numWorkers ({num_workers}); leave minWorkers unset",
     ),
     Combination(

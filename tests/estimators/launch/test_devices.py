@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[Layout, str]] = {
     ),
     "fewer cards than ranks": (
         [("h", "", (A,)), ("h", "", (A,))],
-        "needs a GPU for each of the 2 workers on host h, PyTorch sees 1 there; lower numWorkers",
+        "needs a GPU for each of the 2 workers on host h, but PyTorch sees 1 there; lower numWorkers",
     ),
     "torch without CUDA": (
         [("h", "0", ()), ("h", "1", ())],

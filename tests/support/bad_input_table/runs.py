@@ -24,7 +24,7 @@ RUNS = [
     R("fit: no time", lambda p: p.fit(timeoutSeconds=0.0), "timeoutSeconds", "above 0 and finite"),
     R("fit: unknown onNonFinite", lambda p: p.fit(onNonFinite="ignore"), "onNonFinite", "'rollback'"),
     R("fit: back to no checkpoint", lambda p: p.fit(onNonFinite="rollback", checkpointEverySeconds=0),
-      "'rollback' resumes from the last checkpoint, and there are no", "set checkpointEverySteps"),
+      "'rollback' resumes from the last checkpoint, but no checkpoints are", "set checkpointEverySteps"),
     R("resume: no folder", lambda p: p.fit(resume=True),
       "resume=True continues", "set runUri to that folder"),
     R("resume: not asked for", lambda p: p.train(runUri=p.prepared("run")), "holds a run", "set resume=True"),
