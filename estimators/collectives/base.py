@@ -46,7 +46,7 @@ class Rendezvous(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousInfo:
-    """Settings by which the ranks of a gang connect; the timeout is for the rendezvous and each operation."""
+    """Settings by which the ranks of a gang connect; the timeout limits each wait for another rank."""
 
     address: str
     secret: bytes = field(repr=False)
@@ -123,7 +123,7 @@ class Collective(Protocol):
     def barrier(self) -> None: ...
 
     def on_leave(self, release: Callable[[], None]) -> None:
-        """Registers a function that drops references to the connections; called before this rank leaves."""
+        """Registers a function that drops references to the connections, before this rank leaves."""
 
     def close(self) -> None:
         """Leaves the gang normally; every rank calls it after its last operation."""
@@ -188,7 +188,7 @@ class ConnectedMember:
 
 
 def gather_bytes(collective: Collective, data: bytes, *, to_all: bool = True) -> list[bytes]:
-    """Returns every rank's bytes, in rank order, on all ranks or only on rank 0. Runs on every rank."""
+    """Returns every rank's bytes, in rank order, on all ranks or on rank 0. Runs on every rank."""
     # torch refuses an empty buffer.
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
     gather = collective.all_gather if to_all else collective.gather

@@ -306,7 +306,7 @@ def _check_name(member: Member) -> None:
 
 
 def _cycle(*, is_rare: bool) -> dict[str, str | None]:
-    """Returns Horovod's cycle time for the environment; rare if Horovod only starts and ends the gang."""
+    """Returns Horovod's cycle time for the environment; longer if Horovod only starts and ends the gang."""
     from horovod import __version__ as version
 
     chosen = os.environ.get(_CYCLE_TIME)

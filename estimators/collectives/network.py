@@ -34,7 +34,7 @@ def own_address(host: str, towards: str) -> str:
 
 
 def name_problem(address: str) -> str:
-    """Returns why a library that binds to the address of this host's name would fail, or ""."""
+    """Returns why a library cannot bind to the address of this host's name, or ""."""
     name = socket.gethostname()
     found = _resolve(name)
     if found and found == _resolve(address):

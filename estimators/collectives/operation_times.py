@@ -27,7 +27,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncOperation(Generic[T]):
-    """An asynchronous operation of a library; any thread may call `is_done`, which also reports errors."""
+    """An asynchronous operation of a library; `is_done` answers at once, from any thread."""
 
     wait: Callable[[], T]
     is_done: Callable[[], bool]

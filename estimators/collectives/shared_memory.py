@@ -177,7 +177,7 @@ def _reduce(places: list[torch.Tensor], out: torch.Tensor, op: ReduceOp) -> None
 
 
 class _peer_errors:  # noqa: N801
-    """Like `base.peer_errors` for a socket; a class, because a generator costs more than the call inside."""
+    """Like `base.peer_errors` for a socket; a class, because a generator is slower."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -263,7 +263,7 @@ def connect_to_listener(
 
 
 def open_listener(stack: ExitStack) -> socket.socket | None:
-    """Returns a listening socket without a file, so a killed rank leaves nothing. None if that fails."""
+    """Returns a listening socket without a file, so a killed rank leaves nothing; None if that fails."""
     with suppress(OSError):
         door = stack.enter_context(socket.socket(socket.AF_UNIX))
         # For an empty address Linux picks a unique abstract name.

@@ -22,7 +22,7 @@ class Scaler(Protocol):
 
 
 def refuse_sparse(name: str, gradient: torch.Tensor) -> None:
-    """Refuses a sparse gradient, because autograd does not let a hook make it dense."""
+    """Refuses a sparse gradient, which autograd does not let a hook make dense."""
     if gradient.is_sparse:
         raise ValueError(
             f"parameter {name!r} got a sparse gradient, but a rank without rows has none to send; leave "
@@ -31,7 +31,7 @@ def refuse_sparse(name: str, gradient: torch.Tensor) -> None:
 
 
 def dense_values(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the gradients' values without a copy; a sparse gradient gives each row once."""
+    """Returns the gradients' values; a sparse gradient gives each row once."""
     return [g.coalesce().values() if g.is_sparse else g for g in gradients]
 
 

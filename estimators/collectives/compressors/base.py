@@ -53,7 +53,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
-        """Sums the ranks' vectors, (elements,); random numbers follow from the number of the step."""
+        """Sums the ranks' vectors, (elements,); `step` seeds random numbers."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """Returns the state that the next sum depends on; equal on all ranks."""
@@ -68,7 +68,7 @@ class Compressor(ABC):
 
 
 def generator_for(vector: torch.Tensor, *numbers: int) -> torch.Generator:
-    """Returns a generator seeded by whole numbers, so that a resumed run repeats its random numbers."""
+    """Returns a generator seeded by whole numbers, so that a resumed run repeats its numbers."""
     mixed = 0x9E3779B97F4A7C15
     for number in numbers:
         # The finalizer of SplitMix64, so that neighbouring numbers give different seeds.

@@ -17,7 +17,7 @@ from ringspark.estimators.options.compression import PowerSGD
 
 
 class PowerSgdCompressor(Compressor):
-    """P Q^T of rank r for each matrix; in a tensor of more dimensions all but the first are columns."""
+    """Approximates each matrix by P Q^T of rank r; further dimensions count as columns."""
 
     def __init__(self, shapes: list[torch.Size], seed: int, options: PowerSGD) -> None:
         super().__init__(shapes, seed, options)

@@ -59,12 +59,12 @@ class _SixteenBits(Compressor):
 
 
 class Fp16Compressor(_SixteenBits):
-    """Numbers in fp16, with a common factor for each part of the vector: an error of 2^-11 at most, twice."""
+    """Sends fp16 numbers, with one factor per part of the vector; rounds twice, by at most 2^-11."""
 
     codec = _Fp16()
 
 
 class Bf16Compressor(_SixteenBits):
-    """Numbers in bf16: an error of 2^-8 at most, twice; the collective's library need not know the type."""
+    """Sends bf16 numbers as bytes; rounds twice, by at most 2^-8."""
 
     codec = _Bf16()

@@ -12,7 +12,7 @@ from ringspark.estimators.collectives.compressors.sparse import all_reduce_spars
 
 
 class TopKCompressor(Compressor):
-    """Sends the elements that are largest in size, each with its index: 6 bytes."""
+    """Sends the largest elements, each with its index: 6 bytes per element."""
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         count = math.ceil(self.options.ratio * len(vector))

@@ -9,7 +9,7 @@ from ringspark.estimators.collectives.compressors.base import Compressor, Sent
 
 
 class UncompressedSum(Compressor):
-    """All numbers, in their own dtype: nothing is left behind."""
+    """Sends all numbers in their own dtype, so there is no error."""
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         return Sent(collective.all_reduce(vector), torch.zeros_like(vector))

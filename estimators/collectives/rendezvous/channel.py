@@ -41,7 +41,7 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 
 
 class Marks:
-    """Authenticates messages of one connection end: adds a MAC to those it sends, checks those it gets."""
+    """Adds a MAC to each message that one end of a connection sends, and checks each that it gets."""
 
     def __init__(self, key: bytes, *, serves: bool) -> None:
         self._key = key

@@ -74,7 +74,7 @@ class RendezvousClient:
         return int(self._ask(b"add", self._name(key), str(amount).encode())[0] or 0)
 
     def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Sets the key if it has the expected value; returns the value that it has afterwards."""
+        """Sets the key if it has the expected value; returns its new value."""
         return self._ask(b"swap", self._name(key), expected, desired)[0] or b""
 
     def delete(self, key: str) -> bool:
@@ -115,7 +115,7 @@ class RendezvousClient:
         return f"{self._prefix}{key}".encode()
 
     def _ask_until(self, seconds: float, *parts: bytes) -> tuple[bytes | None, bytes]:
-        """Repeats a request with the waiting time appended, until it has a value or time is over."""
+        """Repeats a request, with the waiting time as last argument, until it has a value."""
         deadline = time.monotonic() + seconds
         while True:
             left = min(max(deadline - time.monotonic(), 0.0), MAX_WAIT_SECONDS)
@@ -124,7 +124,7 @@ class RendezvousClient:
                 return answer
 
     def _ask(self, *parts: bytes) -> tuple[bytes | None, bytes]:
-        """Sends a request; returns (value, b""), or (None, the server's explanation) if it has no value."""
+        """Sends a request; returns (value, b""), or (None, the server's explanation)."""
         try:
             answer = self._requests.ask(*parts)
         except OSError as error:

@@ -187,7 +187,7 @@ class KeyValues:
 
 
 class _Peer:
-    """One connection to the server. Bad input from it can end only this connection."""
+    """One connection to the server; bad input from it ends only this connection."""
 
     def __init__(self, server: RendezvousServer, connection: socket.socket) -> None:
         self._server = server

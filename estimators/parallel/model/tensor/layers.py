@@ -1,4 +1,4 @@
-"""Sharded layers. A column-sharded layer followed by a row-sharded one needs no communication in between."""
+"""Sharded layers: a pair of a column-sharded and a row-sharded layer needs no communication in between."""
 
 from __future__ import annotations
 
