@@ -50,10 +50,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Builds the optimizer of a module in its final form. Runs on every rank.
 
-    Args:
-        spec: A name of `OPTIMIZERS`, or a factory. A factory gets the list of trainable parameters, or
-            with `groups` the list of group dicts, and sets rates and decays that a group lacks.
-        groups: See `check_groups`; empty or None for one group of all parameters.
+    `spec` is a name of `OPTIMIZERS`, or a factory of the list of trainable parameters; with `groups` (see
+    `check_groups`) the factory gets the list of group dicts, and sets rates and decays that a group lacks.
     """
     trainable: list[Any] = [p for p in module.parameters() if p.requires_grad]
     if not trainable and layout_of(module) is not None:

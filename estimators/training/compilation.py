@@ -61,8 +61,8 @@ def skip_single_rows(setting: bool | str, num_rows: int) -> AbstractContextManag
 def _compile_calls(network: nn.Module, mode: str | None) -> None:
     """Lets calls of the network run its compiled `forward`, and its hooks uncompiled.
 
-    `nn.Module.compile` compiles none of torch's own classes, such as `nn.Sequential`. The compiled `forward`
-    is an attribute of the network only during a call, so copies and pickles of the network never hold it.
+    `nn.Module.compile` compiles none of torch's own classes, such as `nn.Sequential`. The network has the
+    compiled `forward` only during a call, so copies and pickles never hold it.
     """
     forward = torch.compile(network.forward, mode=mode, dynamic=True)
     own = {name: value for name, value in vars(network).items() if name == "forward"}

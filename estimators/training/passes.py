@@ -59,12 +59,10 @@ class WholePasses:
         inputs: Sequence[torch.Tensor],
         keeps_outputs: bool,
     ) -> list[MicroBatchOutput]:
-        """Adds the gradients of the rows' share of the global mean loss.
+        """Adds the gradients of the rows' share of the global mean loss (`divisor`: `step.global_weights`).
 
-        Args:
-            micro_batches: Each of at least one row; empty if this rank has none in this step.
-            divisor: See `step.global_weights`.
-            inputs: The network's arguments for all rows; their shapes and dtypes, if there are no rows.
+        Each micro-batch has at least one row; a rank without rows gives `inputs` of the right shapes and
+        dtypes.
         """
         if not micro_batches:
             with self._recipe.timeline.span("backward"):

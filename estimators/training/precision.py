@@ -32,8 +32,8 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 def keep_norms_fp32(module: nn.Module) -> None:
     """Makes the module's normalisation layers compute in fp32 under autocast, on every device.
 
-    Autocast on CPU lets LayerNorm keep mean and deviation in 16 bits for the backward pass; autocast on CUDA
-    promotes only some layers. The output returns to the input's dtype, so later layers save no more bytes.
+    Autocast on CPU lets LayerNorm keep mean and deviation in 16 bits, on CUDA it promotes only some layers.
+    The output returns to the input's dtype, so later layers save no more bytes.
     """
     for layer in module.modules():
         if isinstance(layer, NORMS):

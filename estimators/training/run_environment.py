@@ -39,13 +39,7 @@ MOST_STARTS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class RankHost:
-    """The machine of one rank.
-
-    Attributes:
-        device: Name of the GPU; "cpu" without one.
-        peak_memory: Peak bytes of the rank's process; 0 before the training's end.
-        peak_device_memory: Peak bytes of tensors on its GPU; 0 before the training's end or without a GPU.
-    """
+    """The machine of one rank. Both peaks are in bytes, and 0 until the training ends."""
 
     host: str
     device: str

@@ -34,10 +34,8 @@ from ringspark.estimators.training.step import Recipe
 class TrainState:
     """Everything on one rank that changes from step to step, and the position of the training.
 
-    Attributes:
-        finished_epochs: Epochs with a record in the history.
-        skipped_before: Steps skipped before the current epoch.
-        epoch_start: Start of the current epoch by `time.monotonic`, without pauses before a resume.
+    `epoch_start` is by `time.monotonic`, without pauses before a resume; `skipped_before` counts the steps
+    that were skipped before the current epoch.
     """
 
     def __init__(

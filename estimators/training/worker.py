@@ -90,10 +90,8 @@ def train_worker(
 ) -> TrainResult:
     """Trains the config's model on the config's shards. Runs on every rank.
 
-    Args:
-        collective: Connected collective; stays open.
-        objects: The user's module and callables, which have no name in the config.
-        status: Receives the phase of this rank.
+    `objects` holds the user's module and callables. `status` receives the phase of this rank. The collective
+    stays open.
     """
     objects = objects or UserObjects()
     status = status or Status()

@@ -46,8 +46,8 @@ def is_committed(root: str, step: int) -> bool:
 def find_newest_good(root: str, progress: Callable[[], None] = lambda: None) -> tuple[int, Record] | None:
     """Returns step and record of the newest undamaged checkpoint, or None. Runs on rank 0.
 
-    Raises OtherFormatError or OSError if a newer checkpoint is of another version or not readable now,
-    because resuming from an older one would remove it.
+    Raises OtherFormatError or OSError if a newer one is of another version or not readable now, because
+    resuming from an older one would remove it.
     """
     for step in reversed(list_steps(root)):
         uri = step_uri(root, step)

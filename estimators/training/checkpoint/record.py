@@ -61,7 +61,6 @@ class Record:
 
     Attributes:
         optimizer_values: Parameter -> key -> state value that is no tensor.
-        num_parts: Number of shards of weights, optimizer state and average.
         spreads: File name of a single shard -> tensor -> how its pieces make up the tensor.
         token: Token in the file names of shards, see `shards`.
     """

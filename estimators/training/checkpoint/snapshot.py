@@ -77,8 +77,7 @@ def take_snapshot(
 ) -> Snapshot | None:
     """Copies a training. Runs on every rank; ranks that write nothing get None.
 
-    Raises ValueError if the optimizer state cannot be saved, and on rank 0 FloatingPointError if a trained
-    weight is not finite.
+    Rank 0 raises FloatingPointError if a trained weight is not finite.
     """
     ranks = ranks or GatheredRanks()
     state = sync.optimizer_state()
