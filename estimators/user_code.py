@@ -61,8 +61,8 @@ def loads(pickled: bytes) -> Any:
         ) from error
 
 
-@dataclass(frozen=True)
 # A value with its modules pickled by name, because pickling by value failed.
+@dataclass(frozen=True)
 class _ByName:
     pickled: bytes
     problem: str

@@ -19,7 +19,7 @@ TEMPORAL = ("date", "timestamp", "timestamp_ntz")
 def input_expression(column: Column, data_type: DataType, *, wants_floats: bool = False) -> Column:
     """Returns the numbers that `write_shards` would store, in a form that pandas can hold.
 
-    `wants_floats`: whether integers and booleans also become floating-point values.
+    `wants_floats` turns integers and booleans into floats, too.
     """
     if isinstance(data_type, VectorUDT):
         inside = F.unwrap_udt(column)
@@ -105,7 +105,7 @@ def is_valid(
 def fill(values: Column, data_type: DataType, *, are_floats: bool = False) -> Column:
     """Replaces nulls by zeros; a null array stays null, because only Python knows its shape.
 
-    `are_floats`: whether the values have been cast to floating-point numbers.
+    `are_floats`: whether the values have been cast to floats.
     """
     if isinstance(data_type, ArrayType):
         element = data_type.elementType

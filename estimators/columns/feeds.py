@@ -21,7 +21,6 @@ class Feed:
 
     Attributes:
         shape: Shape of one row; None accepts any.
-        dtype: "float32" or "int64"; empty keeps the dtype of the data.
         kind: Column type whose code makes the array; None for numbers.
         part: Suffix of this array among the column type's arrays, as in `ModelInput`.
     """

@@ -80,11 +80,9 @@ class ModelInput:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundInput:
-    """An input of the model, matched with a column of one DataFrame.
+    """An input matched with a column: `valid` is true if the row has neither null nor NaN.
 
-    Attributes:
-        valid: Expression that is true if the row's input has neither null nor NaN.
-        filler: Replacement for invalid values, if a null would turn integers into floats.
+    `filler` replaces invalid values if a null would turn integers into floats.
     """
 
     values: Column
@@ -183,10 +181,7 @@ def bind(item: ModelInput, field: StructField) -> BoundInput:
 
 
 def label_expression(field: StructField, fields: Sequence[Path] = ()) -> Column:
-    """Returns a label as doubles, or as equally nested arrays of doubles.
-
-    For a struct, `fields` are the fields that the model was trained on, in order.
-    """
+    """Returns a label as (nested arrays of) doubles; `fields` are the trained fields of a struct."""
     is_struct = fields and isinstance(field.dataType, StructType)
     kinds = {field.name: Struct(fields=tuple(fields))} if is_struct else {}
     (column,) = check_types(StructType([field]), [field.name], kinds)

@@ -22,10 +22,7 @@ _REMEDIES: dict[type[DataType], str] = {
 
 
 def find_fields(name: str, schema: StructType, exact: bool) -> list[StructField]:
-    """Returns the fields that Spark means by a name.
-
-    `exact`: whether the session has `spark.sql.caseSensitive`; otherwise case is ignored.
-    """
+    """Returns the fields that Spark means by a name; case is ignored unless `exact`."""
     if exact:
         return [field for field in schema.fields if field.name == name]
     return [field for field in schema.fields if field.name.lower() == name.lower()]

@@ -24,10 +24,9 @@ _SCHEMA = "state binary, problem string"
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The metrics of one output.
+    """The metrics of one output with `width` values per row.
 
     Attributes:
-        width: Values per row of the output; for a classification, its logits.
         num_classes: Number of classes; None for a regression.
         ignored: Rows with this label do not count; see `Head.ignored`.
         whole_labels: Whether the user's metrics get int64 labels, as in the training.

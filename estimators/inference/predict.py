@@ -51,8 +51,6 @@ class Predictor:
     Attributes:
         model: `ModelSpec` as JSON, or the user's pickled module without weights.
         weights_id: Identity of the checkpoint; another id means other weights in the same folder.
-        prepare: The user's pickled function that prepares the inputs; empty for none.
-        output_widths: Values per row of each output.
         keeps_rows: Whether one more column follows, which is false for rows that get no prediction.
         gives_vectors: Whether Python returns vectors, see `takes_vectors`; the driver decides for all.
     """

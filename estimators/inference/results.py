@@ -74,7 +74,7 @@ class Results(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Values(Results):
-    """One column per output: a double, or an array of doubles if the output has several values per row."""
+    """One column per output: a double, or an array of doubles."""
 
     shapes: tuple[tuple[int, ...], ...]
 

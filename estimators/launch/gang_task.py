@@ -96,9 +96,9 @@ def work_and_leave(
 
 @dataclass(frozen=True, kw_only=True)
 class _Offer:
-    """A task's message to the other tasks, sent through Spark before they connect.
+    """A task's message to the other tasks before they connect; only rank 0 has an `address`.
 
-    Only rank 0 has an `address`. `problem` is the error that keeps this task from starting.
+    `problem` is the error that keeps this task from starting.
     """
 
     address: str

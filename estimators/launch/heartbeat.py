@@ -123,10 +123,7 @@ class Heartbeat:
         return self
 
     def fail(self, failure: Failure) -> Failure:
-        """Puts the failure into the next beats, because the rank's row may never reach the driver.
-
-        Returns the first failure of this rank.
-        """
+        """Puts the first failure into the next beats, because the rank's row may never reach the driver."""
         self._failure = self._failure or failure
         return self._failure
 

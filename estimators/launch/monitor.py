@@ -27,10 +27,7 @@ NO_ROOM = "NoRoom"
 
 
 class Monitor:
-    """A context manager that cancels the job in its block if a rank hangs or the cluster has no slots.
-
-    `verdict` is the failure for which it cancelled the job, or None.
-    """
+    """Cancels the job in its block if a rank hangs or the cluster has no slots; `verdict` is the failure."""
 
     def __init__(
         self, pulse: Pulse, num_workers: int, job: SparkJob, count_slots: Callable[[], int | None]

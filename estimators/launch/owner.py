@@ -1,4 +1,4 @@
-"""Claims a run for a driver by `owner.json`, and writes other files of the driver into the run directory."""
+"""Claims a run for a driver by `owner.json`, and writes notes into the run directory."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _RESTART_PATIENCE_SECONDS = 3.0
 class RankOutput:
     """A context manager that keeps this process's standard output and error. Runs on every rank.
 
-    It does nothing if the system has no pidfd (Linux has) or cannot start a process.
+    It does nothing if the system has no pidfd or cannot start a process.
     """
 
     def __init__(self, pulse: Pulse, rank: int, host: str) -> None:

@@ -24,10 +24,9 @@ TASK_GPUS = "spark.task.resource.gpu.amount"
 class StagePlan:
     """The scheduling of the gang's stage.
 
-    Attributes:
-        task_cpus: Cores per task, which also gets a whole GPU; None for the size of all other tasks.
-        gives_gpus: Whether no other task shares the GPU of a task.
-        problem: Reason why Spark gives no GPU, if the user can change that; else empty.
+    With `task_cpus`, each task gets these cores and a whole GPU; otherwise it has the size of all other
+    tasks. `gives_gpus`: whether each task has its GPU alone. `problem` says why Spark gives no GPU, if the
+    user can change it.
     """
 
     task_cpus: int | None = None

@@ -73,10 +73,7 @@ def check_slots(
 
 
 def may_grow(slots: int | None, num_workers: int, expected: int | None, is_young: bool) -> bool:
-    """Whether more executors may still register.
-
-    `expected` is the number of slots that the conf promises, if it does. `is_young`: Spark started recently.
-    """
+    """Whether more executors may still register, so that the conf's `expected` slots are reached."""
     if slots is None or slots >= num_workers:
         return False
     return slots == 0 or is_young if expected is None else expected >= num_workers

@@ -39,12 +39,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Supervisor:
-    """Runs one gang, and restarts it if necessary.
-
-    Attributes:
-        config: Config of the training; after a loss, with the number of remaining ranks.
-        restarts: Reasons of the restarts so far.
-    """
+    """Runs one gang; after a loss, `config` has the remaining ranks and `restarts` the reasons."""
 
     spark: SparkSession
     config: TrainConfig
@@ -122,8 +117,8 @@ class Supervisor:
             return WorkerError([monitor.verdict, *_reported_failures(monitor.beats)])
         if was_cancelled(error):
             lines = str(error).splitlines()
-            line = ([line for line in lines if "ancel" in line] or lines or [""])[0].strip()[:200]
-            return TrainingCancelledError(f"the training was cancelled in Spark ({line})")
+            found = [line for line in lines if "ancel" in line] or lines or [""]
+            return TrainingCancelledError(f"the training was cancelled in Spark ({found[0].strip()[:200]})")
         reason = find_lost_workers(error)
         if reason is None:
             return error

@@ -53,10 +53,7 @@ class PackedObjects:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTask:
-    """Trains on one rank, if its host has the memory.
-
-    `weights` is the folder of the initial weights, if the pickled `objects` lack them.
-    """
+    """Trains on one rank; `weights` is the folder of initial weights that the pickled `objects` lack."""
 
     config: TrainConfig
     objects: bytes

@@ -103,10 +103,7 @@ def _seconds_since_heartbeat(uri: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """The content of `run.json`.
-
-    `rows_key` identifies the rows of its DataFrame within one Spark application.
-    """
+    """The content of `run.json`; `rows_key` identifies the rows within one Spark application."""
 
     identity: dict[str, Any]
     rows_key: str | None = None

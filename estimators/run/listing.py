@@ -18,10 +18,7 @@ _MARKS = {run_layout.OWNER, run_layout.IDENTITY}
 
 @dataclass(frozen=True, kw_only=True)
 class ListedRun:
-    """One run folder.
-
-    An unfinished run is "in use" if it has changed within the last hour. `idle_seconds` is 0 if unknown.
-    """
+    """One run folder; an unfinished run is "in use" if it has changed within the last hour."""
 
     uri: str
     name: str

@@ -54,10 +54,8 @@ Stage = TypeVar("Stage", bound=Any)
 class Description:
     """The content of `ringspark.json`; a model adds fields.
 
-    Attributes:
-        model: The model's spec as JSON; None if the model is no ModelSpec.
-        objects: Names of the Params that only `objects.pkl` holds.
-        modules: Descriptions, by Param, of networks without pickle.
+    `model` is the spec of a ModelSpec. Only `objects.pkl` holds the Params `objects`; `modules` are
+    descriptions of networks, by Param.
     """
 
     model: str | None

@@ -1,9 +1,7 @@
 """Prints the list that makes `mlflow.pyspark.ml.autolog()` log our fitted models in addition to Spark's.
 
-    python -m ringspark.estimators.tracking.loggable_models > loggable_models.txt
-    spark-submit --conf spark.mlflow.pysparkml.autolog.logModelAllowlistFile=loggable_models.txt ...
-
-A user's list replaces MLflow's, so this list starts with the entries of the installed MLflow.
+python -m ringspark.estimators.tracking.loggable_models > loggable_models.txt
+spark-submit --conf spark.mlflow.pysparkml.autolog.logModelAllowlistFile=loggable_models.txt ...
 """
 
 from __future__ import annotations
