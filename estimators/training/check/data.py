@@ -1,4 +1,4 @@
-"""Checks of columns, labels and losses against the manifest of the data and the outputs of a network."""
+"""Checks columns, labels and losses against the data's manifest and the network's outputs."""
 
 from __future__ import annotations
 
@@ -32,14 +32,13 @@ NOT_FOR_CLASSES = {
 def check_losses(
     task: Task, heads: Sequence[Head], outputs: Sequence[torch.Tensor], given_labels: Sequence[torch.Tensor]
 ) -> None:
-    """Applies each loss to the module's outputs for two rows of zeros, and to labels of 0."""
+    """Calls each loss once, to raise its errors before the gang starts."""
     for head, output, labels in zip(heads, outputs, given_labels, strict=True):
         name = head.loss_name
         if task == "classification" and (reason := NOT_FOR_CLASSES.get(name)):
             raise ValueError(f"loss {name!r} {reason}; take 'cross_entropy' or 'bce_with_logits'")
         if head.is_per_member:
-            # The loss takes outputs of training mode, and these are outputs of evaluation mode.
-            continue
+            continue  # its loss takes outputs of training mode, and these are of evaluation mode
         try:
             resolve_loss(head.loss)(output.float(), labels)
         except Exception as error:
@@ -48,11 +47,7 @@ def check_losses(
 
 
 def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
-    """Refuses shards without training rows, or with columns that no network can take.
-
-    Raises:
-        ValueError: Names the column.
-    """
+    """Raises ValueError if there are no training rows, or a column has values that no network can take."""
     read_layout(manifest, config.input_columns)
     names = dict.fromkeys(manifest.column_of(name).name for name in config.columns)
     if manifest.select("train").num_rows == 0:
@@ -62,12 +57,12 @@ def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
             if name not in columns:
                 continue
             stats = columns[name]
-            for count, what in ((stats.nans, "NaN"), (stats.infs, "infinite")):
-                if count:
-                    raise ValueError(
-                        f"column {name!r} has {count} {what} values in the {split} rows; "
-                        "filter or replace them before fit"
-                    )
+            if stats.nans or stats.infs:
+                values = f"{stats.nans} NaN" if stats.nans else f"{stats.infs} infinite"
+                raise ValueError(
+                    f"column {name!r} has {values} values in the {split} rows; "
+                    "filter or replace them before fit"
+                )
             largest = max(abs(stats.minimum or 0), abs(stats.maximum or 0))
             if largest > float(np.finfo(np.float32).max):
                 raise ValueError(
@@ -80,15 +75,13 @@ def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
 
 
 def _check_masks(names: Set[str], manifest: ShardManifest) -> None:
-    """Refuses a user's column that has the name of a null mask; older shards may contain one.
-
-    A real null mask is a boolean column with as many true values as its owner has nulls.
-    """
+    """Refuses a user's column that has the name of a null mask, which older shards may contain."""
     known = {column.name: column for column in manifest.columns}
     for mask in known.values():
         owner = mask.name.removesuffix(MASK)
         if owner == mask.name or owner not in known or names.isdisjoint((owner, mask.name)):
             continue
+        # A real null mask is boolean and has as many true values as its column has nulls.
         stats = [(part[owner], part[mask.name]) for part in manifest.stats.values() if mask.name in part]
         if mask.kind != Scalar("bool") or any(
             left.nulls != round((right.mean or 0) * right.rows) for left, right in stats
@@ -97,8 +90,7 @@ def _check_masks(names: Set[str], manifest: ShardManifest) -> None:
 
 
 def _check_weights(name: str, manifest: ShardManifest) -> None:
-    """Refuses weights that are an array of a column, are negative or are all zero."""
-    manifest.column(name)
+    manifest.column(name)  # refuses an array of a column
     for split, columns in manifest.stats.items():
         stats = columns[name]
         if stats.minimum is not None and stats.minimum < 0:

@@ -1,7 +1,6 @@
 """Checks on the driver, before a gang starts, that model, settings and data fit together.
 
-The checks use the manifest: the columns and the statistics that the writer of the shards collected. They run
-the module once on two rows of zeros, and read no rows.
+The checks read the manifest's columns and statistics but no rows. They run the module on two rows of zeros.
 """
 
 from __future__ import annotations
@@ -38,20 +37,15 @@ from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape, probe, 
 from ringspark.estimators.training.check.schema import check_network, check_schema, find_monitor
 from ringspark.estimators.training.checkpoint.tensor_file import check_state
 from ringspark.estimators.training.feed import zeros
-from ringspark.estimators.training.finetuning.adapter_check import check_adapters
+from ringspark.estimators.training.finetuning.freezing import check_adapters
 from ringspark.estimators.training.finetuning.pretrained import check_pretrained
 from ringspark.estimators.training.make_heads import set_outputs, settle_heads
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import resolve_loss
 from ringspark.estimators.training.objective.metrics import check_metrics
-from ringspark.estimators.training.objective.own_metrics import (
-    OwnMetric,
-    check_own_tasks,
-    try_metric,
-)
-from ringspark.estimators.training.optimizers.late_compiler import defer_compiler_import
+from ringspark.estimators.training.objective.own_metrics import OwnMetric, check_own_tasks, try_metric
 from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
-from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
+from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, defer_compiler_import
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_rates
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.models import apply_activation_checkpoint
@@ -71,7 +65,7 @@ _SPLITS: tuple[Split, ...] = ("validation", "train")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedTraining:
-    """A training that passed every check of the driver; nothing is checked again after it.
+    """A training that passed every check of the driver.
 
     Attributes:
         config: Settings with resolved inputs, `losses`, `monitor`, `output_widths` and `own_metrics`.
@@ -87,11 +81,7 @@ class CheckedTraining:
 
 
 def check_names(config: TrainConfig, objects: UserObjects) -> None:
-    """Refuses unknown names of optimizer, schedule, losses, metrics, collective and reader.
-
-    Raises:
-        ValueError: A name is unknown; the message lists the known names.
-    """
+    """Raises ValueError for unknown names of optimizer, schedule, losses, metrics, collective and reader."""
     if objects.optimizer is None:
         check_name("optimizer", config.optimizer, OPTIMIZERS)
     if objects.lr_schedule is None:
@@ -115,14 +105,11 @@ def check_training(
     heads: Sequence[Head] | None = None,
     check_memory: Callable[[TrainConfig], None] | None = None,
 ) -> CheckedTraining:
-    """Checks data and model against each other.
+    """Raises ValueError if data and model do not fit together.
 
     Args:
         heads: Result of `check_schema`; None also runs `check_names` and `check_schema`.
         check_memory: Refuses a network that the driver cannot hold; called before the network is built.
-
-    Raises:
-        ValueError: They do not fit; the message names the column or the module, and the remedy.
     """
     if heads is None:
         check_names(config, objects)
@@ -171,14 +158,7 @@ def check_training(
 
 
 def _check_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Module, num_rows: int) -> int:
-    """Makes optimizer and schedule once, as the ranks will, to raise their errors here.
-
-    Returns:
-        The optimizer steps of the training.
-
-    Raises:
-        ValueError: The optimizer does not suit the way in which the ranks synchronize.
-    """
+    """Makes optimizer and schedule once, to raise their errors here; returns the number of steps."""
     defer_compiler_import()
     optimizer = build_configured_optimizer(config, objects, module)
     if config.num_workers > 1:
@@ -219,7 +199,7 @@ def _check_batch_transform(
     shapes: Sequence[Shape],
     labels: tuple[torch.Tensor, ...],
 ) -> tuple[torch.Tensor, ...]:
-    """Runs the module on two rows of zeros that transformBatch has changed; returns their labels."""
+    """Runs the module on rows that transformBatch has changed; returns their labels."""
     given = samples(config.input_columns, manifest)
     layout = read_layout(manifest, config.input_columns)
     inputs, labels = try_transform(objects.transform_batch, "transformBatch", given, labels, layout)
@@ -242,7 +222,7 @@ def _check_batch_transform(
 def _try_metric(
     name: str, heads: Sequence[Head], outputs: Sequence[torch.Tensor], manifest: ShardManifest
 ) -> OwnMetric:
-    """Tries a user's metric on rows of every class, or on labels of 0 and 1."""
+    """Calls a user's metric on rows of every class, or on labels of 0 and 1."""
     metric, given, labels = None, [], []
     for head, output in zip(heads, outputs, strict=True):
         if name not in head.metrics:

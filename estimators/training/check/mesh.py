@@ -1,16 +1,8 @@
-"""Checks, before any worker starts, that a network spread over a mesh computes the same as the whole network.
+"""Checks on the driver that a network sharded over a mesh computes the same as the whole network.
 
-Runs on the driver. Threads run all ranks of one replica with the code of a training, on random rows: a pass
-in evaluation mode, and the forward and backward passes of a step. Outputs and the gradient of every parameter
-must equal those of the whole network. Otherwise the workers would silently train another network: for example
-if the plan mixes features, if a sharded layer drops a hook, or if `forward` reads a layer's weights itself.
-
-Invariant: random numbers never cause a refusal. In training mode dropout and noise are constants, and a
-difference is ignored if the seed changes the whole network's result about as much.
-
-The check costs one step of the whole network and one of all ranks. Each rank that reads its own rows gets
-`PROBE_ROWS` rows, twice as many with gradientAccumulation or experts. The ranks share the driver's weights
-except for sharded ones, so with both sets of gradients the driver holds up to four times the weights.
+Threads run all ranks of one replica on random rows: one evaluation pass and one training step. Otherwise
+workers would silently train another network, for example if `forward` reads a sharded layer's weights itself.
+Random numbers never cause a refusal. The driver holds up to four times the weights during the check.
 """
 
 from __future__ import annotations
@@ -35,6 +27,7 @@ from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.shard_network import find_partial_gradients, shard_network
+from ringspark.estimators.parallel.model.tensor import PartialGradients
 from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.batch_transforms import try_transform
 from ringspark.estimators.training.check.probe import PROBE_ROWS, random_samples, samples
@@ -55,12 +48,12 @@ _log = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 
-# Largest accepted difference, relative to the largest element of the expected tensor. Shards sum in another
-# order, which rounds fp32 by about 1e-6 of the largest element; real mistakes differ by 1e-2 and more. The
-# difference is not relative to each element, because many elements are small differences of large numbers.
+# Largest accepted difference, relative to the largest element of the expected tensor (single elements may be
+# small differences of large numbers). Shards sum in another order, which changes fp32 results by about 1e-6;
+# real mistakes differ by 1e-2 and more.
 TOLERANCE = 1e-3
-# Accepted difference of a gradient, relative to the largest element of all gradients. Some gradients are zero
-# except for rounding, for example the gradient of a bias before a softmax or a normalization.
+# Accepted difference of a gradient, relative to the largest element of all gradients: some gradients are zero
+# except for rounding, such as a bias's before a softmax.
 ZERO_TOLERANCE = 1e-5
 # Relative change of the weights, to see how much rounding changes the results of an ill-conditioned network.
 _ROUNDING = 8 * torch.finfo(torch.float32).eps
@@ -80,39 +73,26 @@ _REMEDIES = {
 
 
 class _Key(NamedTuple):
-    """Identifies an output or a gradient.
+    """Identifies an output or a gradient."""
 
-    Attributes:
-        mode: "training" or "evaluation".
-        micro_batch: Number of the micro-batch of an output; None for a gradient.
-        name: Name in messages.
-    """
-
-    mode: str
-    micro_batch: int | None
-    name: str
+    mode: str  # "training" or "evaluation"
+    micro_batch: int | None  # None for a gradient
+    name: str  # in messages
 
 
 _Results = dict[_Key, torch.Tensor]
 
 
 class _Difference(NamedTuple):
-    """Largest difference between a result and the expected one, and the largest expected element."""
-
     key: _Key
-    size: float
-    scale: float
+    size: float  # largest difference between the result and the expected one
+    scale: float  # largest expected element
 
 
 def check_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, module: nn.Module) -> None:
-    """Refuses a network if a mesh computes something else than one process.
+    """Raises ValueError if the ranks' outputs or gradients differ from the whole network's, or a rank fails.
 
-    Args:
-        config: Settings with a `parallelism` that spreads the network.
-        module: The whole network, on the CPU; it is not changed.
-
-    Raises:
-        ValueError: An output or a gradient differs, or a rank fails. The message names it and the remedy.
+    `module` is the whole network on the CPU; it is not changed.
     """
     name, mesh = type(module).__name__, config.parallelism
     remedy = "; ".join(
@@ -139,12 +119,12 @@ def check_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifes
             differences = check.compare(module, expected)
         except RankError as error:
             cause = error.__cause__
-            problem = f"{type(cause).__name__}: {cause}"
             raise ValueError(
-                f"model {name} does not run under parallelism={mesh} ({problem}); {remedy}"
+                f"model {name} does not run under parallelism={mesh} ({type(cause).__name__}: {cause}); "
+                f"{remedy}"
             ) from cause
         if differences:
-            # Ignore differences that another seed and rounding errors cause in the whole network too.
+            # Another seed and rounding errors may change the whole network's results about as much.
             again = check.compute_whole(_with_rounding_errors(module), seed=1)
             moved = {d.key: d.size for d in _differences(expected, again, tolerance=0.0)}
             differences = [d for d in differences if d.size > 10 * moved.get(d.key, 0.0)]
@@ -166,7 +146,7 @@ class _MeshCheck:
         self, config: TrainConfig, objects: UserObjects, manifest: ShardManifest, zero_ids: bool
     ) -> None:
         self._sizes = dict(config.axes) | {"data": 1, "shard": 1}
-        # With experts, one rank has no rows in the second micro-batch and serves only other ranks' tokens.
+        # With experts, one rank has no rows in the second micro-batch, only other ranks' tokens.
         num_micro = 2 if self._sizes["expert"] > 1 else min(config.gradient_accumulation, 2)
         self._config = replace(
             config,
@@ -190,36 +170,31 @@ class _MeshCheck:
             self._prediction_inputs, _ = try_transform(
                 prepare, "transformInPrediction", given, None, self._layout
             )
-        # Arguments to measure the cost of pipeline stages; None balances the stages by parameters.
+        # To measure the cost of pipeline stages; None balances the stages by parameters.
         self._costs = None if objects.transform_batch is not None else samples(names, manifest)
         self._heads = [Head(label=name, loss=_projected) for name in config.label_columns]
         self._training = self._deal(self._training_inputs)
         self._prediction = self._deal(self._prediction_inputs)
 
     def compute_whole(self, module: nn.Module, seed: int = 0) -> _Results:
-        """Returns the results of the whole network in one process."""
         network = _with_shared_weights(module)
         buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
         sync = GradientSync(network, _optimizer(network))
-        passes = WholePasses(self._recipe(sync), sync, lambda batch: nullcontext(), _nothing)
+        passes = self._whole_passes(sync)
         found: _Results = {}
         for share in range(len(self._training)):
-            # Start every share from the same running statistics, because a rank sees only its own share.
+            # Each share starts from the same running statistics: a rank sees only its own share.
             with torch.no_grad():
                 for buffer, start in buffers:
                     buffer.copy_(start)
             found |= self._run(passes, sync, share, seed)
         for name, parameter in network.named_parameters():
             if parameter.requires_grad:
-                found[_gradient_of(name)] = _dense(parameter)
+                found[_gradient_of(name)] = _dense_gradient(parameter)
         return found
 
     def run_without_rows(self, module: nn.Module) -> None:
-        """Runs the whole network on a batch without rows, which a rank that only serves experts has to run.
-
-        Raises:
-            ValueError: The network fails.
-        """
+        """Raises ValueError if the network fails on a batch without rows, which a rank of experts may get."""
         network = _with_shared_weights(module).eval()
         try:
             with torch.no_grad():
@@ -232,28 +207,21 @@ class _MeshCheck:
             ) from error
 
     def compare(self, module: nn.Module, expected: _Results) -> list[_Difference]:
-        """Runs all ranks of the mesh; returns their differences from `expected`.
-
-        Raises:
-            RankError: A rank failed.
-        """
+        """Runs all ranks of the mesh; returns their differences from `expected`. Raises RankError."""
         found = run_in_turns(math.prod(self._sizes.values()), partial(self._compare, module, expected))
         return [difference for own in found for difference in own]
 
     def _compare(self, module: nn.Module, expected: _Results, world: Collective) -> list[_Difference]:
-        """Returns this rank's differences from `expected`. Runs on every rank."""
         mesh = RankMesh.of(world, self._sizes)
         network = _with_shared_weights(module)
         num_micro = self._config.gradient_accumulation
         pipeline = shard_network(network, mesh, self._config.parallelism, num_micro, self._costs, _CPU)
-        settings = SyncSettings(micro_batches=self._config.gradient_accumulation)
-        sync = synchronize_gradients(network, _optimizer, mesh, settings)
+        sync = synchronize_gradients(network, _optimizer, mesh, SyncSettings(micro_batches=num_micro))
         passes: Passes
         if pipeline is not None:
             passes = PipelinedPasses(self._recipe(sync), sync, pipeline, mesh)
         else:
-            parts = find_partial_gradients(network)
-            passes = WholePasses(self._recipe(sync), sync, lambda batch: nullcontext(), _nothing, parts)
+            passes = self._whole_passes(sync, find_partial_gradients(network))
         found = self._run(passes, sync, mesh.data_rank, 0)
         sync.reduce()
         layout = layout_of(network)
@@ -262,11 +230,11 @@ class _MeshCheck:
         for name, parameter in network.named_parameters():
             if parameter.requires_grad:
                 key = _gradient_of(layout.full_name(name))
-                found[key], own[key] = _dense(parameter), layout.shard(name, expected[key])
+                found[key], own[key] = _dense_gradient(parameter), layout.shard(name, expected[key])
         return list(_differences(own, found, TOLERANCE))
 
     def _run(self, passes: Passes, sync: GradientSync, share: int, seed: int) -> _Results:
-        """Returns the outputs in both modes for one share of the rows; gradients stay in `.grad`."""
+        """Returns the outputs in both modes for one share of the rows; leaves gradients in `.grad`."""
         seed_rank(seed, 0, 0)
         found: _Results = {}
         sync.network.eval()
@@ -277,11 +245,9 @@ class _MeshCheck:
             for _ in range(self._config.gradient_accumulation - len(own)):
                 passes.evaluate_without_rows(self._prediction_inputs)
         sync.module.train()
-        divisor = float(self._num_rows)
+        rows, num_rows = self._training[share], float(self._num_rows)
         with _ConstantNoise():  # type: ignore[no-untyped-call]
-            seen = passes.train(
-                self._training[share], divisor, inputs=self._training_inputs, keeps_outputs=True
-            )
+            seen = passes.train(rows, num_rows, inputs=self._training_inputs, keeps_outputs=True)
             for _ in range(passes.steps_in_flight):
                 passes.drain()
         return found | _outputs("training", seen)
@@ -290,15 +256,20 @@ class _MeshCheck:
         criterion = Criterion(self._heads, _CPU, sync.network)
         return Recipe(config=self._config, criterion=criterion, scaler=LossScaler("fp32", _CPU), device=_CPU)
 
+    def _whole_passes(
+        self, sync: GradientSync, partial_gradients: PartialGradients | None = None
+    ) -> WholePasses:
+        return WholePasses(
+            self._recipe(sync), sync, lambda batch: nullcontext(), lambda *_: None, partial_gradients
+        )
+
     def _deal(self, inputs: tuple[torch.Tensor, ...]) -> list[list[Batch]]:
-        """Returns the micro-batches of each share of the rows; the last of several shares has one less."""
+        """Returns the micro-batches of each share; the last of several shares has one less."""
         num_micro, num_shares = self._config.gradient_accumulation, self._sizes["expert"]
         rows = torch.arange(self._num_rows) // PROBE_ROWS  # number of the micro-batch
         batch = Batch(inputs=inputs, labels=(rows,) * len(self._heads), weight=None, layout=self._layout)
         micro_batches = batch.split(num_micro * num_shares)
-        dealt = [
-            micro_batches[begin : begin + num_micro] for begin in range(0, len(micro_batches), num_micro)
-        ]
+        dealt = [micro_batches[n * num_micro : (n + 1) * num_micro] for n in range(num_shares)]
         if num_shares > 1:
             dealt[-1].pop()
         return dealt
@@ -320,26 +291,18 @@ class _ConstantNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-_NOISE = {
-    "bernoulli_": 1.0,
-    "bernoulli": 1.0,
-    "rand": 0.5,
-    "rand_like": 0.5,
-    "uniform_": 0.5,
-    "randn": 1.0,
-    "randn_like": 1.0,
-    "normal_": 1.0,
-}
+_NOISE = dict.fromkeys(("bernoulli_", "bernoulli", "randn", "randn_like", "normal_"), 1.0)
+_NOISE |= dict.fromkeys(("rand", "rand_like", "uniform_"), 0.5)
 
 
 def _projected(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """Returns a loss per row, (rows,): the mean of the output's elements, each times its own factor."""
+    """Returns a loss per row, (rows,), to which each element of the output contributes differently."""
     factors = torch.randn(output.shape[1:], generator=torch.Generator().manual_seed(0))
     return (output * factors).flatten(1).mean(1) if output.dim() > 1 else output * factors
 
 
 def _with_shared_weights(module: nn.Module) -> nn.Module:
-    """Returns a copy of the network that shares the parameters' memory but has its own buffers."""
+    """Copies the network and its buffers, but shares the parameters' memory."""
     memo: dict[int, object] = {
         id(parameter): nn.Parameter(parameter.detach(), parameter.requires_grad)
         for parameter in module.parameters()
@@ -350,7 +313,6 @@ def _with_shared_weights(module: nn.Module) -> nn.Module:
 
 
 def _with_rounding_errors(module: nn.Module) -> nn.Module:
-    """Returns a copy of the network with weights changed by a few rounding errors."""
     network = copy_module(module)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -360,13 +322,12 @@ def _with_rounding_errors(module: nn.Module) -> nn.Module:
 
 
 def _optimizer(network: nn.Module) -> torch.optim.Optimizer:
-    """Returns an optimizer that never steps; a `GradientSync` finds the trained parameters in it."""
+    """Returns an optimizer that never steps; `GradientSync` finds the trained parameters in it."""
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     return torch.optim.SGD(parameters or [torch.zeros(1)], lr=0.0)
 
 
-def _dense(parameter: nn.Parameter) -> torch.Tensor:
-    """Returns a parameter's gradient as a dense tensor; zeros if it has none."""
+def _dense_gradient(parameter: nn.Parameter) -> torch.Tensor:
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter)
@@ -387,15 +348,18 @@ def _outputs(mode: str, seen: Sequence[MicroBatchOutput]) -> _Results:
 
 def _differences(expected: _Results, found: _Results, tolerance: float) -> Iterator[_Difference]:
     """Yields the differences above the tolerance, which is relative to the largest expected element."""
-    gradients = [_largest(values) for key, values in expected.items() if key.micro_batch is None]
-    most = max(gradients, default=0.0)
+    most = max((_largest(v) for key, v in expected.items() if key.micro_batch is None), default=0.0)
     for key, values in found.items():
         wanted = expected[key]
         scale = _largest(wanted)
         if values.shape != wanted.shape:
-            shapes = f"shape {tuple(values.shape)}, but {tuple(wanted.shape)} in the whole network"
-            raise ValueError(f"in {key.mode} mode {key.name} has {shapes}")
-        size = _distance(wanted, values)
+            raise ValueError(
+                f"in {key.mode} mode {key.name} has shape {tuple(values.shape)}, but "
+                f"{tuple(wanted.shape)} in the whole network"
+            )
+        # Equal infinite elements and NaN in both count as 0.
+        is_same = (wanted == values) | (wanted.isnan() & values.isnan())
+        size = _largest((wanted - values).masked_fill(is_same, 0.0).nan_to_num(nan=math.inf), math.inf)
         allowed = tolerance * scale
         if key.micro_batch is None and tolerance:
             allowed = max(allowed, ZERO_TOLERANCE * most)
@@ -403,18 +367,7 @@ def _differences(expected: _Results, found: _Results, tolerance: float) -> Itera
             yield _Difference(key, size, scale)
 
 
-def _largest(values: torch.Tensor) -> float:
-    """Returns the largest absolute value of the finite elements; 0 if there are none."""
-    sizes = values.detach().abs().nan_to_num(nan=0.0, posinf=0.0)
+def _largest(values: torch.Tensor, infinite: float = 0.0) -> float:
+    """Returns the largest absolute value, with NaN as 0 and infinities as `infinite`; 0 if empty."""
+    sizes = values.detach().abs().nan_to_num(nan=0.0, posinf=infinite)
     return float(sizes.max()) if sizes.numel() else 0.0
-
-
-def _distance(wanted: torch.Tensor, values: torch.Tensor) -> float:
-    """Returns the largest absolute difference; equal infinite elements and NaN in both count as 0."""
-    is_same = (wanted == values) | (wanted.isnan() & values.isnan())
-    sizes = (wanted - values).abs().masked_fill(is_same, 0.0).nan_to_num(nan=math.inf)
-    return float(sizes.max()) if sizes.numel() else 0.0
-
-
-def _nothing(number: int, count: int, rows: int) -> None:
-    return

@@ -24,15 +24,15 @@ Shape = tuple[int, ...]
 
 
 def samples(names: Sequence[str], manifest: ShardManifest) -> tuple[torch.Tensor, ...]:
-    """Returns `PROBE_ROWS` rows of the inputs called `names`: zeros, and the largest id in the last row.
+    """Returns `PROBE_ROWS` rows per input: zeros, and the largest id in the last row.
 
     A row of varying length holds one value.
     """
 
     def fill(name: str, values: torch.Tensor, column: Column) -> None:
         if name == column.kind.arguments(column.name)[0] and not values.is_floating_point():
-            # The largest id refuses an embedding table with too few rows now, before a worker reads the id.
-            # The elements of an array may hold different things, and the statistics count them together.
+            # The largest id shows now if an embedding table has too few rows. Not in an array, whose elements
+            # may hold different things, while its statistics count them together.
             values[-1] = 0 if isinstance(column.kind, Array) else _largest_id(column, manifest)
 
     return _make_rows(names, manifest, PROBE_ROWS, fill)
@@ -41,10 +41,9 @@ def samples(names: Sequence[str], manifest: ShardManifest) -> tuple[torch.Tensor
 def random_samples(
     names: Sequence[str], manifest: ShardManifest, num_rows: int, *, zero_ids: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Returns random rows of the inputs called `names`; a row of varying length holds one value.
+    """Returns random rows per input; a row of varying length holds one value.
 
-    Args:
-        zero_ids: Whether integers are 0, for networks that accept fewer ids in some elements of an array.
+    `zero_ids` sets integers to 0, for networks that accept fewer ids in some elements of an array.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -66,7 +65,7 @@ def _make_rows(
     num_rows: int,
     fill: Callable[[str, torch.Tensor, Column], None],
 ) -> tuple[torch.Tensor, ...]:
-    """Returns rows of zeros after `fill`, which changes the tensor of one input."""
+    """Returns rows of zeros that `fill` has changed input by input."""
     layout, inputs = read_layout(manifest, names), []
     for number, name in enumerate(names):
         array, column = manifest.described(name), manifest.column_of(name)
@@ -88,7 +87,7 @@ def _largest_id(column: Column, manifest: ShardManifest) -> int:
 
 
 def run_module(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
-    """Returns what the module returns in evaluation mode; the module is in training mode afterwards."""
+    """Calls the module in evaluation mode, and leaves it in training mode."""
     module.eval()
     try:
         with torch.no_grad():
@@ -100,11 +99,9 @@ def run_module(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
 def probe(
     module: nn.Module, config: TrainConfig, manifest: ShardManifest, objects: UserObjects
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the module's outputs for `samples`, which transformInPrediction has prepared.
+    """Returns the module's outputs for `samples`, prepared by transformInPrediction.
 
-    Raises:
-        ValueError: The module cannot take the input columns, or does not return one tensor per label
-            with one entry per row.
+    Raises ValueError if the module fails, or does not return one tensor per label with one entry per row.
     """
     name = type(module).__name__
     inputs, prepare = samples(config.input_columns, manifest), objects.transform_in_prediction

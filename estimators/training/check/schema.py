@@ -1,12 +1,13 @@
-"""Checks settings against the names and types of the columns, before any row is read. Runs on the driver.
+"""Checks settings against the names and types of the columns, before `fit` writes the data.
 
-`fit` runs them before it writes the data. `check.driver` checks everything that depends on the data.
+`check.driver` checks everything that depends on the data.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -35,23 +36,16 @@ from ringspark.pipelines.manifest import Split
 def check_schema(
     config: TrainConfig, objects: UserObjects, columns: Sequence[Column], splits: Sequence[Split]
 ) -> tuple[Head, ...]:
-    """Checks settings and objects against the columns.
+    """Raises ValueError if settings and columns do not fit; returns the heads, before `settle_heads`.
 
     Args:
         columns: The inputs, labels and weight, each with its type; shapes may be unknown.
         splits: Splits that may have rows.
-
-    Returns:
-        The heads, before `settle_heads`.
-
-    Raises:
-        ValueError: They do not fit; the message names the column or the setting, and the remedy.
     """
-    expanded = list_arguments(columns, config.input_columns)
-    inputs = tuple(name for names in expanded for name in names)
+    inputs = tuple(chain.from_iterable(list_arguments(columns, config.input_columns)))
     _check_targets(config, {column.name: column for column in columns})
     _check_transforms(config, objects, inputs, _layout(columns, inputs))
-    empty = _without_weights(config, objects)
+    empty = _on_meta(config, objects)
     if empty is not None:
         check_network(config, empty)
         apply_finetuning(empty, config)
@@ -77,8 +71,8 @@ def check_schema(
     return heads
 
 
-def _without_weights(config: TrainConfig, objects: UserObjects) -> nn.Module | None:
-    """Returns the network on the meta device; None if its constructor is the user's and may load weights."""
+def _on_meta(config: TrainConfig, objects: UserObjects) -> nn.Module | None:
+    """Returns the network on the meta device; None if the user's constructor would have to run."""
     if config.model is None:
         return None if objects.module is None else copy_to_meta(objects.module)
     spec = ModelSpec.from_json(config.model)
@@ -86,7 +80,7 @@ def _without_weights(config: TrainConfig, objects: UserObjects) -> nn.Module | N
 
 
 def check_network(config: TrainConfig, module: nn.Module) -> None:
-    """Refuses networks that several workers, the loss or the mesh cannot train."""
+    """Raises ValueError for networks that several workers, the loss or the mesh cannot train."""
     model = f"model {type(module).__name__}"
     for name, layer in module.named_modules() if config.num_workers > 1 else ():
         # Its forward pass waits for all workers, but a worker without rows in a step runs no forward pass.
@@ -118,13 +112,9 @@ def check_network(config: TrainConfig, module: nn.Module) -> None:
 def find_monitor(
     monitor: str, heads: Sequence[Head], splits: Sequence[Split], has_train_metrics: bool = True
 ) -> str:
-    """Returns the history's entry that `monitor` means; a bare name prefers the first split.
+    """Returns the history's entry that `monitor` means; a bare name means the first of the splits with rows.
 
-    Args:
-        splits: Splits that have rows.
-
-    Raises:
-        ValueError: The history will have no such entry; the message names the nearest one.
+    Raises ValueError if the history will have no such entry.
     """
     names = ["loss", *heads[0].metrics]
     if len(heads) > 1:
@@ -146,7 +136,6 @@ def find_monitor(
 
 
 def _layout(columns: Sequence[Column], names: Sequence[str]) -> InputLayout:
-    """Returns the layout of the inputs with these names; refuses values without the starts of their rows."""
     arrays: dict[str, BatchArray] = {}
     for column in columns:
         # Each array of a dense column has an entry per row; its shape may be unknown yet.
@@ -156,7 +145,6 @@ def _layout(columns: Sequence[Column], names: Sequence[str]) -> InputLayout:
 
 
 def _check_targets(config: TrainConfig, columns: dict[str, Column]) -> None:
-    """Refuses labels and weights of column types that the task cannot compare with its outputs."""
     for name in (*config.label_columns, *filter(None, [config.weight_column])):
         if name in columns and not columns[name].is_dense:
             dense = "by Vector()" if columns[name].kind.tag == "sparse" else "of one length"
@@ -188,7 +176,7 @@ def _check_targets(config: TrainConfig, columns: dict[str, Column]) -> None:
 
 
 def _is_number(column: Column) -> bool:
-    """Whether a row holds one number. An array does not, even with length 1."""
+    # An array of length 1 is no number.
     return not isinstance(column.kind, Array | Padded) and not column.row_shape
 
 
@@ -220,7 +208,7 @@ def _check_transforms(
 
 
 def _refusal(called: Callable[..., Any], num_arguments: int, **named: Any) -> str:
-    """Returns why a function or module cannot take N arguments; empty if it can, or if nobody knows."""
+    """Returns why a function or module cannot take N arguments; "" if it can or has no signature."""
     try:
         signature = inspect.signature(called.forward if isinstance(called, nn.Module) else called)
     except (TypeError, ValueError):  # a function in C has no signature

@@ -1,9 +1,7 @@
 """Adafactor: Adam's second moment as the product of a row and a column (Shazeer and Stern 2018).
 
-It has no first moment, and for a matrix one number per row and per column: a few thousandths of its weights.
-The rate is relative: a step is `lr`, at most 1 / sqrt(step), times the root mean square of the weights, so
-1e-2 is a usual `learningRate`. Numbers and state equal torch.optim.Adafactor's, which waits for the device
-twice per parameter and cannot step on meta tensors.
+A step is `lr`, at most 1 / sqrt(step), times the root mean square of the weights: 1e-2 is usual. Numbers
+equal torch.optim.Adafactor's, which waits for the device twice per parameter and cannot step on meta tensors.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from ringspark.estimators.training.optimizers.base import DenseOptimizer, count_
 class Adafactor(DenseOptimizer):
     """Factored second moments over the last two dimensions, with decoupled weight decay.
 
-    New squares enter their mean with weight step ** beta2_decay. `eps` is the lower bound of the weights'
-    root mean square, `clip` the upper bound of an update's, before the rate.
+    New squares have weight step ** beta2_decay in their mean. `eps` is the least root mean square of the
+    weights, `clip` the largest of an update before the rate.
     """
 
     settings = {"lr": 1e-2, "beta2_decay": -0.8, "eps": 1e-3, "clip": 1.0, "weight_decay": 0.0}
@@ -57,6 +55,5 @@ def _factored(gradient: torch.Tensor, state: dict[str, Any], fresh: float, tiny:
 
 
 def _rms(values: torch.Tensor) -> torch.Tensor:
-    """Returns the root mean square, a scalar on the device."""
     rms: torch.Tensor = torch.linalg.vector_norm(values) / max(1, values.numel()) ** 0.5
     return rms

@@ -1,13 +1,7 @@
 """1-bit Adam (Tang et al. 2021): Adam with second moments that freeze when gradients are compressed.
 
-Error feedback sends parts of a gradient in later steps. An optimizer that is linear in the gradients, such as
-momentum, gets the same sum in the end; Adam's squared gradients do not. So the squares are averaged only
-while gradients are uncompressed, the `after` of `gradientCompression`. Then the optimizer is momentum with a
-fixed rate per weight.
-
-The paper divides by the root of the frozen moment. It is almost zero for a weight without a gradient so far,
-such as a category not seen yet, whose first gradient would move it by thousands of steps at once. So a second
-moment is at least a thousandth of its parameter's mean.
+Error feedback sends parts of a gradient in later steps, which momentum adds up correctly and Adam's squared
+gradients do not. So squares are averaged only before the compression begins (its option `after`).
 """
 
 from __future__ import annotations
@@ -18,20 +12,20 @@ import torch
 
 from ringspark.estimators.training.optimizers.base import DenseOptimizer, count_step
 
-# Smallest frozen second moment, as a share of the parameter's mean: no rate is above about 30 times the
-# mean's.
+# Smallest frozen second moment, as a share of the parameter's mean. Unlike in the paper, a weight without a
+# gradient so far (a category not seen yet) must not move by thousands of steps at its first gradient.
 _LEAST = 1e-3
 
 
 class Adam1bit(DenseOptimizer):
-    """AdamW until `freeze_variance` is called, momentum scaled by the last second moments after it."""
+    """AdamW until `freeze_variance`, then momentum scaled by the last second moments."""
 
     settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "is_frozen": False}
     is_elementwise = True
 
     @torch.no_grad()
     def freeze_variance(self) -> None:
-        """Freezes the second moments; the flag is in the parameter groups, which checkpoints hold."""
+        """Freezes the second moments; checkpoints hold the flag with the parameter groups."""
         for group in self.param_groups:
             group["is_frozen"] = True
             for parameter in group["params"]:

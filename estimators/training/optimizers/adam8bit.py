@@ -1,13 +1,8 @@
 """Adam and AdamW with both moments in 8 bits (Dettmers et al. 2022): 2 bytes per weight instead of 8.
 
-Moments are stored by blockwise dynamic quantization (section 2): values are divided by the largest magnitude
-of their block of 256, and rounded to the nearest of 256 levels. Levels are denser near 0: each of seven
-decades has linear fractions, twice as many as the decade below. A step computes in fp32 in chunks, so a large
-parameter needs no fp32 copy of its state. Parameters below 4,096 values keep fp32 moments, as in the authors'
-version: they are small, and rounding harms biases and gains most.
-
-torchao (2026) needs the machine's compiler for the step and refuses rates that a schedule writes as numbers;
-bitsandbytes 0.50 cannot step on fake tensors, which the memory planner needs.
+Values are divided by the largest magnitude of their block of 256, and rounded to the nearest of 256 levels,
+which are denser near 0. torchao (2026) needs a C++ compiler for the step and refuses rates that a schedule
+writes as numbers; bitsandbytes 0.50 cannot step on fake tensors, which the memory planner needs.
 """
 
 from __future__ import annotations
@@ -20,6 +15,7 @@ from ringspark.estimators.training.optimizers.base import DenseOptimizer, count_
 
 BLOCK_SIZE = 256
 DECADES = 7
+# Smaller parameters keep fp32 moments, as in the authors' version: rounding harms biases and gains most.
 MIN_VALUES = 4096
 # Values in fp32 at a time, in whole blocks: few for a core's cache, many to keep a GPU busy.
 CHUNK = 1 << 18
@@ -30,7 +26,10 @@ MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 
 
 def make_levels(signed: bool) -> list[float]:
-    """Returns the 256 levels in ascending order, from about -1 (0 if unsigned) to 1."""
+    """Returns the 256 levels in ascending order, from about -1 (0 if unsigned) to 1.
+
+    Each decade has linear fractions, twice as many as the decade below.
+    """
     positive = []
     for decade in range(DECADES):
         # Unsigned levels use the sign's bit for the fraction.
@@ -42,7 +41,6 @@ def make_levels(signed: bool) -> list[float]:
 
 
 def num_blocks(num_values: int) -> int:
-    """Returns the number of blocks of a tensor; the last may be short."""
     return -(-num_values // BLOCK_SIZE)
 
 
@@ -52,17 +50,15 @@ class Quantizer:
     def __init__(self, signed: bool, device: torch.device) -> None:
         self._signed = signed
         table = torch.tensor(make_levels(signed), dtype=torch.float32, device="cpu")
-        # The code of each of the 65,536 fp16 numbers: a look-up is ten times as fast as a search among the
-        # levels, and fp16 is precise enough for all of them.
+        # The code of each of the 65,536 fp16 numbers: a look-up is ten times as fast as a search.
         halves = torch.arange(-(2**15), 2**15, device="cpu").to(torch.int16).view(torch.float16)
         codes = torch.bucketize(halves.float().nan_to_num(), (table[1:] + table[:-1]) / 2)
         self._levels, self._codes = table.to(device), codes.to(torch.uint8).to(device)
 
     def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rounds values to codes and scales; unsigned values never round down to 0.
+        """Rounds values to codes and scales.
 
-        If only the second moment became 0, Adam would divide the first by epsilon and take a huge step.
-        Rounded up, it makes the step too small instead.
+        Unsigned values never become 0: Adam would divide the first moment by epsilon and take a huge step.
         """
         blocks = _split_blocks(values)
         scales = blocks.abs().amax(1)  # (blocks,)
@@ -74,13 +70,12 @@ class Quantizer:
         return codes[: len(values)], scales
 
     def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Returns the values of codes and scales; a scale of 0 gives zeros for any codes."""
         values = self._levels.index_select(0, codes.int())
         return (_split_blocks(values) * scales[:, None]).view(-1)[: len(codes)]
 
 
 def _split_blocks(values: torch.Tensor) -> torch.Tensor:
-    """Returns the values as (blocks, BLOCK_SIZE); zeros fill the last block."""
+    """Reshapes to (blocks, BLOCK_SIZE); zeros fill the last block."""
     missing = num_blocks(len(values)) * BLOCK_SIZE - len(values)
     if missing:
         values = torch.nn.functional.pad(values, (0, missing))
@@ -93,7 +88,7 @@ class Adam8bit(DenseOptimizer):
     settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled": False}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the state and its dtypes; torch casts all of it, codes too, to the parameter's dtype."""
+        """Restores the state and its dtypes, which torch casts to the parameter's dtype."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             for key in state:
@@ -106,7 +101,13 @@ class Adam8bit(DenseOptimizer):
         # Each rank quantizes its own shard of a DTensor.
         parameter, gradient = _local(parameter), _local(gradient)
         if not state:
-            _allocate(parameter, state)
+            size = parameter.numel()
+            for name in MOMENTS:
+                if size < MIN_VALUES:
+                    state[name] = parameter.new_zeros(size, dtype=torch.float32)
+                else:
+                    state[f"{name}_codes"] = parameter.new_zeros(size, dtype=torch.uint8)
+                    state[f"{name}_scales"] = parameter.new_zeros(num_blocks(size), dtype=torch.float32)
         step = count_step(state)
         chunk = CUDA_CHUNK if parameter.is_cuda else CHUNK
         weights = parameter.view(-1) if parameter.is_contiguous() else parameter.flatten()
@@ -129,7 +130,6 @@ class Adam8bit(DenseOptimizer):
         return made[name, device]
 
     def _read(self, state: dict[str, Any], name: str, part: slice) -> torch.Tensor:
-        """Returns the moments of some weights in fp32; the caller may change them."""
         if name in state:
             moments: torch.Tensor = state[name][part]
             return moments
@@ -144,16 +144,6 @@ class Adam8bit(DenseOptimizer):
         state[f"{name}_scales"][_blocks_of(part)] = scales
 
 
-def _allocate(parameter: torch.Tensor, state: dict[str, Any]) -> None:
-    size = parameter.numel()
-    for name in MOMENTS:
-        if size < MIN_VALUES:
-            state[name] = parameter.new_zeros(size, dtype=torch.float32)
-        else:
-            state[f"{name}_codes"] = parameter.new_zeros(size, dtype=torch.uint8)
-            state[f"{name}_scales"] = parameter.new_zeros(num_blocks(size), dtype=torch.float32)
-
-
 def _blocks_of(part: slice) -> slice:
     return slice(part.start // BLOCK_SIZE, num_blocks(part.stop))
 
@@ -166,7 +156,7 @@ def _adam(
     step: int,
     group: dict[str, Any],
 ) -> torch.Tensor:
-    """Takes one Adam step over flat fp32 values; changes the moments in place, returns the new weights."""
+    """Returns the weights after one Adam step over flat fp32 values; changes the moments in place."""
     beta1, beta2 = group["betas"]
     decay = group["weight_decay"]
     if decay and group["decoupled"]:
@@ -180,6 +170,6 @@ def _adam(
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's shard of a DTensor, known by its method: importing its class takes a second."""
+    # By its method, because to import the DTensor class takes a second.
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()

@@ -1,8 +1,7 @@
 """The base of our own optimizers: their state is plain tensors, and they read no number from the device.
 
-So `state_dict` works as in torch's own, and a step on fake tensors shows the memory planner the allocations
-of a real step. All settings are in the parameter groups, because Horovod recreates an optimizer from them
-alone.
+So the memory planner can step them on fake tensors. All settings are in the parameter groups, because Horovod
+recreates an optimizer from them alone.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ class DenseOptimizer(torch.optim.Optimizer):
     """Updates one parameter after another from its dense gradient; see `update`.
 
     Attributes:
-        settings: The settings of a group with their defaults; the constructor takes them by name.
-        is_elementwise: Whether each weight moves by its own gradient and state alone, so that a parameter can
-            be sharded anywhere.
+        settings: Defaults of a group's settings, which the constructor takes by name.
+        is_elementwise: Whether each weight moves by its own gradient and state alone, so any slice of a
+            parameter can be updated separately.
     """
 
     settings: ClassVar[dict[str, Any]]
@@ -55,23 +54,21 @@ class DenseOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    _check(type(self).__name__, parameter.grad)
-                    self.update(parameter, parameter.grad, self.state[parameter], group)
+                if (gradient := parameter.grad) is None:
+                    continue
+                if gradient.is_sparse or gradient.is_complex():
+                    kind = "a sparse" if gradient.is_sparse else "a complex"
+                    raise ValueError(
+                        f"optimizer {type(self).__name__} takes dense real gradients, got {kind} one of "
+                        f"shape {tuple(gradient.shape)}; make embeddings with sparse=False, or set "
+                        "optimizer='sgd'"
+                    )
+                self.update(parameter, gradient, self.state[parameter], group)
         return loss
 
 
-def _check(name: str, gradient: torch.Tensor) -> None:
-    if gradient.is_sparse or gradient.is_complex():
-        kind = "a sparse" if gradient.is_sparse else "a complex"
-        raise ValueError(
-            f"optimizer {name} takes dense real gradients, got {kind} one of shape {tuple(gradient.shape)}; "
-            "make embeddings with sparse=False, or set optimizer='sgd'"
-        )
-
-
 def count_step(state: dict[str, Any]) -> int:
-    """Counts and returns the parameter's steps, from 1; like torch, keeps the count on the host."""
+    """Counts the parameter's steps on the host, like torch; returns the count, from 1."""
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
     state["step"] += 1

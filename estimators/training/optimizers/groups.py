@@ -17,18 +17,10 @@ GROUP_KEYS = {"params": "params", "learningRate": "lr", "weightDecay": "weight_d
 
 
 def check_groups(groups: object) -> list[dict[str, Any]]:
-    """Checks the form of `parameterGroups`; `group_parameters` later checks that the patterns match.
+    """Returns `parameterGroups` as JSON values, "params" always a list; raises ValueError if malformed.
 
-    Args:
-        groups: A list of dicts {"params": "encoder.*", "learningRate": 1e-5, "weightDecay": 0.0}.
-            "params" is a shell pattern (*, ?, [...]) over parameter names or a list of patterns; the other
-            keys are optional.
-
-    Returns:
-        The groups as plain JSON values, "params" always a list.
-
-    Raises:
-        ValueError: A group is malformed.
+    A group is {"params": "encoder.*", "learningRate": 1e-5, "weightDecay": 0.0}. "params" is a shell pattern
+    (*, ?, [...]) over parameter names or a list of patterns; the other keys are optional.
     """
     if isinstance(groups, Mapping | str) or not isinstance(groups, Sequence):
         raise ValueError(f"parameterGroups must be a list of dicts, got {type(groups).__name__}")
@@ -46,11 +38,8 @@ def _check_group(index: int, group: object) -> dict[str, Any]:
             )
     given = group.get("params")
     patterns = [given] if isinstance(given, str) else given
-    if (
-        not isinstance(patterns, Sequence)
-        or not patterns
-        or not all(isinstance(p, str) and p for p in patterns)
-    ):
+    is_list = isinstance(patterns, Sequence) and all(isinstance(p, str) and p for p in patterns)
+    if not patterns or not is_list:
         raise ValueError(
             f"parameterGroups[{index}] needs 'params', a pattern over names of parameters "
             f"('encoder.*') or a list of patterns, got {given!r}"
@@ -69,28 +58,23 @@ def _check_group(index: int, group: object) -> dict[str, Any]:
 
 
 def group_parameters(
-    module: nn.Module,
-    groups: object,
-    learning_rate: float | None = None,
-    weight_decay: float | None = None,
+    module: nn.Module, groups: object, learning_rate: float | None = None, weight_decay: float | None = None
 ) -> list[dict[str, Any]]:
     """Splits a module's trainable parameters into groups in torch.optim's form.
 
     The first group that matches a parameter gets it; parameters without a match form a last group. A group
-    without its own rate or decay gets the one given here, or none if that is None. If the network is spread
-    over ranks, each rank has the groups of the whole network, some of them empty.
+    without its own rate or decay gets the one given here, if any. Each rank of a sharded network has the
+    groups of the whole network, some of them empty.
 
-    Raises:
-        ValueError: The groups are malformed, a pattern matches no trainable parameter, or earlier groups
-            have taken all parameters that it matches.
+    Raises ValueError if a pattern matches no trainable parameter, or only parameters of earlier groups.
     """
     named: dict[str, nn.Parameter | None] = {n: p for n, p in module.named_parameters() if p.requires_grad}
     layout = layout_of(module)
     if layout is not None:
         here = {layout.full_name(name): parameter for name, parameter in named.items()}
         named = {name: here.get(name) for name in layout.trained}
-    defaults = {"lr": learning_rate, "weight_decay": weight_decay}
-    defaults = {key: value for key, value in defaults.items() if value is not None}
+    given = {"lr": learning_rate, "weight_decay": weight_decay}
+    defaults = {key: value for key, value in given.items() if value is not None}
     left = dict(named)
     result: list[dict[str, Any]] = []
     for index, group in enumerate(check_groups(groups)):

@@ -1,8 +1,7 @@
 """LAMB: Adam's direction, with a rate scaled to each layer's weights (You et al. 2020, algorithm 2).
 
-It suits batches of tens of thousands of rows. As in the paper's BERT training, parameters with fewer than two
-dimensions (biases, gains) step as in AdamW: their norms start at 0, and a proportional rate would keep them
-there.
+For batches of tens of thousands of rows. Biases and gains step as in AdamW, as in the paper's BERT training:
+their norms may start at 0, and a proportional rate would keep them there.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ringspark.estimators.training.optimizers.base import DenseOptimizer, count_
 
 
 class Lamb(DenseOptimizer):
-    """Layer-wise adaptive moments: the norm of a layer's update is the norm of its weights times the rate."""
+    """Adam whose update of a layer has the norm of the layer's weights, times the rate."""
 
     settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.0}
 

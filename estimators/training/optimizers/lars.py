@@ -1,8 +1,7 @@
 """LARS: momentum SGD with a rate scaled to each layer's weights (You et al. 2017, algorithm 1).
 
-It suits batches of tens of thousands of rows. A layer's rate is `trust_coefficient` times the ratio of the
-norms of weights and gradient, and `learningRate` is a factor on it: 1 to 30 is usual, after a warm-up.
-Parameters with fewer than two dimensions step as in plain momentum SGD.
+For batches of tens of thousands of rows. `learningRate` is a factor on a layer's rate: 1 to 30 is usual,
+after a warm-up. Parameters with fewer than two dimensions step as in momentum SGD.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ringspark.estimators.training.optimizers.lamb import trust_ratio
 
 
 class Lars(DenseOptimizer):
-    """Layer-wise adaptive rate scaling; decay is part of the gradient, as in the paper."""
+    """Momentum SGD with layer-wise rates; decay is part of the gradient, as in the paper."""
 
     settings = {"lr": 1.0, "momentum": 0.9, "trust_coefficient": 1e-3, "weight_decay": 0.0}
 

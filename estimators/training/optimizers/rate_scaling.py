@@ -1,14 +1,7 @@
-"""Learning rates that follow the batch size by a rule that the user names, with gradual warm-up. Pure.
+"""Scales learning rates with the batch size, after a gradual warm-up. For a batch k times the base batch:
 
-A batch k times as large as the base batch has gradients with a k-th of the variance:
-
-* "linear": k times the rate (Goyal et al. 2017), so that one step goes as far as k small ones. For SGD, as
-  long as the batch is well below the gradient noise scale.
-* "sqrt": sqrt(k) times the rate (Krizhevsky 2014, Hoffer et al. 2017), which keeps the variance of a step.
-  Also the rule for Adam and similar optimizers, which divide by the gradients' root mean square.
-
-A large rate may be unstable at the start, when the network changes fast. So the rate rises linearly from the
-unscaled to the scaled one (Goyal et al., "gradual warm-up").
+* "linear": k times the rate (Goyal et al. 2017). For SGD with batches well below the gradient noise scale.
+* "sqrt": sqrt(k) times the rate (Krizhevsky 2014, Hoffer et al. 2017). For Adam and similar optimizers.
 """
 
 from __future__ import annotations
@@ -32,7 +25,6 @@ class RateScaling:
         name: Key of `RULES`.
         base_batch_size: Rows per step for which the unscaled rate is right.
         warmup_steps: Steps in which the factor rises from 1 to the rule's.
-        steps: Batch size and steps of every epoch.
     """
 
     name: str
@@ -42,7 +34,6 @@ class RateScaling:
 
     @classmethod
     def of(cls, setting: ScaleLearningRate | None, steps: Steps) -> RateScaling | None:
-        """Returns the scaling for the setting `scaleLearningRate`, or None for None."""
         if setting is None:
             return None
         return cls(
@@ -57,7 +48,7 @@ class RateScaling:
         return RULES[self.name](self.steps.batches.size(epoch) / self.base_batch_size)
 
     def factor(self, step: int) -> float:
-        """Returns the factor of a step, from 0 over the whole training."""
+        """Returns the factor of a step, counted from 0 over the whole training."""
         full = self.of_epoch(self.steps.epoch_of(step))
         return full if step >= self.warmup_steps else 1 + (full - 1) * step / self.warmup_steps
 

@@ -1,17 +1,14 @@
-"""The registry of optimizers by name.
+"""The registry of optimizers by name; docs/design.md says why some are our own.
 
-An optimizer is made after the module has its final form. The learning rate is the user's for any number of
-ranks. An optimizer that torch lacks, or whose version does not fit, has its own file; docs/design.md says why
-no library has it. Muon is left out: it takes only matrices, and would need a second optimizer for the rest.
-
-Weight decay is decoupled from the gradient (AdamW) in adamw, adamw8bit, adam1bit, adafactor and sm3. In lamb
-it is added to the update before scaling. In all other optimizers it is part of the gradient (L2), as in their
-papers.
+Weight decay is decoupled from the gradient (AdamW) in adamw, adamw8bit, adam1bit, adafactor and sm3. lamb
+adds it to the update before scaling. In all others it is part of the gradient (L2), as in their papers.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -32,9 +29,8 @@ Factory = Callable[[Any, float, float], torch.optim.Optimizer]
 def _fused(parameters: list[Any]) -> bool | None:
     """Returns True if torch's fused kernel can step all parameters, else None for torch's default.
 
-    The kernel takes real parameters only. On CPUs it ignores strides, so parameters must be contiguous. Lazy
-    parameters have no memory yet; the driver only checks them. SGD stays unfused, because its fused form
-    refuses the sparse gradients of embeddings.
+    The kernel takes real parameters only, and on CPUs it ignores strides. SGD stays unfused, because its
+    fused form refuses the sparse gradients of embeddings.
     """
     held = [p for entry in parameters for p in (entry["params"] if isinstance(entry, dict) else [entry])]
     devices = {p.device.type for p in held}
@@ -109,3 +105,33 @@ def make_optimizer(
     check_name("optimizer", name, OPTIMIZERS)
     parameters = list(parameters)  # type: ignore[assignment]
     return OPTIMIZERS[name](parameters, learning_rate, weight_decay)
+
+
+_COMPILER = "torch._dynamo"
+# Attribute under which torch keeps the function to call in place of a wrapped method.
+_IN_PLACE = "__dynamo_disable"
+
+
+def defer_compiler_import() -> None:
+    """Lets a driver make an optimizer, only to check it, without importing torch's compiler.
+
+    torch wraps these methods so that their first call imports the compiler, which takes a second of a core
+    that Spark's first job needs.
+    """
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
+        if method is not None and _COMPILER not in sys.modules and not hasattr(method, _IN_PLACE):
+            setattr(method, _IN_PLACE, _call_until_compiler(method))
+
+
+def _call_until_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        if _COMPILER not in sys.modules:
+            return method(*args, **kwargs)
+        # torch now sets its own, which excludes the method from compilation. Another thread may be faster.
+        if method.__dict__.get(_IN_PLACE) is plain:
+            method.__dict__.pop(_IN_PLACE, None)
+        return getattr(torch.optim.Optimizer, method.__name__)(*args, **kwargs)
+
+    return plain

@@ -1,7 +1,6 @@
 """Learning-rate schedules: pure functions (step, number of steps) -> factor on the learning rate.
 
-They are pure, so a resumed training needs no scheduler state. A torch scheduler has state: `SchedulerRates`
-replays it from its start to the needed step, on an optimizer without weights.
+So a resumed training needs no scheduler state. `SchedulerRates` replays a torch scheduler, which has state.
 """
 
 from __future__ import annotations
@@ -66,28 +65,21 @@ def warm_up_factor(step: int, warmup_steps: int) -> float:
 
 
 def add_warmup(schedule: Schedule, warmup_steps: int, rise: Callable[[int], float] | None = None) -> Schedule:
-    """Returns `schedule` after a warm-up of `warmup_steps` steps.
+    """Returns a schedule that runs whole after a warm-up: a cosine still ends at zero.
 
-    The whole schedule runs over the remaining steps: a cosine with warm-up still ends at zero.
-
-    Args:
-        rise: Step -> factor on the schedule, also after the warm-up; None for a linear rise from above 0.
+    `rise` is step -> factor on the schedule, also after the warm-up; None for a linear rise from above 0.
     """
     if rise is None:
         rise = partial(warm_up_factor, warmup_steps=warmup_steps)
 
     def warmed(step: int, num_steps: int) -> float:
-        course = schedule(max(0, step - warmup_steps), max(1, num_steps - warmup_steps))
-        return rise(step) * course
+        return rise(step) * schedule(max(0, step - warmup_steps), max(1, num_steps - warmup_steps))
 
     return warmed
 
 
 def takes_optimizer(schedule: Callable[..., Any]) -> bool:
-    """Returns whether a user's callable is optimizer -> scheduler, not (step, num_steps) -> factor.
-
-    Raises ValueError if it takes neither one argument nor two.
-    """
+    """Returns whether a user's callable is optimizer -> scheduler, not (step, num_steps) -> factor."""
     kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     parameters = [p for p in signature(schedule).parameters.values() if p.kind in kinds]
     required = sum(p.default is Parameter.empty for p in parameters)
@@ -103,12 +95,11 @@ def takes_optimizer(schedule: Callable[..., Any]) -> bool:
 class LearningRates:
     """Sets an optimizer's learning rates before each step; every group keeps its own base.
 
-    Make it while the groups still have the user's rates. If other code changes a group's rate, such as a
-    callback with `ReduceLROnPlateau`, the ratio to the last planned rate scales all later rates of the group.
-    Step numbers may jump, as in a resumed training.
+    The constructor reads the user's rates from the groups. If other code changes a group's rate, such as a
+    callback with `ReduceLROnPlateau`, all later rates of the group are scaled by the same ratio.
 
     Attributes:
-        scales: Product of those ratios for each group; checkpoints keep them.
+        scales: Product of these ratios for each group; checkpoints keep them.
     """
 
     def __init__(self, schedule: Schedule, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
@@ -120,11 +111,7 @@ class LearningRates:
         self._last: list[float] | None = [float(base) for base in self._bases]
 
     def set(self, step: int) -> None:
-        """Sets the rates of optimizer step `step`, from 0.
-
-        Raises ValueError if other code changed the number of parameter groups, or changed a rate whose base
-        is 0, so there is no ratio.
-        """
+        """Sets the rates of a step, counted from 0, which may jump. Raises like `take_changes`."""
         factor = self._schedule(step, self._num_steps)
         self._set_rates([base * factor for base in self._bases])
 
@@ -136,7 +123,7 @@ class LearningRates:
     def take_changes(self) -> None:
         """Adds other code's changes since the last step to `scales`; call it before a checkpoint.
 
-        Raises ValueError like `set`.
+        Raises ValueError if the number of parameter groups changed, or a rate whose base is 0.
         """
         groups = self._optimizer.param_groups
         if len(groups) != len(self.scales):
@@ -174,10 +161,9 @@ class LearningRates:
 
 
 class _WeightlessOptimizer(torch.optim.Optimizer):
-    """An optimizer with the groups of another one, but without its weights.
+    """Copies an optimizer's groups but not its weights, for a scheduler.
 
-    A scheduler on the real optimizer would see rates that the warm-up changed, and would warn if fp16's loss
-    scaling skips the first step or a resumed training replays earlier steps.
+    A scheduler on the real optimizer would see the rates of the warm-up, and would warn about skipped steps.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -192,7 +178,7 @@ class _WeightlessOptimizer(torch.optim.Optimizer):
 
 
 class SchedulerRates(LearningRates):
-    """Sets rates by a torch scheduler, one scheduler step per optimizer step."""
+    """Sets rates by a torch scheduler that starts after the warm-up; `rise` is the factor on its rates."""
 
     def __init__(
         self,
@@ -201,7 +187,6 @@ class SchedulerRates(LearningRates):
         warmup_steps: int,
         rise: Callable[[int], float],
     ) -> None:
-        """Starts the scheduler after `warmup_steps`; `rise` gives the factor on its rates."""
         super().__init__(_constant, optimizer, 0)
         self._factory = factory
         self._warmup_steps = warmup_steps
@@ -240,8 +225,7 @@ class SchedulerRates(LearningRates):
         planned = self._replica.param_groups
         for index, key in self._moved:
             self._optimizer.param_groups[index][key] = planned[index][key]
-        factor = self._rise(step)
-        self._set_rates([group["lr"] * factor for group in planned])
+        self._set_rates([group["lr"] * self._rise(step) for group in planned])
 
 
 def make_rates(
@@ -251,12 +235,11 @@ def make_rates(
     warmup_steps: int = 0,
     scaling: RateScaling | None = None,
 ) -> LearningRates:
-    """Makes the learning rates of a training of `num_steps` steps.
+    """Makes the learning rates of a training; the optimizer's groups hold the base rates.
 
     Args:
         spec: A name of `SCHEDULES`, a callable (step, num_steps) -> factor on each group's rate, or a
             callable optimizer -> torch scheduler.
-        optimizer: Holds the base rates in its groups.
         scaling: Multiplies all rates; its own warm-up applies if `warmup_steps` is 0.
 
     Raises:
@@ -267,22 +250,21 @@ def make_rates(
             f"warmupSteps must be below the training's number of steps ({num_steps}), got {warmup_steps}; "
             "lower it, or train for more epochs"
         )
-    rise: Callable[[int], float] = partial(warm_up_factor, warmup_steps=warmup_steps)
+    delay = warmup_steps
     if scaling is not None:
         if scaling.warmup_steps and scaling.warmup_steps >= num_steps:
             raise ValueError(
                 "scaleLearningRate's warmup_epochs must end before the last of the training's steps "
                 f"({num_steps}), got {scaling.warmup_steps} steps; lower it, or train for more epochs"
             )
-        rise = partial(_scaled, scaling, warmup_steps)
-        warmup_steps = warmup_steps or scaling.warmup_steps
+        delay = warmup_steps or scaling.warmup_steps
+
+    def rise(step: int) -> float:
+        return warm_up_factor(step, warmup_steps) * (1.0 if scaling is None else scaling.factor(step))
+
     if isinstance(spec, str):
         check_name("lrSchedule", spec, SCHEDULES)
         spec = SCHEDULES[spec]
     elif takes_optimizer(spec):
-        return SchedulerRates(spec, optimizer, warmup_steps, rise)
-    return LearningRates(add_warmup(spec, warmup_steps, rise), optimizer, num_steps)
-
-
-def _scaled(scaling: RateScaling, warmup_steps: int, step: int) -> float:
-    return warm_up_factor(step, warmup_steps) * scaling.factor(step)
+        return SchedulerRates(spec, optimizer, delay, rise)
+    return LearningRates(add_warmup(spec, delay, rise), optimizer, num_steps)

@@ -1,8 +1,7 @@
 """SM3: Adagrad with one number per row and per column instead of one per weight (Anil et al. 2019, SM3-II).
 
-The state is one vector of sums per dimension of a parameter. A weight's sum of squared gradients is at most
-the smallest sum of the rows and columns that contain it. There is no momentum, which would take as much
-memory as the weights. Weight decay is decoupled from the gradient, as in AdamW.
+A weight's sum of squared gradients is at most the smallest sum of the rows and columns that contain it. There
+is no momentum, which would take as much memory as the weights. Weight decay is decoupled, as in AdamW.
 """
 
 from __future__ import annotations

@@ -126,8 +126,7 @@ class TensorCodec:
 RAW = TensorCodec(lambda values: (values,), lambda parts, count, dtype: parts[0])
 # A mask, exactly: one bit per value.
 BOOLEANS = TensorCodec(
-    lambda values: (pack_bits(values),),
-    lambda parts, count, dtype: unpack_bits(parts[0], count),
+    lambda values: (pack_bits(values),), lambda parts, count, dtype: unpack_bits(parts[0], count)
 )
 # Where a gradient passes ReLU. It passes at a NaN, as in torch's own backward.
 SIGNS = TensorCodec(

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from ringspark.estimators.options.base import (
-    ValueRange,
-    at_least,
-    listed,
-    one_of,
-)
+from ringspark.estimators.options.base import ValueRange, at_least, listed, one_of
 from ringspark.estimators.training.settings.choices import Cache, HandleInvalid, WeightOffload
 from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.pipelines import READERS, default_engine, storage

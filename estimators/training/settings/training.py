@@ -6,13 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from ringspark.estimators.names import check_name
-from ringspark.estimators.options.base import (
-    above_0,
-    above_0_and_finite,
-    at_least,
-    not_negative,
-    one_of,
-)
+from ringspark.estimators.options.base import above_0, above_0_and_finite, at_least, not_negative, one_of
 from ringspark.estimators.options.scaling import ScaleLearningRate
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.training.callbacks import Callback

@@ -9,8 +9,11 @@ import sys
 SCRIPT = """
 import json, sys
 import torch
-from ringspark.estimators.training.optimizers.late_compiler import defer_compiler_import
-from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
+from ringspark.estimators.training.optimizers.registry import (
+    OPTIMIZERS,
+    defer_compiler_import,
+    make_optimizer,
+)
 
 def is_loaded():
     return "torch._dynamo" in sys.modules
