@@ -1,27 +1,30 @@
 """Chooses which parameters to train: `freeze` by patterns, and the adapters of `lora`.
 
-A frozen parameter has no gradient, no communication and no optimizer state. A batch normalisation that is
-frozen whole keeps its running statistics and normalises by them, in training too; otherwise "frozen" layers
-would compute something else after every step. Dropout works in frozen layers as in others.
+A batch normalisation that is frozen whole keeps its running statistics and normalises by them, in training
+too; otherwise "frozen" layers would compute something else after every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ringspark.estimators.names import nearest
 from ringspark.estimators.options.finetuning import LoRA
 from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.models.lora import add_lora
+from ringspark.models.lora import add_lora, find_adapters, merged_state
+from ringspark.models.process_state import fork_generators
+
+Tensors = tuple[torch.Tensor, ...]
 
 
 def tune(module: nn.Module, freeze: Sequence[str] = (), lora: LoRA | None = None) -> nn.Module:
-    """Freezes parameters and adds adapters, in place; returns the module. Runs on the driver and every rank.
+    """Freezes parameters and adds adapters, in place; returns the module.
 
     Raises ValueError if a pattern matches nothing, or nothing is left to train.
     """
@@ -38,7 +41,6 @@ def tune(module: nn.Module, freeze: Sequence[str] = (), lora: LoRA | None = None
 
 
 def apply_finetuning(module: nn.Module, config: TrainConfig) -> nn.Module:
-    """Does `tune` as a training's config says."""
     return tune(module, config.freeze, config.lora)
 
 
@@ -56,7 +58,7 @@ def _add_adapters(module: nn.Module, lora: LoRA) -> None:
 
 
 def _names(module: nn.Module) -> list[str]:
-    """Returns all names of all parameters, and of the buffers of normalisations without parameters."""
+    """Returns the names of all parameters, and of the buffers of normalisations without parameters."""
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     for prefix, layer in module.named_modules():
         if isinstance(layer, _NormBase) and not any(True for _ in layer.parameters()):
@@ -97,5 +99,74 @@ def _freeze(module: nn.Module, names: set[str]) -> None:
 
 
 def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
-    """Replaces `train` in a layer that stays in evaluation mode."""
     return layer
+
+
+def check_adapters(module: nn.Module, run: Callable[[], Tensors]) -> Tensors:
+    """Returns the outputs of `run`, which calls the module on a few rows. Runs on the driver.
+
+    Raises ValueError if a layer with an adapter is not called, or the merged network computes something else.
+    """
+    silent = find_adapters(module)
+
+    def record(name: str, *_: object) -> None:
+        silent.pop(name, None)
+
+    hooks = [layer.register_forward_hook(partial(record, name)) for name, layer in list(silent.items())]
+    outputs = run()
+    for hook in hooks:
+        hook.remove()
+    if silent:
+        raise ValueError(
+            f"lora's targets have layer {min(silent)!r}, which the forward of model {type(module).__name__} "
+            "does not call, so an adapter would change nothing; choose layers that it calls"
+        )
+    if hooks and not _agree(*_run_both_ways(module, run)):
+        raise ValueError(
+            f"model {type(module).__name__} gives other outputs once lora's adapters are merged into its "
+            "weights: it also uses the weight of a target layer without calling the layer; choose other "
+            "layers"
+        )
+    return outputs
+
+
+@torch.no_grad()
+def _run_both_ways(module: nn.Module, run: Callable[[], Tensors]) -> tuple[Tensors, Tensors]:
+    """Returns the outputs with random adapters, and with the same adapters merged; restores the module."""
+    layers = find_adapters(module)
+    first = {id(layer): layer.weight.data for layer in layers.values()}
+
+    def run_seeded() -> Tensors:
+        torch.manual_seed(0)
+        return run()
+
+    # A first layer's adapter would map zeros to zeros.
+    hook = module.register_forward_pre_hook(_random_inputs)
+    try:
+        with fork_generators():
+            for layer in layers.values():
+                # The product is about as large as the layer's own weight.
+                layer.lora_B.normal_(std=1 / layer._lora_scale)  # type: ignore[operator, arg-type]
+            unmerged, state = run_seeded(), merged_state(module)
+            for name, layer in layers.items():
+                layer.weight.data = state[f"{name}.weight".lstrip(".")]
+                layer.lora_B.zero_()  # type: ignore[operator]
+            return unmerged, run_seeded()
+    finally:
+        hook.remove()
+        for layer in layers.values():
+            layer.weight.data = first[id(layer)]
+            layer.lora_B.zero_()  # type: ignore[operator]
+
+
+def _random_inputs(_: nn.Module, inputs: Tensors) -> Tensors:
+    return tuple(torch.rand_like(values) if values.is_floating_point() else values for values in inputs)
+
+
+def _agree(first: Tensors, second: Tensors) -> bool:
+    def differ(one: torch.Tensor, two: torch.Tensor) -> bool:
+        tolerance = torch.finfo(one.dtype).eps ** 0.5 if one.is_floating_point() else 0.0
+        # A comparison with NaN is False: outputs that are not finite pass.
+        return bool((one.double() - two.double()).abs().max() > tolerance * two.double().abs().max())
+
+    return not any(differ(one, two) for one, two in zip(first, second, strict=True) if one.numel())

@@ -1,8 +1,7 @@
 """Loads the initial weights of a training from safetensors files: the setting `pretrained`.
 
 A URI names a file, a folder with `model.safetensors` or an index of several files (as Hugging Face saves
-them), or a saved ringspark model. The driver reads only the header, and compares names and shapes before a
-gang starts. Rank 0 reads the tensors, and the other ranks get them with the initial weights.
+them), or a saved ringspark model. Rank 0 reads the tensors; other ranks get them with the initial weights.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def check_pretrained(setting: Pretrained, module: nn.Module) -> None:
-    """Compares names and shapes without reading tensors. Runs on the driver.
+    """Raises ValueError if there is no such checkpoint, or its names and shapes are not the network's.
 
-    Raises ValueError if there is no such checkpoint, or it is not of this network.
+    Runs on the driver and reads no tensors.
     """
     found: Shapes = {}
     for uri in _files(setting.uri):
-        found |= _header(uri)
+        found |= _read_shapes(uri)
     _choose(setting, found, module)
 
 
 def load_pretrained(setting: Pretrained, module: nn.Module, tick: Callable[[], None]) -> None:
-    """Copies the checkpoint's tensors into the module's; raises like `check_pretrained`. Runs on rank 0."""
-    headers = {uri: _header(uri) for uri in _files(setting.uri)}
+    """Copies the checkpoint's tensors into the module. Raises like `check_pretrained`. Runs on rank 0."""
+    headers = {uri: _read_shapes(uri) for uri in _files(setting.uri)}
     names = _choose(setting, {k: v for header in headers.values() for k, v in header.items()}, module)
     state = module.state_dict()
     for uri, header in headers.items():
@@ -55,7 +54,7 @@ def load_pretrained(setting: Pretrained, module: nn.Module, tick: Callable[[], N
 
 
 def _choose(setting: Pretrained, found: Shapes, module: nn.Module) -> set[str]:
-    """Returns the names of the tensors to load."""
+    """Returns the names of the tensors to load; raises ValueError if the checkpoint does not fit."""
     uri, ignore = storage.redact(setting.uri), setting.ignore
     of_adapters = matrix_names(module)
     own = {n: t for n, t in module.state_dict(keep_vars=True).items() if n not in of_adapters}
@@ -98,7 +97,6 @@ def _few(names: list[str]) -> str:
 
 
 def _files(uri: str) -> list[str]:
-    """Returns the URIs of the safetensors files that a user's URI stands for."""
     # Hugging Face's cache holds links to its files.
     return [os.path.realpath(found) if storage.is_local(found) else found for found in _find_files(uri)]
 
@@ -149,8 +147,7 @@ def _read_index(uri: str) -> list[str]:
     return files
 
 
-def _header(uri: str) -> Shapes:
-    """Returns the shapes of a file's tensors by name; reads no tensor."""
+def _read_shapes(uri: str) -> Shapes:
     with storage.open_file(uri, "rb") as file:
         try:
             entries, _ = tensor_file.read_header(file)

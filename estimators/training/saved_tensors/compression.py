@@ -1,15 +1,8 @@
 """Codecs for saved tensors, and the mode that shows which operation saves a tensor.
 
-After Jain et al. 2018, "Gist: Efficient Data Encoding for Deep Neural Network Training". Autograd's nodes
-stay torch's own; only their saved tensors are encoded. ReLU's node only needs to know where its output is `>
-0`, and dropout's factor is zero or one constant: one bit each, exactly. A hook cannot see for which node a
-tensor is saved, so a `TorchFunctionMode` watches the calls.
-
-"int8" and "fp8" store values in eight bits with one fp32 scale per block of 256. The largest finite magnitude
-of a block becomes the largest finite code: ±126 of int8, ±416 of fp8 e4m3. The remaining codes are +Inf, -Inf
-and NaN, which do not affect their block: a loss scaler must still see an overflow, and a mask of -Inf must
-stay one. The error of a finite value is at most 1/252 of the block's largest magnitude with int8. With fp8 it
-is at most 1/16 of the value itself, unless that is below 1/26,000 of the block's largest.
+After Jain et al. 2018, "Gist": the backward pass of ReLU needs only where the output is positive, and the one
+of dropout only which factors are zero, one bit each. A hook cannot see for which operation a tensor is saved,
+so a `TorchFunctionMode` watches the calls.
 """
 
 from __future__ import annotations
@@ -33,6 +26,10 @@ _SPREAD = 0x0101010101010101
 # Byte i of the word keeps bit i; negative, because the word is signed.
 _SELECT = 0x8040201008040201 - 2**64
 
+# "int8" and "fp8" store a byte per value and an fp32 scale per block. The largest finite magnitude of a
+# block becomes the largest finite code, ±126 or ±416. Other codes are Inf and NaN: a loss scaler must still
+# see an overflow, and a mask of -Inf must stay one. The error of a value is at most 1/252 of the block's
+# largest with int8; with fp8 at most 1/16 of the value, unless that is below 1/26,000 of the block's largest.
 BLOCK = 256
 # Values converted at a time, so that temporaries stay small compared with the result.
 _CHUNK = 1024 * BLOCK
@@ -57,7 +54,7 @@ def unpack_bits(packed: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def quantize(values: torch.Tensor, block_format: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Converts floating values (n,) to codes, bytes (n,), and scales, fp32 (ceil(n / BLOCK),)."""
+    """Converts values (n,) to codes, bytes (n,), and scales, fp32 (ceil(n / BLOCK),)."""
     count = values.numel()
     codes = torch.empty(count, dtype=torch.uint8, device=values.device)
     scales = torch.empty(-(-count // BLOCK), dtype=torch.float32, device=values.device)
@@ -77,7 +74,7 @@ def quantize(values: torch.Tensor, block_format: BlockFormat) -> tuple[torch.Ten
 def dequantize(
     codes: torch.Tensor, scales: torch.Tensor, block_format: BlockFormat, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Undoes `quantize` except for the rounding; returns (n,) in `dtype`."""
+    """Undoes `quantize` except for the rounding."""
     count = codes.numel()
     table = _table(block_format, codes.device)
     values = torch.empty(count, dtype=dtype, device=codes.device)
@@ -105,7 +102,7 @@ def _encode(scaled: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
 
 
 def _table(block_format: BlockFormat, device: torch.device) -> torch.Tensor:
-    """Returns the value of each of the 256 codes in units of its block's scale."""
+    """Returns the values of the 256 codes, relative to the scale."""
     codes = torch.arange(256, device=device, dtype=torch.uint8)
     if block_format == "fp8":
         values, beyond = codes.view(_FP8).float(), 448.0
@@ -117,7 +114,7 @@ def _table(block_format: BlockFormat, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TensorCodec:
-    """Encodes vectors to stored parts, and decodes parts to a number of values of a dtype."""
+    """Encodes vectors, and decodes them from their parts, number of values and dtype."""
 
     encode: Callable[[torch.Tensor], Parts]
     decode: Callable[[Parts, int, torch.dtype], torch.Tensor]
@@ -158,7 +155,7 @@ Saving = Callable[[TensorCodec | None, int], AbstractContextManager[None]]
 
 
 class ForwardMode(TorchFunctionMode):
-    """Watches one forward pass and reports each operation to the hooks."""
+    """Tells the hooks which operation runs."""
 
     def __init__(self, saving: Saving) -> None:
         super().__init__()
@@ -179,7 +176,7 @@ class ForwardMode(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _drop(self, values: torch.Tensor, p: float, inplace: bool) -> torch.Tensor:
-        """Repeats `at::dropout` step by step, with the same random numbers, arithmetic and node."""
+        """Repeats `at::dropout` with the same random numbers and arithmetic."""
         kept = 1 - p
         factors = torch.empty_like(values).bernoulli_(kept).div_(kept)
         with self._saving(_dropout_factors(kept), 0):
@@ -187,7 +184,7 @@ class ForwardMode(TorchFunctionMode):
 
 
 def _draws_factors(values: torch.Tensor, p: float) -> bool:
-    """Returns whether torch's dropout would save factors; on CUDA its own kernel saves booleans instead."""
+    """Returns whether torch's dropout would save factors; its CUDA kernel saves booleans."""
     return (
         torch.is_grad_enabled()
         and values.requires_grad
@@ -207,7 +204,7 @@ _DROPOUT: dict[Callable[..., Any], Callable[..., tuple[torch.Tensor, float, bool
 
 
 def _largest(arguments: Iterable[Any]) -> int:
-    """Returns the elements of the largest tensor that is no parameter, also in lists (one level)."""
+    """Returns the number of elements of the largest tensor that is no parameter, also in lists."""
     largest = 0
     for argument in arguments:
         for value in argument if isinstance(argument, list | tuple) else (argument,):

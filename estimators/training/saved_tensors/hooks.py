@@ -1,9 +1,8 @@
 """Chooses a codec for each saved tensor, packs the tensor once, and restores it.
 
-Invariant: a tensor that several operations save is stored once, and never mistaken for another. Its key has
-the address of its storage object, which cannot be reused while a weak reference exists, and its version,
-which every in-place change increases. It is restored with the same strides: kernels choose their algorithm by
-strides, so other strides would change bits.
+Invariant: a tensor that several operations save is stored once. Its key has the address of its storage, which
+cannot be reused while a weak reference exists, and its version, which in-place changes increase. It is
+restored with the same strides: kernels choose algorithms by strides, so other strides would change bits.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 
 # Packing gains nothing below a page of a file or of memory.
 SMALL_BYTES = 4096
-# Operations also save small tensors (means, deviations, logarithms of sums: one per row). They need little
-# memory, and the gradient depends on all their digits, so no lossy codec applies.
+# No lossy codec for tensors below this fraction of the operation's largest (means, deviations: one number
+# per row): the gradient depends on all their digits.
 SMALL_SHARE = 8
 
 _LOSSY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,16 +52,11 @@ _SAME_VALUES = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flat:
-    """A part of a storage as a vector, and the saved tensor as a view of that vector.
-
-    Attributes:
-        key: Distinguishes this part from other parts of the same storage and dtype.
-        geometry: The view.
-    """
+    """A part of a storage as a vector, and the saved tensor as a view of that vector."""
 
     values: torch.Tensor
-    key: tuple[object, ...]
-    geometry: Geometry
+    key: tuple[object, ...]  # differs from other parts of the same storage and dtype
+    geometry: Geometry  # of the view
 
 
 def density(tensor: torch.Tensor) -> Density:
@@ -79,7 +73,7 @@ def density(tensor: torch.Tensor) -> Density:
 
 
 def flatten_values(tensor: torch.Tensor) -> Flat:
-    """Returns the tensor's own elements: in memory order if it is dense, else copied without gaps."""
+    """Returns the tensor's elements: in memory order if it is dense, else copied without gaps."""
     key = (tensor.storage_offset(), tensor.shape, tensor.stride())
     if density(tensor) != "dense":
         tensor = tensor.contiguous()
@@ -90,7 +84,7 @@ def flatten_values(tensor: torch.Tensor) -> Flat:
 def flatten_memory(tensor: torch.Tensor) -> Flat:
     """Returns the memory that the tensor spans, or its whole storage if it spans at least half of it.
 
-    So views of one storage, such as query, key and value of one projection, are stored once together.
+    So the query, key and value of one projection are stored once together.
     """
     start = int(tensor.storage_offset())
     stop = start + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -107,13 +101,12 @@ def flatten_memory(tensor: torch.Tensor) -> Flat:
 def _decode(
     parts: tuple[torch.Tensor | Restore, ...], codec: TensorCodec, count: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Returns one stored vector, whose parts are in memory or in a store."""
     found = tuple(part if isinstance(part, torch.Tensor) else part() for part in parts)
     return codec.decode(found, count, dtype)
 
 
 def _check_version(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """Returns an unpacked tensor; autograd does not check versions of tensors that hooks return."""
+    """Raises RuntimeError like autograd, which does not check versions of tensors that hooks return."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -125,18 +118,16 @@ def _check_version(tensor: torch.Tensor, version: int) -> torch.Tensor:
 def saved_tensor_hooks(
     *, offload: str, compression: str, module: nn.Module, device: torch.device
 ) -> AbstractContextManager[None]:
-    """Returns the context of one forward pass whose saved tensors are offloaded or compressed.
+    """Returns a context that offloads or compresses the saved tensors of one forward pass.
 
-    Without gradients, or with neither technique, it does nothing. Saved tensors live as long as the
-    graph: memory and disk are free again after the backward pass, or when an exception drops the graph.
-    Raises OSError if the disk of offload "disk" is full or fails; raised in the pass.
+    The pass raises OSError if the disk of offload "disk" is full or fails.
 
     Args:
         offload: Value of `TrainConfig.activation_offload`.
         compression: Value of `TrainConfig.activation_compression`.
         module: The network; its parameters and buffers are not touched.
         device: Device of the training; saved tensors on other devices are not touched. On "meta",
-            offloaded tensors are not kept at all, so that bytes can be counted.
+            offloaded tensors are not kept, so that bytes can be counted.
     """
     if not torch.is_grad_enabled() or (offload == "none" and compression == "none"):
         return nullcontext()
@@ -176,7 +167,7 @@ class SavedTensors:
 
     @contextmanager
     def saving(self, codec: TensorCodec | None, largest: int) -> Iterator[None]:
-        """Sets the codec of an operation's saved tensors and the size of its largest one, while it runs."""
+        """Sets the codec and the largest size of the saved tensors of an operation, while it runs."""
         before = self._codec, self._largest
         self._codec, self._largest = codec, largest
         try:
@@ -251,7 +242,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _is_foreign(tensor: torch.Tensor) -> bool:
-    """Returns whether the tensor is anything other than a strided piece of memory."""
+    """Returns whether the tensor is anything other than strided memory."""
     return (
         # A fake tensor counts as a plain one.
         type(tensor) not in (torch.Tensor, nn.Parameter, FakeTensor)
@@ -263,7 +254,7 @@ def _is_foreign(tensor: torch.Tensor) -> bool:
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
-    """Returns whether the values are a parameter's, even if FSDP2 made it after the pass began."""
+    """Returns whether the values are a parameter's, which FSDP2 may have made after the pass began."""
     if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
         return True
     node = tensor.grad_fn

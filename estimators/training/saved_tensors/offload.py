@@ -1,8 +1,7 @@
 """Stores offloaded tensors until the backward pass, in pinned host memory or in an unlinked file.
 
-After Rhu et al. 2016, "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network
-Design". The bytes are not changed. A store belongs to one forward pass, and only its graph refers to it, so
-memory and file are freed with the graph.
+After Rhu et al. 2016, "vDNN". Only the graph of the forward pass refers to a store, so memory and file are
+freed with the graph.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ Store = Callable[[torch.Tensor], Restore]
 
 
 def make_store(offload: str, device: torch.device) -> Store | None:
-    """Makes the store of one forward pass; None for offload "none".
-
-    Raises ValueError if `offload` is "host" and the tensors are on the host already.
-    """
+    """Makes the store of one forward pass; None for offload "none"."""
     if offload == "none":
         return None
     if device.type == "meta" or detect_fake_mode() is not None:
@@ -43,15 +39,14 @@ def make_store(offload: str, device: torch.device) -> Store | None:
 
 
 def _keep_nothing(values: torch.Tensor) -> Restore:
-    """Counts bytes of meta and fake tensors: nothing stays on the device."""
+    """Stores nothing, for meta and fake tensors, whose bytes are only counted."""
     return partial(torch.empty, values.numel(), dtype=values.dtype, device=values.device)
 
 
 def _keep_pinned(values: torch.Tensor) -> Restore:
-    """Stores a vector in pinned memory, which torch reuses in the next step.
+    """Stores a vector in pinned memory.
 
-    The copies run on the stream that computes: nothing waits on the host, and later work on that stream can
-    use the freed device memory.
+    The copies run on the stream that computes, so later work on it can use the freed device memory.
     """
     device = values.device
     pinned = torch.empty(values.numel(), dtype=values.dtype, pin_memory=True)
@@ -68,7 +63,7 @@ def _keep_pinned(values: torch.Tensor) -> Restore:
 
 
 class _File:
-    """Stores vectors in an unlinked file in `tempfile.gettempdir()`, which no crash can leave behind."""
+    """Stores vectors in an unlinked temporary file, which no crash can leave behind."""
 
     def __init__(self) -> None:
         self._fd: int | None = None
