@@ -23,9 +23,7 @@ from ringspark.models.transformer import TransformerLM
 def row_weights(loss: RowLoss, ignored: int | None) -> RowWeights | None:
     """Returns a function: labels -> weight of each row in a loss's divisor, (batch,); None if all are 1.
 
-    Args:
-        ignored: See `Head.ignored`. If no row is ignored, the ranks need no all-reduce per step: the divisor
-            is the number of rows.
+    None saves an all-reduce per step: the divisor is the number of rows.
     """
     inner = loss.member if isinstance(loss, MemberLoss) else loss
     if not isinstance(inner, ClassLoss) or (ignored is None and not inner.weighs_classes):
@@ -34,9 +32,9 @@ def row_weights(loss: RowLoss, ignored: int | None) -> RowWeights | None:
 
 
 def _split_by_classes(loss: RowLoss, scores: ShardedScores) -> RowLoss:
-    """Returns a loss of this rank's classes only, and lets the network return their logits only.
+    """Returns cross entropy over this rank's classes, whose logits alone the network then returns.
 
-    This works for plain cross entropy. For any other loss the network gathers the logits.
+    Returns any other loss unchanged, and the network gathers the logits of all classes.
     """
     whole = loss.unreduced if isinstance(loss, ClassLoss) else None
     # A subclass may compute something else.
@@ -48,11 +46,9 @@ def _split_by_classes(loss: RowLoss, scores: ShardedScores) -> RowLoss:
 
 
 class Criterion:
-    """The losses of a module's outputs, one label per output, and how they add up.
+    """The losses of a module's outputs, one label per output.
 
-    The loss of a batch is the sum over k of heads[k].weight * mean[k]. Over the global batch, mean[k] is
-    the sum of column k of `rows` divided by the sum of column k of `row_weights`, both times the rows'
-    weights from a weight column. So the caller reduces columns and calls `total` last:
+    The loss of a global batch is the sum over k of heads[k].weight * means[k], where w is the weight column:
 
         weights = criterion.row_weights(labels)             # (batch, num_losses), None: ones
         divisor = all_reduce((weights * w[:, None]).sum(0))  # (num_losses,)
@@ -67,8 +63,8 @@ class Criterion:
 
         Args:
             device: Device for class weights and the state of a user's loss.
-            network: This rank's shard of the network. A `TransformerLM` whose table is sharded by classes
-                returns only this rank's logits from now on, if the loss can use them.
+            network: This rank's shard of the network. A `TransformerLM` sharded by classes returns only this
+                rank's logits from now on, if the loss can use them.
         """
         self._losses = [resolve_loss(head.loss, device) for head in heads]
         self._scores = None if network is None else scores_of(network)
@@ -89,7 +85,7 @@ class Criterion:
         return outputs if self._scores is None else [self._scores.whole(output) for output in outputs]
 
     def gather_in_forward(self) -> AbstractContextManager[None]:
-        """Returns a context in which the network itself returns the outputs of all classes."""
+        """Returns a context in which the network returns the outputs of all classes."""
         return nullcontext() if self._scores is None else self._scores.gather_logits()
 
     def rows(self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -97,13 +93,11 @@ class Criterion:
         kind = outputs[0].device.type
         is_on = torch.is_autocast_enabled(kind)
         with torch.autocast(kind, enabled=False) if is_on else nullcontext():
-            columns = [
-                loss(*pair) for loss, *pair in zip(self._losses, outputs, labels, strict=True)
-            ]  # each (batch,)
+            columns = [loss(*pair) for loss, *pair in zip(self._losses, outputs, labels, strict=True)]
         return columns[0].unsqueeze(1) if len(columns) == 1 else torch.stack(columns, dim=1)
 
     def row_weights(self, labels: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Returns each row's weight in each loss, (batch, num_losses); None, on every rank, if all are 1."""
+        """Returns each row's weight in each loss, (batch, num_losses); None on every rank if all are 1."""
         if all(weigh is None for weigh in self._row_weights):
             return None
         columns = [
@@ -117,12 +111,8 @@ class Criterion:
     ) -> torch.Tensor:
         """Returns the share of layers' own losses in the summed losses, (num_losses,).
 
-        After division and `total`, it is the mean over the rows, each row weighted as in the losses of the
-        outputs. If these weights differ between losses, it is the mean of their means by the heads' weights.
-
-        Args:
-            values: One value per row, (batch,).
-            weight: Weights of the rows, (batch,); None for ones.
+        After division and `total` it is the mean of `values`, (batch,), with the row weights of the outputs'
+        losses; `weight`, (batch,), is the weight column.
         """
         weights = self.row_weights(labels)
         columns = values[:, None].float()

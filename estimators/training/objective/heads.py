@@ -24,8 +24,7 @@ class Head:
         width: Size of the output's last dimension, 1 if it has none.
         metrics: Names of the metrics that fit the label.
         own_metrics: The user's own metrics, see `MetricSet`; some may not fit the label.
-        ignored: Class number of rows that count neither in the loss nor in metrics; None if the loss ignores
-            none, or no row of the data has it.
+        ignored: Class number of rows that count neither in the loss nor in metrics; None if there are none.
     """
 
     label: str
@@ -38,13 +37,12 @@ class Head:
 
     @property
     def loss_name(self) -> str:
-        """The name for messages."""
         kind = type(self.loss).__name__
         return self.loss if isinstance(self.loss, str) else getattr(self.loss, "__name__", kind)
 
     @property
     def is_per_member(self) -> bool:
-        """Whether the output in training mode holds each ensemble member's values, not a prediction."""
+        """Whether the output in training mode holds each ensemble member's values."""
         return isinstance(self.loss, str) and self.loss.endswith("_per_member")
 
     @property

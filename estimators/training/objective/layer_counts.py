@@ -1,7 +1,6 @@
 """Sums the counts that layers make over the rows of a split, for the history.
 
-Counts are sums over rows, so the counts of micro-batches and ranks add up to the same for any number of
-ranks. With pipeline parallelism, each rank has room for the counts of all layers, zero for absent layers.
+With pipeline parallelism, each rank has room for the counts of all layers, zero for absent ones.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class LayerCounts:
         self._views: dict[CountingLayer, torch.Tensor] = {}
         known = {} if network is None else dict(network.named_modules(remove_duplicate=False))
         for own, view in zip(self._layers, torch.split(self._totals, sizes) if sizes else (), strict=True):
-            for layer in (known.get(name) for name in own.names):
-                if isinstance(layer, CountingLayer):
+            for name in own.names:
+                if isinstance(layer := known.get(name), CountingLayer):
                     self._views[layer] = view
 
     def add(self, counts: Mapping[CountingLayer, torch.Tensor]) -> None:
@@ -52,7 +51,7 @@ class LayerCounts:
                 self._views[layer].add_(own)
 
     def take(self, data: Collective) -> dict[str, float]:
-        """Returns the numbers over all ranks and stages, by name. Runs on every rank."""
+        """Returns the numbers over all ranks and stages by name. Runs on every rank."""
         values: dict[str, float] = {}
         if not self._layers:
             return values
@@ -73,11 +72,7 @@ class LayerCounts:
         return self._totals.detach().cpu().clone() if self._layers else None
 
     def load_all(self, states: Sequence[torch.Tensor], takes_all: bool) -> None:
-        """Restores the states of ranks that no longer exist.
-
-        Args:
-            takes_all: Whether this rank, with its pipeline, takes all of them; other ranks start from zero.
-        """
+        """Restores the states of former ranks; without `takes_all` this rank starts from zero."""
         first = self._stages is None or self._stages.rank == 0
         self.load(torch.stack(list(states)).sum(0) if states and takes_all and first else None)
 

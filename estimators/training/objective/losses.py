@@ -1,14 +1,8 @@
-"""Computes losses per row, so that weights and uneven shards are exact.
+"""Computes losses per row in fp32 or wider, so that weights and uneven shards are exact.
 
-A loss maps (output, label) to one value per row, (batch,): the mean over the row's elements or positions. If
-PyTorch's own mean does not weight all rows alike (class weights, ignored positions), `criterion.row_weights`
-returns the weight of each row, and the loss of a batch is
-
-    sum of the rows' values / sum of the rows' weights
-
-over the GLOBAL batch, which equals the torch loss with reduction='mean'. A row with weight 0 also has the
-value 0, so these weights apply only to the divisor; a weight column multiplies both. Losses are computed in
-fp32 or wider.
+A loss maps (output, label) to one value per row, (batch,). The sum of the values divided by the sum of the
+rows' weights (`criterion.row_weights`), over the GLOBAL batch, equals the torch loss with reduction='mean',
+also with class weights and ignored positions.
 """
 
 from __future__ import annotations
@@ -42,7 +36,7 @@ MULTI_CLASS_LOSSES = (nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.M
 
 
 def match_shapes(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """Drops or adds the trailing unit dimension between (batch, 1) and (batch,)."""
+    """Returns the output, (batch,) or (batch, 1), in the label's number of dimensions."""
     if output.dim() == label.dim() + 1 and output.shape[-1] == 1:
         return output.squeeze(-1)
     if label.dim() == output.dim() + 1 and label.shape[-1] == 1:
@@ -59,10 +53,7 @@ def _at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ElementLoss:
-    """A torch loss that compares each element of the output with an element of the label.
-
-    `reduction='batchmean'` sums over a row's elements, as in torch; otherwise they are averaged.
-    """
+    """A torch loss that compares each element of the output with an element of the label."""
 
     def __init__(self, loss: nn.Module) -> None:
         self._sums = loss.reduction == "batchmean"
@@ -71,7 +62,7 @@ class ElementLoss:
     def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         output = match_shapes(_at_least_fp32(output), label)
         if output.shape != label.shape:
-            # PyTorch would broadcast, and compare every prediction with every row's label.
+            # PyTorch would compare every prediction with every row's label.
             raise ValueError(
                 f"the loss needs output and label of one shape, got {tuple(output.shape)} and "
                 f"{tuple(label.shape)}; change the last layer, or use a '..._per_member' loss"
@@ -83,8 +74,7 @@ class ElementLoss:
 class ClassLoss:
     """Cross entropy or NLL with class numbers per row or position, or with probabilities.
 
-    Class numbers are integers, or per row also floats, as in Spark. Float labels with more dimensions are
-    probabilities, for which the torch loss averages over rows without class weights.
+    Class numbers are integers, or per row also floats, as in Spark.
 
     Attributes:
         ignored: Class number of rows and positions that do not count.
@@ -113,14 +103,14 @@ class ClassLoss:
         return _row_means(self._loss(output, label))
 
     def with_function(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> ClassLoss:
-        """Returns this loss with another function for the values of rows and positions."""
+        """Returns a copy that computes the values by another function."""
         other = copy.copy(self)
         other._loss = loss
         return other
 
     def row_weights(self, label: torch.Tensor) -> torch.Tensor:
         label = self._numbers(label)
-        if label.is_floating_point():
+        if label.is_floating_point():  # probabilities, over which torch averages without class weights
             return torch.ones(len(label), device=label.device)
         kept = label != self.ignored
         if self._class_weights is None:
@@ -141,11 +131,7 @@ class ClassLoss:
 
 
 class MultiClassLoss:
-    """A torch loss that reduces over the classes itself, for margins and sets of labels.
-
-    `MultiMarginLoss` takes class numbers, `MultiLabelMarginLoss` lists of class numbers that end with -1,
-    `MultiLabelSoftMarginLoss` zeros and ones.
-    """
+    """A torch loss that reduces over the classes itself, for margins and sets of labels."""
 
     def __init__(self, loss: nn.Module) -> None:
         self._takes_numbers = not isinstance(loss, nn.MultiLabelSoftMarginLoss)
@@ -170,8 +156,8 @@ class MultiClassLoss:
 class CallableLoss:
     """A user's callable or module (output, label) -> one value per row.
 
-    It gets output and labels unchanged. A callable that compares each output with every row's label,
-    (batch, 1) with (batch,), is refused by the shape of its result: its mean would train a constant.
+    A comparison of each output with every row's label, (batch, 1) with (batch,), is refused by the shape of
+    its result: its mean would train a constant.
     """
 
     def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
@@ -185,8 +171,8 @@ class CallableLoss:
         if not isinstance(values, torch.Tensor) or values.dim() == 0 or len(values) != rows:
             given = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
             raise ValueError(f"{rule}, got {given}; drop the mean over rows (reduction='none')")
-        # Values may also be one per element of a row. If only the label has several dimensions, broadcasting
-        # aligns the output's rows with the label's columns, so the label's shape is not accepted.
+        # Or one value per element of a row. If only the label has several dimensions, broadcasting aligns the
+        # output's rows with the label's columns, so the label's shape is not accepted.
         fitting = [(rows,), (rows, 1), output.shape, *([label.shape] if output.dim() > 1 else [])]
         if values.shape not in fitting:
             raise ValueError(
@@ -205,10 +191,7 @@ def _remedy(output: torch.Tensor, label: torch.Tensor) -> str:
 
 
 class MemberLoss:
-    """Compares each ensemble member's output with the row's label, and averages over members.
-
-    Ensembles return (batch, members, ...) in training, and the members' mean (batch, ...) in evaluation.
-    """
+    """Averages the loss over ensemble members; they return (batch, members, ...), in evaluation the mean."""
 
     def __init__(self, loss: ElementLoss | ClassLoss) -> None:
         self.member = loss
@@ -266,12 +249,7 @@ LOSSES: dict[str, RowLoss] = {
 
 
 def default_loss(task: str, output_width: int) -> str:
-    """Returns the loss for `loss="auto"`.
-
-    Args:
-        task: "classification", "regression" or "any".
-        output_width: Size of the module's last output dimension.
-    """
+    """Returns the loss for `loss="auto"`; `output_width` is the size of the last output dimension."""
     if task == "classification":
         return "bce_with_logits" if output_width == 1 else "cross_entropy"
     return "mse"
@@ -280,12 +258,11 @@ def default_loss(task: str, output_width: int) -> str:
 @cache
 def _torch_losses() -> dict[str, type[nn.Module]]:
     """Returns the losses of torch.nn on (output, label), by class name."""
-    classes = {name: value for name, value in vars(nn).items() if isinstance(value, type)}
+    excluded = {*NOT_OF_OUTPUT_AND_LABEL, "NLLLoss2d"}  # the deprecated name of NLLLoss
     return {
         name: value
-        for name, value in classes.items()
-        # NLLLoss2d is the deprecated name of NLLLoss.
-        if issubclass(value, _Loss) and name not in {*NOT_OF_OUTPUT_AND_LABEL, "NLLLoss2d"}
+        for name, value in vars(nn).items()
+        if isinstance(value, type) and issubclass(value, _Loss) and name not in excluded
     }
 
 
@@ -305,14 +282,13 @@ def check_loss_name(name: str) -> None:
 
 
 def resolve_loss(loss: str | Callable[..., torch.Tensor], device: torch.device | None = None) -> RowLoss:
-    """Returns the per-row form of a loss.
+    """Returns the per-row form of a loss, which raises ValueError for shapes that do not fit.
 
-    Raises ValueError if the name is unknown, or the loss does not take (output, label). When called: also
-    if it returns one number for many rows or for pairs of rows, or if output and label differ in shape.
+    Raises ValueError if the name is unknown, or the loss does not take (output, label).
 
     Args:
-        loss: A name of `loss_names()`, an instance of a torch.nn loss, or a callable, see `CallableLoss`.
-            An instance is copied, and its reduction replaced. Parameters of a loss are not trained.
+        loss: A name of `loss_names()`, a torch.nn loss, which is copied and not trained, or a callable, see
+            `CallableLoss`.
         device: Device for class weights and the state of a user's module.
     """
     if isinstance(loss, str):

@@ -23,7 +23,7 @@ def class_counts(predicted: torch.Tensor, label: torch.Tensor, num_classes: int)
 
 
 def add_counts(metric: Any, counts: torch.Tensor) -> None:
-    """Adds counts of classes to a metric's true and false positives and negatives."""
+    """Adds a result of `class_counts` to a metric's true and false positives and negatives."""
     right, predicted, actual = counts
     rest = actual.sum() - predicted - actual + right
     for key, value in {"tp": right, "fp": predicted - right, "fn": actual - right, "tn": rest}.items():
@@ -35,7 +35,7 @@ def add_counts(metric: Any, counts: torch.Tensor) -> None:
 
 
 def balanced_accuracy(metric: Any) -> torch.Tensor:
-    """Returns the mean recall of the classes that occur, like scikit-learn and unlike torchmetrics."""
+    """Returns the mean recall of the classes that occur, like scikit-learn."""
     right, missed = metric.tp.double(), metric.fn.double()
     occurs = right + missed > 0
     recalls: torch.Tensor = right[occurs] / (right + missed)[occurs]
@@ -43,7 +43,7 @@ def balanced_accuracy(metric: Any) -> torch.Tensor:
 
 
 def auroc(scores: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
-    """Returns the share of pairs (positive, negative) in order, ties counted half: Mann and Whitney's U."""
+    """Returns the share of correctly ordered pairs, with ties as half: Mann and Whitney's U."""
     order = scores.argsort()
     _, places, counts = torch.unique_consecutive(scores[order], return_inverse=True, return_counts=True)
     ranks = counts.cumsum(0).double() - (counts - 1).double() / 2
@@ -54,7 +54,7 @@ def auroc(scores: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
 
 
 def average_precision(scores: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
-    """Returns the sum over distinct scores of the precision times the recall that the score adds."""
+    """Returns the sum over distinct scores of precision times gain in recall."""
     order = scores.argsort(descending=True)
     _, counts = torch.unique_consecutive(scores[order], return_counts=True)
     ends = counts.cumsum(0)  # rows down to each distinct score
@@ -67,8 +67,7 @@ def average_precision(scores: torch.Tensor, positive: torch.Tensor) -> torch.Ten
 def curve_mean(metric: Any, curve: Curve, needs_negatives: bool) -> torch.Tensor:
     """Returns the mean over the classes whose curve is defined, NaN if none is.
 
-    torchmetrics counts in fp32, which is exact only up to 16.7 million positives, and scores a class without
-    rows as 0.
+    torchmetrics is exact only up to 16.7 million positives, and scores a class without rows as 0.
     """
     scores, label = torch.cat(metric.preds), torch.cat(metric.target)
     columns = [(1, scores)] if scores.dim() == 1 else list(enumerate(scores.unbind(1)))
@@ -83,9 +82,9 @@ def curve_mean(metric: Any, curve: Curve, needs_negatives: bool) -> torch.Tensor
 class R2:
     """Coefficient of determination, averaged over the outputs, with torchmetrics' protocol.
 
-    torchmetrics uses sums of squares, which lose all digits for targets far from zero, and takes every target
-    of small scale for constant. This class merges means and squared deviations (Chan, Golub and LeVeque
-    1979). Constant targets score 0, or 1 if they are predicted exactly, as in scikit-learn.
+    Merges means and squared deviations (Chan, Golub and LeVeque 1979); the sums of squares of torchmetrics
+    lose all digits for targets far from zero. Constant targets score 0, or 1 if predicted exactly, as in
+    scikit-learn.
     """
 
     def __init__(self) -> None:

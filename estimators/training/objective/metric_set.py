@@ -1,8 +1,6 @@
 """Accumulates the metrics of one output on each rank's device, and merges them over all ranks.
 
-`update` neither waits for the device nor communicates. `compute` gathers the ranks' states once and merges
-them by each metric's own method. torchmetrics' synchronization needs torch.distributed, and hangs if a rank
-saw no rows.
+torchmetrics' own synchronization needs torch.distributed, and hangs if a rank saw no rows.
 """
 
 from __future__ import annotations
@@ -37,18 +35,14 @@ class MetricSet:
         ignored: int | None = None,
         own: Mapping[str, tuple[Any, bool]] | None = None,
     ) -> None:
-        """Makes the metrics. Runs on every rank.
+        """Makes the metrics; raises like `check_metrics`.
 
         Args:
             names: Names in `METRICS` or in `own`; values come in this order.
-            output_width: Size of the module's last output dimension: the number of classes, 1 for a single
-                logit. Unused in a regression.
+            output_width: Size of the last output dimension: the number of classes, 1 for a single logit.
             device: Device of the rows.
             ignored: Rows with this label are not counted; see `Head.ignored`.
             own: The user's metrics by name, each with whether it returns one number per row.
-
-        Raises:
-            ValueError: See `check_metrics`.
         """
         self._own = own or {}
         self.names = tuple(names)
@@ -72,14 +66,12 @@ class MetricSet:
 
     @torch.no_grad()
     def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
-        """Adds rows to the metrics.
+        """Adds rows; waits for the device only if rows may be ignored.
 
-        Does not wait for the device, unless rows may be ignored: then it waits for the number of kept
-        rows. Raises ValueError if the shapes of output and label do not match.
+        Raises ValueError if the shapes of output and label do not match.
 
         Args:
-            output: (batch,) or (batch, width): logits in a classification, else values. Other shapes
-                are values if `label` has the same shape.
+            output: (batch,) or (batch, width) logits, or values of the label's shape.
             label: (batch,) or (batch, 1) class numbers, or values.
         """
         if self._ignored is not None and self.names and label.numel() == len(label) == len(output):
@@ -130,7 +122,7 @@ class MetricSet:
             )
         label = label.reshape(-1).long()
         if logits.shape[1] == 1:
-            # Log odds z equal the two logits (0, z), which overflow on neither side.
+            # Log odds z equal the two logits (0, z).
             logits = torch.cat([torch.zeros_like(logits), logits], dim=1)
         if self._num_classes == 2:
             # From the difference alone: softmax rounds equal differences differently, which breaks ties.
@@ -144,10 +136,7 @@ class MetricSet:
         }
 
     def compute(self, collective: Collective) -> dict[str, float]:
-        """Returns the metrics over all rows of all ranks, equal on every rank. Runs on every rank.
-
-        An undefined metric is NaN: without rows, or "auroc" of a single class. The rows are kept.
-        """
+        """Returns the metrics over all rows of all ranks, NaN if undefined. Runs on every rank."""
         if not self.names:
             return {}
         # Every rank makes this call; a rank without rows sends its empty state.
@@ -185,7 +174,7 @@ class MetricSet:
             ) from error
 
     def states(self) -> list[Tensors]:
-        """Copies all states to the CPU: this rank's own, then those that it holds for former ranks."""
+        """Copies all states to the CPU: this rank's own, then the states of former ranks."""
         states = {"rows": torch.tensor(self._rows)}
         for name, metric in self._metrics.items():
             for key, state in metric.metric_state.items():
@@ -197,11 +186,9 @@ class MetricSet:
         return [states, *self._carried]
 
     def load_states(self, states: Sequence[Tensors], carried: bool = False) -> None:
-        """Restores the result of `states`; forgets all rows so far. Raises ValueError for other metrics.
+        """Replaces all rows by a result of `states`. Raises ValueError for other metrics.
 
-        Args:
-            states: States of one rank, or of several ranks one after another.
-            carried: Whether they belong to other ranks and are kept besides this rank's own rows.
+        `carried` says that the states belong to former ranks, and are kept next to this rank's own rows.
         """
         self.reset()
         if carried or not states:

@@ -1,10 +1,9 @@
 """The registry of metrics: torchmetrics' by name, with the arguments that each takes.
 
-Metrics count every row once: a weight column affects only the loss. Two classes, with one logit or two, are
-binary: precision, recall, f1, auroc and average_precision are for class 1, as in scikit-learn. With more
-classes, each class counts alike (macro), except in "f1_weighted" (Spark's MulticlassClassificationEvaluator
-calls it f1), where it counts by its rows. "auroc" and "average_precision" keep every score of a validation:
-each rank holds 8 bytes per row and class and 8 per label for the rows of all ranks.
+A weight column affects only the loss. With two classes, precision, recall, f1, auroc and average_precision
+are for class 1, as in scikit-learn. With more, each class counts alike (macro), except in "f1_weighted",
+which Spark calls f1. "auroc" and "average_precision" keep 8 bytes per row and class of all ranks on each
+rank.
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ class MetricInfo:
     """One entry of the registry.
 
     Attributes:
-        make: Makes a metric with torchmetrics' protocol from the number of classes (unused in a regression).
+        make: Makes a metric with torchmetrics' protocol from the number of classes.
         higher_is_better: Whether a larger value is better, for early stopping and the best checkpoint.
-        takes: Arguments of `update`: values and labels, relative errors, counts of predicted classes,
-            probabilities and labels, or log losses.
+        takes: Arguments of `update`; see `MetricSet.update`.
         finish: Computes the value of a merged metric.
     """
 
@@ -58,8 +56,8 @@ def _torchmetric(class_name: str, **options: Any) -> Any:
 def _of_classes(
     family: str, num_classes: int, average: str | None = "macro", as_binary: bool = True, **options: Any
 ) -> Any:
-    """Makes a classification metric; two classes are binary. The driver has already checked the labels."""
     classification = import_module("torchmetrics.classification")
+    # The driver has already checked the labels.
     shared = {"sync_on_compute": False, "validate_args": False, **options}
     if num_classes == 2 and as_binary:
         return getattr(classification, f"Binary{family}")(**shared)
@@ -120,12 +118,9 @@ def metric_info(name: str) -> MetricInfo:
 
 
 def check_metrics(names: Sequence[str], task: str) -> None:
-    """Checks the names of metrics. Runs on the driver.
+    """Raises ValueError if a name is unknown, given twice or for another task, or torchmetrics is missing.
 
-    Raises ValueError if a name is unknown, given twice or for another task, or torchmetrics is missing.
-
-    Args:
-        task: "classification", "regression", or "any", which accepts both.
+    `task` is "classification", "regression", or "any", which accepts both.
     """
     for name in names:
         info = metric_info(name)

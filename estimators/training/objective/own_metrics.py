@@ -1,7 +1,4 @@
-"""The user's own metrics: torchmetrics objects, and functions of outputs and labels.
-
-They are named and checked when they are given, and tried on a few rows before a gang starts.
-"""
+"""Checks the user's own metrics (torchmetrics objects, functions of outputs and labels) on the driver."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from ringspark.models.process_state import ignore_warnings
 
 @dataclass(frozen=True, kw_only=True)
 class OwnMetric:
-    """What all ranks must know of a metric besides the object itself, found by a trial on the driver.
+    """Properties of a metric that the driver finds by a trial.
 
     Attributes:
         per_row: Whether it is a function that returns one number per row.
@@ -50,7 +47,7 @@ def get_task(metric: Any) -> Task | None:
 
 
 def check_own_tasks(metrics: Mapping[str, Any], task: str) -> None:
-    """Raises ValueError if a user's metric is for another task; "any" accepts all."""
+    """Raises ValueError if a user's metric is for another task; the task "any" accepts all."""
     for name, metric in metrics.items():
         if task != "any" and get_task(metric) not in (None, task):
             raise ValueError(
@@ -61,12 +58,8 @@ def check_own_tasks(metrics: Mapping[str, Any], task: str) -> None:
 def name_metrics(given: Sequence[Any]) -> dict[str, Any]:
     """Returns the metrics by their names in the history; a registered metric stays a name.
 
-    Args:
-        given: Registered names, torchmetrics classes or objects, functions, and mappings from names to these.
-
-    Raises:
-        ValueError: Two have one name, or one cannot be used; the message says what to give instead.
-        TypeError: One cannot compute a metric.
+    `given` holds registered names, torchmetrics classes or objects, functions, and mappings from names to
+    these. Raises ValueError if two have one name or one cannot be used, TypeError if one is no metric.
     """
     found: dict[str, Any] = {}
     for entry in given:
@@ -97,7 +90,7 @@ def _find_name(metric: Any) -> str:
 
 
 def _check_entry(name: Any, metric: Any) -> Any:
-    """Returns the name of a registered metric, or the object of another metric."""
+    """Returns the name of a registered metric, or the object; raises like `name_metrics`."""
     if isinstance(metric, str):
         metric_info(metric)
         if name != metric:
@@ -143,10 +136,7 @@ def _check_states(name: str, metric: Any) -> None:
 
 
 def to_number(value: Any) -> float:
-    """Returns the value of a metric.
-
-    Raises ValueError if it is not one number; the message is the rest of a sentence about the metric.
-    """
+    """Converts the value of a metric. The ValueError's message is the rest of a sentence about the metric."""
     try:
         if not isinstance(value, str | dict | list | tuple):
             return float(value)
@@ -161,10 +151,7 @@ def to_number(value: Any) -> float:
 def try_metric(
     name: str, metric: Any, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]
 ) -> OwnMetric:
-    """Tries a metric on a few rows of each output that it is for; returns what the ranks must know of it.
-
-    Raises ValueError if it fails or returns no number.
-    """
+    """Calls a metric on a few rows of each output that it is for; raises ValueError if it gives no number."""
     kinds = set()
     try:
         for output, label in zip(outputs, labels, strict=True):
@@ -200,20 +187,19 @@ def _trial(metric: Any, output: torch.Tensor, label: torch.Tensor) -> tuple[Any,
         per_row = is_function and is_per_row(metric(match_shapes(output, label), label), len(label))
         state, merged = (make_own_state(metric, per_row, device) for _ in range(2))
         state.update(output, label)
-        # Several states, so that the rules for merging are tried too.
+        # Several states, to run the rules for merging too.
         for _ in range(3):
             merged.merge_state(state.metric_state)
         return merged.compute(), per_row
 
 
 def higher_is_better(metric: Any) -> bool | None:
-    """Returns whether a larger value is better; None if the object does not say."""
     better = getattr(metric, "higher_is_better", None)
     return None if better is None else bool(better)
 
 
 def is_higher_better(name: str, own: Sequence[OwnMetric]) -> bool | None:
-    """Returns whether a larger value of the metric is better; None if that is unknown."""
+    """Returns whether a larger value is better; None if unknown."""
     for metric in own:
         if metric.name == name:
             return metric.higher_is_better
@@ -221,9 +207,6 @@ def is_higher_better(name: str, own: Sequence[OwnMetric]) -> bool | None:
 
 
 def find_metric(entry: str, metrics: Sequence[str]) -> str | None:
-    """Returns the metric of an entry of the history without its split; None for a loss.
-
-    With several labels the entry is "<metric>_<label>"; the longest metric that matches is returned.
-    """
+    """Returns the metric of a history entry "<metric>" or "<metric>_<label>"; None for a loss."""
     fitting = [name for name in metrics if entry == name or entry.startswith(f"{name}_")]
     return max(fitting, key=len, default=None)

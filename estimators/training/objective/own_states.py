@@ -1,9 +1,4 @@
-"""The states of the user's own metrics, on one rank and merged over all ranks.
-
-The states of a torchmetrics object are merged by the rule that its `add_state` names. A function that returns
-one number per row is averaged over the rows. A function that returns one number for all rows is called once
-with the rows of all ranks, so every rank holds all outputs and labels of the epoch.
-"""
+"""The states of the user's own metrics, on one rank and merged over all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +22,7 @@ class OwnState(ABC):
     @property
     @abstractmethod
     def metric_state(self) -> dict[str, Any]:
-        """The states by name: tensors, and lists of at most one tensor for values that are kept per row."""
+        """The states by name: tensors, or lists of at most one tensor of values per row."""
 
     @abstractmethod
     def update(self, output: torch.Tensor, label: torch.Tensor) -> None: ...
@@ -37,7 +32,7 @@ class OwnState(ABC):
         """Adds the rows of another `metric_state`."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from another `metric_state`, to which rows can be added."""
+        """Replaces the rows by another `metric_state`."""
         self.reset()
         self.merge_state(state)
 
@@ -55,7 +50,7 @@ class RowMean(OwnState):
         self._function = function
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._device = device
-        self._sum, self._rows = self._zero(), 0
+        self.reset()
 
     @property
     def metric_state(self) -> dict[str, Any]:
@@ -76,14 +71,11 @@ class RowMean(OwnState):
         return self._sum / self._rows
 
     def reset(self) -> None:
-        self._sum, self._rows = self._zero(), 0
-
-    def _zero(self) -> torch.Tensor:
-        return torch.zeros((), dtype=self._dtype, device=self._device)
+        self._sum, self._rows = torch.zeros((), dtype=self._dtype, device=self._device), 0
 
 
 class AllRows(OwnState):
-    """A function that returns one number for all rows, which are kept until then."""
+    """A function that returns one number for all rows: every rank keeps the rows of all ranks."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -109,7 +101,7 @@ class AllRows(OwnState):
 
 
 class Reduced(OwnState):
-    """A torchmetrics object whose states are merged by its own rules, without torch.distributed."""
+    """A torchmetrics object, merged by the rules of its `add_state` but without torch.distributed."""
 
     def __init__(self, metric: Any, device: torch.device) -> None:
         self._metric = metric.clone().to(device)
@@ -152,7 +144,7 @@ class Reduced(OwnState):
         self._rows = 0
 
     def _set(self, states: Mapping[str, Any]) -> None:
-        """Sets states. Merging them into zeros would change the shape of a state that is not summed."""
+        # Merging the states into zeros would change the shape of a state that is not summed.
         if unknown := sorted(states.keys() - self._rules.keys()):
             raise ValueError(
                 f"the checkpoint's metric {type(self._metric).__name__} has a state {unknown[0]!r}, which "
@@ -171,7 +163,7 @@ def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _merge(rule: Any, name: str, parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> Any:
-    """Merges one state of several ranks that all have rows, like torchmetrics' own synchronization."""
+    """Merges one state of the ranks that have rows, like torchmetrics' own synchronization."""
     from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
     states = [part[name] for part in parts if name in part]
@@ -196,7 +188,7 @@ def make_own_state(metric: Any, per_row: bool, device: torch.device) -> OwnState
 
 
 def is_torchmetric(metric: Any) -> bool:
-    """Returns whether the object or class is torchmetrics'; whoever has one has imported it."""
+    # Whoever has a metric has imported torchmetrics.
     package = sys.modules.get("torchmetrics")
     if package is None:
         return False
@@ -216,11 +208,8 @@ def find_family(metric: Any) -> str:
 
 
 def _arguments(metric: Any, output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns outputs and labels as a torchmetrics object takes them.
-
-    A classification metric gets probabilities, because it would take logits that all lie in 0..1 for
-    probabilities.
-    """
+    """Returns outputs and labels as a torchmetrics object takes them."""
+    # A classification metric gets probabilities: it would mistake logits that all lie in 0..1 for them.
     family = find_family(metric)
     if family not in CLASS_FAMILIES:
         output = match_shapes(output, label)

@@ -38,11 +38,7 @@ class MicroBatchOutput(NamedTuple):
 
 
 class Sums:
-    """Losses and metrics of the rows of one split on this rank, since the last `take`.
-
-    Attributes:
-        takes_outputs: Whether `add` needs outputs and labels.
-    """
+    """Losses and metrics of the rows of one split on this rank, since the last `take`."""
 
     def __init__(
         self,
@@ -55,13 +51,7 @@ class Sums:
         layers: Sequence[CountingLayerInfo] | None = None,
         stages: Collective | None = None,
     ) -> None:
-        """Starts without rows.
-
-        Args:
-            network: The network, for the counts of its layers.
-            with_metrics: Whether metrics are computed from the outputs.
-            layers, stages: See `LayerCounts`.
-        """
+        """Starts without rows; `network`, `layers` and `stages` are for `LayerCounts`."""
         self._split = split
         self._heads = tuple(heads)
         # float64, so that the mean over many millions of rows is exact to the printed digits.
@@ -75,14 +65,14 @@ class Sums:
             for head in heads
         ]
         self._counts = LayerCounts(network, device, layers, stages)
+        # Whether `add` needs outputs and labels.
         self.takes_outputs = any(metric_set.names for metric_set in self._metrics)
 
     def add(self, results: Iterable[MicroBatchOutput], *, metrics_only: bool = False) -> None:
         """Adds the results of micro-batches without waiting for the device.
 
-        Args:
-            metrics_only: Adds only rows with finite outputs, and only to metrics, not to losses. For a step
-                with a loss that is not finite.
+        `metrics_only`, for a step whose loss is not finite, adds rows with finite outputs to the metrics
+        alone.
         """
         for losses, weights, pairs, counts in results:
             self._counts.add(counts)
@@ -100,20 +90,16 @@ class Sums:
         return self._losses.detach().clone()
 
     def mean_loss(self, totals: torch.Tensor, data: Collective | None) -> float:
-        """Returns the mean loss of the rows in `totals` over all ranks of `data`. Runs on every rank.
-
-        If `data` is None, it is the mean over this rank's rows only.
-        """
+        """Returns the mean loss of `totals` over all ranks of `data`, or of this rank. Runs on every rank."""
         own = totals.cpu()
         losses, weights = own if data is None else data.all_reduce(own.flatten()).view_as(totals)
         means = (losses / weights).tolist()
         return float(sum(head.weight * mean for head, mean in zip(self._heads, means, strict=True)))
 
     def take(self, data: Collective) -> dict[str, float]:
-        """Returns the split's numbers by their names in the history, and resets them. Runs on every rank.
+        """Returns the numbers over all ranks with rows by their names in the history, and resets them.
 
-        Args:
-            data: The ranks that have rows. Each number is over all of them; NaN if no row has weight.
+        Runs on every rank. NaN if no row has weight.
         """
         losses, weights = data.all_reduce(self._losses.cpu().flatten()).view_as(self._losses)
         means: list[float] = (losses / weights).tolist()
@@ -162,7 +148,7 @@ class Sums:
         takes_all: bool,
         counting: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        """Restores the results of ranks that no longer exist.
+        """Restores the states of former ranks.
 
         Args:
             takes_all: Whether this rank takes all of them; other ranks start from zero.
