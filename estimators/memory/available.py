@@ -1,7 +1,6 @@
-"""Reads the limits that Linux and Spark set on the host memory of a worker.
+"""Reads the limits that Linux and Spark set on the host memory of a worker; None means no known limit.
 
-Every figure is an upper bound: it includes free swap and memory that the kernel can reclaim. None means that
-a limit is not set or does not exist on this system.
+Every figure is an upper bound: it includes free swap and memory that the kernel can reclaim.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Available:
     Attributes:
         source: Origin of the figure, for a message.
         workers: Number of workers that share one host's memory.
-        how: Remedy for too little memory, as the end of a sentence; empty if there is none.
+        how: Remedy for too little memory, as the end of a sentence.
     """
 
     num_bytes: int
@@ -39,7 +38,7 @@ class Available:
 
 
 def find_spark_limit(conf: Mapping[str, str]) -> Available | None:
-    """Returns the share of each Python worker: Spark divides an executor's amount by its cores."""
+    """Returns the memory of a Python worker: Spark divides an executor's amount by its cores."""
     text = conf.get(PYSPARK_MEMORY)
     if text is None:
         return None
@@ -55,7 +54,7 @@ def find_spark_limit(conf: Mapping[str, str]) -> Available | None:
 
 
 def find_process_limit() -> Available | None:
-    """Returns the rest of the address space, which `spark.executor.pyspark.memory` limits."""
+    """Returns the unused address space, which `spark.executor.pyspark.memory` limits."""
     try:
         import resource
 
@@ -80,23 +79,24 @@ def find_host_limit(workers: int, *, same_cgroup: bool = False, root: str = "/")
         root: Folder that holds `proc` and `sys`.
     """
     found = []
+
+    def add(num_bytes: int, sharing: int, limited: str) -> None:
+        shared = f" for {sharing} workers" if sharing > 1 else ""
+        source = f"{show_bytes(num_bytes)}{limited} on host {socket.gethostname()}{shared}"
+        found.append(Available(num_bytes=num_bytes // sharing, source=source, workers=sharing))
+
     with suppress(OSError, KeyError, ValueError):
         values = _fields(Path(root, "proc/meminfo"))
-        machine = 1024 * (values["MemAvailable"] + values.get("SwapFree", 0))
-        shared = f" for {workers} workers" if workers > 1 else ""
-        source = f"{show_bytes(machine)} on host {socket.gethostname()}{shared}"
-        found.append(Available(num_bytes=machine // workers, source=source, workers=workers))
+        add(1024 * (values["MemAvailable"] + values.get("SwapFree", 0)), workers, "")
     group = find_cgroup_limit(root)
     if group is not None:
         sharing = workers if same_cgroup else 1
-        shared = f" for {workers} workers" if sharing > 1 else ""
-        source = f"{show_bytes(group)} under the container's limit on host {socket.gethostname()}{shared}"
-        found.append(Available(num_bytes=group // sharing, source=source, workers=sharing))
+        add(group, sharing, " under the container's limit")
     return min(found, key=lambda limit: limit.num_bytes, default=None)
 
 
 def find_cgroup_limit(root: str = "/") -> int | None:
-    """Returns the bytes that this process's control groups leave, in v1 and v2; None without a limit."""
+    """Returns the bytes that this process's control groups (v1 or v2) leave."""
     try:
         lines = Path(root, "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -124,7 +124,7 @@ _V2 = ("memory.max", "memory.current", "file", "shmem")
 
 
 def _left_in(folder: Path, limit_name: str, usage_name: str, cache: str, shmem: str) -> int:
-    """Returns the bytes left; raises ValueError without a limit, OSError if a file is missing."""
+    """Returns the bytes left in a control group; raises ValueError without a limit."""
     limit = int((folder / limit_name).read_text())  # "max" is no number
     if limit >= _NO_LIMIT:
         raise ValueError(limit)
@@ -134,7 +134,7 @@ def _left_in(folder: Path, limit_name: str, usage_name: str, cache: str, shmem: 
 
 
 def _swap_left(folder: Path) -> int:
-    """Returns the free swap of the group in v2; 0 in v1, which counts memory and swap together."""
+    """Returns the free swap of a group in v2; 0 in v1, whose limit includes swap."""
     try:
         used = int((folder / "memory.swap.current").read_text())
         text = (folder / "memory.swap.max").read_text().strip()

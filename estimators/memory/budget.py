@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 
-from ringspark.estimators.memory.columns import column_of
+from ringspark.estimators.memory.columns import shard_columns
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -16,20 +16,13 @@ from ringspark.pipelines import ShardManifest
 def check_budget(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest, budget: int | None
 ) -> None:
-    """Refuses a training that would not fit; warns if that cannot be known. Runs on the driver.
-
-    Raises:
-        ValueError: The step needs more bytes per worker than `budget`; the error names settings that fit.
-    """
+    """Raises ValueError if a step needs more bytes per worker than `budget`. Runs on the driver."""
     if budget is None:
         return
     rows = math.ceil(config.batch_sizes.largest / config.num_copies)
     try:
-        inputs, labels = (
-            [column_of(manifest, name, rows) for name in names]
-            for names in (config.input_columns, config.label_columns)
-        )
-        plan = Planner(config, objects, inputs, labels).plan(budget, "memoryBudget")
+        columns = shard_columns(config, manifest, rows)
+        plan = Planner(config, objects, *columns).plan(budget, "memoryBudget")
     # A network that fails only on fake tensors must not end a fit.
     except Exception as error:
         warnings.warn(
@@ -44,11 +37,10 @@ def check_budget(
 
 
 def first_error_line(error: Exception) -> str:
-    """Returns the first line of an error, with its type."""
+    """Returns the type and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def network_name(config: TrainConfig, objects: UserObjects) -> str:
-    """Returns the name of the network for messages."""
     return ModelSpec.from_json(config.model).target if config.model else type(objects.module).__name__

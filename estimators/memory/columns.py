@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ringspark.estimators.training.feed import network_dtype, zeros
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import ShardManifest
 
 _ARRAYS = (torch.Tensor, np.ndarray)
@@ -32,7 +33,7 @@ class BatchColumn:
 
 
 def column_of(manifest: ShardManifest, name: str, rows: int) -> BatchColumn:
-    """Returns `rows` rows of an array of the shards; rows of varying length have the mean length."""
+    """Returns `rows` rows of an array of the shards; rows of varying length get the mean length."""
     array = manifest.described(name)
     described = zeros(array, 0)
     if array.offsets not in ("", name):
@@ -41,12 +42,16 @@ def column_of(manifest: ShardManifest, name: str, rows: int) -> BatchColumn:
     return BatchColumn(shape=(rows, *described.shape[1:]), dtype=described.dtype)
 
 
-def columns_of(batch: Any, rows: int | None = None) -> tuple[list[BatchColumn], list[BatchColumn]]:
-    """Returns the inputs and the labels of a batch in one of the forms that `plan_memory` takes.
+def shard_columns(
+    config: TrainConfig, manifest: ShardManifest, rows: int
+) -> tuple[list[BatchColumn], list[BatchColumn]]:
+    """Returns the inputs and the labels of `rows` rows of the shards."""
+    inputs = [column_of(manifest, name, rows) for name in config.input_columns]
+    return inputs, [column_of(manifest, name, rows) for name in config.label_columns]
 
-    Raises:
-        ValueError: The batch has another form, or its columns differ in their numbers of rows.
-    """
+
+def columns_of(batch: Any, rows: int | None = None) -> tuple[list[BatchColumn], list[BatchColumn]]:
+    """Returns the inputs and the labels of a batch; raises ValueError if `plan_memory` cannot take it."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ValueError(
             "batch must be (inputs, labels), each a tensor, an array, (shape, dtype) or a list of these, "

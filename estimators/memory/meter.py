@@ -1,14 +1,7 @@
 """Counts the bytes of live tensors, by their purpose, while a step runs on fake tensors.
 
-A fake tensor has a shape, a dtype, a device and a storage of the right size, but no memory. The meter sees
-the results of every operator and the release of every storage, so its sum is what an allocator would hold:
-including autograd's saved tensors, autocast's casts and an optimizer's temporaries.
-
-Invariant: a storage counts once, however many tensors share it, until its last tensor is released.
-
-No dispatch mode sees scratch memory inside operators. The only scratch as big as activations is estimated: a
-CPU convolution whose oneDNN does not support the dtype (16 bits without AVX-512) unfolds its input into
-columns, kernel size times the input. torch tells which backend it would choose.
+The meter sees the results of every operator and the release of every storage, so its sum is what an allocator
+would hold. A storage counts once, however many tensors share it, until its last tensor is released.
 """
 
 from __future__ import annotations
@@ -33,13 +26,13 @@ Weights = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The highest number of bytes under one weighting, and its parts at that moment."""
+    """The highest number of bytes under one weighting, and the bytes of each part at that moment."""
 
     total: int
     parts: dict[str, int]
 
     def with_parts(self, **parts: int) -> Peak:
-        """Returns the moment with other numbers of bytes of some parts."""
+        """Returns a copy with other bytes of some parts."""
         merged = {**self.parts, **parts}
         return Peak(total=sum(merged.values()), parts=merged)
 
@@ -47,12 +40,11 @@ class Peak:
 class Meter(TorchDispatchMode):
     """Counts the live bytes of every part, and the highest sum under each of several weightings.
 
-    A weighting is the share of each part that one rank holds. With one weighting per type of sharding, one
-    run of the step serves them all, although their peaks come at different moments.
+    A weighting is part -> share of one rank; a part without an entry counts in full. With one weighting per
+    type of sharding, one run of the step measures all types.
     """
 
     def __init__(self, weightings: Mapping[str, Weights]) -> None:
-        """Args: weightings: Name -> part -> share of one rank; a part without an entry counts in full."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._weightings = {}
         for name, weights in weightings.items():
@@ -65,10 +57,10 @@ class Meter(TorchDispatchMode):
         self.restart()
 
     def restart(self) -> None:
-        """Resets the peaks, but not the live tensors."""
+        """Resets the peaks to the live tensors."""
         self.peaks = {name: Peak(total=0, parts={}) for name in self._weightings}
         self.highest = dict.fromkeys(PARTS, 0)
-        self._note()
+        self._update_peaks()
 
     def assign(self, tensors: Iterable[torch.Tensor], part: str) -> None:
         """Moves tensors to a part, and adds tensors that the meter has not seen before."""
@@ -77,20 +69,21 @@ class Meter(TorchDispatchMode):
                 held = self._held.get(storage._cdata)
                 if held is None:
                     self._add(storage, part)
-                elif held.part != part:
-                    self.live[held.part] -= held.num_bytes
-                    self.live[part] += held.num_bytes
-                    held.part = part
-        self._note()
+                else:
+                    self._move(held, part)
+        self._update_peaks()
 
     def assign_new(self, before: set[int], part: str) -> None:
-        """Moves all storages that were allocated after `snapshot` to a part."""
+        """Moves the activations that were allocated after `snapshot` to a part."""
         for key, held in self._held.items():
             if key not in before and held.part == "activations":
-                self.live["activations"] -= held.num_bytes
-                self.live[part] += held.num_bytes
-                held.part = part
-        self._note()
+                self._move(held, part)
+        self._update_peaks()
+
+    def _move(self, held: _Held, part: str) -> None:
+        self.live[held.part] -= held.num_bytes
+        self.live[part] += held.num_bytes
+        held.part = part
 
     def snapshot(self) -> set[int]:
         """Returns the keys of the live storages."""
@@ -109,10 +102,10 @@ class Meter(TorchDispatchMode):
                 for storage in _storages(leaf):
                     if storage._cdata not in self._held:
                         self._add(storage, "activations")
-                        self._note()
+                        self._update_peaks()
         if scratch := _scratch_bytes(func, args, result):
             self.live["activations"] += scratch
-            self._note()
+            self._update_peaks()
             self.live["activations"] -= scratch
         return result
 
@@ -132,7 +125,7 @@ class Meter(TorchDispatchMode):
 
         return release
 
-    def _note(self) -> None:
+    def _update_peaks(self) -> None:
         for name, weights in self._weightings.items():
             total = sum(n * weights[part] for part, n in self.live.items())
             if total > self.peaks[name].total:
@@ -159,43 +152,23 @@ def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     return []
 
 
-# Backends that unfold their input.
-_COLUMNS = ("Slow2d", "Slow3d")
-
-
 def _scratch_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Returns the bytes that `func` allocates besides its results and releases before it returns."""
-    count = _SCRATCH.get(func)
-    return count(args, result) if count is not None else 0
+    """Returns the bytes that `func` allocates and releases inside, which no dispatch mode sees.
 
-
-def _convolution(args: tuple[Any, ...], result: Any) -> int:
-    values, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args[:9]
-    bias_sizes = list(bias.shape) if bias is not None else None
-    options = (stride, padding, dilation, transposed, output_padding, groups, bias_sizes)
-    return _columns(values, weight, bias, options, result.shape)
-
-
-def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
-    gradient, values, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups = (
-        args[:10]
-    )
-    options = (stride, padding, dilation, transposed, output_padding, groups, bias_sizes)
-    return _columns(values, weight, None, options, gradient.shape)
-
-
-def _columns(
-    values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: Any, output: torch.Size
-) -> int:
-    backend = torch._C._select_conv_backend(values, weight, bias, *options)
-    kernel = weight.shape[2:]
-    if backend.name not in _COLUMNS or math.prod(kernel) == 1:
+    Only one operator needs as much as its activations: a CPU convolution in a dtype that oneDNN does not
+    support (16 bits without AVX-512) unfolds its input into columns.
+    """
+    if func is torch.ops.aten.convolution.default:
+        (values, weight, bias, *options), output = args[:9], result
+        bias_sizes = None if bias is None else list(bias.shape)
+    elif func is torch.ops.aten.convolution_backward.default:
+        output, values, weight, bias_sizes, *options = args[:10]
+        bias = None
+    else:
+        return 0
+    backend = torch._C._select_conv_backend(values, weight, bias, *options, bias_sizes)
+    if backend.name not in ("Slow2d", "Slow3d") or math.prod(weight.shape[2:]) == 1:
         return 0
     # (rows, channels of a group * kernel, output positions); the groups run one after another.
-    return values.shape[0] * math.prod(weight.shape[1:]) * math.prod(output[2:]) * values.element_size()
-
-
-_SCRATCH: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
-    torch.ops.aten.convolution.default: _convolution,
-    torch.ops.aten.convolution_backward.default: _convolution_backward,
-}
+    columns = values.shape[0] * math.prod(weight.shape[1:]) * math.prod(output.shape[2:])
+    return int(columns * values.element_size())

@@ -1,8 +1,7 @@
 """`plan_memory`: the memory of a training step on one rank, and the settings that would fit a budget.
 
-Nothing is trained and no weight is allocated: see `step`. The figures are bytes of tensors. They are exact
-for the tensors of torch's operators; scratch inside kernels counts only if it is as big as activations. A
-fit with `memoryBudget` checks the same plan before its gang starts.
+The figures are exact for the tensors of torch's operators; scratch memory inside kernels mostly does not
+count.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.memory.budget import first_error_line, network_name
-from ringspark.estimators.memory.columns import BatchColumn, columns_of
+from ringspark.estimators.memory.columns import columns_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.memory.report import MemoryPlan
 from ringspark.estimators.options.mesh import Mesh
@@ -76,7 +75,9 @@ def plan_memory(
     """
     inputs, labels = columns_of(batch, rows)
     losses = list(loss) if isinstance(loss, list | tuple) else [loss] * len(labels)
-    losses = [_resolve_loss(entry, label) for entry, label in zip(losses, labels, strict=False)]
+    for index, (entry, label) in enumerate(zip(losses, labels, strict=False)):
+        if isinstance(entry, str) and entry == "auto":
+            losses[index] = "cross_entropy" if label.dtype == torch.int64 else default_loss("any", 1)
     policy = gradientCheckpointing
     config = TrainConfig(
         shards_uri="",
@@ -117,9 +118,3 @@ def plan_memory(
             f"{first_error_line(error)}; check the batch's shapes, and that no shape in its forward "
             "depends on values"
         ) from error
-
-
-def _resolve_loss(loss: Any, label: BatchColumn) -> Any:
-    if not isinstance(loss, str) or loss != "auto":
-        return loss
-    return "cross_entropy" if label.dtype == torch.int64 else default_loss("any", 1)

@@ -23,11 +23,7 @@ PLAN_CUT = "ringspark.extras.planning.meshes.cut_plan:plan_cut"
 
 
 class Planner:
-    """Makes memory plans; each step runs once, however many plans need it.
-
-    Attributes:
-        network: The network on the meta device.
-    """
+    """Makes memory plans; runs each step once, however many plans need it."""
 
     def __init__(
         self,
@@ -48,7 +44,7 @@ class Planner:
         self._update: UpdateBytes | None = None
 
     def plan(self, budget: int | None = None, budget_name: str = "the budget") -> MemoryPlan:
-        """Returns the plan of the config; if it exceeds the budget, with other settings that fit."""
+        """Returns the plan of the config, with settings that fit if it exceeds the budget."""
         plan = self._plan_of(self._config, budget)
         if budget is None:
             return plan
@@ -78,8 +74,8 @@ class Planner:
     def _peak_of(self, config: TrainConfig) -> int | None:
         try:
             return self._plan_of(config, None).peak
-        # Settings that do not suit the network (no chain to checkpoint, no kernel in 16 bits) are not
-        # suggested; the network's own errors were raised by the plan of the config.
+        # Settings that do not suit the network (no kernel in 16 bits) are not suggested; the plan of the
+        # config has already raised the network's own errors.
         except Exception:
             return None
 
@@ -108,14 +104,13 @@ class Planner:
         # One run measures every type of sharding.
         key = f"{config.without_sharding().to_json()} {shard_group_size(config)}"
         if key not in self._steps:
-            columns = (self._inputs, self._labels)
-            step = measure_step(config, self._objects, self.network, *columns, self._update)
+            step = measure_step(config, self._objects, self.network, self._inputs, self._labels, self._update)
             self._steps[key], self._update = step, step.update
         return self._steps[key]
 
 
 def settings_of(config: TrainConfig) -> dict[str, object]:
-    """Returns name and value of the Params that determine memory."""
+    """Returns the values of the Params that determine memory, by name."""
     names = [name for name in ("optimizer", *DEFAULTS, "collective", "numWorkers") if name in SETTINGS]
     values = {name: getattr(config, SETTINGS[name].field) for name in names}
     return values | {"sharding": config.sync.sharding}

@@ -1,12 +1,8 @@
 """Checks, before any allocation, whether a worker's share of its host can hold a training at all.
 
-The need is a lower bound: the bytes that a worker certainly holds at once in the middle of an epoch. It
-leaves out activations, communication buffers, the libraries and the user's own data, so nothing that fits is
-refused; `memoryBudget` counts activations too. The available memory is an upper bound: page caches and free
-swap count.
-
-The driver checks if it knows a worker's memory: if Spark limits its Python workers, and on local masters.
-Every rank checks on its own host, and chooses where `cache='auto'` keeps the rows that it reads again.
+The need is a lower bound: it leaves out activations (see `memoryBudget`), communication buffers and
+libraries, so nothing that fits is refused. The driver checks if it knows a worker's memory; every rank checks
+its host.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from ringspark.estimators.memory.available import (
     find_process_limit,
     find_spark_limit,
 )
-from ringspark.estimators.memory.columns import column_of
+from ringspark.estimators.memory.columns import shard_columns
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, shard_group_size, shares
 from ringspark.estimators.options.mesh import Mesh
@@ -57,18 +53,15 @@ def check_on_driver(
     conf: Mapping[str, str],
     is_remote: bool,
 ) -> None:
-    """Refuses a training that cannot fit, as far as the driver knows.
+    """Raises ValueError for a training that cannot fit, as far as the driver knows.
 
     `is_remote` says that the driver is a Connect client, on another host than the workers.
-
-    Raises:
-        ValueError: It cannot fit; the error names the need, the available bytes and a remedy.
     """
     check(config, objects, manifest, limits_on_driver(config.num_workers, conf, is_remote))
 
 
 def limits_on_driver(num_workers: int, conf: Mapping[str, str], is_remote: bool) -> list[Available | None]:
-    """Returns the known limits of a worker's memory; the arguments are those of `check_on_driver`."""
+    """Returns the limits of a worker's memory that the driver knows."""
     limits = [find_spark_limit(conf)]
     if is_on_driver(conf, is_remote):
         limits.append(find_host_limit(num_workers, same_cgroup=True))
@@ -76,16 +69,15 @@ def limits_on_driver(num_workers: int, conf: Mapping[str, str], is_remote: bool)
 
 
 def is_on_driver(conf: Mapping[str, str], is_remote: bool) -> bool:
-    """Whether the workers run on the driver's host."""
     return not is_remote and is_local(conf)
 
 
 def check_on_rank(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest, collective: Collective
 ) -> TrainConfig:
-    """Refuses a training that this rank's host cannot hold. Runs on every rank, before it allocates.
+    """Raises like `check_on_driver`, for this rank's host. Runs on every rank, before it allocates.
 
-    Returns the config, with this rank's value for a `cache` of "auto"; raises like `check_on_driver`.
+    Returns the config, with this rank's value for a `cache` of "auto".
     """
     size, local_size = collective.size, collective.member.local_size
     limits = [find_process_limit(), find_host_limit(local_size)]
@@ -102,10 +94,7 @@ def check_on_rank(
 def check(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest, limits: list[Available | None]
 ) -> int | None:
-    """Compares a worker's need with the lowest of the limits; None stands for an unknown limit.
-
-    Returns the bytes left over; None without a limit.
-    """
+    """Raises ValueError if the lowest known limit is too low; returns the bytes left, None if unknown."""
     known = [limit for limit in limits if limit is not None]
     if not known:
         return None
@@ -125,7 +114,7 @@ def _check(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, l
     try:
         needs = worker_needs(config, objects, manifest)
     except MemoryError:
-        # A process that cannot even hold the planner's few megabytes cannot train.
+        # The planner needs only a few megabytes.
         needs = at_most
     total = sum(needs.values())
     if total <= limit.num_bytes:
@@ -138,24 +127,22 @@ def _check(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, l
 
 
 def worker_needs(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> dict[str, int]:
-    """Returns, for each part, a lower bound of the host bytes that the most loaded worker holds at once.
+    """Returns part -> lower bound of the host bytes that the most loaded worker holds at once.
 
-    Runs one step of the planner on two rows, because parameters that the network does not use have neither
-    gradient nor state. If network or optimizer cannot run without data, only the parameters count.
+    Runs one planner step on two rows, because unused parameters have neither gradient nor state.
     """
     planner = _planner(config, objects, manifest)
     try:
         plan = planner.plan()
     except MemoryError:
         raise
-    # Code that fails only on fake tensors must not end a training.
+    # Code that fails only on fake tensors must not end a training: only the parameters count then.
     except Exception:
         return _needs(config, manifest, planner.network, 0, 0)
     return _needs(config, manifest, planner.network, plan.gradients, plan.optimizer_state)
 
 
 def _planner(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> Planner:
-    """Returns the planner of the whole network on the host, without activation techniques."""
     whole = config.without_sharding()
     plain = replace(
         whole,
@@ -170,11 +157,7 @@ def _planner(config: TrainConfig, objects: UserObjects, manifest: ShardManifest)
     )
     # The driver does not know the losses yet; any loss that uses all outputs suffices.
     losses = (lambda output, label: output,) * len(config.label_columns)
-    inputs, labels = (
-        [column_of(manifest, name, 2) for name in names]
-        for names in (config.input_columns, config.label_columns)
-    )
-    return Planner(plain, replace(objects, losses=losses), inputs, labels)
+    return Planner(plain, replace(objects, losses=losses), *shard_columns(config, manifest, 2))
 
 
 def _needs(
@@ -191,25 +174,23 @@ def _needs(
         "optimizer state": int(state * share.get("optimizer_state", 1.0)),
     }
     reading = estimate_reader_bytes(config, manifest)
-    in_epoch, after_epoch = _checkpoints(config, manifest.select("train").num_rows)
+    # Whether a checkpoint is certain within some epoch, and at the end of an epoch before the last.
+    steps, epochs = config.checkpoint_every_steps, config.checkpoint_every_epochs
+    num_steps = Steps(config.batch_sizes, manifest.select("train").num_rows).total
+    in_epoch, after_epoch = (
+        steps is not None and steps < num_steps,
+        epochs is not None and epochs < config.epochs,
+    )
     # Each writer copies its parameters and state while the training waits, after the gradients are freed.
     copy = {"copy for a checkpoint": parameters // parts + state}
     moments: list[dict[str, int]] = [
-        # Every rank builds the whole network on the host before it is sharded or moved, unless it can build
-        # its shard alone.
+        # Every rank builds the whole network on the host, unless it can build its shard alone.
         {} if config.builds_in_parts else {"parameters": whole},
         own | {"gradients": int(gradients * share.get("gradients", 1.0))} | reading,
         own | copy | reading if in_epoch else {},
         own | copy if after_epoch else {},
     ]
     return max(moments, key=lambda parts: sum(parts.values()))
-
-
-def _checkpoints(config: TrainConfig, num_rows: int) -> tuple[bool, bool]:
-    """Returns whether a checkpoint is certain within some epoch, and at the end of an epoch but the last."""
-    num_steps = Steps(config.batch_sizes, num_rows).total
-    steps, epochs = config.checkpoint_every_steps, config.checkpoint_every_epochs
-    return steps is not None and steps < num_steps, epochs is not None and epochs < config.epochs
 
 
 def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> str:
@@ -234,10 +215,9 @@ def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> s
 
 
 def choose_cache(num_bytes: int, memory: int | None, disk: int) -> Cache:
-    """Returns the place for rows of `num_bytes`: the first of memory and disk with twice the room.
+    """Returns the first of memory and disk with twice the room: a lower bound leaves out activations.
 
-    The other half of the memory is for activations and all else that no lower bound includes. `memory` is
-    the bytes that the training certainly leaves, or None without a known limit.
+    `memory` is the bytes that the training leaves, or None without a known limit.
     """
     if not num_bytes:
         return "none"
@@ -251,7 +231,7 @@ def resolve_cache(
 ) -> TrainConfig:
     """Returns the config with this rank's value for a `cache` of "auto". Runs on every rank.
 
-    `rank` and `size` identify its share of a global batch; `local_size` ranks share the disk of the host.
+    `rank` and `size` identify its share of a global batch; `local_size` ranks share the disk.
     """
     if config.cache != "auto":
         return config
@@ -263,7 +243,7 @@ def resolve_cache(
 
 
 def free_disk() -> int:
-    """Returns the free bytes of the disk for temporary files; 0 if there is none, or if it is memory."""
+    """Returns the free bytes of the disk for temporary files; 0 without one, or if it is memory."""
     try:
         folder = tempfile.gettempdir()
         free, device = shutil.disk_usage(folder).free, os.stat(folder).st_dev

@@ -29,7 +29,7 @@ class MemoryPlan:
     are released. The memory of Python, Spark and the reader does not count.
 
     Attributes:
-        settings: Name and value of the Params that determine memory.
+        settings: Values of the Params that determine memory, by name.
         rows: Rows per rank and optimizer step.
         parameters: Parameters and buffers.
         gradients: Maximum during the backward pass.
@@ -64,7 +64,7 @@ class MemoryPlan:
         return self.budget is None or self.peak <= self.budget
 
     def table(self) -> str:
-        """Returns a text with a line for each part: its maximum and its bytes at the peak."""
+        """Returns a text with a line per part: its maximum and its bytes at the peak."""
         width = max(map(len, TITLES.values()))
         header = f"{'':{width}}  {'most':>10}  {'at the peak':>11}"
         lines = [
@@ -75,10 +75,9 @@ class MemoryPlan:
         return "\n".join([header, *lines, total, *([self.verdict] if self.verdict else [])])
 
     def save_chart(self, path: str) -> None:
-        """Writes a bar chart as PNG: the parts at the peak of this plan and of the plans in `suggest`.
+        """Writes a PNG bar chart of the parts at the peak of this plan and the plans in `suggest`.
 
-        Raises:
-            ImportError: matplotlib is not installed.
+        Raises ImportError if matplotlib is not installed.
         """
         load_object(DRAW_CHART)(self, path)
 

@@ -1,18 +1,7 @@
-"""Searches settings that fit a budget: a fixed ladder of changes, tried from the bottom to the top.
+"""Searches settings that fit a budget: a fixed ladder of changes, ordered by their cost per step.
 
-The rungs go from exact and cheap to lossy, ordered by their cost per step (the benchmarks `sharding` and
-`memory_techniques` measure it):
-
-1. sharding of the optimizer's state, then of the gradients: the all-reduces of data parallelism;
-2. accumulation: the same all-reduces in another order (batch norm sees fewer rows);
-3. checkpointing, "sqrt" then "all": bitwise equal, up to one more forward pass;
-4. sharding of the parameters: every pass gathers the weights;
-5. bits, and offload to the host or the disk: bitwise equal; bits save little, and offload is as slow as
-   the bus or the disk;
-6. bf16: it rounds, so it comes last.
-
-The lossy codecs of activations are not included: they change gradients by some percent, which a budget alone
-does not justify.
+The benchmarks `sharding` and `memory_techniques` measure the cost. bf16 rounds, so it comes last. The lossy
+codecs of activations are left out: they change gradients by some percent, which a budget does not justify.
 """
 
 from __future__ import annotations
@@ -58,7 +47,7 @@ _CLIMBS: tuple[tuple[Rung, ...], ...] = (
 def find_settings(
     config: TrainConfig, rows: int, peak_of: Callable[[TrainConfig], int | None], budget: int
 ) -> tuple[list[TrainConfig], TrainConfig | None]:
-    """Finds settings that fit: up to three with one exact change each, else one that combines low rungs.
+    """Finds settings that fit: up to three with one change each, else one that combines changes.
 
     `peak_of` returns None if settings do not suit the network. If none fit, the second result is the settings
     with the lowest peak, or None if no change lowers it.
@@ -101,7 +90,7 @@ def _climb(
 
 
 def _above(config: TrainConfig, ladder: Sequence[Rung], rows: int) -> Iterator[Rung]:
-    """Yields the rungs above the user's choices; a choice on no rung (a segment count, fp16) stays."""
+    """Yields the rungs above the user's choices; choices on no rung (fp16) stay."""
     passed = {name for name, _ in _LADDER if getattr(config, name) in ("none", "fp32", AllReduce())}
     for name, value in ladder:
         present = getattr(config, name)
@@ -124,7 +113,7 @@ def _changed(config: TrainConfig, name: str, value: Any) -> TrainConfig | None:
 def _without_needless(
     found: TrainConfig, config: TrainConfig, peak_of: Callable[[TrainConfig], int | None], budget: int
 ) -> TrainConfig:
-    """Reverts changes that a higher rung has made needless, the most expensive first."""
+    """Reverts changes that are not needed, the most expensive first."""
     for name in dict.fromkeys(name for name, _ in reversed(_LADDER)):
         weaker = _changed(found, name, getattr(config, name))
         peak = None if weaker is None or weaker == found else peak_of(weaker)

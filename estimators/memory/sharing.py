@@ -1,7 +1,4 @@
-"""Computes the share of sharded state per rank, and communication buffers: a measured step has neither.
-
-Adjust these formulas if a collective or a strategy changes its buffers.
-"""
+"""Computes the share of sharded state per rank, and communication buffers: a measured step has neither."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ def data_parallel_size(config: TrainConfig) -> int:
 
 
 def shard_group_size(config: TrainConfig) -> int:
-    """Returns the size of a shard group: the axis `shard`, or all ranks that all-reduce gradients."""
+    """Returns the size of the axis `shard`, or else the number of ranks that all-reduce gradients."""
     shard = config.axes["shard"]
     return shard if shard > 1 else data_parallel_size(config)
 
@@ -56,11 +53,7 @@ def reduces_during_backward(config: TrainConfig) -> bool:
 
 
 def backward_buckets(module: nn.Module) -> list[list[nn.Parameter]]:
-    """Returns the parameters whose gradients are sent together, in order; empty if all are sent at the end.
-
-    Args:
-        module: A rank's shard of the network.
-    """
+    """Returns the parameters per gradient bucket, in order; empty if all are sent at the end."""
     tables, experts = sparse_parameters(module), expert_names(module)
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in tables}
     full = choose_bucket_bytes(num_bytes(trained.values()), by_network=False)
@@ -71,11 +64,7 @@ def backward_buckets(module: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
-    """Returns the bytes of buffers that stay allocated between gradient synchronizations.
-
-    Args:
-        module: Any replica of the network, also one on `meta`: only sizes count.
-    """
+    """Returns the bytes of buffers that stay allocated between gradient synchronizations."""
     if data_parallel_size(config) == 1:
         return 0
     # The 2 MiB of shared memory per rank of a host do not count.

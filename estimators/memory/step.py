@@ -1,8 +1,6 @@
 """Runs one training step on fake tensors, by the functions of the trainer.
 
-It includes micro-batches, autocast, the losses per row in fp32, loss scaling, gradient clipping, and an
-optimizer step with existing state, as in every step but the first. At most two micro-batches run: from the
-second on, each starts with existing gradients, and all are alike.
+The optimizer's state exists already, as in every step except the first.
 """
 
 from __future__ import annotations
@@ -43,12 +41,13 @@ from ringspark.estimators.training.step import Recipe, forward_backward, global_
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.process_state import fork_generators, ignore_warnings
 
+# From the second on, micro-batches start with existing gradients and are all alike.
 MOST_MICRO_BATCHES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateBytes:
-    """The memory of the optimizer's step: the same for all settings that only concern activations.
+    """The memory of the optimizer's step, which settings of activations do not change.
 
     Attributes:
         state: Bytes of the optimizer's state, unsharded.
@@ -83,14 +82,12 @@ def measure_step(
     labels: Sequence[BatchColumn],
     update: UpdateBytes | None = None,
 ) -> StepBytes:
-    """Counts the bytes of one step in steady state. Errors of the network, loss and optimizer pass through.
+    """Counts the bytes of one step in steady state. Passes on errors of the network, loss and optimizer.
 
     Args:
         config: Config with resolved losses; the columns' rows count, not its `batch_size`.
         empty: The network on the meta device; not changed.
-        inputs: One column per argument of `forward`.
-        labels: One column per output.
-        update: Result of an earlier call with the same network, optimizer and batch, to save that run.
+        update: Result of an earlier call with the same network, optimizer and batch.
     """
     initialize_lazy_layers(empty, inputs, objects)
     with on_fake_tensors(config, objects, empty) as step:
@@ -105,13 +102,13 @@ def on_fake_tensors(
     *others: TorchDispatchMode,
     weightings: Mapping[str, Weights] | None = None,
 ) -> Iterator[FakeStep]:
-    """Enters a context in which tensors have no memory; yields the network and all that a step needs.
+    """Enters a context in which tensors have no memory; yields the network and everything that a step needs.
 
     Args:
-        others: More dispatch modes that see the operators.
-        weightings: More weightings for the meter than one per sharding.
+        others: Further dispatch modes.
+        weightings: Further weightings for the meter, besides one per type of sharding.
     """
-    device = device_of(config)
+    device = torch.device("cuda" if config.use_gpu and torch.cuda.is_available() else "cpu")
     gpus = [device] if device.type == "cuda" else []
     sharded = {name: shares(name, shard_group_size(config)) for name in SHARDED_PARTS}
     if reduces_during_backward(config.without_sharding()):
@@ -134,11 +131,6 @@ def on_fake_tensors(
         for mode in others:
             entered.enter_context(mode)
         yield FakeStep(config, objects, empty, device, meter, transform)
-
-
-def device_of(config: TrainConfig) -> torch.device:
-    """Returns the device on which a step is measured."""
-    return torch.device("cuda" if config.use_gpu and torch.cuda.is_available() else "cpu")
 
 
 @contextmanager
@@ -191,11 +183,7 @@ class FakeStep:
         )
 
     def send(self, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Counts gradients of the first backward pass as sent once their bucket, and all before it, are full.
-
-        Args:
-            buckets: Parameters of the network, from `backward_buckets`.
-        """
+        """Counts gradients as sent once their bucket and all earlier ones are full."""
         self._unsent = [(bucket, set(bucket)) for bucket in buckets]
 
     def _own_gradient(self, parameter: torch.Tensor) -> None:
@@ -251,7 +239,7 @@ class FakeStep:
         return StepBytes(parts=parts, peaks=peaks, update=update)
 
     def update(self) -> UpdateBytes:
-        """Measures the second optimizer step, which is like all later ones; the first creates the state."""
+        """Measures the second optimizer step; the first creates the state."""
         before = self.meter.snapshot()
         # Not the scaler's `step`, which reads whether the gradients are finite.
         self.recipe.scaler.unscale(self.sync.optimizer)
@@ -276,9 +264,8 @@ class FakeStep:
 
 
 def initialize_lazy_layers(empty: nn.Module, inputs: Sequence[BatchColumn], objects: UserObjects) -> None:
-    """Initializes lazy layers, like `probe`, by a forward pass on the meta device."""
-    tensors = (*empty.parameters(), *empty.buffers())
-    if not any(is_lazy(tensor) for tensor in tensors):
+    """Initializes lazy layers by a forward pass on the meta device, like `probe`."""
+    if not any(map(is_lazy, (*empty.parameters(), *empty.buffers()))):
         return
     for owner in empty.modules():
         for name, parameter in owner._parameters.items():
@@ -297,11 +284,8 @@ def initialize_lazy_layers(empty: nn.Module, inputs: Sequence[BatchColumn], obje
 def _with_storage(empty: nn.Module, device: torch.device) -> nn.Module:
     """Copies a network with fake parameters and buffers on `device`; runs under the fake mode."""
     memo: dict[int, object] = {}
-    for parameter in empty.parameters():
-        fake = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device=device)
-        memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-    for buffer in empty.buffers():
-        memo[id(buffer)] = torch.empty_strided(
-            buffer.size(), buffer.stride(), dtype=buffer.dtype, device=device
-        )
+    for tensor in (*empty.parameters(), *empty.buffers()):
+        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
     return copy.deepcopy(empty, memo)

@@ -10,18 +10,17 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(?:i?b)?\s*", re.IGNORECASE)
 
 
 def parse_bytes(value: int | str, name: str = "budget") -> int:
-    """Returns a number of bytes from an int or from a string such as "4g", with units of 1024 like Spark's.
+    """Returns a number of bytes from an int, or from a string such as "4g" with units of 1024 like Spark's.
 
-    Raises:
-        TypeError: The value is neither.
-        ValueError: The string is no size, or the size is not above 0.
+    Raises TypeError for another type, ValueError for a string that is no size or a size that is not above 0.
     """
+    refusal = f"{name} must be bytes as an int or a string such as '4g', got {value!r}"
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(f"{name} must be bytes as an int or a string such as '4g', got {value!r}")
+        raise TypeError(refusal)
     if isinstance(value, str):
         found = _SIZE.fullmatch(value)
         if found is None:
-            raise ValueError(f"{name} must be bytes as an int or a string such as '4g', got {value!r}")
+            raise ValueError(refusal)
         count = int(float(found[1]) * _UNITS[found[2].lower()])
     else:
         count = value

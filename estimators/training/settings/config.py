@@ -1,7 +1,6 @@
 """`TrainConfig`, the frozen value that travels as JSON from the driver to every rank.
 
-The settings' declarations and `rules.py` say what it refuses, each with its remedy. It is checked wherever
-a config is made, so a bad combination never reaches Spark.
+Its constructor checks the settings' ranges and the rules of `rules.py`.
 """
 
 from __future__ import annotations
@@ -25,19 +24,17 @@ class TrainConfig(ConfigValues):
     def __post_init__(self) -> None:
         for setting in SETTINGS.values():
             if setting.options is not None:
-                # A dict of the same names becomes the options.
-                given = getattr(self, setting.field)
-                object.__setattr__(self, setting.field, setting.convert_options(given))
+                options = setting.convert_options(getattr(self, setting.field))  # may be a dict
+                object.__setattr__(self, setting.field, options)
             elif setting.field:
                 setting.check(getattr(self, setting.field))
         self.parallelism.sizes(self.num_workers)
         for rule in COMBINATIONS:
             if rule.is_broken(self):
-                values = {f.name: getattr(self, f.name) for f in fields(self)}
-                raise ValueError(rule.message.format(**values, readers=self._readers))
+                raise ValueError(rule.message.format(**self._values(), readers=self._readers))
 
     def without_sharding(self) -> TrainConfig:
-        """Returns the config of ranks that keep all state of their network, over as many copies of it."""
+        """Returns the config of ranks that keep all state of their network, with as many replicas."""
         mesh = self.parallelism
         if mesh.shard > 1:
             mesh = replace(mesh, data=self.axes["data"] * mesh.shard, shard=1)
@@ -46,20 +43,18 @@ class TrainConfig(ConfigValues):
         )
 
     def with_workers(self, num_workers: int) -> TrainConfig:
-        """Returns the config of a gang of another size, in which 'data' has all workers that others leave."""
+        """Returns the config of a gang of another size, whose 'data' axis has the remaining workers."""
         return replace(self, num_workers=num_workers, parallelism=replace(self.parallelism, data=None))
 
     def to_json(self) -> str:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return json.dumps(values, default=_plain, indent=1, sort_keys=True)
+        return json.dumps(self._values(), default=_plain, indent=1, sort_keys=True)
+
+    def _values(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
     def from_json(cls, text: str) -> TrainConfig:
-        """Reads the result of `to_json`, also of an earlier version.
-
-        Raises:
-            ValueError: The text is damaged, from another version, or breaks a rule.
-        """
+        """Reads a result of `to_json`, also of an earlier version; raises ValueError if it breaks a rule."""
         values = upgrade(parse_object(text))
         if values.get("scale_learning_rate") == {"name": "none"}:
             values["scale_learning_rate"] = None
@@ -71,14 +66,13 @@ def _plain(value: Any) -> Any:
 
 
 def segment_policy(policy: str | tuple[str, ...]) -> str | int | tuple[str, ...]:
-    """Returns a policy for `apply_activation_checkpoint`, a number of segments as an int."""
+    """Returns the setting gradientCheckpointing as `apply_activation_checkpoint` takes it."""
     return int(policy) if isinstance(policy, str) and policy.isdecimal() else policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserObjects:
-    """The user's own module and callables, which have no JSON form; they travel in Spark's closure,
-    except the weights of a large module: see `launch.train_task.PackedObjects`.
+    """The user's own module and callables, which have no JSON form and travel in Spark's closure.
 
     Attributes:
         module: Used if `TrainConfig.model` is None; training starts from its present weights.
@@ -103,6 +97,6 @@ class UserObjects:
     callbacks: tuple[Any, ...] = ()
 
     def loss(self, config: TrainConfig, index: int) -> Any:
-        """Returns the loss of label `index`: the object if there is one, else its name."""
+        """Returns the loss of a label: the object if there is one, else its name."""
         given = self.losses[index] if self.losses else None
         return config.losses[index] if given is None else given

@@ -20,7 +20,7 @@ _DISTINCT = ValueRange(
 
 
 def _kinds(value: Any) -> dict[str, Any]:
-    """Returns column types by column in their JSON form, which also travels in a saved stage."""
+    """Returns column types by column in their JSON form, which a saved stage contains."""
     if not isinstance(value, Mapping):
         raise TypeError(
             "columns must map names to column types, e.g. {'city': Vocabulary(max_size=1000)}, "
@@ -39,12 +39,7 @@ def _kinds(value: Any) -> dict[str, Any]:
 
 
 def without_secrets(value: Any) -> str:
-    """Refuses a folder's URI with credentials, because Params are saved with the stage.
-
-    Raises:
-        TypeError: The value is no string.
-        ValueError: The URI holds a password or a key.
-    """
+    """Raises ValueError for a folder's URI with credentials, because Params are saved with the stage."""
     if not isinstance(value, str):
         raise TypeError(f"a folder must be given as a string, got {type(value).__name__}")
     storage.refuse_secrets(value)

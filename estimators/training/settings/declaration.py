@@ -1,8 +1,6 @@
-"""Declares a setting once: its names, words, type, default and range, and what follows from them.
+"""Declares a setting once for the stages' Params, `TrainConfig`, the jobs' options and docs/settings.md.
 
-The declaration serves the stages' Params, `TrainConfig` and its rules, the identity of a run, the warnings
-about settings without effect, the jobs' options and docs/settings.md. So a mistake has the same message
-everywhere. Nothing here imports Spark or torch, so that `--help` of a job answers at once.
+Nothing here imports Spark or torch, so that `--help` of a job answers at once.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from ringspark.estimators.options.base import Options, ValueRange
 T = TypeVar("T")
 
 Kind = Literal["int", "float", "bool", "str", "names", "numbers", "object"]
-"""The type of a setting's value; "object" for one that its own `convert` judges."""
-
+"""The type of a setting's value; "object" if the setting's `convert` checks it."""
 
 _TYPE_RULES: dict[Kind, str] = {
     "int": "must be a whole number",
@@ -70,38 +67,33 @@ class Setting(Generic[T]):
             object.__setattr__(self, "kind", type(self.default).__name__)
 
     def convert_options(self, value: Any) -> Options | None:
-        """Returns a value in the class `options`; None for "none" if the setting may be unset."""
+        """Returns the value as an instance of `options`, or None if it is unset."""
         assert self.options is not None
         if self.default is None and value in (None, "none", {"name": "none"}):
             return None
         return self.options.of(value, self.name)
 
     def refusal(self, value: Any) -> str:
-        """Returns the rest of the sentence that refuses a value, after its subject; empty if accepted."""
+        """Returns the predicate of an error message about a value; "" if it is accepted."""
         if self.accepts is None or (value is None and self.default is None) or self.accepts.holds(value):
             return ""
         return f"{self.accepts.rule()}, got {value!r}{self.accepts.remedy}"
 
     def type_rule(self) -> str:
-        """Returns the predicate of the sentence that refuses a value of the wrong type."""
+        """Returns the predicate of an error message about a value of the wrong type."""
         if self.kind == "str" and self.accepts is not None and self.accepts.rule().startswith("must be "):
             return self.accepts.rule()  # the choices
         return _TYPE_RULES[self.kind]
 
     def check(self, value: Any) -> None:
-        """Refuses a value outside the range.
-
-        Raises:
-            ValueError: The value is outside; the error names the setting, the rule and the value.
-        """
+        """Raises ValueError for a value outside the range."""
         if refusal := self.refusal(value):
             raise ValueError(f"{self.name} {refusal}")
 
     def from_text(self, text: str) -> Any:
         """Returns the value of a command-line option.
 
-        Raises:
-            ValueError: It is outside the range; the message lacks the subject, which the command line adds.
+        The ValueError for a value outside the range lacks the subject, which the command line adds.
         """
         value: Any = text
         if self.kind in ("int", "float"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ def _model(value: Any) -> ModelSpec | nn.Module:
 
 
 def _losses(value: Any) -> Any:
-    """Checks a name, an `nn` loss or a callable, or a list of them."""
     if isinstance(value, list | tuple):
         return [_losses(entry) for entry in value]
     if isinstance(value, str):
@@ -44,8 +43,7 @@ def _losses(value: Any) -> Any:
 
 
 def _metrics(value: Any) -> list[Any]:
-    is_one = isinstance(value, str | Mapping) or not isinstance(value, list | tuple)
-    metrics = [value] if is_one else list(value)
+    metrics = list(value) if isinstance(value, list | tuple) else [value]
     name_metrics(metrics)
     return metrics
 
@@ -62,14 +60,11 @@ def _transform(setting: str) -> Callable[[Any], Any]:
     return convert
 
 
-def _patterns(subject: str, value: Any) -> list[str]:
+def _patterns(value: Any) -> list[str]:
     patterns = [value] if isinstance(value, str) else value
-    is_list = isinstance(patterns, Sequence) and all(isinstance(p, str) and p for p in patterns)
-    if not is_list:
-        raise ValueError(
-            f"{subject} must be a name pattern or a list of patterns ('encoder.*'), got {value!r}"
-        )
-    return list(patterns)
+    if isinstance(patterns, Sequence) and all(isinstance(p, str) and p for p in patterns):
+        return list(patterns)
+    raise ValueError(f"freeze must be a name pattern or a list of patterns ('encoder.*'), got {value!r}")
 
 
 MODEL = Setting[Any](
@@ -114,7 +109,7 @@ FREEZE = Setting[list[str]](
     field="freeze",
     words="patterns over names of parameters that are not trained, such as 'encoder.*'",
     default=[],
-    convert=lambda value: _patterns("freeze", value),
+    convert=_patterns,
     without_effect=(lambda given: given["lora"] is not None, "lora freezes all but its adapter"),
 )
 LORA = Setting[LoRA | None](

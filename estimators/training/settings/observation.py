@@ -1,4 +1,4 @@
-"""Settings of what is shown and kept of a training while it runs, and of what it records about its time."""
+"""Settings of progress, tracking, timelines and profiles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_PROFILED = 100
 
 
 def _tracker(value: Any) -> Any:
-    """Checks one entry of `tracking`; one that is all settings becomes plain data, which can be saved."""
+    """Checks one entry of `tracking`; a tracker that is only settings becomes a dict, which can be saved."""
     if isinstance(value, str):
         return _named(value)
     if isinstance(value, Mapping):
@@ -48,7 +48,7 @@ def _tracker(value: Any) -> Any:
 
 
 def _without_secrets(given: dict[str, Any]) -> dict[str, Any]:
-    """Refuses options with credentials, because the stage saves options and every tracker shows them."""
+    """Refuses options with credentials, because the stage saves them and every tracker shows them."""
     for option, value in given.items():
         texts = list(value.values()) if isinstance(value, Mapping) else [value]
         for text in [text for text in texts if isinstance(text, str)]:
@@ -73,7 +73,7 @@ def _trackers(value: Any) -> list[Any]:
 
 
 def _steps(value: Any) -> Any:
-    """Returns the first and the last step of "10:13" or (10, 13); other forms unchanged."""
+    """Returns [10, 13] for "10:13" or (10, 13), other forms unchanged."""
     given = value.split(":") if isinstance(value, str) else value
     try:
         first, last = given

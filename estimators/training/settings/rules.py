@@ -1,7 +1,4 @@
-"""Rules about combinations of settings; the range of a single setting is in its declaration.
-
-Each rule has a sentence with subject, rule, the given values and a remedy; `docs/settings.md` prints them.
-"""
+"""Rules about combinations of settings, which docs/settings.md prints."""
 
 from __future__ import annotations
 
@@ -17,14 +14,11 @@ _DELAYED = ("pipedream", "2bw")
 
 
 class Combination(NamedTuple):
-    """A rule: the settings in a user's words, the test of a config, and the error's sentence.
+    """A rule about several settings."""
 
-    The sentence has the config's fields in braces, and `readers`, the workers that need a row of each batch.
-    """
-
-    settings: str
+    settings: str  # in a user's words
     is_broken: Callable[[ConfigValues], bool]
-    message: str
+    message: str  # with fields of the config in braces, and `readers`, the workers that read different rows
 
 
 def _is_local(c: ConfigValues) -> bool:
@@ -44,7 +38,7 @@ def _packs_activations(c: ConfigValues) -> bool:
 
 
 def _cuts_parameters(c: ConfigValues) -> bool:
-    """Whether ranks of a mesh hold shards of parameters; the stages of a pipeline hold whole ones."""
+    """Whether ranks hold shards of parameters; the stages of a pipeline hold whole ones."""
     return any(c.parallelism.size(axis) > 1 for axis in ("tensor", "expert", "sequence"))
 
 

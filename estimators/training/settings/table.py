@@ -1,4 +1,4 @@
-"""Every setting of the estimators, by group and by the name that users know."""
+"""Every setting of the estimators, by group and by its name as a Param."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, get_args
 
 from ringspark.estimators.names import check_name
@@ -42,7 +43,7 @@ def _callbacks(value: Any) -> list[Callback]:
 
 
 def _hides_gradients(given: Mapping[str, Any]) -> bool:
-    """Whether no step has the gradients of both a part of the batch and the whole batch."""
+    """Whether no step has the gradients of two batch sizes."""
     if given["numWorkers"] == 1:
         return bool(given["gradientAccumulation"] == 1)
     return bool(given["sync"] != AllReduce())
@@ -71,11 +72,11 @@ def _schedule(value: Any) -> list[list[int]]:
                 f"{epoch} on"
             )
     found.sort()
-    epochs = [epoch for epoch, _ in found]
-    if twice := [epoch for epoch in epochs if epochs.count(epoch) > 1]:
-        raise ValueError(
-            f"batchSizeSchedule must have one size for an epoch, got two for epoch {twice[0]}; drop one"
-        )
+    for (epoch, _), (following, _) in pairwise(found):
+        if epoch == following:
+            raise ValueError(
+                f"batchSizeSchedule must have one size for an epoch, got two for epoch {epoch}; drop one"
+            )
     return found
 
 
@@ -84,7 +85,6 @@ def _is_whole(value: Any, least: int) -> bool:
 
 
 def _is_of_one_size(given: Mapping[str, Any]) -> bool:
-    """Whether every batch has the size from which rates are scaled."""
     sizes = {given["batchSize"], *(size for _, size in given["batchSizeSchedule"])}
     scaling = given["scaleLearningRate"]
     return scaling is not None and sizes == {scaling.base_batch_size}

@@ -1,4 +1,4 @@
-"""The fields of a training's config, and the values that follow from them; `config.py` checks them."""
+"""The fields of `TrainConfig`, and the values that follow from them."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ from ringspark.models import MODELS, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigValues:
-    """The fields of `TrainConfig`.
-
-    Settings are described where they are declared; the other fields are:
+    """The fields of `TrainConfig`; most are described where the setting is declared.
 
     Attributes:
         shards_uri: Folder of the shards; its manifest describes the data.
@@ -46,10 +44,9 @@ class ConfigValues:
         label_columns: One column per output of the network.
         losses: One name per label; unused if `UserObjects.losses` has the object.
         metrics: Names of `METRICS` or of `UserObjects.metrics`.
-        own_metrics: The metrics of `UserObjects.metrics`, as `check_training` describes them.
+        own_metrics: Properties of `UserObjects.metrics`; set by `check_training`.
         output_widths: Last dimension of each output, 1 if it has none; set by `check_training`.
-        pause_after: Epoch after which the training ends with a checkpoint; None for none. A population's
-            trainings use it.
+        pause_after: Epoch after which a population's training ends with a checkpoint.
     """
 
     shards_uri: str
@@ -114,12 +111,10 @@ class ConfigValues:
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """The batch size of every epoch."""
         return BatchSizes.of(self.batch_size, self.batch_size_schedule, self.epochs)
 
     @property
     def columns(self) -> list[str]:
-        """The columns that a training reads: inputs, labels and weights."""
         weights = [] if self.weight_column is None else [self.weight_column]
         return [*self.input_columns, *self.label_columns, *weights]
 
@@ -130,31 +125,27 @@ class ConfigValues:
 
     @property
     def cuts_network(self) -> bool:
-        """Whether a rank has less than the whole network, or less than whole rows."""
+        """Whether a rank has a shard of the network or of rows."""
         return self.parallelism.cuts_network
 
     @property
     def builds_in_parts(self) -> bool:
-        """Whether no rank needs the whole network, not even at first: of the networks in `MODELS`.
-
-        A constructor of the user's own may hook its parameters, seed, or keep tensors
-        elsewhere.
-        """
+        """Whether each rank builds its shard alone, without the whole network."""
         parts_it = self.num_workers > 1 and (self.cuts_network or self.sync.sharding == "parameters")
-        # A network from the driver arrives whole; adapters and loaded weights look at its numbers.
+        # A network from the driver arrives whole; adapters and loaded weights need it whole.
         if not parts_it or self.model is None or self.pretrained is not None or self.lora is not None:
             return False
+        # A user's constructor may hook parameters, seed, or keep tensors elsewhere.
         return ModelSpec.from_json(self.model).target in MODELS
 
     @property
     def num_copies(self) -> int:
-        """Number of shares into which a global batch is dealt: ranks that read different rows."""
+        """Number of ranks that read different rows."""
         sizes = self.axes
         return sizes["data"] * sizes["shard"] * sizes["expert"]
 
     @property
     def _readers(self) -> str:
-        """The ranks that read different rows, in the words of a message."""
         if self.num_copies == self.num_workers:
             return f"numWorkers ({self.num_workers})"
         return f"the workers that read different rows ({self.num_copies} of numWorkers {self.num_workers})"
@@ -166,5 +157,5 @@ class ConfigValues:
 
     @property
     def looks_for_best(self) -> bool:
-        """Whether epochs are compared, by `monitor`."""
+        """Whether `monitor` compares epochs."""
         return self.keep == "best" or self.patience is not None

@@ -67,7 +67,7 @@ COLLECTIVE = Setting(
     accepts=listed(_collectives, lambda: list_entry_points("ringspark.collectives")),
     may_differ_on_resume=True,
 )
-# The modes of torch.compile; those that record CUDA graphs do so on a GPU alone.
+# The modes of torch.compile.
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 COMPILE = Setting[bool | str](
     name="compile",
@@ -79,6 +79,6 @@ COMPILE = Setting[bool | str](
         lambda value: isinstance(value, bool) or value in _MODES,
         lambda: f"must be False, True or one of {', '.join(map(repr, _MODES))}",
     ),
-    # It rounds otherwise, like another number of workers.
+    # It rounds differently, like another number of workers.
     may_differ_on_resume=True,
 )
