@@ -215,10 +215,7 @@ def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> s
 
 
 def choose_cache(num_bytes: int, memory: int | None, disk: int) -> Cache:
-    """Returns the first of memory and disk with twice the room: a lower bound leaves out activations.
-
-    `memory` is the bytes that the training leaves, or None without a known limit.
-    """
+    """Returns the first of memory and disk with twice the room; the other half is for activations."""
     if not num_bytes:
         return "none"
     if memory is not None and 2 * num_bytes <= memory:
@@ -229,10 +226,7 @@ def choose_cache(num_bytes: int, memory: int | None, disk: int) -> Cache:
 def resolve_cache(
     config: TrainConfig, manifest: ShardManifest, rank: int, size: int, local_size: int, memory: int | None
 ) -> TrainConfig:
-    """Returns the config with this rank's value for a `cache` of "auto". Runs on every rank.
-
-    `rank` and `size` identify its share of a global batch; `local_size` ranks share the disk.
-    """
+    """Resolves a `cache` of "auto" for this rank; `local_size` ranks share the disk."""
     if config.cache != "auto":
         return config
     num_bytes = sum(find_cached_rows(config, manifest, split, rank, size).num_bytes for split in SPLITS)

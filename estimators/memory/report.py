@@ -66,13 +66,14 @@ class MemoryPlan:
     def table(self) -> str:
         """Returns a text with a line per part: its maximum and its bytes at the peak."""
         width = max(map(len, TITLES.values()))
-        header = f"{'':{width}}  {'most':>10}  {'at the peak':>11}"
-        lines = [
-            f"{title:{width}}  {show_bytes(getattr(self, part)):>10}  {show_bytes(self.at_peak[part]):>11}"
-            for part, title in TITLES.items()
-        ]
-        total = f"{'peak':{width}}  {'':>10}  {show_bytes(self.peak):>11}"
-        return "\n".join([header, *lines, total, *([self.verdict] if self.verdict else [])])
+        rows = [("", "most", "at the peak"), *self._rows()]
+        lines = [f"{title:{width}}  {most:>10}  {at_peak:>11}" for title, most, at_peak in rows]
+        return "\n".join([*lines, *filter(None, [self.verdict])])
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        parts = TITLES.items()
+        rows = [(title, show_bytes(getattr(self, p)), show_bytes(self.at_peak[p])) for p, title in parts]
+        return [*rows, ("peak", "", show_bytes(self.peak))]
 
     def save_chart(self, path: str) -> None:
         """Writes a PNG bar chart of the parts at the peak of this plan and the plans in `suggest`.
@@ -85,15 +86,11 @@ class MemoryPlan:
         return self.table()
 
     def _repr_html_(self) -> str:
-        rows = [
-            (title, show_bytes(getattr(self, part)), show_bytes(self.at_peak[part]))
-            for part, title in TITLES.items()
-        ]
         notes = [self.verdict, *(f"{_label(plan)}: {show_bytes(plan.peak)}." for plan in self.suggest)]
         return notebook_table(
             f"Memory of a step of {self.rows:,} rows: {_label(self)}",
             ["", "most", "at the peak"],
-            [*rows, ("peak", "", show_bytes(self.peak))],
+            self._rows(),
             " ".join(filter(None, notes)),
         )
 

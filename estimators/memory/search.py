@@ -20,27 +20,24 @@ Rung = tuple[str, Any]
 _FIRST: tuple[Rung, ...] = (
     ("sync", Zero(stage=1)),
     ("sync", Zero(stage=2)),
-    ("gradient_accumulation", 2),
-    ("gradient_accumulation", 4),
-    ("gradient_accumulation", 16),
-    ("gradient_accumulation", 64),
+    *(("gradient_accumulation", factor) for factor in (2, 4, 16, 64)),
     ("gradient_checkpointing", "sqrt"),
     ("gradient_checkpointing", "all"),
 )
-_PARAMETERS: tuple[Rung, ...] = (("sync", Zero(stage=3)),)
+_PARAMETERS: Rung = ("sync", Zero(stage=3))
 _PACKED: tuple[Rung, ...] = (
     ("activation_compression", "bits"),
     ("activation_offload", "host"),
     ("activation_offload", "disk"),
 )
-_LOSSY: tuple[Rung, ...] = (("precision", "bf16"),)
-_LADDER = (*_FIRST, *_PARAMETERS, *_PACKED, *_LOSSY)
+_LOSSY: Rung = ("precision", "bf16")
+_LADDER = (*_FIRST, _PARAMETERS, *_PACKED, _LOSSY)
 # Sharded parameters and packed activations exclude each other, so both are tried.
 _CLIMBS: tuple[tuple[Rung, ...], ...] = (
-    (*_FIRST, *_PARAMETERS, *_PACKED),
+    (*_FIRST, _PARAMETERS, *_PACKED),
     (*_FIRST, *_PACKED),
     _LADDER,
-    (*_FIRST, *_PACKED, *_LOSSY),
+    (*_FIRST, *_PACKED, _LOSSY),
 )
 
 

@@ -47,30 +47,19 @@ MOST_MICRO_BATCHES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateBytes:
-    """The memory of the optimizer's step, which settings of activations do not change.
+    """The memory of the optimizer's step, which settings of activations do not change."""
 
-    Attributes:
-        state: Bytes of the optimizer's state, unsharded.
-        temporaries: Maximum bytes except parameters, gradients, state and batch.
-        peaks: Sharding -> the peak of one rank.
-    """
-
-    state: int
-    temporaries: int
-    peaks: dict[str, Peak]
+    state: int  # bytes of the optimizer's state, unsharded
+    temporaries: int  # maximum bytes except parameters, gradients, state and batch
+    peaks: dict[str, Peak]  # sharding -> the peak of one rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepBytes:
-    """The memory of one step.
+    """The memory of one step."""
 
-    Attributes:
-        parts: Part -> its maximum bytes, unsharded.
-        peaks: Sharding -> the peak of one rank.
-    """
-
-    parts: dict[str, int]
-    peaks: dict[str, Peak]
+    parts: dict[str, int]  # part -> its maximum bytes, unsharded
+    peaks: dict[str, Peak]  # sharding -> the peak of one rank
     update: UpdateBytes
 
 

@@ -1,4 +1,4 @@
-"""Adds up the losses of several outputs, with the weight of each row in their means."""
+"""Adds up the losses of several outputs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ from ringspark.models.transformer import TransformerLM
 
 
 def row_weights(loss: RowLoss, ignored: int | None) -> RowWeights | None:
-    """Returns a function: labels -> weight of each row in a loss's divisor, (batch,); None if all are 1.
-
-    None saves an all-reduce per step: the divisor is the number of rows.
-    """
+    """Returns labels -> weight of each row in a loss's divisor, (batch,); None if all are 1."""
+    # None saves an all-reduce per step: the divisor is the number of rows.
     inner = loss.member if isinstance(loss, MemberLoss) else loss
     if not isinstance(inner, ClassLoss) or (ignored is None and not inner.weighs_classes):
         return None
@@ -32,10 +30,7 @@ def row_weights(loss: RowLoss, ignored: int | None) -> RowWeights | None:
 
 
 def _split_by_classes(loss: RowLoss, scores: ShardedScores) -> RowLoss:
-    """Returns cross entropy over this rank's classes, whose logits alone the network then returns.
-
-    Returns any other loss unchanged, and the network gathers the logits of all classes.
-    """
+    """Returns cross entropy over this rank's classes, whose logits the network then returns; else `loss`."""
     whole = loss.unreduced if isinstance(loss, ClassLoss) else None
     # A subclass may compute something else.
     if type(whole) is not nn.CrossEntropyLoss or whole.weight is not None or whole.label_smoothing:
@@ -61,10 +56,8 @@ class Criterion:
     ) -> None:
         """Resolves the heads' losses.
 
-        Args:
-            device: Device for class weights and the state of a user's loss.
-            network: This rank's shard of the network. A `TransformerLM` sharded by classes returns only this
-                rank's logits from now on, if the loss can use them.
+        A `TransformerLM` sharded by classes returns only this rank's logits from now on, if the loss can use
+        them.
         """
         self._losses = [resolve_loss(head.loss, device) for head in heads]
         self._scores = None if network is None else scores_of(network)
@@ -81,11 +74,10 @@ class Criterion:
         return len(self._losses)
 
     def gather_classes(self, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Returns the outputs of all classes, without gradients. Runs on every rank."""
+        """Gathers the outputs of all classes, without gradients. Runs on every rank."""
         return outputs if self._scores is None else [self._scores.whole(output) for output in outputs]
 
     def gather_in_forward(self) -> AbstractContextManager[None]:
-        """Returns a context in which the network returns the outputs of all classes."""
         return nullcontext() if self._scores is None else self._scores.gather_logits()
 
     def rows(self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -19,11 +19,11 @@ class Head:
 
     Attributes:
         label: Label column.
-        loss: Name of the loss, or the user's `nn` loss or callable; see `losses.resolve_loss`.
+        loss: See `losses.resolve_loss`.
         weight: Factor of this loss in the sum of all losses.
         width: Size of the output's last dimension, 1 if it has none.
         metrics: Names of the metrics that fit the label.
-        own_metrics: The user's own metrics, see `MetricSet`; some may not fit the label.
+        own_metrics: The user's own metrics, see `MetricSet`.
         ignored: Class number of rows that count neither in the loss nor in metrics; None if there are none.
     """
 

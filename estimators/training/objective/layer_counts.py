@@ -18,9 +18,9 @@ class LayerCounts:
     """The counts of one network's layers on one rank.
 
     Args:
-        network: This rank's stages of the network.
-        layers: Layers of the whole network; None if `network` is the whole network.
-        stages: The ranks of the pipeline; None without one.
+        network: This rank's pipeline stages.
+        layers: Layers of the whole network; None if `network` is whole.
+        stages: The ranks of the pipeline.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LayerCounts:
         self._totals.zero_()
 
     def state(self) -> torch.Tensor | None:
-        """Copies the counts to the CPU, (counts,); None if no layer counts."""
+        """Copies the counts to the CPU; None if no layer counts."""
         return self._totals.detach().cpu().clone() if self._layers else None
 
     def load_all(self, states: Sequence[torch.Tensor], takes_all: bool) -> None:

@@ -74,7 +74,7 @@ class ElementLoss:
 class ClassLoss:
     """Cross entropy or NLL with class numbers per row or position, or with probabilities.
 
-    Class numbers are integers, or per row also floats, as in Spark.
+    Class numbers per row may be floats, as in Spark.
 
     Attributes:
         ignored: Class number of rows and positions that do not count.
@@ -154,11 +154,7 @@ class MultiClassLoss:
 
 
 class CallableLoss:
-    """A user's callable or module (output, label) -> one value per row.
-
-    A comparison of each output with every row's label, (batch, 1) with (batch,), is refused by the shape of
-    its result: its mean would train a constant.
-    """
+    """A user's callable or module (output, label) -> one value per row."""
 
     def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
         self._loss = loss
@@ -171,8 +167,9 @@ class CallableLoss:
         if not isinstance(values, torch.Tensor) or values.dim() == 0 or len(values) != rows:
             given = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
             raise ValueError(f"{rule}, got {given}; drop the mean over rows (reduction='none')")
-        # Or one value per element of a row. If only the label has several dimensions, broadcasting aligns the
-        # output's rows with the label's columns, so the label's shape is not accepted.
+        # Or one value per element of a row, but not for each pair of rows, (batch, 1) with (batch,): its mean
+        # would train a constant. So the label's shape does not count if only the label has several
+        # dimensions.
         fitting = [(rows,), (rows, 1), output.shape, *([label.shape] if output.dim() > 1 else [])]
         if values.shape not in fitting:
             raise ValueError(
@@ -191,7 +188,7 @@ def _remedy(output: torch.Tensor, label: torch.Tensor) -> str:
 
 
 class MemberLoss:
-    """Averages the loss over ensemble members; they return (batch, members, ...), in evaluation the mean."""
+    """Averages a loss over ensemble members, which return (batch, members, ...) in training."""
 
     def __init__(self, loss: ElementLoss | ClassLoss) -> None:
         self.member = loss
@@ -272,7 +269,6 @@ def loss_names() -> list[str]:
 
 
 def check_loss_name(name: str) -> None:
-    """Raises ValueError, with the nearest known name, if the name is no loss."""
     _check_arguments(name)
     if name not in loss_names():
         raise ValueError(
@@ -282,13 +278,10 @@ def check_loss_name(name: str) -> None:
 
 
 def resolve_loss(loss: str | Callable[..., torch.Tensor], device: torch.device | None = None) -> RowLoss:
-    """Returns the per-row form of a loss, which raises ValueError for shapes that do not fit.
-
-    Raises ValueError if the name is unknown, or the loss does not take (output, label).
+    """Returns the per-row form of a loss; raises ValueError if it does not take (output, label).
 
     Args:
-        loss: A name of `loss_names()`, a torch.nn loss, which is copied and not trained, or a callable, see
-            `CallableLoss`.
+        loss: A name of `loss_names()`, a torch.nn loss, which is copied and not trained, or a callable.
         device: Device for class weights and the state of a user's module.
     """
     if isinstance(loss, str):

@@ -23,7 +23,7 @@ def class_counts(predicted: torch.Tensor, label: torch.Tensor, num_classes: int)
 
 
 def add_counts(metric: Any, counts: torch.Tensor) -> None:
-    """Adds a result of `class_counts` to a metric's true and false positives and negatives."""
+    """Adds a result of `class_counts` to a metric."""
     right, predicted, actual = counts
     rest = actual.sum() - predicted - actual + right
     for key, value in {"tp": right, "fp": predicted - right, "fn": actual - right, "tn": rest}.items():

@@ -19,13 +19,13 @@ from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.training.objective.metric_formulas import add_counts, class_counts
 from ringspark.estimators.training.objective.metrics import METRICS, check_metrics
 from ringspark.estimators.training.objective.own_metrics import to_number
-from ringspark.estimators.training.objective.own_states import OwnState, make_own_state
+from ringspark.estimators.training.objective.own_states import OwnState, make_own_state, set_states
 from ringspark.models.generators import Tensors
 from ringspark.models.process_state import ignore_warnings
 
 
 class MetricSet:
-    """The metrics of one output, from the rows of one rank to the values of all."""
+    """The metrics of one output."""
 
     def __init__(
         self,
@@ -39,9 +39,8 @@ class MetricSet:
 
         Args:
             names: Names in `METRICS` or in `own`; values come in this order.
-            output_width: Size of the last output dimension: the number of classes, 1 for a single logit.
-            device: Device of the rows.
-            ignored: Rows with this label are not counted; see `Head.ignored`.
+            output_width: Size of the last output dimension; 1 for a single logit.
+            ignored: Label of rows that are not counted.
             own: The user's metrics by name, each with whether it returns one number per row.
         """
         self._own = own or {}
@@ -207,20 +206,10 @@ class MetricSet:
             }
             if isinstance(metric, OwnState):
                 metric.load_state(own)
-                continue
-            if not isinstance(metric, nn.Module):
+            elif isinstance(metric, nn.Module):
+                set_states(metric, repr(name), own)
+            else:
                 metric.merge_state(own)
-                continue
-            # Set, not merged into zeros: merging changes the shape of a state that is not summed.
-            known: Any = metric.metric_state
-            unknown = sorted(set(own) - set(known))
-            if unknown:
-                raise ValueError(
-                    f"the checkpoint's metric {name!r} has a state {unknown[0]!r}, which this version of it "
-                    "lacks; continue with the torchmetrics that wrote it, or start again"
-                )
-            for key, state in own.items():
-                setattr(metric, key, state)
 
     def reset(self) -> None:
         for metric in self._metrics.values():

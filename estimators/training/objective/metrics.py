@@ -1,6 +1,6 @@
 """The registry of metrics: torchmetrics' by name, with the arguments that each takes.
 
-A weight column affects only the loss. With two classes, precision, recall, f1, auroc and average_precision
+With two classes, precision, recall, f1, auroc and average_precision
 are for class 1, as in scikit-learn. With more, each class counts alike (macro), except in "f1_weighted",
 which Spark calls f1. "auroc" and "average_precision" keep 8 bytes per row and class of all ranks on each
 rank.
@@ -35,9 +35,8 @@ class MetricInfo:
     """One entry of the registry.
 
     Attributes:
-        make: Makes a metric with torchmetrics' protocol from the number of classes.
-        higher_is_better: Whether a larger value is better, for early stopping and the best checkpoint.
-        takes: Arguments of `update`; see `MetricSet.update`.
+        make: Number of classes -> a metric with torchmetrics' protocol.
+        takes: Arguments of its `update`.
         finish: Computes the value of a merged metric.
     """
 
@@ -112,7 +111,7 @@ METRICS: dict[str, MetricInfo] = {
 
 
 def metric_info(name: str) -> MetricInfo:
-    """Returns the registry's entry. Raises ValueError if the name is unknown."""
+    """Returns the registry's entry; raises ValueError if the name is unknown."""
     check_name("metrics", name, METRICS, otherwise="")
     return METRICS[name]
 

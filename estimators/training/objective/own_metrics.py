@@ -24,20 +24,15 @@ from ringspark.models.process_state import ignore_warnings
 
 @dataclass(frozen=True, kw_only=True)
 class OwnMetric:
-    """Properties of a metric that the driver finds by a trial.
-
-    Attributes:
-        per_row: Whether it is a function that returns one number per row.
-        higher_is_better: Whether a larger value is better; None if the object does not say.
-    """
+    """Properties of a metric that the driver finds by a trial."""
 
     name: str
-    per_row: bool
+    per_row: bool  # a function that returns one number per row
     higher_is_better: bool | None
 
 
 def get_task(metric: Any) -> Task | None:
-    """Returns the task of a metric, given by name or as an object; None if it takes any labels."""
+    """Returns the task of a metric; None if it takes any labels."""
     if isinstance(metric, str):
         return metric_info(metric).task
     family = find_family(metric)
@@ -59,7 +54,7 @@ def name_metrics(given: Sequence[Any]) -> dict[str, Any]:
     """Returns the metrics by their names in the history; a registered metric stays a name.
 
     `given` holds registered names, torchmetrics classes or objects, functions, and mappings from names to
-    these. Raises ValueError if two have one name or one cannot be used, TypeError if one is no metric.
+    these. Raises ValueError or TypeError if one cannot be used.
     """
     found: dict[str, Any] = {}
     for entry in given:
@@ -179,7 +174,7 @@ def try_metric(
 
 @torch.no_grad()
 def _trial(metric: Any, output: torch.Tensor, label: torch.Tensor) -> tuple[Any, bool]:
-    """Returns the metric's value over some rows, and whether it returns one number per row."""
+    """Returns the metric's value, and whether it returns one number per row."""
     device = torch.device("cpu")
     # A metric may warn that all labels or outputs are equal, as they may be in a trial.
     with ignore_warnings():

@@ -129,13 +129,14 @@ class Reduced(OwnState):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.reset()
-        self._set({key: state[key] for key in state.keys() - {_ROWS}})
+        set_states(self._metric, type(self._metric).__name__, {k: v for k, v in state.items() if k != _ROWS})
         self._rows = int(state[_ROWS])
 
     def compute(self) -> Any:
         rows = [int(part[_ROWS]) for part in self._parts]
         names = {key for part in self._parts for key in part if key != _ROWS}
-        self._set({name: _merge(self._rules.get(name), name, self._parts, rows) for name in names})
+        merged = {name: _merge(self._rules.get(name), name, self._parts, rows) for name in names}
+        set_states(self._metric, type(self._metric).__name__, merged)
         return self._metric.compute()
 
     def reset(self) -> None:
@@ -143,15 +144,17 @@ class Reduced(OwnState):
         self._parts: list[Mapping[str, Any]] = []
         self._rows = 0
 
-    def _set(self, states: Mapping[str, Any]) -> None:
-        # Merging the states into zeros would change the shape of a state that is not summed.
-        if unknown := sorted(states.keys() - self._rules.keys()):
-            raise ValueError(
-                f"the checkpoint's metric {type(self._metric).__name__} has a state {unknown[0]!r}, which "
-                "this version of it lacks; continue with the torchmetrics that wrote it, or start again"
-            )
-        for name, state in states.items():
-            setattr(self._metric, name, state)
+
+def set_states(metric: Any, name: str, states: Mapping[str, Any]) -> None:
+    """Sets states of a torchmetrics object; raises ValueError for a state that it lacks."""
+    # Merging them into zeros would change the shape of a state that is not summed.
+    if unknown := sorted(states.keys() - metric.metric_state.keys()):
+        raise ValueError(
+            f"the checkpoint's metric {name} has a state {unknown[0]!r}, which this version of it lacks; "
+            "continue with the torchmetrics that wrote it, or start again"
+        )
+    for key, state in states.items():
+        setattr(metric, key, state)
 
 
 def _never() -> bool:

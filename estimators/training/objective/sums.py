@@ -1,4 +1,4 @@
-"""Sums losses and metrics over the rows of one split, from micro-batches to the numbers of an epoch."""
+"""Sums losses and metrics over the rows of one split, per epoch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,11 @@ from ringspark.models.reports import CountingLayer, CountingLayerInfo
 
 
 class MicroBatchOutput(NamedTuple):
-    """The results of one micro-batch.
+    """The results of one micro-batch."""
 
-    Attributes:
-        losses: Each head's weighted loss summed over the rows, (num_heads,).
-        weights: The rows' weight in each loss, (num_heads,); one number if rows have no weights.
-        pairs: Output and label of each head, (rows, ...), if metrics need them; else empty.
-        counts: Counts of the network's layers.
-    """
-
-    losses: torch.Tensor
-    weights: torch.Tensor | float
-    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    losses: torch.Tensor  # each head's weighted loss summed over the rows, (num_heads,)
+    weights: torch.Tensor | float  # the rows' weight in each loss, (num_heads,); a number if all are equal
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]  # each head's output and label, if metrics need them
     counts: Mapping[CountingLayer, torch.Tensor]
 
     @property
@@ -69,7 +62,7 @@ class Sums:
         self.takes_outputs = any(metric_set.names for metric_set in self._metrics)
 
     def add(self, results: Iterable[MicroBatchOutput], *, metrics_only: bool = False) -> None:
-        """Adds the results of micro-batches without waiting for the device.
+        """Adds results without waiting for the device.
 
         `metrics_only`, for a step whose loss is not finite, adds rows with finite outputs to the metrics
         alone.
@@ -97,10 +90,7 @@ class Sums:
         return float(sum(head.weight * mean for head, mean in zip(self._heads, means, strict=True)))
 
     def take(self, data: Collective) -> dict[str, float]:
-        """Returns the numbers over all ranks with rows by their names in the history, and resets them.
-
-        Runs on every rank. NaN if no row has weight.
-        """
+        """Returns the history's entries over all ranks of `data`, and resets them. Runs on every rank."""
         losses, weights = data.all_reduce(self._losses.cpu().flatten()).view_as(self._losses)
         means: list[float] = (losses / weights).tolist()
         is_one = len(self._heads) == 1
@@ -125,7 +115,7 @@ class Sums:
     def state(self) -> Tensors:
         """Copies the sums to the CPU.
 
-        Keys are "totals", (2, num_heads), "metrics/<head>/<number>/<key>", and "counts" if layers count.
+        Keys are "totals", "metrics/<head>/<number>/<key>", and "counts" if layers count.
         """
         result = {"totals": self._losses.detach().cpu().clone()}
         if (counts := self._counts.state()) is not None:
@@ -136,7 +126,7 @@ class Sums:
         return result
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restores this rank's result of `state`. Raises ValueError for other heads or metrics."""
+        """Restores a result of `state`; raises ValueError for other heads or metrics."""
         self._load_losses(state["totals"])
         self._counts.load(state.get("counts"))
         for index, metric_set in enumerate(self._metrics):
@@ -148,11 +138,9 @@ class Sums:
         takes_all: bool,
         counting: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        """Restores the states of former ranks.
+        """Restores the states of former ranks; without `takes_all` this rank starts from zero.
 
-        Args:
-            takes_all: Whether this rank takes all of them; other ranks start from zero.
-            counting: States whose counts of layers are taken; None for `states`.
+        The counts of layers are taken from `counting`, if given.
         """
         total = torch.stack([state["totals"] for state in states]).sum(0)
         self._load_losses(total if takes_all else torch.zeros_like(total))

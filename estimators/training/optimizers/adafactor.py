@@ -14,11 +14,7 @@ from ringspark.estimators.training.optimizers.base import DenseOptimizer, count_
 
 
 class Adafactor(DenseOptimizer):
-    """Factored second moments over the last two dimensions, with decoupled weight decay.
-
-    New squares have weight step ** beta2_decay in their mean. `eps` is the least root mean square of the
-    weights, `clip` the largest of an update before the rate.
-    """
+    """Factors second moments over the last two dimensions; `clip` bounds an update's root mean square."""
 
     settings = {"lr": 1e-2, "beta2_decay": -0.8, "eps": 1e-3, "clip": 1.0, "weight_decay": 0.0}
 
@@ -42,7 +38,7 @@ class Adafactor(DenseOptimizer):
 
 
 def _factored(gradient: torch.Tensor, state: dict[str, Any], fresh: float, tiny: float) -> torch.Tensor:
-    """Estimates the mean squares, (..., rows, columns), from the means of the rows and columns."""
+    """Estimates the mean squares from the means of the rows and columns."""
     if "row_var" not in state:
         state["row_var"] = gradient.new_zeros((*gradient.shape[:-1], 1))
         state["col_var"] = gradient.new_zeros((*gradient.shape[:-2], 1, gradient.shape[-1]))

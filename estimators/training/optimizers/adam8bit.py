@@ -26,10 +26,7 @@ MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 
 
 def make_levels(signed: bool) -> list[float]:
-    """Returns the 256 levels in ascending order, from about -1 (0 if unsigned) to 1.
-
-    Each decade has linear fractions, twice as many as the decade below.
-    """
+    """Returns the 256 levels in ascending order; each decade has twice as many as the decade below."""
     positive = []
     for decade in range(DECADES):
         # Unsigned levels use the sign's bit for the fraction.
@@ -56,10 +53,7 @@ class Quantizer:
         self._levels, self._codes = table.to(device), codes.to(torch.uint8).to(device)
 
     def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rounds values to codes and scales.
-
-        Unsigned values never become 0: Adam would divide the first moment by epsilon and take a huge step.
-        """
+        """Rounds values to codes and scales; unsigned values never become 0, by which Adam would divide."""
         blocks = _split_blocks(values)
         scales = blocks.abs().amax(1)  # (blocks,)
         blocks = blocks / torch.where(scales > 0, scales, 1.0)[:, None]

@@ -16,12 +16,11 @@ Parameters = Iterable[nn.Parameter] | list[dict[str, Any]]
 
 
 class DenseOptimizer(torch.optim.Optimizer):
-    """Updates one parameter after another from its dense gradient; see `update`.
+    """Updates one parameter after another from its dense gradient.
 
     Attributes:
         settings: Defaults of a group's settings, which the constructor takes by name.
-        is_elementwise: Whether each weight moves by its own gradient and state alone, so any slice of a
-            parameter can be updated separately.
+        is_elementwise: Whether each weight moves by its own gradient and state alone.
     """
 
     settings: ClassVar[dict[str, Any]]

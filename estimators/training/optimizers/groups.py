@@ -19,8 +19,8 @@ GROUP_KEYS = {"params": "params", "learningRate": "lr", "weightDecay": "weight_d
 def check_groups(groups: object) -> list[dict[str, Any]]:
     """Returns `parameterGroups` as JSON values, "params" always a list; raises ValueError if malformed.
 
-    A group is {"params": "encoder.*", "learningRate": 1e-5, "weightDecay": 0.0}. "params" is a shell pattern
-    (*, ?, [...]) over parameter names or a list of patterns; the other keys are optional.
+    A group is {"params": patterns, "learningRate": 1e-5, "weightDecay": 0.0}, with one or more shell patterns
+    (*, ?, [...]) over parameter names; the other keys are optional.
     """
     if isinstance(groups, Mapping | str) or not isinstance(groups, Sequence):
         raise ValueError(f"parameterGroups must be a list of dicts, got {type(groups).__name__}")
@@ -62,11 +62,9 @@ def group_parameters(
 ) -> list[dict[str, Any]]:
     """Splits a module's trainable parameters into groups in torch.optim's form.
 
-    The first group that matches a parameter gets it; parameters without a match form a last group. A group
-    without its own rate or decay gets the one given here, if any. Each rank of a sharded network has the
-    groups of the whole network, some of them empty.
-
-    Raises ValueError if a pattern matches no trainable parameter, or only parameters of earlier groups.
+    The first group that matches a parameter gets it; the remaining parameters form a last group. Each rank of
+    a sharded network has the groups of the whole network, some of them empty. Raises ValueError if a pattern
+    matches no trainable parameter, or only parameters of earlier groups.
     """
     named: dict[str, nn.Parameter | None] = {n: p for n, p in module.named_parameters() if p.requires_grad}
     layout = layout_of(module)

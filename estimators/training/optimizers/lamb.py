@@ -14,7 +14,7 @@ from ringspark.estimators.training.optimizers.base import DenseOptimizer, count_
 
 
 class Lamb(DenseOptimizer):
-    """Adam whose update of a layer has the norm of the layer's weights, times the rate."""
+    """Adam, with each layer's update scaled to the norm of the layer's weights."""
 
     settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.0}
 

@@ -19,17 +19,11 @@ RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt
 
 @dataclass(frozen=True, kw_only=True)
 class RateScaling:
-    """The factor on every group's rate, by step.
+    """The factor on every group's rate, by step."""
 
-    Attributes:
-        name: Key of `RULES`.
-        base_batch_size: Rows per step for which the unscaled rate is right.
-        warmup_steps: Steps in which the factor rises from 1 to the rule's.
-    """
-
-    name: str
-    base_batch_size: int
-    warmup_steps: int
+    name: str  # key of `RULES`
+    base_batch_size: int  # rows per step for which the unscaled rate is right
+    warmup_steps: int  # steps in which the factor rises from 1 to the rule's
     steps: Steps
 
     @classmethod
@@ -44,7 +38,6 @@ class RateScaling:
         )
 
     def of_epoch(self, epoch: int) -> float:
-        """Returns the rule's factor for an epoch, from 0."""
         return RULES[self.name](self.steps.batches.size(epoch) / self.base_batch_size)
 
     def factor(self, step: int) -> float:

@@ -67,7 +67,7 @@ def warm_up_factor(step: int, warmup_steps: int) -> float:
 def add_warmup(schedule: Schedule, warmup_steps: int, rise: Callable[[int], float] | None = None) -> Schedule:
     """Returns a schedule that runs whole after a warm-up: a cosine still ends at zero.
 
-    `rise` is step -> factor on the schedule, also after the warm-up; None for a linear rise from above 0.
+    `rise` is step -> factor, also after the warm-up; None for a linear rise.
     """
     if rise is None:
         rise = partial(warm_up_factor, warmup_steps=warmup_steps)
@@ -161,9 +161,9 @@ class LearningRates:
 
 
 class _WeightlessOptimizer(torch.optim.Optimizer):
-    """Copies an optimizer's groups but not its weights, for a scheduler.
+    """Copies an optimizer's groups without its weights.
 
-    A scheduler on the real optimizer would see the rates of the warm-up, and would warn about skipped steps.
+    A scheduler on the real optimizer would see the warm-up's rates, and would warn about skipped steps.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

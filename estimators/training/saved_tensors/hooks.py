@@ -125,9 +125,7 @@ def saved_tensor_hooks(
     Args:
         offload: Value of `TrainConfig.activation_offload`.
         compression: Value of `TrainConfig.activation_compression`.
-        module: The network; its parameters and buffers are not touched.
-        device: Device of the training; saved tensors on other devices are not touched. On "meta",
-            offloaded tensors are not kept, so that bytes can be counted.
+        device: Tensors on other devices are not touched. On "meta", offloaded tensors are not kept.
     """
     if not torch.is_grad_enabled() or (offload == "none" and compression == "none"):
         return nullcontext()
