@@ -1,8 +1,7 @@
 """Checks, before any allocation, whether a worker's share of its host can hold a training at all.
 
 The need is a lower bound: it leaves out activations (see `memoryBudget`), communication buffers and
-libraries, so nothing that fits is refused. The driver checks if it knows a worker's memory; every rank checks
-its host.
+libraries, so nothing that fits is refused.
 """
 
 from __future__ import annotations

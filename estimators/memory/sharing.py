@@ -43,7 +43,7 @@ def shares(sharding: str, num_workers: int) -> Mapping[str, float]:
 
 
 def reduces_in_buckets(config: TrainConfig) -> bool:
-    """Whether gradients, once reduced, stay in the buckets in which they were sent."""
+    """Whether reduced gradients stay in the buckets in which they were sent."""
     return data_parallel_size(config) > 1 and config.sync.strategy == "data_parallel"
 
 

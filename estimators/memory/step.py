@@ -71,11 +71,11 @@ def measure_step(
     labels: Sequence[BatchColumn],
     update: UpdateBytes | None = None,
 ) -> StepBytes:
-    """Counts the bytes of one step in steady state. Passes on errors of the network, loss and optimizer.
+    """Counts the bytes of one step in steady state.
 
     Args:
         config: Config with resolved losses; the columns' rows count, not its `batch_size`.
-        empty: The network on the meta device; not changed.
+        empty: The network on the meta device.
         update: Result of an earlier call with the same network, optimizer and batch.
     """
     initialize_lazy_layers(empty, inputs, objects)

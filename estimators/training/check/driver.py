@@ -1,6 +1,6 @@
 """Checks on the driver, before a gang starts, that model, settings and data fit together.
 
-The checks read the manifest's columns and statistics but no rows. They run the module on two rows of zeros.
+The checks read the manifest but no rows, and run the module on two rows of zeros.
 """
 
 from __future__ import annotations
@@ -65,19 +65,13 @@ _SPLITS: tuple[Split, ...] = ("validation", "train")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedTraining:
-    """A training that passed every check of the driver.
+    """A training that passed every check of the driver."""
 
-    Attributes:
-        config: Settings with resolved inputs, `losses`, `monitor`, `output_widths` and `own_metrics`.
-        heads: One per output of the network.
-        shapes: Shape of one row of each output.
-    """
-
-    config: TrainConfig
+    config: TrainConfig  # with resolved inputs, `losses`, `monitor`, `output_widths` and `own_metrics`
     objects: UserObjects
     manifest: ShardManifest
-    heads: tuple[Head, ...]
-    shapes: tuple[Shape, ...]
+    heads: tuple[Head, ...]  # one per output
+    shapes: tuple[Shape, ...]  # of one row of each output
 
 
 def check_names(config: TrainConfig, objects: UserObjects) -> None:

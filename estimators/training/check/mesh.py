@@ -1,8 +1,9 @@
 """Checks on the driver that a network sharded over a mesh computes the same as the whole network.
 
-Threads run all ranks of one replica on random rows: one evaluation pass and one training step. Otherwise
-workers would silently train another network, for example if `forward` reads a sharded layer's weights itself.
-Random numbers never cause a refusal. The driver holds up to four times the weights during the check.
+Threads run all ranks of one replica on random rows: one evaluation pass and one training step. Without this
+check workers could silently train another network, for example if `forward` reads a sharded layer's weights
+itself. Dropout and noise never cause a refusal. The driver holds up to four times the weights during the
+check.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class _Difference(NamedTuple):
 def check_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, module: nn.Module) -> None:
     """Raises ValueError if the ranks' outputs or gradients differ from the whole network's, or a rank fails.
 
-    `module` is the whole network on the CPU; it is not changed.
+    `module` is the whole network, on the CPU.
     """
     name, mesh = type(module).__name__, config.parallelism
     remedy = "; ".join(
@@ -140,7 +141,7 @@ def check_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifes
 
 
 class _MeshCheck:
-    """Runs the same passes with the whole network and with all ranks, and compares the results."""
+    """Compares the same passes of the whole network and of all ranks."""
 
     def __init__(
         self, config: TrainConfig, objects: UserObjects, manifest: ShardManifest, zero_ids: bool
@@ -234,7 +235,7 @@ class _MeshCheck:
         return list(_differences(own, found, TOLERANCE))
 
     def _run(self, passes: Passes, sync: GradientSync, share: int, seed: int) -> _Results:
-        """Returns the outputs in both modes for one share of the rows; leaves gradients in `.grad`."""
+        """Returns one share's outputs in both modes; leaves gradients in `.grad`."""
         seed_rank(seed, 0, 0)
         found: _Results = {}
         sync.network.eval()
@@ -296,7 +297,7 @@ _NOISE |= dict.fromkeys(("rand", "rand_like", "uniform_"), 0.5)
 
 
 def _projected(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """Returns a loss per row, (rows,), to which each element of the output contributes differently."""
+    """Returns a loss per row that weights each element of the output differently."""
     factors = torch.randn(output.shape[1:], generator=torch.Generator().manual_seed(0))
     return (output * factors).flatten(1).mean(1) if output.dim() > 1 else output * factors
 

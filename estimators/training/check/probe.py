@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 
 def samples(names: Sequence[str], manifest: ShardManifest) -> tuple[torch.Tensor, ...]:
-    """Returns `PROBE_ROWS` rows per input: zeros, and the largest id in the last row.
+    """Returns `PROBE_ROWS` rows of zeros per input, with the largest id in the last row.
 
     A row of varying length holds one value.
     """

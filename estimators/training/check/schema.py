@@ -1,7 +1,4 @@
-"""Checks settings against the names and types of the columns, before `fit` writes the data.
-
-`check.driver` checks everything that depends on the data.
-"""
+"""Checks settings against the names and types of the columns, before `fit` writes the data."""
 
 from __future__ import annotations
 
@@ -112,9 +109,9 @@ def check_network(config: TrainConfig, module: nn.Module) -> None:
 def find_monitor(
     monitor: str, heads: Sequence[Head], splits: Sequence[Split], has_train_metrics: bool = True
 ) -> str:
-    """Returns the history's entry that `monitor` means; a bare name means the first of the splits with rows.
+    """Returns the history's entry that `monitor` means; raises ValueError if there will be none.
 
-    Raises ValueError if the history will have no such entry.
+    A bare name means the first of the splits with rows.
     """
     names = ["loss", *heads[0].metrics]
     if len(heads) > 1:

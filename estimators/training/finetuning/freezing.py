@@ -132,7 +132,7 @@ def check_adapters(module: nn.Module, run: Callable[[], Tensors]) -> Tensors:
 
 @torch.no_grad()
 def _run_both_ways(module: nn.Module, run: Callable[[], Tensors]) -> tuple[Tensors, Tensors]:
-    """Returns the outputs with random adapters, and with the same adapters merged; restores the module."""
+    """Returns the outputs with random adapters, unmerged and merged; restores the module."""
     layers = find_adapters(module)
     first = {id(layer): layer.weight.data for layer in layers.values()}
 

@@ -1,7 +1,6 @@
 """Adam and AdamW with both moments in 8 bits (Dettmers et al. 2022): 2 bytes per weight instead of 8.
 
-Values are divided by the largest magnitude of their block of 256, and rounded to the nearest of 256 levels,
-which are denser near 0. torchao (2026) needs a C++ compiler for the step and refuses rates that a schedule
+torchao (2026) needs a C++ compiler for the step and refuses rates that a schedule
 writes as numbers; bitsandbytes 0.50 cannot step on fake tensors, which the memory planner needs.
 """
 
@@ -42,7 +41,10 @@ def num_blocks(num_values: int) -> int:
 
 
 class Quantizer:
-    """Converts 1-D fp32 values to codes (one byte each) and scales (fp32, one per block), and back."""
+    """Converts 1-D fp32 values to codes (one byte each) and scales (fp32, one per block), and back.
+
+    A value is divided by the largest magnitude of its block, and rounded to the nearest level.
+    """
 
     def __init__(self, signed: bool, device: torch.device) -> None:
         self._signed = signed
@@ -53,7 +55,7 @@ class Quantizer:
         self._levels, self._codes = table.to(device), codes.to(torch.uint8).to(device)
 
     def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rounds values to codes and scales; unsigned values never become 0, by which Adam would divide."""
+        """Rounds values to codes and scales; positive unsigned values never become 0: Adam divides by them."""
         blocks = _split_blocks(values)
         scales = blocks.abs().amax(1)  # (blocks,)
         blocks = blocks / torch.where(scales > 0, scales, 1.0)[:, None]

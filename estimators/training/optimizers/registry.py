@@ -101,7 +101,7 @@ ELEMENTWISE: frozenset[str] = frozenset(
 def make_optimizer(
     name: str, parameters: Parameters, learning_rate: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """Makes the optimizer registered as `name` over parameters or groups; raises ValueError if unknown."""
+    """Makes an optimizer over parameters or groups; raises ValueError if the name is unknown."""
     check_name("optimizer", name, OPTIMIZERS)
     parameters = list(parameters)  # type: ignore[assignment]
     return OPTIMIZERS[name](parameters, learning_rate, weight_decay)

@@ -95,8 +95,8 @@ def takes_optimizer(schedule: Callable[..., Any]) -> bool:
 class LearningRates:
     """Sets an optimizer's learning rates before each step; every group keeps its own base.
 
-    The constructor reads the user's rates from the groups. If other code changes a group's rate, such as a
-    callback with `ReduceLROnPlateau`, all later rates of the group are scaled by the same ratio.
+    If other code changes a group's rate, such as a callback with `ReduceLROnPlateau`, all later rates of the
+    group are scaled by the same ratio.
 
     Attributes:
         scales: Product of these ratios for each group; checkpoints keep them.
@@ -235,15 +235,12 @@ def make_rates(
     warmup_steps: int = 0,
     scaling: RateScaling | None = None,
 ) -> LearningRates:
-    """Makes the learning rates of a training; the optimizer's groups hold the base rates.
+    """Makes the learning rates of a training; raises ValueError for a wrong `spec` or a too long warm-up.
 
     Args:
         spec: A name of `SCHEDULES`, a callable (step, num_steps) -> factor on each group's rate, or a
             callable optimizer -> torch scheduler.
         scaling: Multiplies all rates; its own warm-up applies if `warmup_steps` is 0.
-
-    Raises:
-        ValueError: The name is unknown, the callable has another form, or the warm-up is too long.
     """
     if warmup_steps and warmup_steps >= num_steps:
         raise ValueError(

@@ -1,11 +1,11 @@
 """SM3: Adagrad with one number per row and per column instead of one per weight (Anil et al. 2019, SM3-II).
 
-A weight's sum of squared gradients is at most the smallest sum of the rows and columns that contain it. There
-is no momentum, which would take as much memory as the weights. Weight decay is decoupled, as in AdamW.
+There is no momentum, which would take as much memory as the weights. Weight decay is decoupled, as in AdamW.
 """
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ TINY = 1e-30
 
 
 class SM3(DenseOptimizer):
-    """Adagrad whose sums of squared gradients are bounded by one sum per row and per column."""
+    """Adagrad with sums of squared gradients per row and per column; the smallest one counts for a weight."""
 
     settings = {"lr": 0.1, "weight_decay": 0.0}
 
@@ -29,13 +29,10 @@ class SM3(DenseOptimizer):
             for dim in range(lines):
                 state[f"accumulator_{dim}"] = parameter.new_zeros(parameter.shape[dim : dim + 1])
         sums = gradient * gradient
-        bound: torch.Tensor | None = None
-        for dim in range(lines):
-            # (n,) as (1, ..., n, ..., 1)
-            line = state[f"accumulator_{dim}"].view([-1 if d == dim else 1 for d in range(parameter.dim())])
-            bound = line if bound is None else torch.minimum(bound, line)
-        assert bound is not None
-        sums += bound
+        shapes = [[-1 if d == dim else 1 for d in range(parameter.dim())] for dim in range(lines)]
+        sums += reduce(
+            torch.minimum, (state[f"accumulator_{dim}"].view(shape) for dim, shape in enumerate(shapes))
+        )
         for dim in range(lines):
             others = [d for d in range(parameter.dim()) if d != dim]
             state[f"accumulator_{dim}"].copy_(sums.amax(others) if others else sums)

@@ -10,9 +10,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(?:i?b)?\s*", re.IGNORECASE)
 
 
 def parse_bytes(value: int | str, name: str = "budget") -> int:
-    """Returns a number of bytes from an int, or from a string such as "4g" with units of 1024 like Spark's.
+    """Parses a number of bytes: an int, or a string such as "4g" with Spark's units of 1024.
 
-    Raises TypeError for another type, ValueError for a string that is no size or a size that is not above 0.
+    Raises TypeError for another type, ValueError for a wrong string or a size below 1.
     """
     refusal = f"{name} must be bytes as an int or a string such as '4g', got {value!r}"
     if isinstance(value, bool) or not isinstance(value, int | str):

@@ -91,10 +91,7 @@ class Setting(Generic[T]):
             raise ValueError(f"{self.name} {refusal}")
 
     def from_text(self, text: str) -> Any:
-        """Returns the value of a command-line option.
-
-        The ValueError for a value outside the range lacks the subject, which the command line adds.
-        """
+        """Parses a command-line option. The command line adds the subject of the error message."""
         value: Any = text
         if self.kind in ("int", "float"):
             try:

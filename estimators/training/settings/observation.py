@@ -68,10 +68,6 @@ def _named(name: str) -> str:
     return name
 
 
-def _trackers(value: Any) -> list[Any]:
-    return [_tracker(entry) for entry in (value if isinstance(value, list | tuple) else [value])]
-
-
 def _steps(value: Any) -> Any:
     """Returns [10, 13] for "10:13" or (10, 13), other forms unchanged."""
     given = value.split(":") if isinstance(value, str) else value
@@ -100,7 +96,7 @@ TRACKING = Setting[list[Any]](
     name="tracking",
     words="'console', 'jsonl', 'mlflow', 'tensorboard', a dict of name and options, a Tracker or a function",
     default=[],
-    convert=_trackers,
+    convert=lambda value: list(map(_tracker, value if isinstance(value, list | tuple) else [value])),
 )
 LOG_EVERY_STEPS = Setting(
     name="logEverySteps",
