@@ -61,14 +61,14 @@ def plan_memory(
         batch: (inputs, labels), each one column or a list with one column per argument of `forward` or per
             output. A column is an example tensor (also on "meta") or NumPy array, rows first, or
             (shape, dtype) such as ((1024, 32), "float32"). As in training, integers become int64 and
-            others fp32.
+            other dtypes fp32.
         rows: Rows per worker and optimizer step, over all micro-batches; default: the columns' rows.
             Workers that share one replica of the network have the same rows.
         loss: A loss that the estimators accept; "auto" is cross entropy for integer labels, else mean
             squared error.
         parallelism: The mesh; the plan is the plan of the rank that needs most.
         budget: Bytes per worker, as an int or as Spark writes sizes ("4g"). If the plan does not fit,
-            `suggest` holds up to three others that do.
+            `suggest` holds up to three plans that fit.
 
     Raises:
         ValueError: A setting cannot be used, or the model cannot be run on these shapes without data.

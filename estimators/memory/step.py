@@ -88,14 +88,14 @@ def on_fake_tensors(
     config: TrainConfig,
     objects: UserObjects,
     empty: nn.Module,
-    *others: TorchDispatchMode,
+    *modes: TorchDispatchMode,
     weightings: Mapping[str, Weights] | None = None,
 ) -> Iterator[FakeStep]:
     """Enters a context in which tensors have no memory; yields the network and everything that a step needs.
 
     Args:
-        others: Further dispatch modes.
-        weightings: Further weightings for the meter, besides one per type of sharding.
+        modes: More dispatch modes.
+        weightings: More weightings for the meter, besides one per type of sharding.
     """
     device = torch.device("cuda" if config.use_gpu and torch.cuda.is_available() else "cpu")
     gpus = [device] if device.type == "cuda" else []
@@ -117,7 +117,7 @@ def on_fake_tensors(
         meter,
         ExitStack() as entered,
     ):
-        for mode in others:
+        for mode in modes:
             entered.enter_context(mode)
         yield FakeStep(config, objects, empty, device, meter, transform)
 

@@ -100,7 +100,7 @@ def check_network(config: TrainConfig, module: nn.Module) -> None:
     # Its training_step computes a loss, which the default loss must not replace.
     if is_lightning and "auto" in config.losses:
         raise ValueError(
-            f"{model} is a LightningModule, of which its forward alone is trained; set "
+            f"{model} is a LightningModule, and only its forward is trained; set "
             "loss to what its training_step computes, and optimizer to what its configure_optimizers makes, "
             "as docs/lightning.md shows"
         )

@@ -43,7 +43,7 @@ def _split_by_classes(loss: RowLoss, scores: ShardedScores) -> RowLoss:
 class Criterion:
     """The losses of a module's outputs, one label per output.
 
-    The loss of a global batch is the sum over k of heads[k].weight * means[k], where w is the weight column:
+    The loss of a global batch is the sum over k of heads[k].weight * means[k]. With the weight column w:
 
         weights = criterion.row_weights(labels)             # (batch, num_losses), None: ones
         divisor = all_reduce((weights * w[:, None]).sum(0))  # (num_losses,)

@@ -20,7 +20,7 @@ class DenseOptimizer(torch.optim.Optimizer):
 
     Attributes:
         settings: Defaults of a group's settings, which the constructor takes by name.
-        is_elementwise: Whether each weight moves by its own gradient and state alone.
+        is_elementwise: Whether an update of a weight depends only on the gradient and state of that weight.
     """
 
     settings: ClassVar[dict[str, Any]]

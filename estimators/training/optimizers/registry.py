@@ -1,7 +1,7 @@
 """The registry of optimizers by name; docs/design.md says why some are our own.
 
 Weight decay is decoupled from the gradient (AdamW) in adamw, adamw8bit, adam1bit, adafactor and sm3. lamb
-adds it to the update before scaling. In all others it is part of the gradient (L2), as in their papers.
+adds it to the update before scaling. All other optimizers add it to the gradient (L2), as in their papers.
 """
 
 from __future__ import annotations
