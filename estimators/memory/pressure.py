@@ -174,12 +174,9 @@ def _needs(
     }
     reading = estimate_reader_bytes(config, manifest)
     # Whether a checkpoint is certain within some epoch, and at the end of an epoch before the last.
-    steps, epochs = config.checkpoint_every_steps, config.checkpoint_every_epochs
     num_steps = Steps(config.batch_sizes, manifest.select("train").num_rows).total
-    in_epoch, after_epoch = (
-        steps is not None and steps < num_steps,
-        epochs is not None and epochs < config.epochs,
-    )
+    in_epoch = (config.checkpoint_every_steps or num_steps) < num_steps
+    after_epoch = (config.checkpoint_every_epochs or config.epochs) < config.epochs
     # Each writer copies its parameters and state while the training waits, after the gradients are freed.
     copy = {"copy for a checkpoint": parameters // parts + state}
     moments: list[dict[str, int]] = [

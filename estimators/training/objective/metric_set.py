@@ -207,7 +207,7 @@ class MetricSet:
             if isinstance(metric, OwnState):
                 metric.load_state(own)
             elif isinstance(metric, nn.Module):
-                set_states(metric, repr(name), own)
+                set_states(metric, own, repr(name))
             else:
                 metric.merge_state(own)
 

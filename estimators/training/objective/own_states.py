@@ -108,7 +108,6 @@ class Reduced(OwnState):
         # With torch.distributed as the collective, the metric itself would synchronize.
         self._metric.distributed_available_fn = _never
         self._rules: dict[str, Any] = self._metric._reductions
-        self._device = device
         self.reset()
 
     @property
@@ -129,14 +128,13 @@ class Reduced(OwnState):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.reset()
-        set_states(self._metric, type(self._metric).__name__, {k: v for k, v in state.items() if k != _ROWS})
+        self._set({key: value for key, value in state.items() if key != _ROWS})
         self._rows = int(state[_ROWS])
 
     def compute(self) -> Any:
         rows = [int(part[_ROWS]) for part in self._parts]
         names = {key for part in self._parts for key in part if key != _ROWS}
-        merged = {name: _merge(self._rules.get(name), name, self._parts, rows) for name in names}
-        set_states(self._metric, type(self._metric).__name__, merged)
+        self._set({name: _merge(self._rules.get(name), name, self._parts, rows) for name in names})
         return self._metric.compute()
 
     def reset(self) -> None:
@@ -144,8 +142,11 @@ class Reduced(OwnState):
         self._parts: list[Mapping[str, Any]] = []
         self._rows = 0
 
+    def _set(self, states: Mapping[str, Any]) -> None:
+        set_states(self._metric, states, type(self._metric).__name__)
 
-def set_states(metric: Any, name: str, states: Mapping[str, Any]) -> None:
+
+def set_states(metric: Any, states: Mapping[str, Any], name: str) -> None:
     """Sets states of a torchmetrics object; raises ValueError for a state that it lacks."""
     # Merging them into zeros would change the shape of a state that is not summed.
     if unknown := sorted(states.keys() - metric.metric_state.keys()):
