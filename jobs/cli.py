@@ -54,7 +54,6 @@ class JobParser(argparse.ArgumentParser):
 
 
 def add_master(parser: argparse.ArgumentParser) -> None:
-    """Adds `--master`, for jobs that start Spark."""
     parser.add_argument(
         "--master",
         metavar="URL",
@@ -69,11 +68,10 @@ def main(
     *,
     refused: int = 1,
 ) -> int:
-    """Parses the options and runs the job.
+    """Parses the options and runs the job. Returns the exit code.
 
-    Returns:
-        The exit code: 0, or `refused` if the job cannot use its input (ValueError, OSError, ImportError;
-            printed as one line). Any other exception is a defect and keeps its traceback.
+    The code is `refused` if the job cannot use its input (ValueError, OSError, ImportError; printed as one
+    line). Any other exception is a defect and keeps its traceback.
     """
     args = parser.parse_args(argv)
     try:
@@ -128,7 +126,6 @@ def add_setting(parser: Any, setting: Setting[Any], default: Any = None) -> None
 
 
 def positive_int(text: str) -> int:
-    """Parses an integer of at least 1."""
     try:
         value = int(text)
     except ValueError:
@@ -208,7 +205,6 @@ def spark_session(app_name: str, master: str | None = None, *, is_short: bool = 
 
 
 def print_rate(job: str, rows: int, seconds: float) -> None:
-    """Prints a job's throughput."""
     print(f"{job}: {rows:,} rows in {seconds:.1f} s, {rows / max(seconds, 1e-9):,.0f} rows/s", flush=True)
 
 

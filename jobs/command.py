@@ -4,8 +4,8 @@
     ringspark runs list /data/runs
     spark-submit --py-files dist/ringspark-0.1.0.zip jobs/command.py train job.yaml
 
-Each command is a module with `DESCRIPTION`, `add_arguments(parser)` and `run(args)`. Invariant: importing it
-imports neither Spark nor torch, so help and completion are fast.
+Each command is a module with `DESCRIPTION`, `add_arguments(parser)` and `run(args)`, which imports neither
+Spark nor torch, so help and completion are fast.
 """
 
 from __future__ import annotations
@@ -58,11 +58,7 @@ def build_parser() -> cli.JobParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns 0, or `REFUSED` for wrong input.
-
-    Raises:
-        SystemExit: A training, save or evaluation failed; the exit code is 1.
-    """
+    """Runs one command. Returns 0, or `REFUSED` for wrong input; SystemExit(1) for a failed training."""
     return cli.main(build_parser(), lambda args: args.command_run(args), argv, refused=REFUSED)
 
 

@@ -1,7 +1,4 @@
-"""A text classification data set: the docstrings of Python's standard library, labelled by package.
-
-A few thousand texts of a few words to a few hundred. The rows depend on the version of Python.
-"""
+"""A text classification data set: the docstrings of Python's standard library, labelled by package."""
 
 from __future__ import annotations
 

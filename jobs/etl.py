@@ -3,9 +3,8 @@
     python jobs/etl.py --output artifacts/flights
     spark-submit --py-files dist/ringspark-0.1.0.zip jobs/etl.py --output s3a://bucket/flights
 
-The job writes below `--output`: `features`, the pipeline fitted on the training months; `test`, the last
-months, joined but not encoded; `shards`, the encoded training and validation rows. The manifest of the shards
-is written last, so its presence is the commit. A second run replaces the first.
+Writes below `--output`: `features`, the pipeline fitted on the training months; `test`, the last months, not
+encoded; `shards`, the encoded training and validation rows. The manifest of the shards is written last.
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ def build_parser() -> cli.JobParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Joins and splits the tables, fits the features and writes. Runs on the driver.
-
-    Raises:
-        ValueError: If the tables cannot be read, or results exist and --no-overwrite is given.
-    """
+    """Joins and splits the tables, fits the features and writes. Runs on the driver."""
     started = time.perf_counter()
     from pyspark.sql import functions as F
 

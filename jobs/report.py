@@ -33,11 +33,7 @@ class Epoch(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """One model's probabilities of class 1, and the labels 0 and 1, shape (rows,) each.
-
-    Raises:
-        ValueError: If the shapes differ, or the labels hold only one class.
-    """
+    """One model's probabilities of class 1, and the labels 0 and 1, shape (rows,) each."""
 
     name: str
     labels: npt.NDArray[np.int64]
@@ -74,7 +70,6 @@ def measure(scored: Scored) -> Metrics:
 
 
 def format_table(models: Sequence[Scored]) -> str:
-    """Formats the metrics as an aligned table, one line per model."""
     width = max(len("model"), *(len(scored.name) for scored in models))
     lines = [f"{'model':<{width}}  {'ROC AUC':>8}  {'average precision':>17}  {'log loss':>8}"]
     for scored in models:
@@ -87,11 +82,7 @@ def format_table(models: Sequence[Scored]) -> str:
 
 
 def read_history(uri: str) -> list[Epoch]:
-    """Reads a training's history, a JSON list of epochs.
-
-    Raises:
-        ValueError: If the file has another content.
-    """
+    """Reads a training's history, a JSON list of epochs. Raises ValueError if the file has another content."""
     try:
         history: Any = json.loads(storage.read_bytes(uri))
         kept: list[Epoch] = [

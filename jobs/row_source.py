@@ -55,8 +55,7 @@ class RowSource:
     def find_problem(self, *, trains: bool = False) -> str:
         """Returns a sentence without subject that says what is wrong; empty if the source can be used.
 
-        Args:
-            trains: Whether these rows are for training, which can read shards and files in place.
+        Only rows for training (`trains`) can be shards or read in place.
         """
         given = [name for name in _LOCATIONS if getattr(self, name) is not None]
         if len(given) != 1:
@@ -80,10 +79,8 @@ class RowSource:
         return ""
 
     def read(self, spark: SparkSession) -> DataFrame:
-        """Returns the rows as a lazy DataFrame.
-
-        Raises:
-            ValueError: Spark finds no such table or files, or cannot parse the filter.
+        """Returns the rows as a lazy DataFrame. Raises ValueError if Spark cannot find them or parse the
+        filter.
         """
         from pyspark.errors import AnalysisException, ParseException
 
@@ -108,7 +105,6 @@ class RowSource:
             check_apart(spark, output, each, "the rows")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the source as a section of a job file, with defaults."""
         kind, uri = self.location
         found: dict[str, Any] = {kind: uri, "where": self.where, "options": dict(self.options)}
         if kind in ("parquet", "delta"):

@@ -16,12 +16,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the page.
-
-    Raises:
-        ValueError: The folder holds no run.
-        ImportError: A package of the report is missing.
-    """
     from ringspark.estimators.lazy_imports import load_object
 
     load_object("ringspark.extras.report:report")(args.run_uri, args.path)

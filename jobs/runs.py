@@ -4,8 +4,8 @@
     ringspark runs show /data/runs/one
     ringspark runs remove /data/runs/one
 
-No Spark starts: a path without a scheme is on this machine. `ringspark shards runs` removes everything that
-fits without `runUri` left behind.
+A path without a scheme is on this machine. `ringspark shards runs` removes leftovers of fits without
+`runUri`.
 """
 
 from __future__ import annotations
@@ -50,11 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs one command.
-
-    Raises:
-        ValueError: The folder is no run folder, or the run may be in progress.
-    """
     if args.what == "list":
         _list(args.uri)
     elif args.what == "show":

@@ -3,8 +3,8 @@
     python jobs/score.py --data artifacts/flights
     spark-submit --py-files dist/ringspark-0.1.0.zip jobs/score.py --data s3a://bucket/flights
 
-The job reads `model`, `test`, `shards` and `history.json` below `--data`, and writes `predictions` (Parquet)
-and `report.png`. It trains the baseline on the same encoded rows.
+Reads `model`, `test`, `shards` and `history.json` below `--data`; writes `predictions` (Parquet) and
+`report.png`. The baseline is trained on the same encoded rows.
 """
 
 from __future__ import annotations
@@ -53,11 +53,7 @@ def build_parser() -> cli.JobParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Predicts, measures and draws. Runs on the driver.
-
-    Raises:
-        ValueError: If an input is missing, or scikit-learn or matplotlib is not installed.
-    """
+    """Predicts, measures and draws. Runs on the driver."""
     missing = [name for name in ("sklearn", "matplotlib") if find_spec(name) is None]
     if missing:
         raise ValueError(f"the report needs {' and '.join(missing)}; pip install 'ringspark[examples]'")
@@ -97,7 +93,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _resolve_uris(args: argparse.Namespace, spark: SparkSession) -> dict[str, str]:
-    """Returns the URI of each input and output."""
     root = resolve(spark, args.data)
     return {
         name: resolve(spark, given) if given else storage.join(root, default)
@@ -140,7 +135,6 @@ def read_split(manifest: ShardManifest, split: Literal["train", "validation"]) -
 
 
 def train_boosting(recipe: recipes.BoostingRecipe, rows: dict[str, npt.NDArray[Any]], seed: int) -> Any:
-    """Trains scikit-learn's gradient boosting on encoded rows, in this process."""
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     boosting = HistGradientBoostingClassifier(**asdict(recipe), early_stopping=False, random_state=seed)
@@ -150,8 +144,7 @@ def train_boosting(recipe: recipes.BoostingRecipe, rows: dict[str, npt.NDArray[A
 def boosting_matrix(rows: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
     """Concatenates the columns as numbers, shape (rows, features).
 
-    Category indices are numbers too, by decreasing frequency: on the validation month this beat boosting's
-    own handling of categories.
+    Category indices are numbers too: on the validation month this beat boosting's own handling of categories.
     """
     return np.hstack([rows["categorical"].astype(np.float32), rows["numeric"]])
 

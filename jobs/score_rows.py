@@ -42,11 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Predicts and writes. Runs on the driver.
-
-    Raises:
-        ValueError: The model, rows or output are wrong.
-    """
     source = _source(args)
     with cli.spark("ringspark score", args.master) as spark:
         _score(spark, args, source)
@@ -86,7 +81,6 @@ def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> 
 
 
 def _load_model(uri: str) -> Any:
-    """Returns the saved pipeline or model."""
     from pyspark.ml import PipelineModel
 
     from ringspark import estimators

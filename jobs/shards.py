@@ -6,7 +6,7 @@
     python -m ringspark.jobs.shards remove /data/cache 3f2a
     python -m ringspark.jobs.shards runs /data/storage --remove-older-than 24
 
-`cached_shards` writes a cache. The job starts no Spark: a path without a scheme is on this machine.
+The job starts no Spark: a path without a scheme is on this machine.
 """
 
 from __future__ import annotations
@@ -66,11 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs one command.
-
-    Raises:
-        ValueError: The folder has no shards, they are damaged, or no entry has the key.
-    """
     # Late, because `--help` needs no storage client.
     from ringspark.estimators.run.stored_runs import list_runs, remove_runs
     from ringspark.pipelines import ShardManifest

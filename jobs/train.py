@@ -4,12 +4,8 @@
     spark-submit --py-files dist/ringspark-0.1.0.zip jobs/train.py --data s3a://bucket/flights
     python jobs/train.py job.yaml
 
-With a job file it trains by the file, see `train_job`.
-
-The job reads `shards` and `features` below `--data`. It writes `model`, a Spark ML PipelineModel (features
-and network), and `history.json`, one entry per epoch. Checkpoints are in `runs/current`. After a failure,
-`--resume` continues from the last checkpoint and `--no-resume` starts again. Without either, the job refuses
-to remove an unfinished run.
+Reads `shards` and `features` below `--data`; writes `model`, a Spark ML PipelineModel, and `history.json`.
+After a failure, `--resume` continues from the last checkpoint and `--no-resume` starts again.
 """
 
 from __future__ import annotations
@@ -81,11 +77,7 @@ def build_parser() -> cli.JobParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Trains and saves. Runs on the driver.
-
-    Raises:
-        ValueError: The shards are missing, or an option is wrong.
-    """
+    """Trains and saves. Runs on the driver."""
     from pyspark.ml import PipelineModel
 
     from ringspark.estimators import TorchClassifier, WorkerError

@@ -1,10 +1,8 @@
 """Trains by a job file: data, stage and its Params, output, evaluation.
 
-    ringspark train job.yaml
-    ringspark train job.yaml --print
-    spark-submit --py-files dist/ringspark-0.1.0.zip jobs/command.py train job.yaml
-
-docs/jobs.md has an example. `params` has the estimator's settings by name.
+ringspark train job.yaml
+ringspark train job.yaml --print
+spark-submit --py-files dist/ringspark-0.1.0.zip jobs/command.py train job.yaml
 """
 
 from __future__ import annotations
@@ -92,11 +90,6 @@ def add_changes(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Reads the file, trains, saves, evaluates. Runs on the driver.
-
-    Raises:
-        ValueError: The job is wrong; the message has the line.
-    """
     file, job = read_job(args.file, args.set)
     estimator = make_estimator(file, job)
     if args.print:
@@ -107,11 +100,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def read_job(uri: str, changes: Sequence[str] = ()) -> tuple[JobFile, TrainJob]:
-    """Reads a job file with changes KEY=VALUE.
-
-    Raises:
-        ValueError: The file is missing or wrong.
-    """
+    """Reads a job file with changes KEY=VALUE. Raises ValueError if the file is missing or wrong."""
     from ringspark.pipelines import storage
 
     try:
@@ -135,8 +124,7 @@ def read_job(uri: str, changes: Sequence[str] = ()) -> tuple[JobFile, TrainJob]:
 def make_estimator(file: JobFile, job: TrainJob) -> Any:
     """Returns the job's estimator with its Params. Needs no Spark session.
 
-    Raises:
-        ValueError: A Param is unknown, has a wrong value, or excludes another one.
+    Raises ValueError if a Param is unknown, has a wrong value, or excludes another one.
     """
     from ringspark import estimators
 
@@ -157,11 +145,7 @@ def make_estimator(file: JobFile, job: TrainJob) -> Any:
 
 
 def config_of(estimator: Any) -> tuple[TrainConfig, UserObjects]:
-    """Returns the training's config and its Python objects.
-
-    Raises:
-        ValueError: The Params exclude each other.
-    """
+    """Returns the training's config and its Python objects. Raises ValueError if Params exclude each other."""
     from ringspark.estimators.stages import to_config
 
     return to_config.config_of(estimator, estimator._task, estimator._label_columns())
@@ -348,11 +332,7 @@ def _check_rows(spark: SparkSession, job: TrainJob, estimator: Any, features: li
 
 
 def read_rows(spark: SparkSession, job: TrainJob) -> DataFrame:
-    """Returns the training rows with features; not for shards.
-
-    Raises:
-        ValueError: Spark cannot read the rows, or cannot compute the features.
-    """
+    """Returns the training rows with features. Raises ValueError if Spark cannot compute them."""
     return _add_features(spark, job.data, _features(job))
 
 

@@ -1,9 +1,7 @@
-"""From a Spark DataFrame to batches of NumPy columns. Nothing here imports torch.
+"""From a Spark DataFrame to batches of NumPy columns, without torch.
 
-`write_shards` writes the shards and their manifest, `plan_epoch` says which
-rows every worker reads in every step, `open_reader` reads them; `table_manifest`
-takes the place of `write_shards` for tables that stay where they are. Importing this
-package imports neither pyspark nor petastorm.
+`write_shards` writes shards, or `table_manifest` describes an external table; `plan_epoch` orders their rows,
+and `open_reader` reads them. Importing this package imports neither pyspark nor petastorm.
 """
 
 from ringspark.pipelines.columns import Column

@@ -1,8 +1,5 @@
-"""Statistics of a column's values: collected in the tasks that write, merged on the driver, kept in the
+"""Statistics of a column, collected by the tasks that write it, merged on the driver and kept in the
 manifest.
-
-Minimum, maximum, mean and deviation cover finite values only; NaNs and infinities are counted separately. The
-statistics come from the pass that writes the data, so files and manifest cannot disagree.
 """
 
 from __future__ import annotations
@@ -25,18 +22,18 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnStats:
-    """Counts and range of one column of one split; for arrays they cover all elements.
+    """Counts and range of one column of one split; arrays are counted by element.
 
     Attributes:
-        rows: Rows stored.
-        nulls: Rows kept that were null or held a null; the other counts exclude their fill values.
+        rows: Stored rows.
+        nulls: Rows that were null or held a null; the other counts exclude their fill values.
         values: Elements, including NaN and infinite ones.
         nans: NaN elements.
         infs: Infinite elements of either sign.
         fractional: Finite values that are not whole numbers; counted for scalar columns.
-        minimum: Smallest finite element, an exact int for integers; None if there is none.
+        minimum: Smallest finite element (an int for integers); None without finite elements.
         maximum: Largest finite element.
-        mean: Mean of the finite elements; None if there are none.
+        mean: Mean of the finite elements.
         deviations: Sum of squared deviations of the finite elements from their mean; None if unknown.
     """
 
@@ -53,12 +50,11 @@ class ColumnStats:
 
     @property
     def finite(self) -> int:
-        """Number of elements that are neither NaN nor infinite."""
         return self.values - self.nans - self.infs
 
     @property
     def std(self) -> float | None:
-        """Standard deviation of the finite elements (divisor n - 1, as in Spark); None for fewer than two."""
+        """Standard deviation of the finite elements (divisor n - 1); None for fewer than two."""
         if self.finite < 2 or self.deviations is None:
             return None
         return math.sqrt(self.deviations / (self.finite - 1))
@@ -84,7 +80,7 @@ class ColumnStats:
         )
 
     def without_overflows(self) -> ColumnStats:
-        """Returns the statistics with moments that overflowed set to None, as the manifest keeps them."""
+        """Returns a copy with overflowed moments set to None, because JSON has no infinities."""
         mean = self.mean if self.mean is not None and math.isfinite(self.mean) else None
         deviations = self.deviations
         if deviations is not None and not (math.isfinite(deviations) and mean == self.mean):
@@ -96,7 +92,6 @@ class ColumnStats:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> ColumnStats:
-        """Reads the result of `to_json`."""
         return record(ColumnStats, data)
 
 
@@ -107,7 +102,7 @@ def _pick(choose: Any, left: Any, right: Any) -> Any:
 
 
 class StatsCollector:
-    """Collects the statistics of one column batch by batch, in a task that writes."""
+    """Collects the statistics of one column batch by batch."""
 
     def __init__(self, *, is_scalar: bool) -> None:
         self._is_scalar = is_scalar

@@ -1,9 +1,7 @@
-"""The columns of a set of shards: name, column type, and Spark type of the source.
+"""The columns of a set of shards, derived from a Spark schema.
 
-Numbers, booleans, dates, structs of these, arrays and vectors get a column type from their Spark type. A
-column that needs a decision (strings, bytes) raises an error on the driver that lists the choices. No number
-is ever cast: the int64 16,777,217 of the DataFrame is the int64 16,777,217 of the batch. Only vectors become
-float32, unless the user asks for `Vector("float64")`.
+Numbers are never cast: the int64 16,777,217 of the DataFrame is also the int64 16,777,217 of the batch. Only
+vectors become float32, unless the user asks for `Vector("float64")`.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class Column:
     """One column of a set of shards.
 
     Attributes:
-        name: Name in the DataFrame; the names of the column's arrays in a batch start with it.
+        name: Name in the DataFrame, and prefix of the column's arrays in a batch.
         kind: Column type: how the column is stored and read.
         source: Spark's simple type string.
     """
@@ -45,17 +43,15 @@ class Column:
 
     @property
     def is_dense(self) -> bool:
-        """Whether a batch holds the column as one array called `name` with the rows as first dimension."""
+        """Whether the column is one array called `name` with a row per entry."""
         return self.name in self.kind.batch_names(self.name)
 
     @property
     def dtype(self) -> str:
-        """NumPy dtype name of a dense column in a batch."""
         return self.kind.arrays(self.name)[self.name].dtype
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of one row of a dense column in a batch."""
         return self.kind.arrays(self.name)[self.name].shape
 
     def to_json(self) -> dict[str, Any]:
@@ -63,18 +59,17 @@ class Column:
 
     @staticmethod
     def from_values(data: Mapping[str, Any]) -> Column:
-        """Reads the result of `to_json`."""
         own = {key: data[key] for key in ("name", "source") if key in data}
         kind = kind_from_json({key: value for key, value in data.items() if key not in own})
         return record(Column, own | {"kind": kind})
 
 
 def columns_from_spark(schema: StructType, choices: Mapping[str, Kind] | None = None) -> tuple[Column, ...]:
-    """Maps a Spark schema to columns. Runs on the driver and starts no job.
+    """Maps a Spark schema to columns, on the driver and without a job.
 
     Args:
         schema: The DataFrame's schema.
-        choices: Column name -> column type, if the Spark type does not decide or the user decides otherwise.
+        choices: Column name -> column type that the user chose.
 
     Raises:
         ValueError: A type is unusable or needs a choice, a choice does not fit or names no column, or names
@@ -100,14 +95,14 @@ def columns_from_spark(schema: StructType, choices: Mapping[str, Kind] | None = 
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raises ValueError if two columns share a name, which a batch could not distinguish."""
+    """Raises ValueError if a name repeats."""
     for name, count in Counter(names).items():
         if count > 1:
             raise ValueError(f"two columns are named {name!r}; rename one with df.withColumnRenamed")
 
 
 def check_masks(names: Sequence[str]) -> None:
-    """Raises ValueError for columns that look like the null masks of `write_shards`."""
+    """Raises ValueError if a column has the name of a null mask of `write_shards`."""
     for name in names:
         owner = name.removesuffix(MASK)
         if owner != name and owner in names:
@@ -118,12 +113,11 @@ def check_masks(names: Sequence[str]) -> None:
 
 
 def is_case_sensitive(spark: SparkSession) -> bool:
-    """Returns whether Spark distinguishes names that differ only in case; by default it does not."""
     return str(spark.conf.get("spark.sql.caseSensitive", "false")).lower() == "true"
 
 
 def check_frame(value: Any, subject: str) -> None:
-    """Raises ValueError if `subject` was given something other than a Spark DataFrame."""
+    """Raises ValueError if `value` is no Spark DataFrame."""
     # Not by isinstance: before Spark 4, the DataFrames of Classic and Connect share no base class.
     if not hasattr(value, "mapInArrow"):
         cls = type(value)
@@ -134,7 +128,7 @@ def check_frame(value: Any, subject: str) -> None:
 
 
 def quote(name: str) -> str:
-    """Quotes a column name for Spark, so that a dot does not mean a struct field."""
+    """Quotes a column name for Spark, which otherwise reads a dot as a struct field."""
     return "`" + name.replace("`", "``") + "`"
 
 

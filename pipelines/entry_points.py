@@ -1,6 +1,6 @@
-"""Finds classes that other installed packages provide, such as a reader, through entry points.
+"""Finds classes of other installed packages, such as readers, by their entry points.
 
-Used only for names that are not built in, because the search reads a file of every installed package.
+The search reads a file of every installed package, so built-in names are looked up first.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ def load_entry_point(
 ) -> Any:
     """Returns the class that a package declares under a name.
 
-    Raises ValueError if not exactly one package declares it, it cannot be imported, or it lacks an attribute.
-
     Args:
         setting: Param that holds the name.
         known: Built-in names, for messages.
         needed: Attributes that the class must have.
+
+    Raises:
+        ValueError: No package or several packages declare it, its import fails, or it lacks an attribute.
     """
     found = {point.value: point for point in entry_points(group=group, name=name)}
     if not found:

@@ -1,25 +1,13 @@
 """Plans which rows every shard reads in every step of an epoch. Pure: no files, no clock.
 
-The row groups are shuffled by (seed, epoch), and each group's rows by (seed, epoch, group). The resulting
-sequence of rows is dealt to batches and shards by `shuffle`. This gives, by arithmetic alone:
+Row groups are shuffled by (seed, epoch), and rows within a group by (seed, epoch, group). `shuffle` deals
+this sequence of rows to batches and shards:
 
-* Every row is in exactly one batch of an epoch. Every batch has `batch_size` rows, except the last, which may
-  be short but is never dropped.
-* Batch s has the same rows for any number of shards, so changing `num_shards`, even in the middle of an
-  epoch, does not change the training.
-* All shards have the same number of steps, and each shard knows how many rows the other shards have in a
-  step.
-* A shard may have no rows in a step.
-
-A shard reads one contiguous range of the sequence and reads each row group once. Between two steps it holds
-at most two row groups per stream: the current one, and one read early because it begins in the previous
-stream. All streams together hold 96 row groups divided by the number of shards, plus a few shared with
-neighbours. Row groups that one step uses up completely come on top.
-
-The plans of all shards share the order in int64 arrays; a shard searches only its own range. One of 1,024
-shards plans a million row groups in 0.1-0.2 s and 30 MiB, one of 102,400 plans 100 million in 18 s and 3 GiB
-(2 busy cores). Data of that size would be slow to read: beyond 48 shards, streams are shared, and up to
-num_shards / 48 shards read the same whole row group.
+* Every row is in one batch of an epoch. The last batch may be short but is never dropped.
+* The rows of a batch do not depend on the number of shards, so `num_shards` may change within an epoch.
+* All shards have the same number of steps. A shard may have no rows in a step.
+* A shard reads one contiguous range of the sequence, each row group once, and holds about 96 / num_shards row
+groups between two steps.
 """
 
 from __future__ import annotations
@@ -45,8 +33,8 @@ class StreamSlice:
 
     Attributes:
         stream: Index among the shard's streams.
-        start: First local row in the stream (local rows count only the shard's rows).
-        stop: Local row after the last one.
+        start: First row in the stream, counting only rows of the shard.
+        stop: Row after the last one.
     """
 
     stream: int
@@ -62,7 +50,7 @@ class RowGroupRead:
         row_group: Index into the plan's `row_groups`.
         sequence_start: Position of its first row in the epoch's sequence.
         first_step: First step whose batch needs it.
-        slices: Rows that it gives to the shard's streams, in the order of the sequence.
+        slices: Rows for each of the shard's streams.
     """
 
     row_group: int
@@ -74,10 +62,7 @@ class RowGroupRead:
 # Plans are compared and hashed by identity, so nobody compares arrays of a million sizes by accident.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EpochPlan:
-    """The batches of one epoch; see the module's docstring. Created by `plan_epoch`.
-
-    Its arrays are read-only, and the plans of all shards share them.
-    """
+    """The batches of one epoch, made by `plan_epoch`. All shards share its read-only arrays."""
 
     row_groups: Int64Array
     num_shards: int
@@ -104,16 +89,15 @@ class EpochPlan:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps in the epoch, equal on all shards."""
         return -(-self.num_rows // self.batch_size)
 
     def global_rows(self, step: int) -> int:
-        """Returns the rows of a step's batch over all shards."""
+        """Returns the number of rows in a step's batch, over all shards."""
         start, stop = self._positions(step)
         return stop - start
 
     def shard_rows(self, step: int, shard: int) -> int:
-        """Returns the rows that `shard` has in a step's batch; may be 0."""
+        """Returns the number of rows that `shard` has in a step's batch; may be 0."""
         start, stop = self._positions(step)
         deal = self.shard(shard).deal
         return deal.rank(stop) - deal.rank(start)
@@ -133,13 +117,13 @@ class EpochPlan:
 
     @cached_property
     def group_starts(self) -> Int64Array:
-        """First row in the sequence of each row group of `group_order`, then the total number of rows."""
+        """Position of each row group of `group_order` in the sequence, then the number of rows."""
         starts = np.zeros(len(self.row_groups) + 1, dtype=np.int64)
         np.cumsum(self.row_groups[self.group_order], out=starts[1:])
         return _read_only(starts)
 
     def row_order(self, row_group: int) -> Int64Array:
-        """Returns the rows of a row group in the order of the epoch's sequence."""
+        """Returns the rows of a row group in the order of the sequence."""
         rows = int(self.row_groups[row_group])
         if not self.shuffle:
             return np.arange(rows, dtype=np.int64)
@@ -156,13 +140,7 @@ class EpochPlan:
 
 
 class ShardPlan:
-    """The row groups that one shard reads, and how its batches are built from them.
-
-    Attributes:
-        plan: Plan of the whole epoch.
-        shard: Index of this shard.
-        deal: Positions that the shard owns.
-    """
+    """The row groups that one shard reads, and how its batches are built from them."""
 
     def __init__(self, plan: EpochPlan, shard: int) -> None:
         self.plan = plan
@@ -182,7 +160,7 @@ class ShardPlan:
         return RowGroupReads(self.plan, slots, positions, streams, starts, stops)
 
     def rows(self, read: RowGroupRead) -> list[Int64Array]:
-        """Returns, per slice of `read`, its rows within the row group, in the stream's order."""
+        """Returns the rows within the row group for each slice of `read`, in the stream's order."""
         places = [self._places(read, span) for span in read.slices]
         if not self.plan.shuffle:
             return [place if isinstance(place, np.ndarray) else np.r_[place] for place in places]
@@ -190,7 +168,7 @@ class ShardPlan:
         return [order[place] for place in places]
 
     def _places(self, read: RowGroupRead, span: StreamSlice) -> slice | Int64Array:
-        """Returns the rows of a slice, counted in the sequence's order of the row group."""
+        """Returns the rows of a slice, as positions within the shuffled row group."""
         offset = self.deal.streams[span.stream].start - read.sequence_start
         ends = self.deal.rows_at(span.stream, np.asarray([span.start, span.stop - 1]))
         first, last = (ends + offset).tolist()
@@ -199,9 +177,9 @@ class ShardPlan:
         return self.deal.rows(span.stream, span.start, span.stop) + offset
 
     def _stream_slices(self, index: int, start_position: int) -> tuple[Int64Array, ...]:
-        """Returns (slot, first position, first local row, local row after the last) of a stream's slices.
+        """Returns (slot, first position, first row, row after the last) of each slice of a stream.
 
-        Slots count the row groups of `group_order`. Rows before `start_position` are left out.
+        A slot is an index into `group_order`. Rows before `start_position` are left out.
         """
         stream, group_starts = self.deal.streams[index], self.plan.group_starts
         low = max(0, int(np.searchsorted(group_starts, stream.start, side="right")) - 1)
@@ -224,9 +202,9 @@ class ShardPlan:
 
 
 class RowGroupReads:
-    """One shard's reads in the order of first use: arrays, converted into objects one by one.
+    """One shard's reads in the order of first use.
 
-    Creating all objects at once would take ten times the memory and most of the planning time.
+    They are kept as arrays: objects would take ten times the memory and most of the planning time.
     """
 
     def __init__(
@@ -238,7 +216,7 @@ class RowGroupReads:
         starts: Int64Array,
         stops: Int64Array,
     ) -> None:
-        """Takes the slices in the order of the sequence, so slices of one row group are neighbours."""
+        """Takes the slices in the order of the sequence."""
         is_first = np.ones(len(slots), dtype=np.bool_)
         np.not_equal(slots[1:], slots[:-1], out=is_first[1:])
         firsts = np.flatnonzero(is_first)
@@ -292,29 +270,20 @@ def plan_epoch(
 ) -> EpochPlan:
     """Plans one epoch over row groups of the given sizes.
 
-    Two files of 4 and 3 row groups have 50 rows: three batches of 16 and a short one, with the same rows
-    for 1 shard and for 3. Over several steps the shards have equally many rows; in one step a shard may have
-    none.
-
     >>> sizes = [8, 8, 8, 4, 8, 8, 6]
     >>> plan = plan_epoch(sizes, num_shards=3, batch_size=16, epoch=0, seed=7)
-    >>> plan.num_rows, plan.num_steps
-    (50, 4)
     >>> [plan.global_rows(step) for step in range(plan.num_steps)]
     [16, 16, 16, 2]
     >>> [[plan.shard_rows(step, shard) for shard in range(3)] for step in range(plan.num_steps)]
     [[7, 6, 3], [6, 3, 7], [3, 7, 6], [1, 1, 0]]
-    >>> alone = plan_epoch(sizes, num_shards=1, batch_size=16, epoch=0, seed=7)
-    >>> alone.group_order.tolist() == plan.group_order.tolist()
-    True
 
     Args:
-        row_groups: Rows of every row group; may be 0. A read-only int64 array is not copied.
+        row_groups: Number of rows of each row group; may be 0. A read-only int64 array is not copied.
         num_shards: Number of workers that share the batches; may exceed the row groups or rows.
         batch_size: Rows per step over all shards.
         epoch: Number of the epoch, from 0.
         seed: Any whole number. (seed, epoch) and `row_groups` determine the batches.
-        shuffle: False keeps the order of the files; a shard then owns a slice of every batch.
+        shuffle: False keeps the order of the files; each shard then has a slice of every batch.
 
     Raises:
         ValueError: A count is not a whole number, or is out of range.

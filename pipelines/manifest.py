@@ -1,8 +1,7 @@
 """The manifest describes a set of shards, and readers accept nothing else.
 
-`manifest.json` is written last and atomically, so its presence is the commit. Files without a manifest are an
-unfinished write, and readers ignore every file that the manifest does not name. Row counts are stored nowhere
-else, so they always fit the data.
+`manifest.json` is written last and atomically, so its presence is the commit. Readers ignore files that it
+does not name.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class ShardFile:
         path: Path relative to the manifest's folder.
         split: "train" or "validation".
         num_bytes: Size of the file in bytes.
-        sha256: SHA-256 of the file in hexadecimal; empty for a file of an external table, see `state`.
+        sha256: SHA-256 in hexadecimal; empty for a file of an external table, see `state`.
         row_groups: Number of rows of each row group, in order.
-        table: More about a file of an external table; None for files of `write_shards`.
+        table: More about a file of an external table; None for shards.
     """
 
     path: str
@@ -69,7 +68,7 @@ class ShardFile:
 
     @property
     def state(self) -> str:
-        """Time, version or checksum of an external table's file; empty for shards, which have a digest."""
+        """Time, version or checksum of an external table's file; empty for shards."""
         return "" if self.table is None else self.table.state
 
     @property
@@ -87,15 +86,12 @@ class ShardFile:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> ShardFile:
-        """Reads the result of `to_json`."""
         return record(ShardFile, data)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardManifest:
     """Files, row groups, columns and statistics of one set of shards.
-
-    A manifest from `select` is a view with the files of one split.
 
     Attributes:
         uri: Absolute URI of the folder.
@@ -117,17 +113,16 @@ class ShardManifest:
 
     @property
     def files_uri(self) -> str:
-        """URI of the folder that the paths of the files are relative to."""
+        """URI of the folder that contains the files."""
         return self.uri if self.table is None else self.table.uri
 
     @property
     def row_groups(self) -> tuple[int, ...]:
-        """Number of rows of every group, over the files in order; the input of `plan_epoch`."""
+        """Number of rows of every group, in the order of the files; the input of `plan_epoch`."""
         return tuple(rows for file in self.files for rows in file.groups)
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in all files of this manifest or view."""
         return sum(file.num_rows for file in self.files)
 
     def _repr_html_(self) -> str:
@@ -153,18 +148,14 @@ class ShardManifest:
         return self.column(name)
 
     def array(self, name: str) -> BatchArray:
-        """Describes the array `name` of a batch. Raises ValueError if no column adds it, or if it has no
-        entry per row.
-        """
+        """Describes the array `name` of a batch. Raises ValueError if there is none with an entry per row."""
         array = self.described(name)
         if not array.per_row:
             raise self._no_array(name)
         return array
 
     def described(self, name: str) -> BatchArray:
-        """Describes the array `name` of a batch, with or without an entry per row. Raises ValueError if no
-        column adds it.
-        """
+        """Describes the array `name` of a batch. Raises ValueError if there is none."""
         column = self.column_of(name)
         array = column.kind.arrays(column.name).get(name)
         if array is None:
@@ -176,7 +167,7 @@ class ShardManifest:
         return ValueError(f"column {column!r} of the shards at {self.uri} adds no array {name!r} to a batch")
 
     def column(self, name: str) -> Column:
-        """Returns the column called `name`. Raises ValueError with the known names if there is none."""
+        """Returns the column called `name`. Raises ValueError if there is none."""
         for column in self.columns:
             if column.name == name:
                 return column
@@ -192,7 +183,7 @@ class ShardManifest:
         return min(low for low, _ in ranges), max(high for _, high in ranges)
 
     def mean_row_bytes(self, column: Column) -> float:
-        """Returns the bytes of a row in a batch; the mean of the written rows if they vary in length."""
+        """Returns the mean bytes of a column's row in a batch."""
         stats = self._stats_of(column.name)
         rows = sum(found.rows for found in stats)
         if not column.kind.value_bytes or not rows:
@@ -203,7 +194,7 @@ class ShardManifest:
         return [columns[name] for columns in self.stats.values() if name in columns]
 
     def select(self, split: Split) -> ShardManifest:
-        """Returns a view with the files and statistics of one split; it may have no rows."""
+        """Returns a view with the files and statistics of one split."""
         if split not in SPLITS:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
         files = tuple(file for file in self.files if file.split == split)
@@ -215,11 +206,11 @@ class ShardManifest:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """URIs of the Parquet files for other tools, because the folder also holds other files."""
+        """URIs of the Parquet files, for other tools."""
         return tuple(storage.join(self.files_uri, file.path) for file in self.files)
 
     def describe(self) -> str:
-        """Returns a text table with one line per split and column, and their statistics."""
+        """Returns a text table with one line per split and column."""
         skipped = f", {self.skipped_rows:,} rows with nulls skipped" if self.skipped_rows else ""
         title = (
             f"{self.uri}: {self.num_rows:,} rows, {len(self.files)} files, "
@@ -239,19 +230,17 @@ class ShardManifest:
         return title
 
     def verify_files(self) -> None:
-        """Checks size and row groups of every file; reads only footers. Raises ValueError if a file is
-        missing or differs.
+        """Checks size and row groups of every file by its footer. Raises ValueError if a file is missing or
+        differs.
         """
         self._check_files(self._footer_problem)
 
     def verify(self) -> None:
-        """Checks sizes, row groups and digests of all files; reads every byte. Raises ValueError if a file
-        differs.
-        """
+        """Checks sizes, row groups and digests; reads every byte. Raises ValueError if a file differs."""
         self._check_files(lambda file: self._footer_problem(file) or self._digest_problem(file))
 
     def save(self, *, overwrite: bool = True) -> None:
-        """Commits the manifest: writes it atomically into its folder.
+        """Writes the manifest atomically into its folder, which commits the shards.
 
         Raises FileExistsError if the folder has a manifest and `overwrite` is false.
         """
@@ -263,8 +252,8 @@ class ShardManifest:
     def load(uri: str | os.PathLike[str]) -> ShardManifest:
         """Reads the manifest of the folder `uri`, which may have moved since the write.
 
-        Uses no Spark session: a path without a scheme is on the local disk. Raises ValueError if the manifest
-        is missing, damaged or of another format.
+        A path without a scheme is on the local disk. Raises ValueError if the manifest is missing, damaged or
+        of another format.
         """
         folder = storage.normalize(uri)
         try:
@@ -281,7 +270,7 @@ class ShardManifest:
         return replace(manifest, uri=f"file://{folder}") if os.fspath(uri).startswith("file:") else manifest
 
     def to_json(self) -> str:
-        """Returns the manifest as JSON text, without the URI, so that the folder can be moved."""
+        """Returns the manifest as JSON text without the URI, so that the folder can be moved."""
         table = {} if self.table is None else {"table": asdict(self.table)}
         return json.dumps(
             {
@@ -301,7 +290,6 @@ class ShardManifest:
 
     @staticmethod
     def from_json(text: str | bytes, uri: str) -> ShardManifest:
-        """Reads the result of `to_json`."""
         try:
             manifest = record(ShardManifest, versioned(text, FORMAT_VERSION) | {"uri": uri})
             _check_consistent(manifest)

@@ -12,7 +12,7 @@ MOST_LETTERS = 200
 def notebook_table(
     title: str, header: Sequence[str], rows: Sequence[Sequence[object]], note: str = ""
 ) -> str:
-    """Returns the HTML of a table, for a `_repr_html_`; rows beyond `MOST_ROWS` are counted, not shown."""
+    """Returns the HTML of a table, for a `_repr_html_`; counts the rows beyond `MOST_ROWS`."""
     body = "".join(_row(map(str, row), "td") for row in rows[:MOST_ROWS])
     more = len(rows) - MOST_ROWS
     notes = [note, f"{more:,} more are not shown." if more > 0 else ""]

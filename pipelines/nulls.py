@@ -1,8 +1,4 @@
-"""Finds and fills nulls in Arrow data from Spark.
-
-A row counts as null if its value or any element of its lists is null. The parts of an ML vector's struct are
-null by design and do not count.
-"""
+"""Finds and fills nulls in Arrow data from Spark."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ def null_rows(values: Any) -> npt.NDArray[np.bool_] | None:
 
 
 def fill_nulls(values: Any) -> Any:
-    """Returns an Arrow array of the same type with zeros, empty strings or empty lists instead of nulls."""
+    """Replaces nulls by zeros, empty strings or empty lists; keeps the type."""
     if is_list(values.type):
         leaf = values.flatten()
         lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)

@@ -11,9 +11,7 @@ _DEAD_CLAIM_SECONDS = 600.0
 
 
 def rename_once(temporary: str, path: str) -> None:
-    """Renames a local file. Raises FileExistsError if the new name exists or another writer is about to
-    create it.
-    """
+    """Renames a local file. Raises FileExistsError if the new name exists or another writer claims it."""
     try:
         # Unlike a rename, a link does not replace an existing file.
         os.link(temporary, path)
@@ -38,10 +36,8 @@ def rename_once(temporary: str, path: str) -> None:
 def _claim(temporary: str, path: str) -> list[str]:
     """Takes the exclusive right to create `path`. Raises FileExistsError if another writer has it.
 
-    Returns:
-        The claims of writers that were killed while they held the right, then the new claim. A dead claim is
-        never removed to take its place, because another writer may do the same; the next number is claimed
-        instead.
+    Returns the claims of writers that were killed, then the new claim. A dead claim is not replaced, because
+    two writers might replace it at once; the next number is claimed instead.
     """
     parent, name = os.path.split(path)
     claims: list[str] = []

@@ -1,8 +1,7 @@
 """Rows of one column in memory, dense or of varying length: the form that readers shuffle.
 
-The shuffle takes, slices and concatenates rows without knowing their meaning. Dense rows are a NumPy array
-with one entry per row. Rows of varying length (lists, sparse vectors, files) are concatenated values with
-offsets; sparse vectors have two such arrays, indices and values, with the same offsets.
+Dense rows are one NumPy array. Rows of varying length (lists, sparse vectors, files) are concatenated values
+with offsets.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ class RaggedRows:
     """Rows of varying length.
 
     Attributes:
-        offsets: Non-decreasing int64, (rows + 1,); row i is `part[offsets[i]:offsets[i + 1]]`. They need not
-            start at 0, because a slice is a view.
+        offsets: Non-decreasing int64, (rows + 1,): row i is `part[offsets[i]:offsets[i + 1]]`. They may start
+            above 0, because a slice is a view.
         parts: Arrays of values that share the offsets.
     """
 
@@ -34,7 +33,7 @@ class RaggedRows:
         return RaggedRows(self.offsets[start : stop + 1], self.parts)
 
     def compact(self) -> RaggedRows:
-        """Returns the same rows with offsets from 0 and no values of other rows."""
+        """Returns the same rows with offsets from 0 and no other values."""
         first, last = int(self.offsets[0]), int(self.offsets[-1])
         return RaggedRows(self.offsets - first, tuple(part[first:last] for part in self.parts))
 
@@ -61,12 +60,10 @@ def take(rows: Rows, indexes: npt.NDArray[np.int64]) -> Rows:
 
 
 def cut(rows: Rows, start: int, stop: int) -> Rows:
-    """Returns rows `start` to `stop` as a view."""
     return rows.cut(start, stop) if isinstance(rows, RaggedRows) else rows[start:stop]
 
 
 def join(pieces: Sequence[Rows]) -> Rows:
-    """Concatenates the rows of one or more pieces."""
     if len(pieces) == 1:
         return pieces[0]
     if not isinstance(pieces[0], RaggedRows):

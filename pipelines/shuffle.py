@@ -1,22 +1,18 @@
 """Shuffles an epoch: permutations, and how its rows are dealt to batches and shards. Pure arithmetic.
 
-Permutations are a pure function of (seed, epoch, ...) on every machine. They use only the raw bits of Philox
-(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). NumPy guarantees these bits forever,
-but not the results of `Generator.permutation`, and a resumed training may run on another NumPy than the one
-that wrote the checkpoint.
+Only the raw bits of Philox are used (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011),
+because NumPy keeps these equal in all versions, but not `Generator.permutation`.
 
-The epoch's rows form one sequence of N rows. A shuffled epoch splits it into `NUM_STREAMS` contiguous shuffle
-streams and deals positions over them like cards: position i is row i // NUM_STREAMS of the stream of class i
-% NUM_STREAMS. Batch s is positions [s * B, (s + 1) * B), so it never depends on the number of shards.
+The epoch's rows form one sequence. It is split into `NUM_STREAMS` contiguous streams, which are dealt like
+cards: position i is row i // NUM_STREAMS of the stream of class i % NUM_STREAMS. Batch s of size B is
+positions [s * B, (s + 1) * B) for any number of shards.
 
-Shards are dealt from the same table. With R shards, a stream has R units, 48 * R units in total; shard r owns
-the 48 units from r * 48. Row k of a stream belongs to unit k * stride % R of that stream. So a shard owns
-whole streams and shares at most two, all neighbours: it reads one contiguous range of the sequence. The deal
-repeats after 48 * R positions, and every shard owns exactly 48 of them. Classes map to streams, and rows to
-units, by multiples of the golden ratio (Weyl, 1916), so any range of positions, and thus every batch, is
-spread over all shards evenly to within a few rows.
+With R shards, row k of a stream belongs to unit k * stride % R of that stream, and each shard owns 48 of the
+48 * R units. So a shard owns neighbouring streams and reads one contiguous range of the sequence. Classes map
+to streams, and rows to units, by multiples of the golden ratio (Weyl, 1916), so every batch is spread evenly
+over all shards to within a few rows.
 
-An epoch in file order has one stream; a shard owns a slice of every batch.
+An epoch in file order has one stream, and a shard owns a slice of every batch.
 """
 
 from __future__ import annotations
@@ -55,8 +51,6 @@ def permutation(length: int, *key: int) -> Int64Array:
 
     >>> permutation(8, 7, 0).tolist()  # seed 7, epoch 0: on every machine, by every version of NumPy
     [2, 3, 7, 5, 4, 1, 0, 6]
-    >>> permutation(8, 7, 1).tolist()
-    [1, 0, 3, 4, 5, 2, 6, 7]
 
     Args:
         length: Number of indexes, less than `MAX_LENGTH`.
@@ -83,7 +77,7 @@ def permutation(length: int, *key: int) -> Int64Array:
 def _order_by_high_bits(bits: npt.NDArray[np.uint64]) -> Int64Array | None:
     """Returns the order of 64-bit keys by their upper 32 bits; None if two of these are equal.
 
-    NumPy sorts 16-bit numbers by radix, so two passes over the halves take half the time of a sort.
+    Two radix sorts of 16-bit halves take half the time of one sort.
     """
     high = (bits >> np.uint64(32)).astype(np.uint32)
     order = np.argsort((high & np.uint32(0xFFFF)).astype(np.uint16), kind="stable")
@@ -111,7 +105,7 @@ class ShuffleStream:
 
 @lru_cache(maxsize=4)  # all shards of a plan need the same streams
 def split_streams(num_rows: int) -> tuple[ShuffleStream, ...]:
-    """Splits a sequence of `num_rows` rows into `NUM_STREAMS` streams, in the order of the sequence."""
+    """Splits a sequence of `num_rows` rows into `NUM_STREAMS` streams."""
     streams, start = [], 0
     for position in _STREAM_TO_CLASS.tolist():
         length = (num_rows + NUM_STREAMS - 1 - position) // NUM_STREAMS
@@ -122,14 +116,14 @@ def split_streams(num_rows: int) -> tuple[ShuffleStream, ...]:
 
 
 class Deal(ABC):
-    """Which positions one shard owns, and which row of which stream each position is.
+    """The positions that one shard owns, and their rows in the streams.
 
     The shard's rows of a stream are numbered from 0; these are its local rows.
 
     Attributes:
         streams: Streams that hold rows of this shard, in the order of the sequence.
-        stream_cycle: Owned position number i takes the next row of
-            `streams[stream_cycle[i % len(stream_cycle)]]`.
+        stream_cycle: Owned position number i takes the next row of `streams[stream_cycle[i %
+            len(stream_cycle)]]`.
     """
 
     streams: tuple[ShuffleStream, ...]
@@ -137,27 +131,27 @@ class Deal(ABC):
 
     @abstractmethod
     def rank(self, position: int) -> int:
-        """Returns how many of the positions before `position` the shard owns."""
+        """Returns the number of owned positions before `position`."""
 
     @abstractmethod
     def counts(self, stream: int, rows: Int64Array) -> Int64Array:
-        """Returns, for each of `rows`, how many earlier rows of `streams[stream]` the shard owns."""
+        """Returns the number of owned rows before each of `rows` of `streams[stream]`."""
 
     @abstractmethod
     def rows_at(self, stream: int, local: Int64Array) -> Int64Array:
-        """Returns the rows within `streams[stream]` of the local rows `local`."""
+        """Converts local rows to rows of `streams[stream]`."""
 
     def count(self, stream: int, row: int) -> int:
-        """Returns how many of the rows before `row` of `streams[stream]` the shard owns."""
+        """Returns the number of owned rows before `row` of `streams[stream]`."""
         return int(self.counts(stream, np.asarray([row], dtype=np.int64))[0])
 
     def rows(self, stream: int, start: int, stop: int) -> Int64Array:
-        """Returns the rows within `streams[stream]` of its local rows `start` to `stop`."""
+        """Returns the local rows `start` to `stop` as rows of `streams[stream]`."""
         return self.rows_at(stream, np.arange(start, stop, dtype=np.int64))
 
 
 class ShuffledDeal(Deal):
-    """One shard's part of `NUM_STREAMS` streams."""
+    """One shard's part of a shuffled epoch."""
 
     def __init__(self, num_rows: int, num_shards: int, shard: int) -> None:
         first, last = shard * NUM_STREAMS // num_shards, ((shard + 1) * NUM_STREAMS - 1) // num_shards
@@ -243,7 +237,7 @@ class OrderedDeal(Deal):
 
 
 def _shortest_cycle(cycle: Int64Array) -> Int64Array:
-    """Returns the shortest start of a cycle that gives the whole cycle when repeated."""
+    """Returns the shortest prefix that gives the whole cycle when repeated."""
     return next(
         cycle[:length]
         for length in range(1, len(cycle) + 1)

@@ -1,4 +1,4 @@
-"""Turns Spark failures with a known cause into one sentence instead of a JVM trace."""
+"""Turns Spark failures with a known cause into one sentence."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _MISSING_MODULE = re.compile(r"No module named '(ringspark|pyarrow|pandas|numpy|
 def explain_worker_errors() -> Iterator[None]:
     """Wraps a Spark job that runs our code in Python workers, and explains its known failures.
 
-    Raises RuntimeError if the workers run another Python than the driver, lack the package, or
-    `report_task_errors` raised an error in a task; ValueError if the plan found rows that it refuses.
+    Raises:
+        RuntimeError: A worker lacks a package, or a task failed within `report_task_errors`.
+        ValueError: The plan found rows that it refuses.
     """
     try:
         yield
@@ -44,10 +45,7 @@ def explain_worker_errors() -> Iterator[None]:
 
 @contextmanager
 def report_task_errors(sentence: str) -> Iterator[None]:
-    """Wraps a task's access to a store, so that its failure reaches the driver as one sentence.
-
-    Raises RuntimeError with `sentence` and the cause. Spark retries the task as configured.
-    """
+    """Turns an OSError of a task into one sentence that reaches the driver."""
     try:
         yield
     except OSError as error:

@@ -1,11 +1,8 @@
 """Resolves what a path means to Spark, so that a user's path has one meaning for every writer and reader.
 
-A path without a scheme is in Hadoop's default file system (`fs.defaultFS`), which on YARN, HDFS and
-Databricks is not the local disk. Spark Classic asks Hadoop in the driver's JVM, including mount tables of
-`viewfs`. With Spark Connect, the server's error message about a missing file names it.
-
-Each path is resolved once, where a user passes it and a session exists. Without a session, a path without a
-scheme is on the local disk.
+A path without a scheme is in Hadoop's default file system (`fs.defaultFS`), which is not always the local
+disk. Spark Classic asks Hadoop in the driver's JVM. A Spark Connect server names it in its error message
+about a missing file. Without a session, such a path is on the local disk.
 """
 
 from __future__ import annotations
@@ -42,8 +39,8 @@ def is_local(conf: Mapping[str, str]) -> bool:
 def resolve(spark: SparkSession, path: str | os.PathLike[str]) -> str:
     """Returns the URI of Spark's meaning of `path`, valid for Spark and fsspec. Runs on the driver.
 
-    Resolving the result again gives the same URI. On Databricks, where Spark and Python differ, "/dbfs/x" is
-    the mount of "dbfs:/x". Raises ValueError with an alternative if this process cannot reach the path.
+    On Databricks, "/dbfs/x" is the mount of "dbfs:/x". Raises ValueError if this process cannot reach the
+    path.
     """
     text = os.fspath(path)
     storage.refuse_secrets(text)
@@ -75,7 +72,7 @@ def resolve(spark: SparkSession, path: str | os.PathLike[str]) -> str:
 
 
 def to_spark_uri(spark: SparkSession, uri: str) -> str:
-    """Returns a URI of `storage.normalize` in the spelling that means the same to Spark."""
+    """Spells a URI of `storage.normalize` so that Spark reads it the same way."""
     is_volume = uri.startswith("/Volumes/") and "DATABRICKS_RUNTIME_VERSION" in os.environ
     if not storage.is_local(uri) or is_volume or _default_file_system(spark).startswith("file:"):
         return uri

@@ -1,11 +1,8 @@
 """Files behind a URI, through fsspec: local disks, object stores, HDFS.
 
-Only this module of `pipelines` knows where a file is stored. It keeps one invariant: a file written by
-`write_atomic` is either absent, or has the old bytes or the new bytes, never a part. So a manifest can be the
-commit.
-
-Errors of a store's client become OSError. Nothing here is retried, because clients already retry small
-requests several times (see `readers.retry` for reads that are retried).
+A file written by `write_atomic` is absent, or has the old bytes or the new bytes, so a manifest can be the
+commit. Errors of a store's client become OSError. Clients retry small requests; `readers.retry` retries
+reads.
 """
 
 from __future__ import annotations
@@ -43,12 +40,12 @@ _SECRET = re.compile(
 
 
 def redact(uri: str) -> str:
-    """Returns the URI without passwords and tokens, for messages and files."""
+    """Replaces passwords and tokens in a URI."""
     return _SECRET.sub(r"\1***", _PASSWORD.sub(lambda found: "***:***@" if found[1] else "***", uri))
 
 
 def redact_text(text: str) -> str:
-    """Returns the text with passwords and tokens of its URIs redacted."""
+    """Replaces passwords and tokens in the URIs of a text."""
     return "".join(redact(word) if "://" in word else word for word in re.split(r"(\s+)", text))
 
 
@@ -64,10 +61,9 @@ def refuse_secrets(uri: str) -> None:
 def normalize(uri: str | os.PathLike[str]) -> str:
     """Returns the canonical spelling of `uri`: absolute, without a trailing slash.
 
-    Local paths and `file://` URIs become absolute paths, in which "%" is literal, as for Spark and fsspec;
-    `dbfs:/` becomes the `/dbfs` mount if it exists. Other URIs keep their scheme. A path without a scheme is
-    on the local disk; `spark_paths.resolve` returns its meaning for a session. Raises ValueError if `uri` is
-    empty, or holds a password or token.
+    Local paths and `file://` URIs become absolute paths, in which "%" is literal; `dbfs:/` becomes the
+    `/dbfs` mount if it exists. A path without a scheme is on the local disk, see `spark_paths.resolve`.
+    Raises ValueError if `uri` is empty, or holds a password or token.
     """
     text = os.fspath(uri)
     refuse_secrets(text)
@@ -139,8 +135,8 @@ def filesystem(uri: str) -> tuple[Any, str]:
 def store_errors(subject: str) -> Iterator[None]:
     """Converts errors of a store's client into an OSError that names the request.
 
-    s3fs converts S3's responses, but passes on the errors of botocore and aiohttp if there is none:
-    EndpointConnectionError and ClientPayloadError are not OSErrors, and a timeout has no message.
+    s3fs passes on some errors of botocore and aiohttp, e.g. EndpointConnectionError, and a timeout has no
+    message.
     """
     try:
         yield
@@ -167,10 +163,10 @@ _claims: dict[str, str] = {}
 
 @contextmanager
 def only_where(folder: str, name: str) -> Iterator[None]:
-    """Lets this process write below a folder only while the file `name` is in it, so that a removed folder
-    stays removed.
+    """Lets this process write below a folder only while the file `name` is in it; else writes raise
+    UnclaimedError.
 
-    Otherwise writes of all threads raise UnclaimedError.
+    So a folder that another process removed stays removed.
     """
     _claims[folder] = name
     try:
@@ -200,7 +196,7 @@ def _make_local_dirs(path: str) -> None:
 
 
 def open_file(uri: str, mode: str = "rb") -> IO[Any]:
-    """Opens `uri`; the caller closes it. Reads and writes raise the errors of the store's client."""
+    """Opens `uri`; the caller closes it."""
     if mode != "rb":
         _check_claim(uri)
     fs, path = filesystem(uri)
@@ -209,7 +205,6 @@ def open_file(uri: str, mode: str = "rb") -> IO[Any]:
 
 
 def read_bytes(uri: str) -> bytes:
-    """Returns the whole content of a small file."""
     fs, path = filesystem(uri)
     # A listing cached before another process committed would hide the file or show an old one.
     fs.invalidate_cache()
@@ -233,14 +228,14 @@ def exists(uri: str) -> bool:
 
 
 def size(uri: str) -> int:
-    """Returns the size of a file in bytes; raises FileNotFoundError if it is missing."""
+    """Returns the size of a file in bytes. Raises FileNotFoundError if it is missing."""
     fs, path = filesystem(uri)
     with store_errors(uri):
         return int(fs.info(path)["size"])
 
 
 def make_dirs(uri: str) -> None:
-    """Creates the folder and its parents; does nothing on object stores or if the folder exists."""
+    """Creates the folder and its parents; does nothing on object stores."""
     _check_claim(uri)
     fs, path = filesystem(uri)
     with store_errors(uri):
@@ -251,7 +246,7 @@ def make_dirs(uri: str) -> None:
 
 
 def list_names(uri: str) -> list[str]:
-    """Returns the sorted names directly inside a folder; an empty list if there is no such folder."""
+    """Returns the sorted names directly inside a folder; none if there is no such folder."""
     fs, path = filesystem(uri)
     fs.invalidate_cache()
     try:
@@ -263,7 +258,7 @@ def list_names(uri: str) -> list[str]:
 
 
 def remove(uri: str, *, recursive: bool = False) -> None:
-    """Removes a file, or a folder with its content; does nothing if it is missing."""
+    """Removes a file, or a folder with its content, if it exists."""
     fs, path = filesystem(uri)
     # An old listing would hide files of other processes from a recursive removal.
     fs.invalidate_cache()
@@ -275,7 +270,6 @@ def remove(uri: str, *, recursive: bool = False) -> None:
 
 
 def remove_if_empty(uri: str) -> None:
-    """Removes a folder if it is empty. Object stores have no folders."""
     fs, path = filesystem(uri)
     if "/" not in path.strip("/") and not is_local(uri):
         return  # a bucket, which this package never creates
@@ -288,10 +282,7 @@ def remove_if_empty(uri: str) -> None:
 
 
 def newest_change(uri: str) -> float | None:
-    """Returns the time of a folder's latest write, in seconds since 1970; None if it holds no files.
-
-    Raises FileNotFoundError if there is no such folder.
-    """
+    """Returns the time of a folder's latest write, in seconds since 1970; None if it holds no files."""
     fs, path = filesystem(uri)
     fs.invalidate_cache()
     with store_errors(uri):
@@ -304,17 +295,16 @@ def newest_change(uri: str) -> float | None:
 def write_atomic(uri: str, data: bytes, *, overwrite: bool = True, durable: bool = True) -> None:
     """Writes a small file so that no reader ever sees a part of it.
 
-    On a local disk, a temporary file next to it is flushed to disk and renamed. On object stores a put is
-    atomic. Elsewhere (HDFS), a temporary file is moved; an old file must be removed first, so for a moment
-    there is none.
+    A local file is flushed under a temporary name and renamed. On object stores a put is atomic. Elsewhere
+    (HDFS) the old file is removed before the rename, so for a moment there is none.
 
     Args:
         durable: Whether the file survives a crash of the machine; false skips the flush of the local disk.
 
     Raises:
         FileExistsError: The file exists and `overwrite` is false. Of several concurrent writers exactly one
-            succeeds; on an object store whose fsspec module lacks conditional puts, the last one wins. A
-            writer that finds exactly its own bytes has succeeded, because it may have written them.
+            succeeds, or the last one on a store without conditional puts. A writer that finds its own bytes
+            has succeeded.
     """
     fs, path = filesystem(uri)
     parent, _, name = path.rpartition("/")
@@ -365,7 +355,7 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True, durable: bool
 
 
 class BrokenOffError(OSError):
-    """The old file is gone, and the new file does not have its name yet."""
+    """The old file is gone, and the new file still has a temporary name."""
 
 
 def _put(fs: Any, path: str, data: bytes, overwrite: bool) -> None:

@@ -38,12 +38,12 @@ class TableSource:
 
 @dataclass(frozen=True, kw_only=True)
 class TableFile:
-    """Properties of an external table's file besides its rows.
+    """Properties of an external table's file.
 
     Attributes:
-        state: Time, version or checksum of the file, as reported by its file system or store.
+        state: Time, version or checksum of the file, as reported by its store.
         window_rows: Rows per window; 0 reads every row group whole.
-        values: Column name -> number of all rows, for columns that are folder names.
+        values: Partition column name -> the file's value.
     """
 
     state: str
@@ -56,7 +56,7 @@ class TableFile:
 
     @property
     def most_rows(self) -> int:
-        """Rows of the largest file that readers accept: each window takes memory in their plans."""
+        """Most rows that readers accept, because each window takes memory in their plans."""
         return (self.window_rows << 27) or (1 << 62)
 
     def windows(self, row_groups: Sequence[int]) -> tuple[Window, ...]:
@@ -71,9 +71,9 @@ class TableFile:
 
 
 def changed_problem(files: Sequence[FileState]) -> str | None:
-    """Returns which file of an external table differs from its manifest; None if no file does.
+    """Returns a sentence about a file that differs from its manifest; None if all are equal.
 
-    Raises OSError if a file cannot be reached. `files` are (URI, bytes, state), as in the manifest.
+    `files` are (URI, bytes, state), as in the manifest. Raises OSError if a file cannot be reached.
     """
     for (uri, *known), (_, *now) in zip(files, path_states([uri for uri, _, _ in files]), strict=True):
         if known != now:

@@ -18,15 +18,15 @@ SAMPLED_CHARACTERS = 4_000
 def train_tokenizer(df: DataFrame, column: str, vocab_size: int = 8_000, rows: int = 20_000) -> Any:
     """Returns a lower-case byte-pair encoding over bytes, trained on texts. Runs on the driver.
 
-    No text is unknown to it, because every byte has an id; "[PAD]" is 0, and a space is put before each text.
-    Equal rows give an equal tokenizer, in any order and partitioning.
+    Every byte has an id, so no text is unknown; "[PAD]" is 0. Equal rows give an equal tokenizer, in any
+    order and partitioning.
 
     Args:
         df: Texts to train on: only training rows.
         column: Name of the column of texts.
-        vocab_size: Largest number of ids; at least 257, for the bytes and "[PAD]".
-        rows: Largest number of texts, chosen by their hashes; only the first 4,000 characters of each are
-            used. No other texts leave the executors.
+        vocab_size: Largest number of ids, at least 257.
+        rows: Largest number of texts, chosen by their hashes. Only the first 4,000 characters of each leave
+            the executors.
 
     Returns:
         A `tokenizers.Tokenizer`, for `Tokens.of`.

@@ -22,9 +22,8 @@ def added(default: T) -> T:
 
 
 def parse(text: str | bytes, *, allow_nan: bool = False) -> Any:
-    """Returns the JSON value. `allow_nan` accepts NaN and the infinities, which JSON does not have.
-
-    Raises ValueError if the text is not JSON, or is nested too deeply.
+    """Returns the JSON value. Raises ValueError if the text is not JSON; `allow_nan` accepts NaN and
+    infinities.
     """
     try:
         return json.loads(text, parse_constant=None if allow_nan else _refuse_constant)
@@ -33,7 +32,6 @@ def parse(text: str | bytes, *, allow_nan: bool = False) -> Any:
 
 
 def parse_object(text: str | bytes, *, allow_nan: bool = False) -> dict[str, Any]:
-    """Like `parse`, but accepts only a JSON object."""
     value = parse(text, allow_nan=allow_nan)
     if not isinstance(value, dict):
         raise ValueError(f"an object is expected, got {_kind(value)}")
@@ -45,7 +43,7 @@ class OtherFormatError(ValueError):
 
 
 def versioned(text: str | bytes, known: int, *, allow_nan: bool = False) -> dict[str, Any]:
-    """Like `parse_object`, but accepts only an object whose `format_version` is `known`.
+    """Returns a JSON object whose `format_version` is `known`.
 
     Raises OtherFormatError if the version differs, ValueError if the text is not such an object.
     """
@@ -66,8 +64,7 @@ def versioned(text: str | bytes, known: int, *, allow_nan: bool = False) -> dict
 
 
 def record(cls: type[T], values: object) -> T:
-    """Creates an instance of the dataclass `cls` from a JSON object; lists become tuples if the field is a
-    tuple.
+    """Creates an instance of the dataclass `cls` from a JSON object.
 
     Raises ValueError with the field's name if it is missing, unknown or of another type than declared.
     """
@@ -87,7 +84,7 @@ def record(cls: type[T], values: object) -> T:
 
 
 def fit(hint: Any, value: Any, name: str) -> Any:
-    """Returns the value called `name` in the type that `hint` declares. Raises ValueError otherwise."""
+    """Returns the value in the type that `hint` declares. Raises ValueError if it does not fit."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return value

@@ -1,8 +1,7 @@
 """Converts the columns of an external Parquet file to the rows that `write_shards` would have stored.
 
-A file's Arrow array becomes the array that Spark passes to the writer for the same column, and goes through
-the same `Kind.encode`, so the numbers are equal bit for bit: decimals as the nearest float64, vectors as
-float32, timestamps as microseconds, strings as ids.
+A file's Arrow array becomes the array that Spark passes to the writer, and goes through the same
+`Kind.encode`, so the numbers are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def check_kind(name: str, kind: Kind) -> None:
 
 
 def decode_column(values: Any, kind: Kind) -> Rows:
-    """Returns the rows of a file's column (one Arrow array without nulls) as a reader of shards returns them.
+    """Returns the rows of a file's column (one Arrow array without nulls).
 
     Raises ValueError if the column does not fit its column type.
     """
@@ -47,7 +46,7 @@ def decode_column(values: Any, kind: Kind) -> Rows:
 def convert_like_spark(values: Any, kind: Kind) -> Any:
     """Returns a file's Arrow array, which may hold nulls, as Spark would pass it to `Kind.encode`.
 
-    Raises ValueError if the values do not fit the column type (pa.ArrowInvalid is a ValueError).
+    Raises ValueError if the values do not fit the column type.
     """
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()

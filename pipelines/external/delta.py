@@ -22,8 +22,8 @@ def list_delta(spark: SparkSession, uri: str, version: int | None = None) -> Lis
     """Lists the files of a version of a Delta table, by default the newest.
 
     Raises:
-        ValueError: The table or version does not exist, one of its files was removed, it has deletion vectors
-            or column mapping, or `deltalake` is not installed.
+        ValueError: The table or version does not exist, a file was removed, it has deletion vectors or column
+            mapping, or `deltalake` is not installed.
     """
     from pyspark.sql.types import StructType
 

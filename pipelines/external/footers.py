@@ -39,8 +39,7 @@ class Footer:
         list_bytes: Decoded bytes of the lists among them.
         cuts: Whether the rows of each page are known, per row group.
         rebase: Calendar of each column's dates and timestamps: "LEGACY" for the Julian calendar of Spark 2
-            and Hive, else "CORRECTED". If the file does not record it, the name of the Spark setting that
-            decides.
+            and Hive, "CORRECTED" for the Gregorian one, or the name of the Spark setting that decides.
         problem: Why the file cannot be read, or "".
     """
 
@@ -54,11 +53,7 @@ class Footer:
 
 
 def read_footers(spark: SparkSession, uris: Sequence[str], names: Sequence[str]) -> list[Footer]:
-    """Reads the footers of all files.
-
-    Raises ValueError if a file cannot be read, lacks a column, or holds it as another type than the first
-    file.
-    """
+    """Reads the footers of all files. Raises ValueError if one cannot be read, or its columns differ."""
     if len(uris) <= _ON_DRIVER:
         with ThreadPoolExecutor(min(_THREADS, len(uris)), thread_name_prefix="ringspark-footer") as pool:
             footers = list(pool.map(partial(read_footer, names=names), uris))

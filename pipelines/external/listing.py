@@ -1,10 +1,4 @@
-"""Lists the files of a folder of Parquet files as Spark sees it, and the values in the names of their
-folders.
-
-Spark decides which files count (none that begins with ".", or with "_" without "="), which folders are
-partition columns, and of which type. So a model's `transform` over `spark.read.parquet` gets the columns that
-it was trained on.
-"""
+"""Lists a folder of Parquet files as Spark sees it: files, partition columns and their types."""
 
 from __future__ import annotations
 
@@ -110,12 +104,11 @@ def _is_hidden(name: str) -> bool:
 
 
 def _escape_glob(path: str) -> str:
-    """Escapes a path so that Spark reads no glob patterns in it."""
     return re.sub(r"([{}\[\]*?\\])", r"\\\1", path)
 
 
 def _unescape(name: str) -> str:
-    """Returns a part of a folder's name as Spark reads it: escapes are characters, not bytes of UTF-8."""
+    """Decodes escapes as Spark does: they are characters, not bytes of UTF-8."""
     return re.sub("%([0-9A-Fa-f]{2})", lambda found: chr(int(found[1], 16)), name)
 
 
@@ -135,7 +128,7 @@ def _folder_columns(spark: SparkSession, schema: StructType, paths: Sequence[str
 def _cast_folder_names(
     spark: SparkSession, fields: Sequence[StructField], texts: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """Returns folder names as Arrow arrays of Spark types. Spark itself casts them, in one job."""
+    """Casts folder names to Arrow arrays of Spark types, by Spark and in one job."""
     from pyspark.sql import functions as F
 
     distinct = {name: sorted(set(values) - {NULL_FOLDER}) for name, values in texts.items()}

@@ -1,12 +1,8 @@
 """Reads some rows of a large row group, by decoding only the pages that hold them.
 
-Arrow reads a row group from its start. But a column's pages can be decoded separately, and Parquet records
-where they are: in the page index (Spark writes it since 3.2), or in the page headers. The pages that hold the
-wanted rows are copied unchanged, after the column's dictionary, into a Parquet file in memory, with a footer
-that names only them, and Arrow reads that file.
-
-By default a page holds about 1 MiB and at most 20,000 rows, whether Spark or a recent Arrow wrote it; an
-older Arrow has only the first limit.
+Parquet records the position of each page in the page index (Spark writes it since 3.2) or in page headers.
+The pages with the wanted rows are copied, after the column's dictionary, into a Parquet file in memory with a
+new footer, and Arrow reads that file.
 """
 
 from __future__ import annotations
@@ -111,9 +107,7 @@ class PageReader:
     """Reads rows of the row groups of one open file."""
 
     def __init__(self, source: Any, metadata: Any, kept: KeptPages | None = None, path: str = "") -> None:
-        """Takes an open, seekable binary file and its footer, as Arrow reads it. `path` names the file in
-        `kept`.
-        """
+        """Takes an open, seekable file and its footer. `path` names the file in `kept`."""
         self._source = source
         self._metadata = metadata
         self._kept = KeptPages() if kept is None else kept
@@ -289,9 +283,7 @@ class PageReader:
 
 
 def _strip_footer(footer: Struct) -> Struct:
-    """Returns the parts of a footer that page reads need: statistics and key-value metadata may be far
-    larger.
-    """
+    """Keeps only the parts of a footer that page reads need, because statistics may be large."""
     groups: list[Struct] = []
     for group in footer[4][1][1]:
         chunks: list[Struct] = []

@@ -1,9 +1,7 @@
 """Creates the manifest of an external table over its own files: nothing is copied.
 
-One pass over the rows, in Spark tasks, reads the columns as the training will, and collects the statistics
-that `fit` checks. A row group with at least twice the rows of a window is split into windows; readers and
-`plan_epoch` treat a window like a row group of our shards. So every guarantee of the plan holds, and readers
-hold no more of a table with huge row groups than of shards.
+One pass over the rows, in Spark tasks, collects the statistics that `fit` checks. Large row groups are split
+into windows, which readers and `plan_epoch` treat like row groups.
 """
 
 from __future__ import annotations
@@ -119,7 +117,7 @@ def _columns(
     kinds: Mapping[str, Kind],
     validation_col: str | None,
 ) -> tuple[Column, ...]:
-    """Returns the columns of the manifest, in its order, as far as the table's schema determines them."""
+    """Returns the columns of the manifest, as far as the table's schema determines them."""
     from pyspark.sql.types import StructType
 
     names = list(dict.fromkeys(columns or [n for n in listing.schema.names if n != validation_col]))
@@ -138,7 +136,7 @@ def _columns(
 def _check_zone(spark: SparkSession, listing: Listing, column: Column) -> None:
     """Refuses timestamp partitions of a Delta table if Spark's time zone is not UTC.
 
-    `deltalake` reads the timestamps of a Delta log in UTC, but Spark reads them in the session's time zone.
+    `deltalake` reads the timestamps of a Delta log in UTC, but Spark in the session's time zone.
     """
     zone = str(spark.conf.get("spark.sql.session.timeZone"))
     is_partition = listing.source.format == "delta" and column.name in listing.folder_columns

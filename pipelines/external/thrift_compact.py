@@ -1,7 +1,6 @@
 """Thrift's compact protocol, the format of Parquet footers, page headers and page indexes.
 
-Structs are read as dicts of field number -> (wire type, value), without a schema, so that a footer can be
-read, cut and written again with unknown entries.
+Structs are dicts of field number -> (wire type, value), so unknown entries can be written again.
 (https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md)
 """
 

@@ -1,9 +1,7 @@
 """Column type "array": every row is an array of the same shape, of any number of dimensions.
 
-Rows are stored as the bytes of their elements in row-major order, and the manifest holds the shape: pyarrow
-reads such a column ten times as fast as lists, whose lengths it must decode too. A column that keeps nulls is
-stored as flat lists, because a null row has no size. Old files hold lists as well; the Parquet type
-distinguishes both forms.
+Rows are stored as bytes in row-major order, which pyarrow reads ten times as fast as lists. A column that
+keeps nulls is stored as flat lists, because a null row has no size; so are old files.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ class Array(Kind):
         return Encoded([self.pack(lists, (low, high), valid)], (low, high))
 
     def pack(self, lists: Any, shapes: tuple[Shape, Shape] | None, valid: Any) -> Any:
-        """Returns lists of one size as bytes. Returns other lists unchanged; `settle` refuses them."""
+        """Returns lists of one size as bytes, and other lists unchanged."""
         if valid is not None or shapes is None or shapes[0] != shapes[1] or not prod(shapes[0]):
             return lists
         return make_fixed(lists, self.dtype)

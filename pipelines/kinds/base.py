@@ -1,8 +1,7 @@
 """Base class of the column types: how a column is checked, stored in Parquet, read back and put into a batch.
 
-One object has three roles: the user chooses it (`Padded(value=0)`), the tasks receive it, and the manifest
-keeps it, completed by what the tasks found. Each column type has its own file and is listed in `KINDS`. The
-shuffle between reading and batching knows only `rows.Rows`.
+The user chooses a column type (`Padded(value=0)`), the tasks receive it, and the manifest keeps it, completed
+by the tasks' findings.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Encoded:
 
     Attributes:
         arrays: One Arrow array without nulls for each of `Kind.stored`.
-        shapes: Smallest and largest row shape, per dimension; None for scalars or if there are no rows.
+        shapes: Smallest and largest row shape, per dimension; None for scalars or without rows.
     """
 
     arrays: list[Any]
@@ -52,8 +51,8 @@ class BatchArray:
         dtype: NumPy dtype name.
         shape: Shape without the first dimension.
         varies: Whether a batch may have a smaller shape; `shape` is then the largest.
-        offsets: Batch name of the offsets array for rows of varying length: row i spans
-            offset i to offset i + 1. The offsets array names itself. Empty if the first dimension is rows.
+        offsets: Name of the array of offsets if rows vary in length: row i spans offset i to offset i + 1.
+            Empty if the first dimension is rows.
     """
 
     dtype: str
@@ -73,8 +72,7 @@ class Kind(ABC):
 
     Attributes:
         tag: Name in the manifest.
-        is_choice: Whether the user chooses this type. `transform` then computes its values with the same code
-            as the write. Numbers, arrays and vectors need no choice.
+        is_choice: Whether the user chooses this type, so that `transform` computes its values like the write.
         suffixes: Suffixes of the column's arrays in a batch.
     """
 
@@ -89,7 +87,7 @@ class Kind(ABC):
         """Returns the column type completed for a Spark type. Raises ValueError if it does not fit."""
 
     def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
-        """Returns the Spark expression that computes the input of `encode`. A null stays null."""
+        """Returns the Spark expression of the input of `read` and `encode`. A null stays null."""
         return source
 
     @abstractmethod
@@ -101,9 +99,8 @@ class Kind(ABC):
     def read(self, values: Any) -> tuple[Any, dict[int, str]]:
         """Decodes an Arrow array from Spark if only Python can judge its values.
 
-        Returns:
-            The input of `encode`, null where a row cannot be read, and the reason per row. Each reason
-            completes "column 'x' ...".
+        Returns the input of `encode`, null where a row cannot be read, and the reason per row. Each reason
+        completes "column 'x' ...".
         """
         return values, {}
 
@@ -126,22 +123,20 @@ class Kind(ABC):
     # On the driver, after the write.
 
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
-        """Returns the column type completed by the shapes that the tasks found. Raises ValueError if they do
-        not fit.
-        """
+        """Returns the column type completed by the shapes of all rows. Raises ValueError if they do not fit."""
         return self
 
     # In a reader.
 
     @abstractmethod
     def decode(self, columns: Sequence[Any]) -> Rows:
-        """Converts stored columns (Arrow arrays of one chunk, without nulls) into rows in memory.
+        """Converts stored columns (Arrow arrays without nulls) into rows in memory.
 
         Raises ValueError if the columns hold something else; the message completes "column 'x' ...".
         """
 
     def finish(self, name: str, rows: Any) -> dict[str, NumpyArray]:
-        """Returns a batch's arrays from rows in the form that `decode` returns."""
+        """Returns a batch's arrays from decoded rows."""
         return {name: rows}
 
     def batch_names(self, name: str) -> tuple[str, ...]:
@@ -163,7 +158,7 @@ class Kind(ABC):
 
     @property
     def num_ids(self) -> int | None:
-        """Number of distinct ids in a batch, which an embedding table needs as rows; None without ids."""
+        """Number of rows that an embedding table of the ids needs; None without ids."""
         return None
 
     @abstractmethod
@@ -177,7 +172,7 @@ class Kind(ABC):
 
     @property
     def held_bytes(self) -> int:
-        """Approximate bytes of one row as `decode` returns it."""
+        """Approximate bytes of one decoded row."""
         return self.row_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -189,7 +184,7 @@ class Kind(ABC):
 
 
 def match_dtype(name: str, asked: str, found: str) -> str:
-    """Returns the dtype of a Spark type. Raises ValueError if the user asked for another: nothing is cast."""
+    """Returns the dtype of a Spark type. Raises ValueError if the user asked for another."""
     if asked and asked != found:
         raise ValueError(f"column {name!r} holds {found}, but dtype={asked!r} is set; cast it in Spark first")
     return found
@@ -223,10 +218,7 @@ def number_type(dtype: str) -> Any:
 
 
 def list_type(dtype: str) -> Any:
-    """Returns the Arrow type of lists of numbers.
-
-    The elements are non-null, so Parquet stores no definition levels: files are smaller and read faster.
-    """
+    """Returns the Arrow type of lists of numbers; non-null elements make smaller files that read faster."""
     return pa.list_(pa.field("element", number_type(dtype), nullable=False))
 
 

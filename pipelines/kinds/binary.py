@@ -1,6 +1,6 @@
 """Column type "binary": bytes with a decoder, e.g. images, stored unchanged and decoded in the reader.
 
-Files, shuffle and memory hold the compressed bytes. Arrays are made only when a batch is built.
+Files, shuffle and memory hold the compressed bytes; arrays are made when a batch is built.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
-        """Returns shape and dtype of the array in `data`; reads only the header if the format has one."""
+        """Returns shape and dtype of the array in `data`, from the header if the format has one."""
 
     @abstractmethod
     def decode(self, data: bytes, shape: Shape, dtype: str) -> NumpyArray:
@@ -67,7 +67,7 @@ class NpyDecoder(Decoder):
 class ImageDecoder(Decoder):
     """Decodes every format that Pillow reads, to (height, width, channels), or (height, width) for grey.
 
-    Rotates images by their EXIF orientation and puts transparent images on white, as `Image` does.
+    Applies the EXIF orientation and puts transparent images on white, as `Image` does.
     """
 
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:

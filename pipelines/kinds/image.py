@@ -1,8 +1,7 @@
 """Column type "image": images of any size and format, stored as pixels of one size.
 
-The writing tasks decode them once and store uint8 of (channels, height, width). So the write finds broken
-files, an epoch decodes nothing, and row groups, shuffle and cache hold a quarter of the bytes of a batch's
-float32.
+The writing tasks decode them once to uint8 of (channels, height, width), a quarter of a batch's float32. So
+the write finds broken files, and an epoch decodes nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decodes one image into pixels of a given size: files by Pillow, and Spark's image struct.
 
-An image is decoded completely or refused: a truncated file, grey with more than 8 bits, or more pixels than
-Pillow's limit for decompression bombs raises an error. Pillow keeps the upper 8 of 16-bit colours.
+Truncated files, grey images with more than 8 bits, and decompression bombs raise an error. Pillow keeps the
+upper 8 of 16-bit colours.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def refuse_bombs() -> Iterator[None]:
 
 
 def decode(data: bytes, height: int, width: int, channels: int, resize: str) -> NumpyArray:
-    """Returns an image as uint8 of shape (channels, height, width). Raises any exception if `data` is no
-    complete image.
+    """Returns an image as uint8 (channels, height, width). Raises any exception if `data` is no complete
+    image.
 
     Args:
-        data: An encoded image, or a JSON header and BGR pixels as `spark_image` makes them.
+        data: An encoded image, or the result of `spark_image`.
         resize: "crop" or "stretch"; see `kinds.Image`.
     """
     image = _from_spark(data) if data.startswith(b"{") else read_file(data, _SPARE * max(height, width))

@@ -1,8 +1,4 @@
-"""Column types "ragged" and "padded": arrays whose length varies from row to row.
-
-Both are stored unpadded. In a batch, "ragged" gives all values end to end with offsets, as
-`torch.nn.EmbeddingBag` takes them; "padded" gives a rectangular array and the lengths.
-"""
+"""Column types "ragged" and "padded": arrays of varying length, stored without padding."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Column type "scalar": one number or boolean per row, of exactly the width that it has in Spark.
 
-Dates are stored as int32 days, timestamps as int64 microseconds since 1970-01-01 UTC (a timestamp without a
-zone: since 1970-01-01 on the same clock). Decimals of up to 15 digits become float64, which keeps all of them
-distinct.
+Dates are int32 days, and timestamps int64 microseconds since 1970-01-01 (UTC, if they have a zone). Decimals
+of up to 15 digits become float64, which keeps them distinct.
 """
 
 from __future__ import annotations

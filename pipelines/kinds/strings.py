@@ -1,7 +1,6 @@
 """Column types "vocabulary" and "hash": the write turns strings into int64 ids.
 
-A vocabulary gives every known string its own id. A hash needs neither a pass over the data nor a table, but
-different strings may share an id.
+A hash needs neither a pass over the data nor a table, but different strings may share an id.
 """
 
 from __future__ import annotations
@@ -155,7 +154,7 @@ class HashBuckets(_Ids):
 
 
 def fill_vocabulary(kind: Vocabulary, counts: Sequence[tuple[str, int]]) -> Vocabulary:
-    """Returns the vocabulary with the words of (string, count) pairs, which may have any order."""
+    """Returns the vocabulary with the words of (string, count) pairs in any order."""
     kept = sorted((-count, word) for word, count in counts if count >= kind.min_count)
     words = [word for _, word in kept[: kind.max_size]]
     return replace(kind, words=tuple(sorted(words) if kind.order == "alphabet" else words))

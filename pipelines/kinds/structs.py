@@ -1,8 +1,7 @@
 """Column type "struct": the numbers of a struct as one vector per row, in the order of the schema.
 
-Nested structs are opened depth first, and each field gives the number that `Scalar` stores. A vector has one
-dtype: the fields' common dtype, or the smallest float that holds all their values. Whole numbers beyond 2^53,
-which float64 may round, are refused then.
+Nested structs are opened depth first. The vector has the fields' common dtype, or else the smallest float
+that holds all their values. Whole numbers beyond 2^53, which float64 may round, are refused then.
 """
 
 from __future__ import annotations
@@ -136,7 +135,6 @@ def _leaf(name: str, data_type: DataType, path: Path) -> DataType:
 
 
 def _extremes(numbers: Iterable[SparkColumn]) -> tuple[SparkColumn, SparkColumn]:
-    """Returns the smallest and the largest number of a row, without nulls."""
     from pyspark.sql import functions as F
 
     # Spark needs at least two arguments.
@@ -145,7 +143,6 @@ def _extremes(numbers: Iterable[SparkColumn]) -> tuple[SparkColumn, SparkColumn]
 
 
 def _is_large(numbers: Iterable[SparkColumn]) -> SparkColumn:
-    """Returns whether a number lies beyond the range in which float64 keeps whole numbers distinct."""
     low, high = _extremes(numbers)
     # One test per row: with one test per field, Spark compiles for seconds if there are hundreds.
     return (low < -FLOAT64_WHOLE) | (high > FLOAT64_WHOLE)

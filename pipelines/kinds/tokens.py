@@ -1,9 +1,8 @@
 """Column type "tokens": the write turns texts into token ids, and the reader pads them in the batch.
 
 The column type holds the tokenizer as the JSON text of the `tokenizers` package, so shards and saved models
-need no other file, and nothing is unpickled. That text is as long as the vocabulary, 0.5 MB for BERT. The
-write tokenizes each text once and stores unpadded int32 ids, so a reader needs no tokenizer. `transform` runs
-the same code in the Python worker.
+need no other file, and nothing is unpickled. The write stores unpadded int32 ids, so a reader needs no
+tokenizer.
 """
 
 from __future__ import annotations
@@ -270,7 +269,6 @@ def _read(given: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def tokenizers_package() -> Any:
-    """Returns the package `tokenizers`. Raises ValueError if it is not installed."""
     try:
         import tokenizers
     except ImportError:
@@ -288,7 +286,7 @@ def _load(text: str) -> Any:
 
 @lru_cache(maxsize=4)
 def _encoder(text: str, max_length: int | None) -> Any:
-    """Returns the tokenizer, set to truncate to `max_length` tokens and not to pad; cached per process."""
+    """Returns a tokenizer that truncates to `max_length` tokens and does not pad; cached per process."""
     tokenizer = _load(text)
     side = (tokenizer.truncation or {}).get("direction", "right")
     tokenizer.no_padding()

@@ -1,7 +1,6 @@
 """Column type "vector": Spark ML vectors as dense arrays, without Python code per row.
 
-A column may mix dense and sparse rows (`VectorAssembler` picks the smaller form per row). Both forms cross to
-Python unchanged, and Python makes whole batches dense at once. No array in the crossing struct is ever null,
+A column may mix dense and sparse rows. Both cross to Python in one struct, whose arrays are never null,
 because null arrays cost Spark several times as long.
 """
 
@@ -140,7 +139,7 @@ def vector_struct(source: SparkColumn, dtype: str) -> SparkColumn:
 
 
 def canonical_vector(source: SparkColumn) -> SparkColumn:
-    """Returns a Spark expression that is equal for equal vectors, dense or sparse: size and non-zeros."""
+    """Returns a Spark expression that is equal for equal vectors, dense or sparse."""
     from pyspark.sql import functions as F
 
     inside = F.unwrap_udt(source)

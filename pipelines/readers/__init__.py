@@ -1,8 +1,7 @@
 """Readers: one file per engine, one registry, one contract.
 
-To add an engine: subclass `ShardReader` in its own file and list it in `READERS`;
-tests/pipelines/test_readers.py then tests it. Another package declares its class as an entry point in
-`ENTRY_POINTS`.
+To add an engine: subclass `ShardReader` in its own file and list it in `READERS`, or declare it as an entry
+point in `ENTRY_POINTS`.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def check_engine(engine: str) -> None:
 
 
 def check_table_reader(engine: str, table: TableSource) -> None:
-    """Raises ValueError unless the engine is "arrow", the only one that reads external tables."""
+    """Raises ValueError unless the engine reads external tables."""
     if engine != "arrow":
         raise ValueError(
             f"reader {engine!r} reads only shards of write_shards, but {table.uri!r} is an external table; "

@@ -1,4 +1,4 @@
-"""Reads row groups with pyarrow (14 or newer) and no other dependency."""
+"""Reads row groups with pyarrow."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ArrowReader(ShardReader):
                 stack.close()
 
     def _check_unchanged(self, uris: Iterable[str]) -> None:
-        """Raises ValueError if files of an external table changed, because others may write there."""
+        """Raises ValueError if files of an external table changed."""
         known = [(uri, *self._table_states[uri]) for uri in uris if uri in self._table_states]
         if (problem := changed_problem(known)) is not None:
             raise ValueError(problem)

@@ -1,10 +1,8 @@
 """Turns row groups into batches: the part that all readers share.
 
-An engine only yields row groups as Arrow tables in the requested order. `plan_epoch` decides which row
-belongs to which batch, and this module follows it for all engines, so every engine returns the same bytes.
-Row groups are permuted and split into streams when they arrive. Batches are built for many steps at once (a
-block), because one large gather is several times faster than a small one per step. Reading, permuting and
-building each run ahead in a separate thread; they spend nearly all their time outside Python's lock.
+An engine yields row groups as Arrow tables, and this module forms the batches of `plan_epoch`, so all engines
+return the same bytes. Batches are built for many steps at once (a block), because one large gather is several
+times faster than many small ones. Reading, permuting and building each run ahead in a thread.
 """
 
 from __future__ import annotations
@@ -103,7 +101,7 @@ class ShardReader(ABC):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps in every epoch, the same on every shard; in the first if batch sizes differ."""
+        """Number of steps in an epoch; in the first one if batch sizes differ."""
         return self.plan(0).num_steps
 
     def plan(self, epoch: int) -> EpochPlan:
@@ -123,15 +121,12 @@ class ShardReader(ABC):
         self.cache, self._buffers = None, Buffers()
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """Yields the shard's batches of an epoch, one per step from `start_step`.
-
-        A thread reads ahead. It ends when the iterator is closed or exhausted.
+        """Yields the shard's batches of an epoch, one per step from `start_step`. A thread reads ahead.
 
         Yields:
-            Name -> array of shape (rows, ...), in the order of the epoch's positions; writable, and shared
-            with no other batch. Ragged and sparse columns add several arrays, see their column types. A shard
-            without rows in a step gets arrays of 0 rows. A shard's number of rows differs by a few between
-            steps; the sum over shards does not.
+            Name -> array of shape (rows, ...), writable and shared with no other batch. Ragged and sparse
+                columns add several arrays, see their column types. The number of rows differs by a few
+                between steps and may be 0.
 
         Raises:
             RuntimeError: A row group cannot be read; the message names the file and the row group.
@@ -145,9 +140,9 @@ class ShardReader(ABC):
     def read_tables(self, indexes: Sequence[int]) -> Iterator[Any]:
         """Yields the row groups with these indexes as Arrow tables, in exactly this order.
 
-        Indexes count over the files of the manifest in order, and may repeat. A table holds at least the
-        columns `stored_names`. The engine raises its error unchanged, in place of the first row group that it
-        cannot read. Closing the iterator releases files and threads.
+        Indexes count over the files of the manifest, and may repeat. A table holds at least the columns
+        `stored_names`. The engine raises its error in place of the first row group that it cannot read.
+        Closing the iterator releases files and threads.
         """
 
     @property
@@ -159,7 +154,7 @@ class ShardReader(ABC):
     def read_row_groups(self, indexes: Sequence[int]) -> Iterator[RowGroup]:
         """Yields the columns of row groups in this order, from the cache if it has them.
 
-        Raises RuntimeError if a row group cannot be read; the message names the file and the row group.
+        Raises RuntimeError if a row group cannot be read.
         """
         cached = set() if self.cache is None else {index for index in indexes if index in self.cache}
         missing = [index for index in indexes if index not in cached]
@@ -187,7 +182,7 @@ class ShardReader(ABC):
         return storage.join(self.manifest.files_uri, file.path), group if window is None else window.row_group
 
     def window(self, index: int) -> Window | None:
-        """Returns the rows that an index means in an external table; None for shards of `write_shards`."""
+        """Returns the rows that an index means in an external table; None for shards."""
         file, group = self._located[index]
         if file.table is None:
             return None
@@ -214,7 +209,7 @@ class ShardReader(ABC):
         )
 
     def _tables(self, indexes: Sequence[int]) -> Generator[Any, None, None]:
-        """Yields the row groups as tables; resumes there after a temporary failure of the store."""
+        """Yields the row groups as tables; continues after a temporary failure of the store."""
         done, retries = 0, Retries()
         while done < len(indexes):
             try:
@@ -302,7 +297,7 @@ class ShardReader(ABC):
     def _pieces(
         self, plan: ShardPlan, reads: RowGroupReads
     ) -> Generator[list[tuple[StreamSlice, StreamRows]], None, None]:
-        """Yields the rows that each row group gives to the streams, in the streams' order."""
+        """Yields the rows that each row group gives to the streams."""
         with closing(self.read_row_groups(reads.row_groups.tolist())) as row_groups:  # type: ignore[type-var]
             for read, row_group in zip(reads, row_groups, strict=True):
                 yield [

@@ -1,9 +1,9 @@
 """Builds batches from shuffle streams: puts the rows of many steps into the order of positions at once.
 
 Positions take their rows from the streams in a short repeating cycle (see `shuffle`), so place p of the cycle
-gives every n-th row of the block. Wide rows are gathered from their decoded arrays into one line per place,
-and the block is the transpose of the lines. Narrow rows would spend more time in NumPy calls than in copies:
-a whole row group is first put into the stream's order, and its rows are then copied to their places.
+gives every n-th row of the block. Wide rows are gathered into one line per place, and the block is the
+transpose of the lines. Narrow rows are put into the stream's order when their row group arrives, and then
+copied to their places, because many small gathers are slow.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Buffers:
         return sum(memory.nbytes for kept in self._kept.values() for memory, _ in kept)
 
     def empty(self, use: str, rows: int, like: NumpyArray) -> NumpyArray:
-        """Returns an uninitialized array of `rows` rows shaped like the rows of `like`. Arrays of one `use`
-        share memory.
+        """Returns an uninitialized array of `rows` rows like those in `like`. Arrays of one `use` share
+        memory.
         """
         shape = (rows, *like.shape[1:])
         size = prod(shape) * like.dtype.itemsize
@@ -134,8 +134,7 @@ def assemble(
     empty: RowGroup,
     buffers: Buffers,
 ) -> RowGroup:
-    """Takes the rows of the shard's positions `start` to `stop` (counting only its own) from the streams, in
-    order.
+    """Takes the rows of the shard's positions `start` to `stop` (counting only its own) from the streams.
 
     Args:
         stream_cycle: Position i takes the next row of stream `stream_cycle[i % len(stream_cycle)]`.
@@ -176,7 +175,7 @@ def _places(stream_cycle: npt.NDArray[np.int64], stream: int, start: int, num_ro
 
 
 def _deal(parts: Sequence[_Part], places: Sequence[int], lines: list[list[_Part]]) -> None:
-    """Deals the rows of a stream to the lines of its places, one after the other."""
+    """Deals the rows of a stream to the lines of its places, like cards."""
     done, turns = 0, len(places)
     for piece, rows in parts:
         for turn, place in enumerate(places):

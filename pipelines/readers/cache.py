@@ -1,7 +1,6 @@
 """Keeps decoded row groups after the first epoch, in memory or in a memory-mapped local file.
 
-Every epoch reads every row group once, so nothing is evicted: row groups that fit stay, and the others are
-read again. Nobody writes to a cached row group, because the shuffle copies rows.
+Every epoch reads every row group once, so nothing is evicted: row groups that do not fit are read again.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ _logger = logging.getLogger(__name__)
 
 
 class _StoredArray(NamedTuple):
-    """An array in the file: its offset from the row group's, dtype and shape."""
-
     offset: int
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -65,7 +62,6 @@ class RowGroupCache:
         return index in self._row_groups
 
     def get(self, index: int) -> RowGroup:
-        """Returns a row group that the cache holds."""
         row_group: RowGroup = self._row_groups[index]
         return row_group
 
@@ -82,7 +78,7 @@ class RowGroupCache:
         self._row_groups.clear()
 
     def _keep(self, index: int, row_group: RowGroup) -> bool:
-        """Returns whether the row group was kept."""
+        """Stores a row group; returns whether this succeeded."""
         self._row_groups[index] = row_group
         return True
 
@@ -90,9 +86,8 @@ class RowGroupCache:
 class DiskCache(RowGroupCache):
     """Cache "disk": one uncompressed temporary file; a row group is mapped on use, or read if it is small.
 
-    The file has no name, so the kernel removes it when its process ends in any way. Threads may share the
-    cache. A forked child may read row groups that were kept before the fork, but keeps none, because its
-    parent would write to the same places.
+    The file has no name, so the kernel removes it when its process ends. Threads may share the cache. A
+    forked child only reads it, because its parent would write to the same places.
 
     Attributes:
         fd: Descriptor of the file; -1 after `close`.

@@ -31,8 +31,8 @@ class RowsInFlight:
     """Bytes that a reader holds at one moment.
 
     Attributes:
-        row_groups: Bytes of rows that wait in the streams for their batch. A row group's wide columns are
-            held whole until its last row is in a block.
+        row_groups: Bytes of rows that wait in the streams. Wide columns are held until the row group's last
+            row is used.
         blocks: Bytes of rows in blocks.
     """
 
@@ -102,9 +102,7 @@ def read_again(
 ) -> npt.NDArray[np.int64]:
     """Returns the row groups that one shard reads in two or more of the epochs: those worth caching.
 
-    In a shuffled epoch a shard reads about 1 / num_shards of the row groups, different ones each time. At
-    most 256 epochs are examined, so the result has no row group that is read once, and may lack some that
-    return less often.
+    At most 256 epochs are examined.
 
     Args:
         epochs: Numbers of the epochs.

@@ -1,12 +1,9 @@
 """Replacements that let Petastorm run on current pyarrow and NumPy.
 
-Petastorm 0.12 and 0.13 need parts of pyarrow that versions 15 and 16 removed (the modules
-`pyarrow.filesystem` and `pyarrow.hdfs`, the legacy Parquet dataset and its pieces) and two names that NumPy 2
-removed. This file replaces the parts that engine "petastorm" uses.
-
-Other code does not see the replacements. The two modules are in `sys.modules` only while Petastorm is
-imported; all others go into Petastorm's modules, never into pyarrow or NumPy. There a dataset over `Files` is
-ours and every other dataset is pyarrow's, so users of Petastorm keep the behaviour of their pyarrow.
+Petastorm 0.12 and 0.13 need parts of pyarrow that versions 15 and 16 removed (`pyarrow.filesystem`,
+`pyarrow.hdfs`, the legacy Parquet dataset) and two names that NumPy 2 removed. The two modules are in
+`sys.modules` only during Petastorm's import; all other replacements go into Petastorm's modules. There, only
+a dataset over `Files` is replaced, so other users of Petastorm keep their pyarrow.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Reads row groups with Petastorm: its Reader, ventilator, thread pool and Arrow worker.
 
-By itself, Petastorm decides what a shard reads and in which order, converts lists row by row, and loads all
-files of the folder. This module overrides three of its hooks. The choice of row groups takes exactly the
-requested ones, including repeats, from exactly the manifest's files. The worker keeps the table instead of
-copying it. The results reader returns the Arrow table, so its columns become the same arrays as with "arrow".
+Three hooks are overridden. The choice of row groups takes the requested ones, from the manifest's files only.
+The worker and the results reader pass on the Arrow table unchanged.
 """
 
 from __future__ import annotations
@@ -79,9 +77,7 @@ class PetastormReader(ShardReader):
         return _RemoteFiles({storage.join(folder, file.path): opener(file) for file in self.manifest.files})
 
     def _footer_error(self, error: Exception) -> Exception:
-        """Returns the error with the file's name: Petastorm first reads all footers and does not name the
-        file.
-        """
+        """Returns the error with the file's name, which Petastorm omits when it reads the footers."""
         if not storage.is_local(self.manifest.uri) and may_pass(error):
             return error  # the store's error names the file, and checking all files would not help
         try:
@@ -176,8 +172,6 @@ class _ConsumerGone(Exception):  # noqa: N818
 
 
 class _TableResults:
-    """Returns the published tables unchanged."""
-
     batched_output = True
 
     def read_next(self, workers_pool: Any, schema: Any, ngram: Any) -> Any:

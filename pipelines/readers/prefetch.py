@@ -1,9 +1,8 @@
 """Runs an iterator ahead of its consumer in one thread.
 
-The thread never outlives the iterator: it ends with the source, with an error (raised in the consumer), or
-when the consumer closes early. Code that waits in such a thread calls the function from `closed_check()`,
-obtained in that thread, to see whether the result is still wanted. So closing the outermost iterator also
-ends the iterators that it reads from.
+The thread never outlives the iterator: it ends with the source, with an error, or when the consumer closes.
+Code that waits in such a thread polls `closed_check()`, so closing the outermost iterator also ends the inner
+ones.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Closed(BaseException):
 
 
 def closed_check() -> Callable[[], bool] | None:
-    """Returns a function that returns whether the thread's consumer has closed; None without one."""
+    """Returns a function that says whether the current thread's consumer has closed; None without one."""
     check: Callable[[], bool] | None = getattr(_thread, "closed", None)
     return check
 
@@ -40,12 +39,7 @@ class _End:
 def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
     """Yields the items of `source`, with up to `depth` items computed in advance.
 
-    A separate thread runs the source, and closes it if it is a generator. The thread starts when the first
-    item is requested.
-
-    Args:
-        source: The iterator; from now on only the thread may use it.
-        depth: Most items to hold, besides the one being computed and the one in use.
+    A thread runs the source from the first item on, and closes it if it is a generator.
     """
     assert depth >= 1, depth
     items: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
@@ -107,11 +101,9 @@ def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
 def prefetch_bundles(
     source: Generator[T, None, None], depth: int, size: Callable[[T], int], least: int
 ) -> Generator[T, None, None]:
-    """Like `prefetch`, but passes small items together, because waking a thread takes longer than computing
-    one.
+    """Like `prefetch`, but passes small items together, because waking a thread takes time.
 
     Args:
-        source: The iterator; from now on only the thread may use it.
         depth: Most bundles to hold, besides the one being computed and the one in use.
         size: Returns the size of an item.
         least: A bundle ends with the item that brings it to this size.

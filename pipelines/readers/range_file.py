@@ -1,8 +1,6 @@
 """A Parquet file in a store, read by ranges: the store receives exactly Arrow's requests.
 
-fsspec's own files read ahead by whole blocks (50 MiB on S3), so a few columns of a row group would fetch most
-of the file. They also request the size, which the manifest knows. And they cannot be interrupted: a stalled
-read would hold its thread until all timeouts and retries of the store have passed.
+fsspec's own files read ahead by whole blocks (50 MiB on S3), request the size, and cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -79,8 +77,9 @@ class RangeFile(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         """Returns bytes from the current position.
 
-        Raises OSError if they cannot be read now (FileNotFoundError or PermissionError if a retry is
-        useless), and Closed if the consumer has closed.
+        Raises:
+            OSError: They cannot be read now; FileNotFoundError or PermissionError if a retry is useless.
+            Closed: The consumer has closed.
         """
         start = self._position
         stop = self._num_bytes if size < 0 else min(start + size, self._num_bytes)

@@ -1,21 +1,9 @@
 """Decides which read errors are retried, and how long to wait.
 
-The policy for row groups in a store (local files are read once):
-
-- The store's client retries first (s3fs: botocore 5 times, most errors 5 times around that), within seconds
-  and silently. `range_file.READ_SECONDS` limits one read with all these retries.
-- Remaining errors are retried from the row group that failed, up to MAX_ATTEMPTS times in total, after 0.5, 1
-  and 2 seconds, each with a warning. Row groups that arrived are not read again, and none is returned twice.
-  A row group that is read resets the count, because a long epoch may have many interruptions.
-- Errors that a retry cannot cure end the reading at once: a missing or forbidden file, an invalid request,
-  data that disagree with the manifest. HTTP 503 (SlowDown) and 500, connections that are refused, reset or
-  silent, and truncated bodies are retried.
-- The consumer receives the last error as one RuntimeError with the file, the row group, the attempts, the
-  cause and the remedy.
-- Closing the batches ends a wait or a read in progress.
-
-Small requests (sizes, listings, manifests) rely on the client's retries, unless a reader makes them for a row
-group. So do writes, because Spark retries failed tasks.
+The store's client retries first, within `range_file.READ_SECONDS`. Then the row group that failed is read up
+to MAX_ATTEMPTS times in total, after 0.5, 1 and 2 seconds, each with a warning. Every row group that is read
+resets the count, because a long epoch may have many interruptions. Errors that a retry cannot cure end the
+reading at once. Local files are read once.
 """
 
 from __future__ import annotations
@@ -73,8 +61,8 @@ class Retries:
         self.attempts = 1
 
     def again(self, uri: str, error: Exception) -> bool:
-        """Waits and returns True, or returns False at once if a retry is useless. Raises Closed if the
-        consumer closes.
+        """Waits and returns True, or returns False if a retry is useless. Raises Closed if the consumer
+        closes.
         """
         if storage.is_local(uri) or not may_pass(error) or self.attempts >= MAX_ATTEMPTS:
             return False

@@ -2,11 +2,9 @@
 
     <root>/<first 20 digits of the key>/.ringspark-entry   marks our folder; holds the key
                                         run-<id>/          shards and manifest of one write
-                                        entry.json         which run is valid, and what it holds
+                                        entry.json         which run is valid; written last: the commit
 
-`entry.json` is the commit: it is written last and atomically, after the source files were found unchanged, so
-an interrupted write is never served. Each writer has its own run, so concurrent writers of one key do not
-collide. Files of other programs below the root are never touched.
+Each writer has its own run, so concurrent writers of one key do not collide. Files of other programs stay.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class CacheEntry:
 
     Attributes:
         key: SHA-256 of everything that determines the rows, in hexadecimal.
-        run: Name of the folder of the valid shards, inside the entry's folder.
+        run: Name of the folder of the valid shards.
         refusal: Reason why these shards must not be reused; None if they may be.
         created: UTC time of the write, ISO 8601.
         rows: Number of rows over all splits.
@@ -66,7 +64,7 @@ class CachedShards:
     """One entry of a cache.
 
     Attributes:
-        key: Key of the entry; its first digits name the folder, and `remove_cached` takes them.
+        key: Key of the entry; `remove_cached` takes its first digits.
         uri: Folder of the shards for `ShardManifest.load`; the entry's folder if unfinished.
         created: UTC time of the write, ISO 8601; empty if unfinished.
         rows: Number of rows over all splits.
@@ -89,9 +87,7 @@ class CachedShards:
 def list_cached(root: str | os.PathLike[str]) -> list[CachedShards]:
     """Returns all entries below `root`, the newest first and unfinished ones last.
 
-    Args:
-        root: Folder of `cached_shards`. Without a Spark session, a path without a scheme is on the local
-            disk.
+    A path without a scheme is on the local disk.
     """
     root = storage.normalize(root)
     found = [
@@ -103,12 +99,11 @@ def list_cached(root: str | os.PathLike[str]) -> list[CachedShards]:
 
 
 def remove_cached(root: str | os.PathLike[str], key: str | None = None) -> int:
-    """Removes one entry, or all, and returns the number of bytes freed.
+    """Removes one entry, or all, and returns the number of bytes freed. Files of other programs stay.
 
     Args:
         root: Folder of the cache, see `list_cached`.
-        key: The entry's key or its first digits; None removes all entries. Files that do not belong to this
-            cache stay, even inside an entry's folder.
+        key: The entry's key or its first digits; None removes all entries.
 
     Raises:
         ValueError: No entry or several entries have this key.
@@ -151,7 +146,6 @@ def publish(root: str | os.PathLike[str], entry: CacheEntry, manifest: ShardMani
 
 
 def abandon(root: str | os.PathLike[str], key: str, run: str) -> None:
-    """Removes the files of a failed write, and the folder if it is then empty."""
     folder = folder_of(root, key)
     storage.remove(storage.join(folder, run), recursive=True)
     if storage.list_names(folder) == [MARKER_NAME]:

@@ -1,10 +1,8 @@
 """`cached_shards`: writes the shards of a DataFrame, or returns existing shards of the same rows.
 
-The key is a hash of everything that determines the rows: the plan as Spark knows it within one application,
-the schema, the settings, the session's configuration, and the state of every source file. The DataFrame's
-identity is not part of it, because a new DataFrame may have the `id(df)` of an old one. If Spark does not
-report enough to exclude other rows, nothing is reused: an unnecessary write costs time, but a wrong reuse
-trains on the wrong data.
+The key is a hash of the plan, the schema, the settings, the session's configuration and the state of every
+source file; a new DataFrame may have the `id(df)` of an old one. If Spark does not report enough to exclude
+other rows, nothing is reused.
 """
 
 from __future__ import annotations
@@ -65,15 +63,13 @@ class _Source:
 def cached_shards(df: DataFrame, root: str | os.PathLike[str], **settings: Any) -> ShardManifest:
     """Returns shards of `df` from the cache in `root`; writes them if there are none. Runs on the driver.
 
-    The same plan over unchanged files, with the same settings, is written once per Spark application; another
-    application cannot recognize the plan. Rows that could differ the next time (data in memory, random
-    numbers, the clock, Python functions, tables without files) are written on every call, and one logged line
-    gives the reason.
+    The same plan over unchanged files, with the same settings, is written once per Spark application. Rows
+    that could differ the next time (data in memory, random numbers, the clock, Python functions, tables
+    without files) are written on every call, and a logged line gives the reason.
 
     Args:
         df: A DataFrame that `write_shards` accepts.
         root: Folder of the cache, which driver and executors share; Spark resolves a path without a scheme.
-            Other files in it are not touched.
         settings: Keywords of `write_shards`, without `overwrite`.
 
     Returns:
@@ -99,16 +95,12 @@ def cached_shards(df: DataFrame, root: str | os.PathLike[str], **settings: Any) 
 
 
 def rows_key(df: DataFrame, **settings: Any) -> str | None:
-    """Returns a digest of everything that determines the rows of `df`, to compare with an earlier one.
+    """Returns a digest of everything that determines the rows of `df`; None if Spark does not report enough.
 
-    Equal digests mean equal rows; different digests need not mean different rows, and always differ between
-    applications. Runs on the driver.
+    Equal digests mean equal rows. Digests of two Spark applications always differ. Runs on the driver.
 
     Args:
         settings: Other settings that decide which rows are meant.
-
-    Returns:
-        The digest; None if Spark does not report enough (see `cached_shards`).
     """
     return _source(df, settings).key
 
@@ -196,7 +188,6 @@ def _source(df: DataFrame, settings: Mapping[str, Any]) -> _Source:
 
 
 def _session_settings(spark: SparkSession) -> dict[str, str]:
-    """Returns the session's settings that may change the rows; defaults belong to the application."""
     settings = {str(row[0]): str(row[1]) for row in spark.sql("SET").collect()}
     return {
         name: value
@@ -206,10 +197,7 @@ def _session_settings(spark: SparkSession) -> dict[str, str]:
 
 
 def _canonical(value: Any) -> str:
-    """Returns the repr of a value, with dictionary keys and set members in sorted order.
-
-    A digest of all fields follows the repr of a column type, because this repr omits long fields.
-    """
+    """Returns the repr of a value, with dictionary keys and set members in sorted order."""
     if isinstance(value, Kind):
         return f"{value!r} {_digest(value.to_json())[:20]}"
     if isinstance(value, Mapping):

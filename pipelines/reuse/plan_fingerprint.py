@@ -1,9 +1,7 @@
 """Reads a DataFrame's plan from Spark: which rows it yields, and whether they may be reused.
 
-`df.semanticHash()` covers types, which no text shows, but it is valid only within one Spark application. It
-has 32 bits and collides easily: `id > 3` and `id > -4` have the same hash, and so have the texts "Aa" and
-"BB". So the plan's text counts too, with the folders and options of its readers. `refusal` is the reason why
-rows of this plan must never be reused. `judge` is pure.
+`df.semanticHash()` covers types, which no text shows. But it has 32 bits and collides easily (`id > 3` and
+`id > -4` have the same hash), so the plan's text, folders and reader options count too.
 """
 
 from __future__ import annotations
@@ -110,8 +108,7 @@ class PlanFingerprint:
         sources: Format of each table of files, then the folders of each, in the order of the plan.
         options: Options of each table's reader, if the driver's JVM provides them.
         semantic_hash: Spark's hash, valid within the application; None if the rows must not be reused.
-        size_range: Least and most bytes of the source files in the DataFrame's listing; a range, because
-            Spark prints the size rounded.
+        size_range: Least and most bytes of the source files, because Spark prints the size rounded.
         refusal: Reason why rows of this plan must not be reused; None if they may be.
     """
 
@@ -149,7 +146,6 @@ def fingerprint(df: DataFrame) -> PlanFingerprint:
 
 
 def _options(df: DataFrame) -> tuple[str, ...]:
-    """Returns the options of every file reader in the plan, from the driver's JVM."""
     leaves = df._jdf.queryExecution().analyzed().collectLeaves()
     found = [leaves.apply(number) for number in range(leaves.size())]
     return tuple(
@@ -158,10 +154,10 @@ def _options(df: DataFrame) -> tuple[str, ...]:
 
 
 def explain(df: DataFrame) -> tuple[str, str]:
-    """Returns Spark's EXPLAIN EXTENDED and EXPLAIN COST of `df`, uncut.
+    """Returns Spark's EXPLAIN EXTENDED and EXPLAIN COST of `df`, without shortened lists.
 
-    It runs a statement instead of `df.explain`, which prints to the stdout of all threads and shows a plan
-    from before the DataFrame was cached.
+    `df.explain` would print to the stdout of all threads and show a plan from before the DataFrame was
+    cached.
     """
     spark = df.sparkSession
     with _lock, _settings(spark):

@@ -1,8 +1,4 @@
-"""The state of source files, which changes whenever their content may have changed.
-
-The state is read again each time. A replaced file of equal size shows in its modification time (on local
-disks those of the data and of the inode, in nanoseconds), its checksum or its version.
-"""
+"""Returns the state of source files, which changes whenever their content may have changed."""
 
 from __future__ import annotations
 
@@ -26,19 +22,20 @@ FileState = tuple[str, int, str]
 
 
 def file_states(uris: Iterable[str]) -> tuple[FileState, ...]:
-    """Returns (path, bytes, marks of its content) of every file, sorted by path. Runs on the driver.
-
-    Raises OSError if a file cannot be reached, ValueError if its storage reports nothing that changes with
-    the content.
+    """Returns (path, bytes, state) of every file, sorted by path. Runs on the driver.
 
     Args:
         uris: Percent-encoded URIs, as from `df.inputFiles()`.
+
+    Raises:
+        OSError: A file cannot be reached.
+        ValueError: The store reports nothing that changes with the content.
     """
     return path_states(sorted({storage.normalize(unquote(uri)) for uri in uris}))
 
 
 def path_states(paths: Sequence[str]) -> tuple[FileState, ...]:
-    """Like `file_states`, but takes plain paths and keeps their order."""
+    """Returns the states of plain paths, in their order."""
     remote = [path for path in paths if not storage.is_local(path)]
     for scheme in {path.partition("://")[0]: path for path in remote}.values():
         # fsspec caches listings, which would show the old state of a replaced file.

@@ -1,7 +1,6 @@
 """The commit of `write_shards`: readers see no file of a write before it, and all files after it.
 
-A failed write removes its files. A killed write leaves them in its own folder, which a later write removes
-when it is a day old.
+A failed write removes its files. A later write removes the folder of a killed one when it is a day old.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ def previous_folders(uri: str, overwrite: bool) -> list[str]:
 def commit(manifest: ShardManifest, overwrite: bool) -> None:
     """Makes the shards visible.
 
-    Raises ValueError if the driver does not see a file or another writer committed first, RuntimeError if the
-    store fails.
+    Raises:
+        ValueError: The driver does not see a file, or another writer committed first.
+        RuntimeError: The store fails.
     """
     seen: dict[str, set[str]] = {}
     for file in manifest.files:
@@ -71,7 +71,7 @@ def commit(manifest: ShardManifest, overwrite: bool) -> None:
 def clean(manifest: ShardManifest, folder: str, previous: Sequence[str]) -> None:
     """Removes unneeded files after the commit: of losing task attempts, old shards and dead writers.
 
-    Best effort: a failing store is no error now, because the commit stands.
+    A failing store is only logged, because the commit stands.
     """
     uri, keep = manifest.uri, {file.path for file in manifest.files}
     try:
@@ -102,7 +102,6 @@ def discard(uri: str, folder: str, is_new: bool) -> None:
 
 
 def _is_abandoned(uri: str, name: str) -> bool:
-    """Returns whether a file or folder of another write is so old that its writer must be dead."""
     try:
         newest = storage.newest_change(storage.join(uri, name))
     except OSError:

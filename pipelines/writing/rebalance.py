@@ -1,9 +1,7 @@
-"""Copies the rows of uneven files into even files after the write, without running the DataFrame's plan
-again.
+"""Copies the rows of uneven files into even files after the write.
 
-Each task writes its partition without a shuffle, so `write_shards` is nearly as fast as Spark's own writer,
-and files follow the input's partitions. If these are skewed, or many and tiny, or the user set a number of
-files, the rows are copied once more from the shards, in their order. So the plan computes no row twice.
+The write follows the partitions of the DataFrame without a shuffle. If they are skewed, or many and tiny, the
+rows are copied from the shards, so the DataFrame's plan computes no row twice.
 """
 
 from __future__ import annotations

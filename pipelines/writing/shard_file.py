@@ -1,4 +1,4 @@
-"""Writes one Parquet file of shards: splits rows into row groups and computes the digest."""
+"""Writes one Parquet file of shards."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ _SAMPLE_BYTES = 1 << 18
 
 
 class ShardFileWriter:
-    """Buffers record batches of stored columns and writes them as row groups.
-
-    The first row group opens the file, so there is no file without rows.
-    """
+    """Buffers record batches and writes them as row groups; creates no file without rows."""
 
     def __init__(
         self,
@@ -177,7 +174,7 @@ class _DigestFile(io.RawIOBase):
 
 
 def _schema(stored_types: Mapping[str, Any], arrays: Sequence[Any]) -> Any:
-    """Returns the schema of a file; the data decides the width of rows of one size."""
+    """Returns the schema of a file. The first rows give the width of fixed-size binary columns."""
     return pa.schema(
         pa.field(name, array.type if pa.types.is_fixed_size_binary(array.type) else stored, nullable=False)
         for (name, stored), array in zip(stored_types.items(), arrays, strict=True)
@@ -185,7 +182,7 @@ def _schema(stored_types: Mapping[str, Any], arrays: Sequence[Any]) -> Any:
 
 
 def _num_bytes(values: Any) -> int:
-    """Returns the bytes of an Arrow array's values; equal rows have equal sizes, whatever the buffers."""
+    """Returns the bytes of the values, not of the buffers, so that equal rows give equal row groups."""
     if pa.types.is_fixed_size_binary(values.type):
         return len(values) * int(values.type.byte_width)
     if pa.types.is_binary(values.type):
@@ -195,7 +192,7 @@ def _num_bytes(values: Any) -> int:
 
 
 def _codec(column: Any, codec: str) -> str:
-    """Returns the codec for a column: "none" if `codec` would save less than `_LEAST_SAVED`."""
+    """Returns `codec`, or "none" if it would save less than `_LEAST_SAVED`."""
     if codec == "none":
         return codec
     array = column.chunk(0)
@@ -210,7 +207,7 @@ def _codec(column: Any, codec: str) -> str:
 
 
 def _repeats(column: Any) -> bool:
-    """Returns whether whole numbers repeat so often in a row group that a dictionary pays."""
+    """Returns whether whole numbers repeat so often that a dictionary saves bytes."""
     if not pa.types.is_integer(column.type):
         return False
     values = numbers(one_chunk(column))

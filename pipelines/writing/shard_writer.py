@@ -1,9 +1,7 @@
-"""The part of `write_shards` that runs in a Spark task: Arrow batches to Parquet, without Spark code.
+"""The part of `write_shards` that runs in a Spark task: Arrow batches to Parquet.
 
-One call writes at most one file per split and returns one JSON report: the finished files, the statistics of
-every column, and any problem. Each attempt of a task writes under a unique name, so a retried or speculative
-attempt never touches another attempt's file; the driver keeps the files of the attempt whose report it
-received.
+A task writes at most one file per split and returns one JSON report. Each attempt of a task uses unique file
+names, and the driver keeps the files of the attempt whose report it received.
 """
 
 from __future__ import annotations
@@ -39,19 +37,18 @@ REPORT_SCHEMA = "report string"
 
 @dataclass(frozen=True, kw_only=True)
 class WritePlan:
-    """Settings that every task needs; Spark sends them from the driver with the function.
+    """Settings that the driver sends to every task.
 
     Attributes:
         uri: Folder of the manifest.
         folder: Folder of this write's files, below `uri`.
-        columns: Columns in the order of the batches, whose own column names do not matter.
+        columns: Columns in the order of the batches.
         handle_invalid: Treatment of nulls, one entry per column.
         splits: Whether batches end with an additional column that is true for validation rows.
         row_group_rows: Rows per row group; None sizes row groups by bytes.
         compression: Name of the Parquet codec.
         only_measures: Whether tasks only measure rows and write nothing.
-        imports: Modules that a task also imports, because Spark reuses its process for a stage that needs
-            them.
+        imports: Modules that a task imports for a later stage, which runs in the same process.
     """
 
     uri: str
@@ -66,7 +63,7 @@ class WritePlan:
 
     @property
     def stored_columns(self) -> tuple[Column, ...]:
-        """Columns of the shards; a column that keeps nulls is followed by its null mask."""
+        """Columns of the shards; a null mask follows each column that keeps nulls."""
         stored = []
         for column, handling in zip(self.columns, self.handle_invalid, strict=True):
             stored.append(column)
@@ -121,7 +118,7 @@ def _import(names: Sequence[str]) -> None:
 
 
 def _pieces(batch: Any, columns: Sequence[Column]) -> Iterator[Any]:
-    """Yields the rows of a batch from Spark in pieces of `PIECE_BYTES`; one row may be larger."""
+    """Yields slices of about `PIECE_BYTES`."""
     # Decoded images are much larger than compressed ones.
     images = sum(column.kind.held_bytes for column in columns if isinstance(column.kind, Image))
     row_bytes = images + batch.nbytes // max(1, batch.num_rows)
@@ -218,8 +215,7 @@ class PartitionWriter:
     def _without_nulls(self, batch: Any) -> tuple[list[Any], list[Any], Any]:
         """Drops rows that cannot be read, and rows whose nulls are not kept.
 
-        Returns:
-            The columns, per column a mask of its kept nulls or None, and the validation mask.
+        Returns the columns, a mask of kept nulls (or None) per column, and the validation mask.
         """
         self._rows += batch.num_rows
         columns = list(batch.columns)
@@ -247,7 +243,7 @@ class PartitionWriter:
         return columns, nulls, chosen
 
     def _read(self, columns: list[Any]) -> Any:
-        """Lets the column types read the columns in place; returns a mask of the rows to drop, or None."""
+        """Reads the columns in place by their column types; returns a mask of the rows to drop, or None."""
         dropped = None
         if self._problem is not None:
             return dropped

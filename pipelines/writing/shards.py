@@ -1,12 +1,9 @@
-"""`write_shards`: writes a DataFrame as Parquet shards in one pass, committed last.
+"""`write_shards`: writes a DataFrame as Parquet shards in one pass.
 
-One pass matters for two reasons. A non-deterministic plan (`rand`, sampling, an unstable order) gives other
-rows each time it runs, so a split made by two writes can put a row on both sides or on neither; here each row
-is seen once and goes to exactly one file. And statistics and row counts come from exactly the rows that were
-written. Only the DataFrame API is used, so Spark Connect works too.
+A non-deterministic plan (`rand`, sampling) gives other rows each time it runs, so one pass makes the split,
+the statistics and the files. Only the DataFrame API is used, so Spark Connect works too.
 
-Each write has its own folder, whose name starts with an underscore so that tools that read whole folders skip
-it. No reader sees the files until the manifest names them; a later write removes the files of a killed one.
+Each write has its own folder. Its name starts with an underscore, so tools that read whole folders skip it.
 """
 
 from __future__ import annotations
@@ -85,7 +82,7 @@ def write_shards(
             width)` for images, `Binary("npy", shape=...)`.
         handle_invalid: Treatment of nulls, for all columns or by name: "error" refuses the write, "skip"
             drops the row and counts it, "keep" stores zero (or nothing, for lists) and adds a boolean column
-            `<name>.isnull`. "skip" also drops images that cannot be decoded, which the others refuse.
+            `<name>.isnull`. "skip" also drops images that cannot be decoded; "error" and "keep" refuse them.
         validation_col: Boolean or 0/1 column; rows where it is true go to the "validation" split. It is not
             stored.
         validation_fraction: Share of the rows that go to the "validation" split instead, chosen by a hash of
