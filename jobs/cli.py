@@ -126,24 +126,17 @@ def add_setting(parser: Any, setting: Setting[Any], default: Any = None) -> None
 
 
 def positive_int(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
-    return value
+    with contextlib.suppress(ValueError):
+        if (value := int(text)) >= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
 
 
 def fraction(text: str) -> float:
-    """Parses a number above 0 and at most 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value <= 1.0:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0.0 < (value := float(text)) <= 1.0:
+            return value
+    raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
 
 
 @contextlib.contextmanager

@@ -223,7 +223,6 @@ def feature_sizes(features: PipelineModel) -> tuple[list[int], int]:
 
 
 def _clock_minutes(clock: str) -> Column:
-    """Converts the number hhmm to minutes since midnight."""
     return F.floor(F.col(clock) / 100) * 60 + F.col(clock) % 100
 
 

@@ -35,14 +35,7 @@ _TYPES = {"str": "a string", "int": "a whole number", "bool": "true or false", "
 
 @dataclass(frozen=True)
 class JobFile:
-    """The content of a job file.
-
-    Attributes:
-        name: Name of the file, for messages.
-        tree: Content of the file.
-        lines: Line of each key and entry, if known.
-        changes: Paths of the values that `set_value` changed.
-    """
+    """The content of a job file, with the line of each key and the paths that `set_value` changed."""
 
     name: str
     tree: Any
@@ -131,7 +124,6 @@ def read_section(file: JobFile, kind: type[T], path: Path = ()) -> T:
 
 
 def yaml_or_json(value: Any) -> str:
-    """Formats a value as a job file: YAML, or JSON if pyyaml is missing."""
     try:
         import yaml
     except ImportError:
@@ -184,7 +176,6 @@ def _add_resolvers(kind: Any) -> None:
 
 
 def _value(name: str, loader: Any, node: Any, path: Path, lines: dict[Path, int]) -> Any:
-    """Returns the value of a YAML node; adds the lines of its keys and entries to `lines`."""
     if len(path) > _DEEPEST or len(lines) > _MOST_VALUES:
         raise ValueError(f"{name} is too large for a job, or refers to itself")
     if node.id == "sequence":

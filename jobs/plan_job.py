@@ -69,7 +69,6 @@ def _plan(
 def _open_data(
     job: train_job.TrainJob, estimator: Any, master: str | None
 ) -> Iterator[tuple[TrainConfig, UserObjects, ShardManifest]]:
-    """Yields the training's config, its objects, and a manifest that describes its columns."""
     from ringspark.pipelines import ShardManifest, storage
 
     if job.data.shards is not None:

@@ -82,7 +82,7 @@ def format_table(models: Sequence[Scored]) -> str:
 
 
 def read_history(uri: str) -> list[Epoch]:
-    """Reads a training's history, a JSON list of epochs. Raises ValueError if the file has another content."""
+    """Reads a training's history, a JSON list of epochs, or raises ValueError."""
     try:
         history: Any = json.loads(storage.read_bytes(uri))
         kept: list[Epoch] = [
@@ -98,7 +98,6 @@ def read_history(uri: str) -> list[Epoch]:
 
 
 def draw_report(models: Sequence[Scored], history: Sequence[Epoch]) -> Figure:
-    """Draws three panels: learning curve, ROC curves, calibration with a histogram of the probabilities."""
     # Unlike pyplot, the class leaves no window, backend or figure in this process.
     from matplotlib.figure import Figure
 
@@ -113,7 +112,6 @@ def draw_report(models: Sequence[Scored], history: Sequence[Epoch]) -> Figure:
 
 
 def save_report(uri: str, models: Sequence[Scored], history: Sequence[Epoch]) -> None:
-    """Draws the report and writes it to `uri` atomically as a PNG."""
     image = io.BytesIO()
     draw_report(models, history).savefig(image, format="png", dpi=110)
     storage.write_atomic(uri, image.getvalue())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ringspark.jobs import cli
@@ -97,9 +98,11 @@ def _show(uri: str, *, everything: bool, logs: bool) -> None:
         print(f"at       step {now.step:,} of {now.num_steps:,}, epoch {now.epoch} of {now.epochs}")
     _show_settings(facts, everything)
     _show_epochs(facts)
-    _show_faults(facts)
+    _print_lines("faults", _list_faults(facts))
     if logs:
-        _show_logs(listed.uri)
+        from ringspark.estimators.training import rank_log
+
+        _print_lines("logs", rank_log.read_lines(listed.uri))
 
 
 def _show_settings(facts: RunFacts, everything: bool) -> None:
@@ -130,7 +133,13 @@ def _show_epochs(facts: RunFacts) -> None:
         print("  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)))
 
 
-def _show_faults(facts: RunFacts) -> None:
+def _print_lines(title: str, lines: Sequence[str]) -> None:
+    print(title if lines else f"{title}: none")
+    for line in lines:
+        print(f"  {line}")
+
+
+def _list_faults(facts: RunFacts) -> list[str]:
     faults = [*facts.problems]
     faults += [
         f"rank {sign.rank} on {sign.host}: {sign.failure}" for sign in facts.heartbeats if sign.failure
@@ -141,18 +150,7 @@ def _show_faults(facts: RunFacts) -> None:
         faults += [*facts.outcome.checkpoint_errors, *facts.outcome.non_finite]
     elif len(facts.environment.starts) > 1:
         faults.append(f"started {len(facts.environment.starts)} times")
-    print("faults" if faults else "faults: none")
-    for line in faults:
-        print(f"  {line}")
-
-
-def _show_logs(uri: str) -> None:
-    from ringspark.estimators.training import rank_log
-
-    lines = rank_log.read_lines(uri)
-    print("logs" if lines else "logs: none")
-    for line in lines:
-        print(f"  {line}")
+    return faults
 
 
 def _cell(value: object) -> str:

@@ -116,7 +116,6 @@ def _predict(model: PipelineModel, test: DataFrame) -> DataFrame:
 
 
 def _encode(model: PipelineModel, test: DataFrame) -> dict[str, npt.NDArray[Any]]:
-    """Encodes the test rows by all stages except the network."""
     from pyspark.ml import PipelineModel
     from pyspark.ml.functions import vector_to_array
     from pyspark.sql import functions as F
@@ -128,7 +127,6 @@ def _encode(model: PipelineModel, test: DataFrame) -> dict[str, npt.NDArray[Any]
 
 
 def read_split(manifest: ShardManifest, split: Literal["train", "validation"]) -> dict[str, npt.NDArray[Any]]:
-    """Reads the encoded rows of one split, one array per column."""
     reader = open_reader(manifest.select(split), engine="arrow", shuffle=False, batch_size=16_384)
     batches = list(reader.batches(0))
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
@@ -150,7 +148,6 @@ def boosting_matrix(rows: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32
 
 
 def _score_boosting(manifest: ShardManifest, encoded: dict[str, npt.NDArray[Any]], seed: int) -> Any:
-    """Trains on the training split on the driver, and scores the encoded test rows."""
     from ringspark.jobs import report
 
     train = read_split(manifest, "train")

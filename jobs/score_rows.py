@@ -42,12 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    source = _source(args)
-    with cli.spark("ringspark score", args.master) as spark:
-        _score(spark, args, source)
-
-
-def _source(args: argparse.Namespace) -> RowSource:
     options: dict[str, Any] = {}
     for text in args.option:
         key, equals, value = text.partition("=")
@@ -57,7 +51,8 @@ def _source(args: argparse.Namespace) -> RowSource:
     (kind,) = [name for name in (*FORMATS, "table") if getattr(args, name) is not None]
     source = RowSource(where=args.where, options=options, **{kind: getattr(args, kind)})
     source.find_problem()  # refuses a password in a URI
-    return source
+    with cli.spark("ringspark score", args.master) as spark:
+        _score(spark, args, source)
 
 
 def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> None:

@@ -37,11 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("list", "root", "show the entries of a cache"),
         ("describe", "uri", "show splits, columns and ranges of shards"),
         ("verify", "uri", "check that every file exists and has the rows that the manifest lists"),
-        (
-            "runs",
-            "root",
-            "show the runs that fits left behind: hours since the last change, state, size",
-        ),
+        ("runs", "root", "show the runs that fits left behind: hours since the last change, state, size"),
         ("remove", "root", "remove an entry of a cache, or all"),
     ):
         added = commands.add_parser(

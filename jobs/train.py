@@ -53,8 +53,7 @@ RECOVERY: tuple[tuple[Setting[Any], Any], ...] = (
 
 def build_parser() -> cli.JobParser:
     parser = cli.JobParser(
-        "train",
-        "Train the flights network on the shards of jobs/etl.py, or by a job file: `train FILE`.",
+        "train", "Train the flights network on the shards of jobs/etl.py, or by a job file: `train FILE`."
     )
     parser.add_argument("--data", default=cli.DEFAULT_ROOT, metavar="URI", help="output folder of etl")
     parser.add_argument("--output", metavar="URI", help="saved pipeline; default: DATA/model")

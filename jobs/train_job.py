@@ -66,11 +66,7 @@ class TrainJob:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="job file, YAML or JSON: a path or a URI")
     add_changes(parser)
-    parser.add_argument(
-        "--print",
-        action="store_true",
-        help="print the job with all defaults, and stop",
-    )
+    parser.add_argument("--print", action="store_true", help="print the job with all defaults, and stop")
     parser.add_argument(
         "--resume",
         action=argparse.BooleanOptionalAction,
@@ -145,14 +141,12 @@ def make_estimator(file: JobFile, job: TrainJob) -> Any:
 
 
 def config_of(estimator: Any) -> tuple[TrainConfig, UserObjects]:
-    """Returns the training's config and its Python objects. Raises ValueError if Params exclude each other."""
     from ringspark.estimators.stages import to_config
 
     return to_config.config_of(estimator, estimator._task, estimator._label_columns())
 
 
 def _fill_defaults(job: TrainJob, estimator: Any) -> dict[str, Any]:
-    """Returns the job as the content of a job file, with all defaults."""
     from ringspark.estimators.stages.declared import values_of
 
     evaluation = job.evaluation
@@ -167,7 +161,6 @@ def _fill_defaults(job: TrainJob, estimator: Any) -> dict[str, Any]:
 
 
 def _check(file: JobFile, job: TrainJob) -> None:
-    """Checks what `read_section` does not check."""
     from ringspark.estimators.names import check_name
     from ringspark.pipelines import storage
 
@@ -231,7 +224,6 @@ def _from_file(name: str, value: Any) -> Any:
 
 
 def _column_type(given: dict[str, Any]) -> Any:
-    """Returns a column type from its name, `kind`, and its attributes, with defaults."""
     from ringspark.pipelines.kinds import KINDS, kind_from_json
 
     kind = KINDS.get(str(given.get("kind")))
@@ -257,6 +249,7 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
     from pyspark.ml import PipelineModel
 
     from ringspark.estimators import WorkerError
+    from ringspark.estimators.checked_fit import check_evaluated
     from ringspark.estimators.run.folder import remove_old_run
     from ringspark.pipelines import storage
     from ringspark.pipelines.spark_paths import resolve
@@ -276,7 +269,11 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
     if estimator.getRunUri() is None and resume is not None:
         raise ValueError("--resume and --no-resume need a run folder; set params.runUri")
     features = _features(job)
-    _check_evaluation(spark, file, job, estimator, features)
+    if job.evaluation is not None:
+        try:
+            check_evaluated(estimator, _add_features(spark, job.evaluation.data, features))
+        except ValueError as error:
+            raise file.error(("evaluation", "data"), f"evaluation.data: {error}") from None
     if estimator.getRunUri() is not None:
         _check_rows(spark, job, estimator, features)  # before `remove_old_run` removes an old run
         resume = resume if resume is not None or not estimator.getResume() else True
@@ -299,20 +296,6 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
             _evaluate(spark, job.evaluation, features, model)
     except (ValueError, OSError, ImportError) as error:
         raise SystemExit(f"ringspark train: error: {status}: {error}") from None
-
-
-def _check_evaluation(
-    spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, features: list[Transformer]
-) -> None:
-    """Raises ValueError if the schema of the evaluation rows does not fit the model."""
-    from ringspark.estimators.checked_fit import check_evaluated
-
-    if job.evaluation is None:
-        return
-    try:
-        check_evaluated(estimator, _add_features(spark, job.evaluation.data, features))
-    except ValueError as error:
-        raise file.error(("evaluation", "data"), f"evaluation.data: {error}") from None
 
 
 def _check_rows(spark: SparkSession, job: TrainJob, estimator: Any, features: list[Transformer]) -> None:

@@ -25,14 +25,10 @@ class ColumnStats:
     """Counts and range of one column of one split; arrays are counted by element.
 
     Attributes:
-        rows: Stored rows.
         nulls: Rows that were null or held a null; the other counts exclude their fill values.
         values: Elements, including NaN and infinite ones.
-        nans: NaN elements.
-        infs: Infinite elements of either sign.
         fractional: Finite values that are not whole numbers; counted for scalar columns.
         minimum: Smallest finite element (an int for integers); None without finite elements.
-        maximum: Largest finite element.
         mean: Mean of the finite elements.
         deviations: Sum of squared deviations of the finite elements from their mean; None if unknown.
     """
@@ -102,8 +98,6 @@ def _pick(choose: Any, left: Any, right: Any) -> Any:
 
 
 class StatsCollector:
-    """Collects the statistics of one column batch by batch."""
-
     def __init__(self, *, is_scalar: bool) -> None:
         self._is_scalar = is_scalar
         self.result = ColumnStats()

@@ -4,10 +4,8 @@ Row groups are shuffled by (seed, epoch), and rows within a group by (seed, epoc
 this sequence of rows to batches and shards:
 
 * Every row is in one batch of an epoch. The last batch may be short but is never dropped.
-* The rows of a batch do not depend on the number of shards, so `num_shards` may change within an epoch.
-* All shards have the same number of steps. A shard may have no rows in a step.
-* A shard reads one contiguous range of the sequence, each row group once, and holds about 96 / num_shards row
-groups between two steps.
+* The rows of a batch do not depend on the number of shards, so it may change within an epoch.
+* A shard reads a contiguous range, each row group once, and holds about 96 / num_shards row groups.
 """
 
 from __future__ import annotations
@@ -29,13 +27,7 @@ _GROUP_ORDER, _ROW_ORDER = 0, 1
 
 @dataclass(frozen=True)
 class StreamSlice:
-    """Rows of one row group that go to one stream.
-
-    Attributes:
-        stream: Index among the shard's streams.
-        start: First row in the stream, counting only rows of the shard.
-        stop: Row after the last one.
-    """
+    """Rows `start` to `stop` of a stream, counting only the shard's rows, that come from one row group."""
 
     stream: int
     start: int
@@ -44,13 +36,11 @@ class StreamSlice:
 
 @dataclass(frozen=True)
 class RowGroupRead:
-    """One row group that a shard reads, once per epoch.
+    """One row group (an index into the plan's `row_groups`) that a shard reads, once per epoch.
 
     Attributes:
-        row_group: Index into the plan's `row_groups`.
         sequence_start: Position of its first row in the epoch's sequence.
         first_step: First step whose batch needs it.
-        slices: Rows for each of the shard's streams.
     """
 
     row_group: int
@@ -73,7 +63,6 @@ class EpochPlan:
 
     @cached_property
     def num_rows(self) -> int:
-        """Number of rows in the epoch, over all shards."""
         return int(self.row_groups.sum())
 
     def _repr_html_(self) -> str:
@@ -216,7 +205,6 @@ class RowGroupReads:
         starts: Int64Array,
         stops: Int64Array,
     ) -> None:
-        """Takes the slices in the order of the sequence."""
         is_first = np.ones(len(slots), dtype=np.bool_)
         np.not_equal(slots[1:], slots[:-1], out=is_first[1:])
         firsts = np.flatnonzero(is_first)

@@ -39,8 +39,6 @@ class ShardFile:
 
     Attributes:
         path: Path relative to the manifest's folder.
-        split: "train" or "validation".
-        num_bytes: Size of the file in bytes.
         sha256: SHA-256 in hexadecimal; empty for a file of an external table, see `state`.
         row_groups: Number of rows of each row group, in order.
         table: More about a file of an external table; None for shards.
@@ -100,7 +98,6 @@ class ShardManifest:
         stats: Split -> column name -> statistics.
         skipped_rows: Number of rows that were left out because they held a null.
         table: External table that holds the files; None for shards of `write_shards`.
-        format_version: Version of the JSON layout.
     """
 
     uri: str
@@ -113,7 +110,6 @@ class ShardManifest:
 
     @property
     def files_uri(self) -> str:
-        """URI of the folder that contains the files."""
         return self.uri if self.table is None else self.table.uri
 
     @property
@@ -270,7 +266,6 @@ class ShardManifest:
         return replace(manifest, uri=f"file://{folder}") if os.fspath(uri).startswith("file:") else manifest
 
     def to_json(self) -> str:
-        """Returns the manifest as JSON text without the URI, so that the folder can be moved."""
         table = {} if self.table is None else {"table": asdict(self.table)}
         return json.dumps(
             {

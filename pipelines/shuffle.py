@@ -1,16 +1,15 @@
 """Shuffles an epoch: permutations, and how its rows are dealt to batches and shards. Pure arithmetic.
 
-Only the raw bits of Philox are used (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011),
+Only raw bits of Philox are used (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011),
 because NumPy keeps these equal in all versions, but not `Generator.permutation`.
 
-The epoch's rows form one sequence. It is split into `NUM_STREAMS` contiguous streams, which are dealt like
-cards: position i is row i // NUM_STREAMS of the stream of class i % NUM_STREAMS. Batch s of size B is
-positions [s * B, (s + 1) * B) for any number of shards.
+The epoch's sequence of rows is split into `NUM_STREAMS` contiguous streams, which are dealt like cards:
+position i is row i // NUM_STREAMS of the stream of class i % NUM_STREAMS. Batch s of size B is positions [s *
+B, (s + 1) * B) for any number of shards.
 
-With R shards, row k of a stream belongs to unit k * stride % R of that stream, and each shard owns 48 of the
-48 * R units. So a shard owns neighbouring streams and reads one contiguous range of the sequence. Classes map
-to streams, and rows to units, by multiples of the golden ratio (Weyl, 1916), so every batch is spread evenly
-over all shards to within a few rows.
+With R shards, row k of a stream belongs to unit k * stride % R, and each shard owns 48 of the 48 * R units,
+in neighbouring streams. Classes map to streams, and rows to units, by multiples of the golden ratio (Weyl,
+1916), so every batch is spread evenly over all shards.
 
 An epoch in file order has one stream, and a shard owns a slice of every batch.
 """
@@ -44,17 +43,14 @@ _STREAM_TO_CLASS = np.argsort(np.arange(NUM_STREAMS) * _CLASS_STRIDE % NUM_STREA
 
 
 def permutation(length: int, *key: int) -> Int64Array:
-    """Returns a permutation of `range(length)` that depends only on `length` and `key`.
+    """Returns a permutation of `range(length)` that depends only on `length` and `key`, a list of whole
+    numbers.
 
     Every index gets a random 64-bit sort key with the index in its low bits. So all keys differ, and every
     sorting algorithm gives the same order.
 
     >>> permutation(8, 7, 0).tolist()  # seed 7, epoch 0: on every machine, by every version of NumPy
     [2, 3, 7, 5, 4, 1, 0, 6]
-
-    Args:
-        length: Number of indexes, less than `MAX_LENGTH`.
-        key: Whole numbers, e.g. seed, epoch and row group; may be negative.
     """
     assert 0 <= length < MAX_LENGTH, length
     if length == 0:
@@ -88,13 +84,9 @@ def _order_by_high_bits(bits: npt.NDArray[np.uint64]) -> Int64Array | None:
 
 @dataclass(frozen=True)
 class ShuffleStream:
-    """A contiguous range of the epoch's sequence.
+    """A contiguous range of the epoch's sequence: `length` rows from `start` on.
 
-    Attributes:
-        start: First row in the sequence.
-        length: Number of rows.
-        position: Position of the stream's row 0; row k has position `position + k * step`.
-        step: Distance between neighbouring rows, in positions.
+    Row k has position `position + k * step`.
     """
 
     start: int

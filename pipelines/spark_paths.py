@@ -1,8 +1,8 @@
 """Resolves what a path means to Spark, so that a user's path has one meaning for every writer and reader.
 
-A path without a scheme is in Hadoop's default file system (`fs.defaultFS`), which is not always the local
-disk. Spark Classic asks Hadoop in the driver's JVM. A Spark Connect server names it in its error message
-about a missing file. Without a session, such a path is on the local disk.
+A path without a scheme is in Hadoop's default file system (`fs.defaultFS`), or on the local disk without a
+session. Spark Classic asks Hadoop in the JVM. A Spark Connect server names it in an error message about a
+missing file.
 """
 
 from __future__ import annotations

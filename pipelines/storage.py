@@ -12,7 +12,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
 from fsspec.core import url_to_fs
@@ -45,7 +45,6 @@ def redact(uri: str) -> str:
 
 
 def redact_text(text: str) -> str:
-    """Replaces passwords and tokens in the URIs of a text."""
     return "".join(redact(word) if "://" in word else word for word in re.split(r"(\s+)", text))
 
 
@@ -62,8 +61,7 @@ def normalize(uri: str | os.PathLike[str]) -> str:
     """Returns the canonical spelling of `uri`: absolute, without a trailing slash.
 
     Local paths and `file://` URIs become absolute paths, in which "%" is literal; `dbfs:/` becomes the
-    `/dbfs` mount if it exists. A path without a scheme is on the local disk, see `spark_paths.resolve`.
-    Raises ValueError if `uri` is empty, or holds a password or token.
+    `/dbfs` mount if it exists. Raises ValueError if `uri` is empty, or holds a password or token.
     """
     text = os.fspath(uri)
     refuse_secrets(text)
@@ -196,7 +194,6 @@ def _make_local_dirs(path: str) -> None:
 
 
 def open_file(uri: str, mode: str = "rb") -> IO[Any]:
-    """Opens `uri`; the caller closes it."""
     if mode != "rb":
         _check_claim(uri)
     fs, path = filesystem(uri)
@@ -228,14 +225,12 @@ def exists(uri: str) -> bool:
 
 
 def size(uri: str) -> int:
-    """Returns the size of a file in bytes. Raises FileNotFoundError if it is missing."""
     fs, path = filesystem(uri)
     with store_errors(uri):
         return int(fs.info(path)["size"])
 
 
 def make_dirs(uri: str) -> None:
-    """Creates the folder and its parents; does nothing on object stores."""
     _check_claim(uri)
     fs, path = filesystem(uri)
     with store_errors(uri):
@@ -262,11 +257,8 @@ def remove(uri: str, *, recursive: bool = False) -> None:
     fs, path = filesystem(uri)
     # An old listing would hide files of other processes from a recursive removal.
     fs.invalidate_cache()
-    try:
-        with store_errors(uri):
-            fs.rm(path, recursive=recursive)
-    except FileNotFoundError:
-        return
+    with suppress(FileNotFoundError), store_errors(uri):
+        fs.rm(path, recursive=recursive)
 
 
 def remove_if_empty(uri: str) -> None:
@@ -274,11 +266,8 @@ def remove_if_empty(uri: str) -> None:
     if "/" not in path.strip("/") and not is_local(uri):
         return  # a bucket, which this package never creates
     if not list_names(uri):
-        try:
-            with store_errors(uri):
-                fs.rmdir(path)
-        except (OSError, NotImplementedError):
-            return
+        with suppress(OSError, NotImplementedError), store_errors(uri):
+            fs.rmdir(path)
 
 
 def newest_change(uri: str) -> float | None:
@@ -296,15 +285,15 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True, durable: bool
     """Writes a small file so that no reader ever sees a part of it.
 
     A local file is flushed under a temporary name and renamed. On object stores a put is atomic. Elsewhere
-    (HDFS) the old file is removed before the rename, so for a moment there is none.
+    (HDFS) the old file is removed before the rename.
 
     Args:
         durable: Whether the file survives a crash of the machine; false skips the flush of the local disk.
 
     Raises:
-        FileExistsError: The file exists and `overwrite` is false. Of several concurrent writers exactly one
-            succeeds, or the last one on a store without conditional puts. A writer that finds its own bytes
-            has succeeded.
+        FileExistsError: The file exists and `overwrite` is false. Of concurrent writers one succeeds: the
+            first, or the last on a store without conditional puts. A writer that finds its own bytes has
+            succeeded.
     """
     fs, path = filesystem(uri)
     parent, _, name = path.rpartition("/")

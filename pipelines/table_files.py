@@ -23,13 +23,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TableSource:
-    """The external table that a manifest describes.
-
-    Attributes:
-        uri: Folder that the paths of the files are relative to.
-        format: "parquet" or "delta".
-        version: Version of a Delta table.
-    """
+    """The external table that a manifest describes; `version` is for Delta tables."""
 
     uri: str
     format: str = "parquet"

@@ -70,15 +70,13 @@ def record(cls: type[T], values: object) -> T:
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"an object is expected, got {_kind(values)}")
-    hints = _hints(cls)  # type: ignore[arg-type]
-    declared = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
-    known = list(declared)
-    unknown = sorted(str(name) for name in values.keys() - set(known))
-    if unknown:
+    hints = _hints(cls)
+    known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
+    if unknown := sorted(str(name) for name in values.keys() - known.keys()):
         raise ValueError(f"unknown entry {unknown[0][:40]!r}")
     # Even a field with a default must be there: the writer wrote every field that existed.
-    for name in known:
-        if name not in values and not declared[name].metadata.get("added"):
+    for name, declared in known.items():
+        if name not in values and not declared.metadata.get("added"):
             raise ValueError(f"{name!r} is missing")
     return cls(**{name: fit(hints[name], values[name], name) for name in known if name in values})
 
@@ -108,12 +106,12 @@ def fit(hint: Any, value: Any, name: str) -> Any:
         if is_dataclass(hint) and isinstance(value, Mapping):
             read = getattr(hint, "from_values", None)
             return record(hint, value) if read is None else read(value)
-    raise ValueError(f"{name!r} must be {_name(hint)}, got {_kind(value)}")
+    is_class = isinstance(hint, type) and not args
+    expected = hint.__name__ if is_class else str(hint).replace("typing.", "")
+    raise ValueError(f"{name!r} must be {expected}, got {_kind(value)}")
 
 
-@lru_cache
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
+_hints = lru_cache(get_type_hints)
 
 
 def _fit_items(hint: Any, value: list[Any], name: str) -> Any:
@@ -130,12 +128,6 @@ def _is(hint: type, value: Any) -> bool:
         return False
     # Other languages may write 1 for 1.0.
     return isinstance(value, int | float) if hint is float else isinstance(value, hint)
-
-
-def _name(hint: Any) -> str:
-    return (
-        hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
-    )
 
 
 def _kind(value: object) -> str:

@@ -33,13 +33,12 @@ class Footer:
     """A file's footer about some columns.
 
     Attributes:
-        row_groups: Number of rows of each row group.
         types: Arrow type of each column, as text; "" if the file lacks it.
         num_bytes: Decoded bytes of these columns per row group; for strings, a lower bound.
         list_bytes: Decoded bytes of the lists among them.
         cuts: Whether the rows of each page are known, per row group.
-        rebase: Calendar of each column's dates and timestamps: "LEGACY" for the Julian calendar of Spark 2
-            and Hive, "CORRECTED" for the Gregorian one, or the name of the Spark setting that decides.
+        rebase: Calendar of each column's dates and timestamps: "LEGACY" (Julian), "CORRECTED" (Gregorian), or
+            the name of the Spark setting that decides.
         problem: Why the file cannot be read, or "".
     """
 
@@ -131,7 +130,6 @@ def _in_task(uris: Sequence[str], names: Sequence[str], batches: Iterator[Any]) 
 
 
 def _plain(data_type: Any) -> str:
-    """Returns a type without Arrow's own variants of the file's types."""
     if pa.types.is_dictionary(data_type):
         return _plain(data_type.value_type)
     if pa.types.is_large_string(data_type):

@@ -113,13 +113,8 @@ def _unescape(name: str) -> str:
 
 
 def _folder_columns(spark: SparkSession, schema: StructType, paths: Sequence[str]) -> dict[str, Any]:
-    folders = [
-        {
-            _unescape(part.partition("=")[0]): _unescape(part.partition("=")[2])
-            for part in path.split("/")[:-1]
-        }
-        for path in paths
-    ]
+    parts = [[part.partition("=") for part in path.split("/")[:-1]] for path in paths]
+    folders = [{_unescape(name): _unescape(value) for name, _, value in folder} for folder in parts]
     fields = [field for field in schema.fields if all(field.name in folder for folder in folders)]
     texts = {field.name: [folder[field.name] for folder in folders] for field in fields}
     return _cast_folder_names(spark, fields, texts) if fields else {}

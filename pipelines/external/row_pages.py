@@ -47,7 +47,7 @@ def has_page_rows(metadata: Any, row_group: int, leaves: Sequence[int]) -> bool:
 
 
 def find_leaves(metadata: Any) -> dict[str, list[int]]:
-    """Returns the numbers of the leaf columns of each top-level column."""
+    """Returns the leaf columns of each top-level column."""
     schema = metadata.schema
     names = set(schema.to_arrow_schema().names)
 
@@ -81,10 +81,7 @@ _Chunk = tuple[str, int, int]  # the file, the row group and the leaf
 
 
 class KeptPages:
-    """Page positions and dictionaries of files that may be opened again.
-
-    They are valid while the files do not change, which the caller must check.
-    """
+    """Page positions and dictionaries of files, valid while the files do not change."""
 
     def __init__(self) -> None:
         self.places: dict[_Chunk, _Pages] = {}
@@ -92,7 +89,6 @@ class KeptPages:
         self._dictionaries: dict[_Chunk, bytes] = {}
 
     def dictionary(self, chunk: _Chunk, read: Callable[[], bytes]) -> bytes:
-        """Returns a chunk's dictionary page; `read` returns it if it is not kept."""
         data = self._dictionaries.pop(chunk, None)
         if data is None:
             data = read()
@@ -104,10 +100,9 @@ class KeptPages:
 
 
 class PageReader:
-    """Reads rows of the row groups of one open file."""
+    """Reads rows of the row groups of one open, seekable file; `path` names the file in `kept`."""
 
     def __init__(self, source: Any, metadata: Any, kept: KeptPages | None = None, path: str = "") -> None:
-        """Takes an open, seekable file and its footer. `path` names the file in `kept`."""
         self._source = source
         self._metadata = metadata
         self._kept = KeptPages() if kept is None else kept

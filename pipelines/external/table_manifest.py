@@ -75,7 +75,11 @@ def table_manifest(
     if not in_files:
         names = [column.name for column in found]
         raise ValueError(f"columns {names} are all partition columns; add one that the files hold")
-    footers = _footers(spark, listing, in_files)
+    uris = [storage.join(listing.source.uri, path) for path, _, _ in listing.files]
+    footers = read_footers(spark, uris, [column.name for column in in_files])
+    _check_types(in_files, footers[0], uris[0])
+    if not any(sum(footer.row_groups) for footer in footers):
+        raise ValueError(f"the table {listing.source.uri!r} has no rows")
     rows = [sum(footer.row_groups) for footer in footers]
     splits = _splits(listing, validation_col)
     if any(isinstance(column.kind, Vocabulary) and column.kind.words is None for column in in_files):
@@ -90,7 +94,9 @@ def table_manifest(
     measured = _measure_table(spark, listing, footers, in_files, splits)
     _check_calendar(spark, listing, footers, measured)
     manifest = _add_folder_columns(measured, folders, found)
-    window = _window_rows(manifest)
+    # As many rows as fill a row group of our shards, or a page.
+    row_bytes = sum(map(manifest.mean_row_bytes, manifest.columns))
+    window = max(1, min(WINDOW_ROWS, int(ROW_GROUP_BYTES / max(1, row_bytes))))
     _check_unsplit(listing, footers, window)
     files = [
         ShardFile(
@@ -117,7 +123,6 @@ def _columns(
     kinds: Mapping[str, Kind],
     validation_col: str | None,
 ) -> tuple[Column, ...]:
-    """Returns the columns of the manifest, as far as the table's schema determines them."""
     from pyspark.sql.types import StructType
 
     names = list(dict.fromkeys(columns or [n for n in listing.schema.names if n != validation_col]))
@@ -147,19 +152,9 @@ def _check_zone(spark: SparkSession, listing: Listing, column: Column) -> None:
         )
 
 
-def _footers(spark: SparkSession, listing: Listing, columns: Sequence[Column]) -> list[Footer]:
-    uris = [storage.join(listing.source.uri, path) for path, _, _ in listing.files]
-    footers = read_footers(spark, uris, [column.name for column in columns])
-    _check_types(columns, footers[0], uris[0])
-    if not any(sum(footer.row_groups) for footer in footers):
-        raise ValueError(f"the table {listing.source.uri!r} has no rows")
-    return footers
-
-
 def _add_folder_columns(
     manifest: ShardManifest, folders: Mapping[str, _FolderColumn], found: Sequence[Column]
 ) -> ShardManifest:
-    """Returns the manifest with the partition columns, in the order of `found`."""
     names = [column.name for column in found]
     settled = {column.name: column for column in manifest.columns}
     settled |= {name: folder.column for name, folder in folders.items()}
@@ -239,8 +234,6 @@ def _check_calendar(
 
 
 def _measure(plan: WritePlan, work: Sequence[tuple[str, int, bool]], batches: Iterator[Any]) -> Iterator[Any]:
-    """Measures the row groups whose numbers are in the batches. Runs in a Spark task."""
-
     def rows() -> Iterator[Any]:
         for batch in batches:
             for number in batch.column(0).to_pylist():
@@ -291,7 +284,6 @@ class _FolderColumn:
     def create(
         cls, column: Column, given: Any, rows: Sequence[int], splits: Sequence[Split]
     ) -> _FolderColumn:
-        """Creates it from each file's value (an Arrow array) and number of rows."""
         if given.null_count:
             nulls = sum(n for n, value in zip(rows, given, strict=True) if not value.is_valid)
             raise ValueError(_describe_nulls(column.name, nulls, sum(rows)))
@@ -335,12 +327,6 @@ def _splits(listing: Listing, validation_col: str | None) -> list[Split]:
             f"validationIndicatorCol {validation_col!r} must be 0 or 1 in every folder, got {other[0]}"
         )
     return ["validation" if value else "train" for value in values]
-
-
-def _window_rows(manifest: ShardManifest) -> int:
-    """Returns the rows of a window: as many as fill a row group of our shards, or a page."""
-    row_bytes = sum(map(manifest.mean_row_bytes, manifest.columns))
-    return max(1, min(WINDOW_ROWS, int(ROW_GROUP_BYTES / max(1, row_bytes))))
 
 
 def _can_split(footer: Footer, window: int) -> bool:

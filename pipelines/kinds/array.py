@@ -74,7 +74,6 @@ class Array(Kind):
         return Encoded([self.pack(lists, (low, high), valid)], (low, high))
 
     def pack(self, lists: Any, shapes: tuple[Shape, Shape] | None, valid: Any) -> Any:
-        """Returns lists of one size as bytes, and other lists unchanged."""
         if valid is not None or shapes is None or shapes[0] != shapes[1] or not prod(shapes[0]):
             return lists
         return make_fixed(lists, self.dtype)
@@ -123,7 +122,6 @@ class Array(Kind):
 
     @property
     def row_shape(self) -> Shape:
-        """Shape of one row, without the batch dimension."""
         assert self.shape is not None, "the shape is not known before the write"
         return self.shape
 

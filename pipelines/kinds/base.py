@@ -1,8 +1,4 @@
-"""Base class of the column types: how a column is checked, stored in Parquet, read back and put into a batch.
-
-The user chooses a column type (`Padded(value=0)`), the tasks receive it, and the manifest keeps it, completed
-by the tasks' findings.
-"""
+"""Base class of the column types: how a column is checked, stored, read back and put into a batch."""
 
 from __future__ import annotations
 
@@ -32,11 +28,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Encoded:
-    """One batch of a column in its stored form.
+    """One batch of a column in its stored form: one array for each of `Kind.stored`.
 
-    Attributes:
-        arrays: One Arrow array without nulls for each of `Kind.stored`.
-        shapes: Smallest and largest row shape, per dimension; None for scalars or without rows.
+    `shapes` are the smallest and largest row shape, per dimension; None for scalars or without rows.
     """
 
     arrays: list[Any]
@@ -106,14 +100,10 @@ class Kind(ABC):
 
     @abstractmethod
     def encode(self, values: Any, valid: Any = None) -> Encoded:
-        """Converts an Arrow array without nulls into the stored form.
+        """Converts the result of `read`, with nulls replaced by zeros or empty values, into the stored form.
 
-        Args:
-            values: Result of `read`, with nulls replaced by zeros or empty values.
-            valid: Boolean NumPy array, false for rows that were null; None if the column keeps no nulls.
-
-        Raises:
-            ValueError: A value cannot be stored; the message completes "column 'x' ...".
+        `valid` is false for rows that were null; None if the column keeps no nulls. Raises ValueError if a
+        value cannot be stored; the message completes "column 'x' ...".
         """
 
     def measure(self, arrays: Sequence[Any]) -> NumpyArray:
@@ -123,7 +113,9 @@ class Kind(ABC):
     # On the driver, after the write.
 
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
-        """Returns the column type completed by the shapes of all rows. Raises ValueError if they do not fit."""
+        """Returns the column type completed by the shapes of all rows, or raises ValueError if they do not
+        fit.
+        """
         return self
 
     # In a reader.
@@ -208,7 +200,6 @@ def is_list(data_type: Any) -> bool:
 
 
 def list_offsets(values: Any) -> NumpyArray:
-    """Returns the int64 offsets, from 0, of an Arrow list array without nulls."""
     offsets: NumpyArray = values.offsets.to_numpy().astype(np.int64)
     return offsets if not len(offsets) or offsets[0] == 0 else offsets - offsets[0]
 
@@ -218,12 +209,10 @@ def number_type(dtype: str) -> Any:
 
 
 def list_type(dtype: str) -> Any:
-    """Returns the Arrow type of lists of numbers; non-null elements make smaller files that read faster."""
     return pa.list_(pa.field("element", number_type(dtype), nullable=False))
 
 
 def make_lists(offsets: NumpyArray, leaf: Any, dtype: str) -> Any:
-    """Returns an Arrow list array from its elements and offsets that start at 0."""
     leaf = pa.array(leaf, number_type(dtype)) if isinstance(leaf, np.ndarray) else leaf
     if len(offsets) and offsets[-1] > np.iinfo(np.int32).max:
         raise ValueError(
@@ -234,7 +223,6 @@ def make_lists(offsets: NumpyArray, leaf: Any, dtype: str) -> Any:
 
 
 def make_fixed(lists: Any, dtype: str) -> Any:
-    """Returns Arrow lists of equal length as fixed-size binary values, little-endian."""
     data = np.ascontiguousarray(numbers(lists), dtype=np.dtype(dtype).newbyteorder("<"))
     width = pa.binary(data.nbytes // len(lists))
     return pa.Array.from_buffers(width, len(lists), [None, pa.py_buffer(data)])

@@ -37,7 +37,7 @@ _SPARE = 2
 
 
 def pillow(subject: str) -> Any:
-    """Returns `PIL.Image`. Raises ValueError that begins with `subject` if Pillow is not installed."""
+    """Returns `PIL.Image`. Raises ValueError if Pillow is not installed."""
     try:
         from PIL import Image
     except ImportError:
@@ -47,7 +47,6 @@ def pillow(subject: str) -> Any:
 
 @contextmanager
 def refuse_bombs() -> Iterator[None]:
-    """Turns Pillow's warning about suspiciously large images into an error."""
     from PIL import Image
 
     with warnings.catch_warnings():
@@ -88,7 +87,6 @@ def describe_problem(data: bytes, error: Exception) -> str:
 
 
 def is_turned(image: Any) -> bool:
-    """Returns whether the EXIF orientation swaps height and width."""
     return bool(image.getexif().get(_ORIENTATION, 1) >= 5)
 
 

@@ -161,7 +161,6 @@ def fill_vocabulary(kind: Vocabulary, counts: Sequence[tuple[str, int]]) -> Voca
 
 
 def check_string(kind: type[Kind], name: str, data_type: DataType) -> None:
-    """Raises ValueError if a Spark type holds no strings."""
     if data_type.typeName().split("(")[0] not in ("string", "varchar", "char"):
         raise ValueError(
             f"column {name!r} has type {data_type.simpleString()}: {kind.__name__} is for strings; "
@@ -170,7 +169,6 @@ def check_string(kind: type[Kind], name: str, data_type: DataType) -> None:
 
 
 def check_seed(name: str, seed: int) -> None:
-    """Raises ValueError for a seed that is not a 64-bit whole number."""
     if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
         raise ValueError(f"{name} must be a whole number of 64 bits, got {seed!r}")
 

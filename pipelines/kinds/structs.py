@@ -76,8 +76,13 @@ class Struct(Array):
             numbers.append(number.cast(SPARK_TYPES[self.dtype]))
         vector = F.array(*numbers)
         if large:
-            error = F.raise_error(_describe_large(large, data_type))
-            vector = F.when(_is_large(large.values()), error).otherwise(vector)
+            several = [*large.values(), F.lit(0)]  # Spark needs at least two arguments
+            low, high = F.least(*several), F.greatest(*several)
+            value = F.when(high > FLOAT64_WHOLE, high).otherwise(low)
+            error = F.raise_error(_describe_large(large, value, data_type))
+            # One test per row: with one test per field, Spark compiles for seconds if there are hundreds.
+            is_large = (low < -FLOAT64_WHOLE) | (high > FLOAT64_WHOLE)
+            vector = F.when(is_large, error).otherwise(vector)
         return F.when(source.isNotNull(), vector)
 
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
@@ -86,7 +91,6 @@ class Struct(Array):
 
 
 def common_dtype(dtypes: Sequence[str]) -> str:
-    """Returns the NumPy dtype that holds numbers of all these dtypes."""
     if len(set(dtypes)) == 1:
         return dtypes[0]
     return "float32" if _FLOAT32_EXACT.issuperset(dtypes) else "float64"
@@ -134,25 +138,11 @@ def _leaf(name: str, data_type: DataType, path: Path) -> DataType:
     return here
 
 
-def _extremes(numbers: Iterable[SparkColumn]) -> tuple[SparkColumn, SparkColumn]:
+def _describe_large(
+    numbers: Mapping[str, SparkColumn], value: SparkColumn, data_type: DataType
+) -> SparkColumn:
     from pyspark.sql import functions as F
 
-    # Spark needs at least two arguments.
-    several = [*numbers, F.lit(0)]
-    return F.least(*several), F.greatest(*several)
-
-
-def _is_large(numbers: Iterable[SparkColumn]) -> SparkColumn:
-    low, high = _extremes(numbers)
-    # One test per row: with one test per field, Spark compiles for seconds if there are hundreds.
-    return (low < -FLOAT64_WHOLE) | (high > FLOAT64_WHOLE)
-
-
-def _describe_large(numbers: Mapping[str, SparkColumn], data_type: DataType) -> SparkColumn:
-    from pyspark.sql import functions as F
-
-    low, high = _extremes(numbers.values())
-    value = F.when(high > FLOAT64_WHOLE, high).otherwise(low)
     names = F.array(*(F.lit(repr(name)) for name in numbers))
     name = F.element_at(names, F.array_position(F.array(*numbers.values()), value).cast("int"))
     simple = data_type.simpleString()

@@ -67,13 +67,8 @@ class Vector(Array):
 
 
 class Vectors:
-    """A batch of vectors in the form of `vector_struct`.
-
-    Attributes:
-        sizes: Elements per vector including zeros.  # (rows,)
-        offsets: Start of each row in `numbers`.  # (rows + 1,)
-        numbers: Stored numbers of all rows, end to end.
-        is_dense: Whether a row stores all its elements.  # (rows,)
+    """A batch of vectors in the form of `vector_struct`: `sizes` include zeros, `numbers` only stored
+    numbers.
     """
 
     def __init__(self, values: Any) -> None:
@@ -100,7 +95,6 @@ class Vectors:
 
 
 def common_size(name: str, shapes: tuple[Shape, Shape] | None) -> int:
-    """Returns the common size of a column's vectors, 0 without rows. Raises ValueError if sizes differ."""
     (low,), (high,) = shapes or ((0,), (0,))
     if low != high:
         raise ValueError(
@@ -110,7 +104,6 @@ def common_size(name: str, shapes: tuple[Shape, Shape] | None) -> int:
 
 
 def check_vector(tag: str, dtype: str, name: str, data_type: DataType) -> None:
-    """Raises ValueError for a Spark type other than vector, or a dtype other than float32 and float64."""
     if dtype not in SPARK_FLOATS:
         raise ValueError(f"dtype of {tag} column {name!r} must be float32 or float64, got {dtype!r}")
     if not is_vector(data_type):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -108,7 +109,7 @@ def check_engine(engine: str) -> None:
         )
     # Our package requires this version, but Petastorm may have been installed without it, or be a stray
     # folder.
-    if engine == "petastorm" and (found := _version_of("petastorm")) < (0, 12, 1):
+    if engine == "petastorm" and (found := _petastorm_version()) < (0, 12, 1):
         raise ValueError(
             f"reader 'petastorm' needs Petastorm 0.12.1 or newer, got {'.'.join(map(str, found)) or 'none'}; "
             "pip install 'ringspark[petastorm]' or set reader='arrow'"
@@ -124,13 +125,10 @@ def check_table_reader(engine: str, table: TableSource) -> None:
         )
 
 
-def _version_of(package: str) -> tuple[int, ...]:
-    """Returns the numbers of the installed version, or () if no package manager knows it."""
-    try:
-        text = version(package)
-    except PackageNotFoundError:
-        return ()
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+def _petastorm_version() -> tuple[int, ...]:
+    with suppress(PackageNotFoundError):
+        return tuple(int(part) for part in re.findall(r"\d+", version("petastorm"))[:3])
+    return ()
 
 
 def default_engine() -> str:

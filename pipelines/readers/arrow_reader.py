@@ -37,7 +37,6 @@ class ArrowReader(ShardReader):
         }
 
     def read_tables(self, indexes: Sequence[int]) -> Iterator[Any]:
-        """Yields the row groups in order, from files that stay open while they are in use."""
         names, kept = self.stored_names, KeptPages()
         files: OrderedDict[str, tuple[Any, PageReader, ExitStack]] = OrderedDict()
         try:
@@ -66,7 +65,6 @@ class ArrowReader(ShardReader):
                 stack.close()
 
     def _check_unchanged(self, uris: Iterable[str]) -> None:
-        """Raises ValueError if files of an external table changed."""
         known = [(uri, *self._table_states[uri]) for uri in uris if uri in self._table_states]
         if (problem := changed_problem(known)) is not None:
             raise ValueError(problem)

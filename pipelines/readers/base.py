@@ -31,7 +31,7 @@ from ringspark.pipelines.readers.blocks import Buffers, RowGroup, StreamBuffer, 
 from ringspark.pipelines.readers.cache import RowGroupCache
 from ringspark.pipelines.readers.prefetch import prefetch, prefetch_bundles
 from ringspark.pipelines.readers.retry import Retries
-from ringspark.pipelines.rows import Rows, cut
+from ringspark.pipelines.rows import cut
 from ringspark.pipelines.table_files import TABLE_REMEDY, Window
 
 Batch = dict[str, npt.NDArray[Any]]
@@ -52,11 +52,7 @@ class ShardReader(ABC):
 
     Attributes:
         manifest: The shards; the reader reads all their files, so `select` a split first.
-        columns: Columns of a batch, in order.
-        shard: Index of this shard.
-        num_shards: Number of shards.
         batch_size: Rows per step over all shards, or a function of the epoch.
-        seed: Seed of the order of the rows.
         shuffle: False keeps the order of the files.
         cache: Row groups that were read before; None reads them again in every epoch.
     """
@@ -134,15 +130,15 @@ class ShardReader(ABC):
         plan = self.plan(epoch)
         if not 0 <= start_step <= plan.num_steps:
             raise ValueError(f"start_step must be from 0 to {plan.num_steps}, got {start_step}")
+        # Separate, so that a wrong step is refused by this call and not by the first `next`.
         return self._batches(plan.shard(self.shard), start_step)
 
     @abstractmethod
     def read_tables(self, indexes: Sequence[int]) -> Iterator[Any]:
         """Yields the row groups with these indexes as Arrow tables, in exactly this order.
 
-        Indexes count over the files of the manifest, and may repeat. A table holds at least the columns
+        Indexes count over the files of the manifest, and may repeat. A table has at least the columns
         `stored_names`. The engine raises its error in place of the first row group that it cannot read.
-        Closing the iterator releases files and threads.
         """
 
     @property
@@ -220,7 +216,7 @@ class ShardReader(ABC):
                             raise ValueError(f"it has {table.num_rows} rows, but the manifest says {rows}")
                         yield table
                         done += 1
-                        retries.reset()
+                        retries.attempts = 1  # a long epoch may have many interruptions
                         if done < len(indexes):
                             self._check_file(indexes[done])
             except Exception as error:
@@ -229,7 +225,6 @@ class ShardReader(ABC):
                     raise self.read_error(indexes[done], error, retries.attempts) from error
 
     def _check_file(self, index: int) -> None:
-        """Compares the size of a shard file with the manifest when it is first used."""
         file, _ = self._located[index]
         if file.table is not None or file.path in self._checked_files:
             return  # ArrowReader compares more of an external table, and more often
@@ -243,7 +238,10 @@ class ShardReader(ABC):
         for name, kind in self._kinds.items():
             try:
                 if name in self._folder_values:
-                    row_group[name] = self._constant(index, name)
+                    external = self._located[index][0].table
+                    assert external is not None
+                    dtype = kind.arrays(name)[name].dtype
+                    row_group[name] = np.full(self._row_groups[index], external.values[name], dtype=dtype)
                 elif self.manifest.table is not None:
                     row_group[name] = decode_column(one_chunk(table.column(name)), kind)
                 else:
@@ -252,12 +250,6 @@ class ShardReader(ABC):
             except (ValueError, KeyError, pa.ArrowException) as error:
                 raise self.read_error(index, ValueError(f"column {name!r} {error}")) from error
         return row_group
-
-    def _constant(self, index: int, name: str) -> Rows:
-        table = self._located[index][0].table
-        assert table is not None
-        dtype = self._kinds[name].arrays(name)[name].dtype
-        return np.full(self._row_groups[index], table.values[name], dtype=dtype)
 
     def _batches(self, plan: ShardPlan, start_step: int) -> Iterator[Batch]:
         try:
@@ -273,7 +265,10 @@ class ShardReader(ABC):
         waiting = deque(reads.first_steps.tolist())
         num_steps = plan.plan.num_steps
         steps = block_steps(self._widths(), self.num_shards, plan.plan.batch_size)
-        empty = self._empty()
+        empty = {
+            name: kind.decode([pa.array([], data_type) for data_type in kind.stored(name).values()])
+            for name, kind in self._kinds.items()
+        }
         pieces = prefetch_bundles(
             self._pieces(plan, reads),
             _PREFETCHED_ROW_GROUPS,
@@ -297,7 +292,6 @@ class ShardReader(ABC):
     def _pieces(
         self, plan: ShardPlan, reads: RowGroupReads
     ) -> Generator[list[tuple[StreamSlice, StreamRows]], None, None]:
-        """Yields the rows that each row group gives to the streams."""
         with closing(self.read_row_groups(reads.row_groups.tolist())) as row_groups:  # type: ignore[type-var]
             for read, row_group in zip(reads, row_groups, strict=True):
                 yield [
@@ -311,12 +305,6 @@ class ShardReader(ABC):
             batch.update(kind.finish(name, cut(block[name], start, stop)))
         return batch
 
-    def _empty(self) -> RowGroup:
-        return {
-            name: kind.decode([pa.array([], data_type) for data_type in kind.stored(name).values()])
-            for name, kind in self._kinds.items()
-        }
-
     def _bundle_rows(self) -> int:
         return _BUNDLE_BYTES // sum(self._widths())
 
@@ -325,6 +313,5 @@ class ShardReader(ABC):
 
 
 def block_steps(widths: Sequence[int], num_shards: int, batch_size: int) -> int:
-    """Returns the number of steps in a block, given the bytes per row of every column."""
     rows = min(_BLOCK_ROWS, _BLOCK_COLUMN_BYTES // max(widths), num_shards * _BLOCK_BYTES // sum(widths))
     return max(1, rows // batch_size)

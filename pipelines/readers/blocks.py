@@ -1,9 +1,8 @@
 """Builds batches from shuffle streams: puts the rows of many steps into the order of positions at once.
 
-Positions take their rows from the streams in a short repeating cycle (see `shuffle`), so place p of the cycle
-gives every n-th row of the block. Wide rows are gathered into one line per place, and the block is the
-transpose of the lines. Narrow rows are put into the stream's order when their row group arrives, and then
-copied to their places, because many small gathers are slow.
+Positions take their rows from the streams in a short repeating cycle (see `shuffle`). Wide rows are gathered
+into one line per place of the cycle, and the block is the transpose of the lines. Narrow rows are put into
+the stream's order when their row group arrives, because many small gathers are slow.
 """
 
 from __future__ import annotations
@@ -31,12 +30,7 @@ _KEPT_ARRAYS = 256  # a stream may hold two row groups, and a block uses every s
 
 
 class StreamRows(NamedTuple):
-    """Rows of a row group for one stream.
-
-    Attributes:
-        columns: The columns; narrow ones hold only these rows, in their order.
-        rows: Indexes of the rows in the other columns, in their order.
-    """
+    """Rows of a row group for one stream; narrow columns hold only these, `rows` indexes the others."""
 
     columns: RowGroup
     rows: npt.NDArray[np.int64]
@@ -136,10 +130,7 @@ def assemble(
 ) -> RowGroup:
     """Takes the rows of the shard's positions `start` to `stop` (counting only its own) from the streams.
 
-    Args:
-        stream_cycle: Position i takes the next row of stream `stream_cycle[i % len(stream_cycle)]`.
-        empty: Every column without rows.
-        buffers: Source of the block's arrays.
+    Position i takes the next row of stream `stream_cycle[i % len(stream_cycle)]`.
     """
     num_rows, step = stop - start, len(stream_cycle)
     if not num_rows:
@@ -154,7 +145,10 @@ def assemble(
             block[name] = _gather_ragged(name, lines, num_rows)
             continue
         table = buffers.empty(f"block of {name}", -(-num_rows // step) * step, like)
-        (_gather if _is_wide(like) else _copy)(name, lines, table, buffers)
+        if _is_wide(like):
+            _gather(name, lines, table, buffers)
+        else:
+            _copy(name, lines, table)
         block[name] = table[:num_rows]
     return block
 
@@ -175,7 +169,6 @@ def _places(stream_cycle: npt.NDArray[np.int64], stream: int, start: int, num_ro
 
 
 def _deal(parts: Sequence[_Part], places: Sequence[int], lines: list[list[_Part]]) -> None:
-    """Deals the rows of a stream to the lines of its places, like cards."""
     done, turns = 0, len(places)
     for piece, rows in parts:
         for turn, place in enumerate(places):
@@ -197,7 +190,7 @@ def _gather(name: str, lines: Sequence[Sequence[_Part]], block: NumpyArray, buff
         block.reshape(height, step, -1)[:] = table.reshape(step, height, -1).swapaxes(0, 1)
 
 
-def _copy(name: str, lines: Sequence[Sequence[_Part]], block: NumpyArray, buffers: Buffers) -> None:
+def _copy(name: str, lines: Sequence[Sequence[_Part]], block: NumpyArray) -> None:
     for place, parts in enumerate(lines):
         line, done = block[place :: len(lines)], 0
         for piece, span in parts:
@@ -207,7 +200,6 @@ def _copy(name: str, lines: Sequence[Sequence[_Part]], block: NumpyArray, buffer
 
 
 def _gather_ragged(name: str, lines: Sequence[Sequence[_Part]], num_rows: int) -> Rows:
-    """Concatenates the ragged rows of all lines and takes them in the order of their positions."""
     rows = join([take(piece.columns[name], piece.rows[span]) for parts in lines for piece, span in parts])
     source = np.empty(num_rows, dtype=np.int64)
     places = [np.arange(place, num_rows, len(lines)) for place in range(min(len(lines), num_rows))]

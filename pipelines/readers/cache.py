@@ -42,13 +42,7 @@ class _StoredRowGroup(NamedTuple):
 
 
 class RowGroupCache:
-    """Cache "memory": row groups by index, up to a number of bytes. Base class of the other caches.
-
-    Attributes:
-        max_bytes: Most bytes to hold.
-        keep: Row groups worth keeping; None for all.
-        num_bytes: Bytes held.
-    """
+    """Cache "memory": row groups by index. Base class of the other caches. `keep` is None for all."""
 
     def __init__(self, max_bytes: int, keep: Collection[int] | None = None) -> None:
         if max_bytes < 1:
@@ -66,7 +60,6 @@ class RowGroupCache:
         return row_group
 
     def put(self, index: int, row_group: RowGroup) -> None:
-        """Keeps a row group if it fits."""
         if index in self or (self.keep is not None and index not in self.keep):
             return
         size = sum(num_bytes(rows) for rows in row_group.values())
@@ -88,9 +81,6 @@ class DiskCache(RowGroupCache):
 
     The file has no name, so the kernel removes it when its process ends. Threads may share the cache. A
     forked child only reads it, because its parent would write to the same places.
-
-    Attributes:
-        fd: Descriptor of the file; -1 after `close`.
     """
 
     def __init__(self, max_bytes: int, keep: Collection[int] | None = None) -> None:
@@ -138,7 +128,10 @@ class DiskCache(RowGroupCache):
                 for array in arrays:
                     end += -end % _ALIGNMENT if array.nbytes else 0
                     columns[name].append(_StoredArray(end - offset, array.dtype, array.shape))
-                    end = self._write(np.ascontiguousarray(array), end)
+                    data = memoryview(cast("Any", np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+                    while data:
+                        written = os.pwrite(self.fd, data, end)
+                        end, data = end + written, data[written:]
         except OSError as error:
             self.keep = ()
             _logger.warning(
@@ -149,13 +142,6 @@ class DiskCache(RowGroupCache):
         self._row_groups[index] = _StoredRowGroup(offset, end - offset, columns)
         self._end = end + -end % _ALIGNMENT
         return True
-
-    def _write(self, array: NumpyArray, offset: int) -> int:
-        data = memoryview(cast("Any", array.reshape(-1).view(np.uint8)))
-        while data:
-            written = os.pwrite(self.fd, data, offset)
-            offset, data = offset + written, data[written:]
-        return offset
 
     def _data(self, place: _StoredRowGroup) -> Any:
         if place.num_bytes < _MAPPED_BYTES:

@@ -28,13 +28,7 @@ _MOST_EPOCHS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class RowsInFlight:
-    """Bytes that a reader holds at one moment.
-
-    Attributes:
-        row_groups: Bytes of rows that wait in the streams. Wide columns are held until the row group's last
-            row is used.
-        blocks: Bytes of rows in blocks.
-    """
+    """Bytes that wait in the streams for their batch, and bytes in blocks."""
 
     row_groups: int
     blocks: int
@@ -100,14 +94,7 @@ def read_again(
     seed: int,
     shuffle: bool,
 ) -> npt.NDArray[np.int64]:
-    """Returns the row groups that one shard reads in two or more of the epochs: those worth caching.
-
-    At most 256 epochs are examined.
-
-    Args:
-        epochs: Numbers of the epochs.
-        batch_size: Rows per step over all shards, or a function that returns them for an epoch.
-    """
+    """Returns the row groups that one shard reads in two or more of the epochs: those worth caching."""
     times = np.zeros(len(row_groups), dtype=np.int64)
     for epoch in islice(epochs, _MOST_EPOCHS):
         plan = plan_epoch(

@@ -44,7 +44,6 @@ class PetastormReader(ShardReader):
         self._tails = Tails()
 
     def read_tables(self, indexes: Sequence[int]) -> Iterator[Any]:
-        """Yields the row groups in order, read ahead by one Petastorm worker thread."""
         if not indexes:
             return
         try:
@@ -88,8 +87,6 @@ class PetastormReader(ShardReader):
 
 
 class _OrderedReader(Reader):  # type: ignore[misc]
-    """A Petastorm reader of given row groups in a given order."""
-
     def __init__(self, reader: PetastormReader, indexes: Sequence[int]) -> None:
         located = [reader.locate(index) for index in indexes]
         paths = {uri: storage.filesystem(uri)[1] for uri, _ in located}

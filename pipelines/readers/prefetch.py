@@ -101,12 +101,8 @@ def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
 def prefetch_bundles(
     source: Generator[T, None, None], depth: int, size: Callable[[T], int], least: int
 ) -> Generator[T, None, None]:
-    """Like `prefetch`, but passes small items together, because waking a thread takes time.
-
-    Args:
-        depth: Most bundles to hold, besides the one being computed and the one in use.
-        size: Returns the size of an item.
-        least: A bundle ends with the item that brings it to this size.
+    """Like `prefetch`, but passes items together until their `size` is at least `least`: waking a thread is
+    slow.
     """
     with closing(prefetch(_bundles(source, size, least), depth)) as bundles:
         for bundle in bundles:

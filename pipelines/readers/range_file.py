@@ -51,7 +51,6 @@ class RangeFile(io.RawIOBase):
     def __init__(
         self, uri: str, num_bytes: int, tails: Tails, closed: Callable[[], bool] | None = None
     ) -> None:
-        """Creates the file, without a request. A waiting read calls `closed` and ends if it is true."""
         self._uri = uri
         self._fs, self._path = storage.filesystem(uri)
         self._num_bytes = num_bytes
@@ -75,12 +74,7 @@ class RangeFile(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        """Returns bytes from the current position.
-
-        Raises:
-            OSError: They cannot be read now; FileNotFoundError or PermissionError if a retry is useless.
-            Closed: The consumer has closed.
-        """
+        """Returns bytes from the current position. Raises Closed if the consumer has closed."""
         start = self._position
         stop = self._num_bytes if size < 0 else min(start + size, self._num_bytes)
         if start >= stop:

@@ -51,13 +51,7 @@ def may_pass(error: BaseException) -> bool:
 
 
 class Retries:
-    """Counts the attempts at one row group and waits between them, twice as long each time."""
-
     def __init__(self) -> None:
-        self.attempts = 1
-
-    def reset(self) -> None:
-        """Starts the count again, after a row group was read."""
         self.attempts = 1
 
     def again(self, uri: str, error: Exception) -> bool:
@@ -72,14 +66,10 @@ class Retries:
             uri, type(error).__name__, error, self.attempts, MAX_ATTEMPTS, wait,
         )  # fmt: skip
         self.attempts += 1
-        _wait(wait)
+        is_closed = closed_check()
+        deadline = time.monotonic() + wait
+        while (left := deadline - time.monotonic()) > 0:
+            if is_closed is not None and is_closed():
+                raise Closed
+            time.sleep(min(left, _POLL_SECONDS))
         return True
-
-
-def _wait(seconds: float) -> None:
-    is_closed = closed_check()
-    deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
-        if is_closed is not None and is_closed():
-            raise Closed
-        time.sleep(min(left, _POLL_SECONDS))

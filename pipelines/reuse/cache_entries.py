@@ -37,13 +37,6 @@ class CacheEntry:
         run: Name of the folder of the valid shards.
         refusal: Reason why these shards must not be reused; None if they may be.
         created: UTC time of the write, ISO 8601.
-        rows: Number of rows over all splits.
-        num_bytes: Size of all shards in bytes.
-        columns: Names of the columns.
-        plan: Analysed plan as text.
-        plan_summary: Operators of the plan, from the result down.
-        settings: Settings of `write_shards`, as text.
-        sources: Source files of the rows, as text.
     """
 
     key: str
@@ -67,9 +60,7 @@ class CachedShards:
         key: Key of the entry; `remove_cached` takes its first digits.
         uri: Folder of the shards for `ShardManifest.load`; the entry's folder if unfinished.
         created: UTC time of the write, ISO 8601; empty if unfinished.
-        rows: Number of rows over all splits.
         num_bytes: Bytes that removing the entry frees.
-        columns: Names of the columns.
         plan: Operators of the plan, or the entry's problem.
         is_reusable: Whether `cached_shards` may return these shards.
     """
@@ -85,10 +76,7 @@ class CachedShards:
 
 
 def list_cached(root: str | os.PathLike[str]) -> list[CachedShards]:
-    """Returns all entries below `root`, the newest first and unfinished ones last.
-
-    A path without a scheme is on the local disk.
-    """
+    """Returns all entries below `root`, the newest first and unfinished ones last."""
     root = storage.normalize(root)
     found = [
         _describe_folder(storage.join(root, name))
@@ -206,10 +194,8 @@ def _bytes_below(uri: str) -> int:
 def _remove(folder: str) -> None:
     # The commit goes first, so that no reader finds an entry with missing shards. The marker goes last, so
     # that an interrupted removal is still listed.
-    for name in sorted(filter(_is_ours, storage.list_names(folder)), key=_order_of_removal):
+    order = {ENTRY_NAME: 0, MARKER_NAME: 2}
+    ours = filter(_is_ours, storage.list_names(folder))
+    for name in sorted(ours, key=lambda name: order.get(name, 1)):
         storage.remove(storage.join(folder, name), recursive=True)
     storage.remove_if_empty(folder)
-
-
-def _order_of_removal(name: str) -> int:
-    return {ENTRY_NAME: 0, MARKER_NAME: 2}.get(name, 1)

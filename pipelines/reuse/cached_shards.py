@@ -28,7 +28,7 @@ from ringspark.pipelines.spark_paths import resolve, to_spark_uri
 from ringspark.pipelines.writing.shards import write_shards
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame
 
 # Session settings that change the speed, not the rows. All others count.
 _ONLY_SPEED = re.compile(
@@ -45,14 +45,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """The source of the rows at one moment.
-
-    Attributes:
-        plan: Fingerprint of the plan.
-        files: States of the source files.
-        key: Digest of everything that determines the rows; None if they must not be reused.
-        refusal: Reason why the rows must not be reused; None if they may be.
-    """
+    """Plan and files of a DataFrame at one moment; either `key` or `refusal` is None."""
 
     plan: PlanFingerprint
     files: tuple[FileState, ...] = ()
@@ -153,7 +146,6 @@ def _write(df: DataFrame, root: str, source: _Source, settings: Mapping[str, Any
 
 
 def _source(df: DataFrame, settings: Mapping[str, Any]) -> _Source:
-    """Collects the plan and its files from Spark, and the files' state from the storage."""
     plan = fingerprint(df)
     if plan.refusal is not None:
         return _Source(plan=plan, refusal=plan.refusal)
@@ -181,23 +173,18 @@ def _source(df: DataFrame, settings: Mapping[str, Any]) -> _Source:
         "plan": [plan.semantic_hash, plan.text, plan.sources, plan.options],
         "schema": df.schema.json(),
         "settings": described,
-        "session": _session_settings(df.sparkSession),
+        # Defaults belong to the application.
+        "session": {
+            row[0]: row[1]
+            for row in df.sparkSession.sql("SET").collect()
+            if row[0].startswith("spark.sql.") and not _ONLY_SPEED.match(row[0])
+        },
         "files": files,
     }
     return _Source(plan=plan, files=files, key=_digest(parts))
 
 
-def _session_settings(spark: SparkSession) -> dict[str, str]:
-    settings = {str(row[0]): str(row[1]) for row in spark.sql("SET").collect()}
-    return {
-        name: value
-        for name, value in settings.items()
-        if name.startswith("spark.sql.") and not _ONLY_SPEED.match(name)
-    }
-
-
 def _canonical(value: Any) -> str:
-    """Returns the repr of a value, with dictionary keys and set members in sorted order."""
     if isinstance(value, Kind):
         return f"{value!r} {_digest(value.to_json())[:20]}"
     if isinstance(value, Mapping):

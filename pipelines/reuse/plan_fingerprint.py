@@ -107,7 +107,6 @@ class PlanFingerprint:
         text: Analysed plan, with expression ids numbered by first appearance.
         sources: Format of each table of files, then the folders of each, in the order of the plan.
         options: Options of each table's reader, if the driver's JVM provides them.
-        semantic_hash: Spark's hash, valid within the application; None if the rows must not be reused.
         size_range: Least and most bytes of the source files, because Spark prints the size rounded.
         refusal: Reason why rows of this plan must not be reused; None if they may be.
     """
@@ -121,7 +120,6 @@ class PlanFingerprint:
 
     @property
     def summary(self) -> str:
-        """Names of the operators, from the result down to the sources."""
         names = [line.lstrip(" :+-").partition(" ")[0] for line in self.text.splitlines()]
         return " < ".join(names[:8]) + (" < ..." if len(names) > 8 else "")
 
@@ -245,13 +243,13 @@ def _renumber(lines: Sequence[str]) -> list[str]:
         key = (match[1] == "#", match[2])
         return f"{match[1]}{numbers.setdefault(key, len(numbers))}"
 
-    return [re.sub(r"(#|CTERelation(?:Def|Ref) )(\d+)", number, _plain(line)) for line in lines]
-
-
-def _plain(line: str) -> str:
-    # Names of lambda variables contain a process counter; the splits of a Range change no row.
-    line = re.sub(r"\blambda (\w+?)_\d+#", r"lambda \1#", line)
-    return re.sub(r"(\bRange \(.*), splits=\w+(?:\(\d+\))?\)", r"\1)", line)
+    numbered = []
+    for line in lines:
+        # Names of lambda variables contain a process counter; the splits of a Range change no row.
+        line = re.sub(r"\blambda (\w+?)_\d+#", r"lambda \1#", line)
+        line = re.sub(r"(\bRange \(.*), splits=\w+(?:\(\d+\))?\)", r"\1)", line)
+        numbered.append(re.sub(r"(#|CTERelation(?:Def|Ref) )(\d+)", number, line))
+    return numbered
 
 
 def _size_range(cost: str) -> tuple[float, float]:

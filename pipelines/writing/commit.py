@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.manifest import MANIFEST_NAME, ShardManifest
@@ -102,11 +103,10 @@ def discard(uri: str, folder: str, is_new: bool) -> None:
 
 
 def _is_abandoned(uri: str, name: str) -> bool:
-    try:
+    with suppress(OSError):
         newest = storage.newest_change(storage.join(uri, name))
-    except OSError:
-        return False
-    return newest is not None and time.time() - newest > _ABANDONED_SECONDS
+        return newest is not None and time.time() - newest > _ABANDONED_SECONDS
+    return False
 
 
 def _remove(uri: str, names: Sequence[str]) -> None:

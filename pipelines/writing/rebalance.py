@@ -27,8 +27,6 @@ SMALL_FILE_BYTES = 32 << 20
 
 
 class RowRange(NamedTuple):
-    """Rows `start` to `stop` of a file."""
-
     path: str
     start: int
     stop: int
@@ -39,11 +37,7 @@ def plan_even_files(
 ) -> list[list[RowRange]]:
     """Returns the content of the new files of one split, in order; empty if its files are already even.
 
-    Args:
-        files: Files of the split, in reading order.
-        num_files: Number of files; None chooses it by their sizes.
-        cores: Returns the number of cores; called only if files are many and small, because it runs a Spark
-            job.
+    `cores` runs a Spark job, so it is called only if files are many and small.
     """
     rows = sum(file.num_rows for file in files)
     if not files:
@@ -103,7 +97,7 @@ def _copy(plan: WritePlan, split: Split, number: int, ranges: Sequence[RowRange]
 
 
 def _restore(column: Any, stored_type: Any) -> Any:
-    """Returns a column as one array of its written type: Parquet renames the elements of lists."""
+    """Casts a column to its written type, because Parquet renames the elements of lists."""
     array = one_chunk(column)
     is_same = array.type == stored_type or pa.types.is_fixed_size_binary(array.type)
     return array if is_same else array.cast(stored_type)

@@ -29,7 +29,10 @@ _SAMPLE_BYTES = 1 << 18
 
 
 class ShardFileWriter:
-    """Buffers record batches and writes them as row groups; creates no file without rows."""
+    """Buffers record batches and writes them as row groups; creates no file without rows.
+
+    Without `row_group_rows`, a row group has about `ROW_GROUP_BYTES`.
+    """
 
     def __init__(
         self,
@@ -40,13 +43,6 @@ class ShardFileWriter:
         row_group_rows: int | None,
         compression: str,
     ) -> None:
-        """Creates a writer for the file `path` in the manifest's folder `uri`.
-
-        Args:
-            stored_types: Name and Arrow type of each stored column.
-            row_group_rows: Rows per row group; None fills `ROW_GROUP_BYTES`.
-            compression: Name of the Parquet codec.
-        """
         self._path = path
         self._uri = storage.join(uri, path)
         self._stored_types = stored_types
@@ -61,7 +57,7 @@ class ShardFileWriter:
         self._parquet: Any = None
 
     def add(self, arrays: Sequence[Any]) -> None:
-        """Takes rows, one Arrow array per stored column, and writes the row groups that they fill."""
+        """Takes one Arrow array per stored column, and writes the row groups that the rows fill."""
         if self._schema is None:
             self._schema = _schema(self._stored_types, arrays)
         batch = pa.RecordBatch.from_arrays(list(arrays), schema=self._schema)

@@ -40,14 +40,10 @@ class WritePlan:
     """Settings that the driver sends to every task.
 
     Attributes:
-        uri: Folder of the manifest.
         folder: Folder of this write's files, below `uri`.
-        columns: Columns in the order of the batches.
         handle_invalid: Treatment of nulls, one entry per column.
         splits: Whether batches end with an additional column that is true for validation rows.
         row_group_rows: Rows per row group; None sizes row groups by bytes.
-        compression: Name of the Parquet codec.
-        only_measures: Whether tasks only measure rows and write nothing.
         imports: Modules that a task imports for a later stage, which runs in the same process.
     """
 
@@ -91,7 +87,7 @@ class WritePlan:
 
 
 def write_partition(plan: WritePlan, batches: Iterator[Any]) -> Iterator[Any]:
-    """Writes one partition and yields one record batch with its JSON report. Runs in a Spark task."""
+    """Writes one partition and yields one record batch with its JSON report."""
     writer = PartitionWriter(plan)
     importing = Thread(target=_import, args=(plan.imports,), daemon=True)
     try:
@@ -128,11 +124,12 @@ def _pieces(batch: Any, columns: Sequence[Column]) -> Iterator[Any]:
 
 
 class PartitionWriter:
-    """Writes the rows of one task and collects their report."""
-
     def __init__(self, plan: WritePlan) -> None:
+        from pyspark import TaskContext
+
         self._plan = plan
-        self._number = _partition_id()
+        context = TaskContext.get()
+        self._number = 0 if context is None else int(context.partitionId())
         names = {column.name: index for index, column in enumerate(plan.stored_columns)}
         # Index of a stored column whose nulls are kept -> index of its mask.
         self._masks = {
@@ -308,10 +305,3 @@ def merge_shapes(
     if left is None or right is None:
         return left or right
     return (tuple(map(min, left[0], right[0])), tuple(map(max, left[1], right[1])))
-
-
-def _partition_id() -> int:
-    from pyspark import TaskContext
-
-    context = TaskContext.get()
-    return 0 if context is None else int(context.partitionId())

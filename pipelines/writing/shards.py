@@ -1,9 +1,8 @@
 """`write_shards`: writes a DataFrame as Parquet shards in one pass.
 
 A non-deterministic plan (`rand`, sampling) gives other rows each time it runs, so one pass makes the split,
-the statistics and the files. Only the DataFrame API is used, so Spark Connect works too.
-
-Each write has its own folder. Its name starts with an underscore, so tools that read whole folders skip it.
+the statistics and the files. Each write has its own folder, whose name starts with an underscore so that
+tools that read whole folders skip it.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from ringspark.pipelines.columns import (
 )
 from ringspark.pipelines.kinds import Kind, Vocabulary
 from ringspark.pipelines.kinds.strings import fill_vocabulary
-from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest, Split
+from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest
 from ringspark.pipelines.spark_errors import explain_worker_errors
 from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.writing.commit import FOLDER_PREFIX, clean, commit, discard, previous_folders
-from ringspark.pipelines.writing.rebalance import RowRange, copy_files, plan_even_files
+from ringspark.pipelines.writing.rebalance import copy_files, plan_even_files
 from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, HandleInvalid, WritePlan, write_partition
 from ringspark.pipelines.writing.split import check_indicator, split_expression
 from ringspark.pipelines.writing.task_reports import Report, join_reports
@@ -133,7 +132,8 @@ def write_shards(
         compression=compression,
         imports=tuple(imports),
     )
-    _check_batch_names(plan)
+    check_names([name for column in plan.stored_columns for name in column.kind.stored(column.name)])
+    check_names([name for column in plan.stored_columns for name in column.kind.batch_names(column.name)])
     previous = previous_folders(plan.uri, overwrite)
     storage.check_writable(plan.uri)
     seen = df if chosen is None else df.where(~F.coalesce(chosen.cast("boolean"), F.lit(False)))
@@ -190,11 +190,6 @@ def _handling(
                 f"got {value!r}"
             )
     return cast("tuple[HandleInvalid, ...]", tuple(given.values()))
-
-
-def _check_batch_names(plan: WritePlan) -> None:
-    check_names([name for column in plan.stored_columns for name in column.kind.stored(column.name)])
-    check_names([name for column in plan.stored_columns for name in column.kind.batch_names(column.name)])
 
 
 def learn(df: DataFrame, column: Column) -> Column:
@@ -258,25 +253,21 @@ def _check_reports(plan: WritePlan, reports: Sequence[Report], validation_col: s
 def _even(
     spark: SparkSession, plan: WritePlan, reports: Sequence[Report], num_files: int | None
 ) -> list[ShardFile]:
-    """Returns the files to commit, in reading order, evened out if necessary."""
     files = [ShardFile.from_json(file) for report in reports for file in report["files"]]
     files.sort(key=lambda file: file.path)
     kept: list[ShardFile] = []
     for split in SPLITS:
         written = [file for file in files if file.split == split]
         new = plan_even_files(written, num_files, partial(_default_parallelism, spark))
-        kept += _copy(spark, plan, split, new) if new else written
+        if not new:
+            kept += written
+            continue
+        numbers = spark.range(0, len(new), 1, len(new))
+        rows = numbers.mapInArrow(partial(copy_files, plan, split, new), REPORT_SCHEMA).collect()
+        entries = {entry.pop("number"): entry for entry in (json.loads(row["report"]) for row in rows)}
+        assert len(entries) == len(rows) == len(new)
+        kept += [ShardFile.from_json(entries[number]) for number in range(len(new))]
     return kept
-
-
-def _copy(
-    spark: SparkSession, plan: WritePlan, split: Split, files: Sequence[Sequence[RowRange]]
-) -> list[ShardFile]:
-    numbers = spark.range(0, len(files), 1, len(files))
-    rows = numbers.mapInArrow(partial(copy_files, plan, split, files), REPORT_SCHEMA).collect()
-    entries = {entry.pop("number"): entry for entry in (json.loads(row["report"]) for row in rows)}
-    assert len(entries) == len(rows) == len(files)
-    return [ShardFile.from_json(entries[number]) for number in range(len(files))]
 
 
 def _default_parallelism(spark: SparkSession) -> int:

@@ -26,7 +26,6 @@ def split_expression(
     fraction: float | None,
     seed: int,
 ) -> SparkColumn | None:
-    """Returns the boolean or 0/1 expression that is true for validation rows."""
     from pyspark.sql import functions as F
 
     if validation_col is not None:
