@@ -34,8 +34,6 @@ _SHORT_JAVA_OPTIONS = "-XX:TieredStopAtLevel=1"
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Omits empty defaults."""
-
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False or action.default == []:
             return action.help
@@ -92,17 +90,11 @@ def main(
 
 
 def option_name(setting: Setting[Any]) -> str:
-    """Returns the name of a setting's option, such as "--num-workers"."""
     return "--" + re.sub("[A-Z]", lambda capital: f"-{capital[0].lower()}", setting.name)
 
 
 def add_setting(parser: Any, setting: Setting[Any], default: Any = None) -> None:
-    """Adds the option of an estimator's setting, with its description, default and checks.
-
-    Args:
-        parser: A parser or an argument group.
-        default: The job's default; None for the setting's.
-    """
+    """Adds the option of an estimator's setting. `default` is the job's; None for the setting's."""
     kwargs: dict[str, Any] = {
         "dest": setting.name,
         "default": setting.default if default is None else default,
@@ -141,29 +133,24 @@ def fraction(text: str) -> float:
 
 @contextlib.contextmanager
 def spark(app_name: str, master: str | None = None, *, is_short: bool = False) -> Iterator[SparkSession]:
-    """Yields a session, and stops it at the end unless it was running before, as in a notebook."""
-    running = _running_session()
-    session = spark_session(app_name, master, is_short=is_short)
-    try:
-        yield session
-    finally:
-        if running is None:
-            session.stop()
+    """Yields a session, and stops it at the end unless it was running before, as in a notebook.
 
-
-def spark_session(app_name: str, master: str | None = None, *, is_short: bool = False) -> SparkSession:
-    """Returns the running Spark session, or a new one.
-
-    Args:
-        master: Master of a new session; None for the master of spark-submit or SPARK_REMOTE, or else
-            `DEFAULT_MASTER`.
-        is_short: Whether a new local session has about a minute of work.
+    Without `master`, spark-submit, SPARK_REMOTE or `DEFAULT_MASTER` decides. `is_short`: a minute of work.
     """
     running = _running_session()
     if running is not None:
         if master is not None:
             print(f"--master {master} has no effect: a Spark session is already running", file=sys.stderr)
-        return running
+        yield running
+        return
+    session = _start_session(app_name, master, is_short)
+    try:
+        yield session
+    finally:
+        session.stop()
+
+
+def _start_session(app_name: str, master: str | None, is_short: bool) -> SparkSession:
     # spark-submit starts the JVM first and passes its port; its configuration has the master.
     if master is None and "PYSPARK_GATEWAY_PORT" not in os.environ and "SPARK_REMOTE" not in os.environ:
         master = DEFAULT_MASTER
@@ -202,7 +189,6 @@ def print_rate(job: str, rows: int, seconds: float) -> None:
 
 
 def format_size(num_bytes: float) -> str:
-    """Formats a number of bytes, such as "1.5 MiB"."""
     for unit in _UNITS[:-1]:
         if num_bytes < 1024:
             return f"{num_bytes:,.0f} bytes" if unit == "bytes" else f"{num_bytes:.1f} {unit}"

@@ -58,7 +58,6 @@ def build_parser() -> cli.JobParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns 0, or `REFUSED` for wrong input; SystemExit(1) for a failed training."""
     return cli.main(build_parser(), lambda args: args.command_run(args), argv, refused=REFUSED)
 
 
@@ -76,8 +75,6 @@ class _Version(argparse.Action):
 
 
 class _Completion(argparse.Action):
-    """Prints the completion script of a shell, made by shtab."""
-
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, **kwargs)
 

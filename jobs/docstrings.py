@@ -18,7 +18,6 @@ _MIN_WORDS = 5
 
 
 def frame(spark: SparkSession, packages: int = 20) -> DataFrame:
-    """Returns `rows` as a DataFrame with columns `package` and `text`."""
     return spark.createDataFrame(rows(packages), "package string, text string").coalesce(2)
 
 

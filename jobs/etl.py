@@ -51,7 +51,6 @@ def build_parser() -> cli.JobParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Joins and splits the tables, fits the features and writes. Runs on the driver."""
     started = time.perf_counter()
     from pyspark.sql import functions as F
 
@@ -107,7 +106,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _unpack(root: str) -> str:
-    """Unpacks the installed tables next to the results, where Spark's executors can read them."""
     from ringspark.jobs import flights
 
     raw = storage.join(root, "raw")

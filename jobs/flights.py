@@ -118,7 +118,6 @@ def unpack_raw_tables(folder: str | Path) -> Path:
 
 
 def read_tables(spark: SparkSession, folder: str | Path) -> dict[str, DataFrame]:
-    """Reads `<folder>/<table>.csv` for every table in `SCHEMAS`; "NA" is null."""
     tables = {}
     for name, schema in SCHEMAS.items():
         path = f"{str(folder).rstrip('/')}/{name}.csv"
@@ -136,8 +135,7 @@ def read_tables(spark: SparkSession, folder: str | Path) -> dict[str, DataFrame]
 def join_tables(tables: Mapping[str, DataFrame]) -> DataFrame:
     """Returns one row per flight, including cancelled flights, with weather, plane, airport and airline.
 
-    Left joins on the other table's key neither drop nor repeat a flight. An airport that is not in the table
-    (Puerto Rico and St. Thomas) gets New York's time zone.
+    An airport that is not in the table (Puerto Rico and St. Thomas) gets New York's time zone.
     """
     flights = _with_schedule(tables["flights"])
     weather = _with_history(tables["weather"]).drop("year", "month", "day", "hour")
@@ -215,7 +213,6 @@ def feature_pipeline() -> Pipeline:
 
 
 def feature_sizes(features: PipelineModel) -> tuple[list[int], int]:
-    """Returns the number of indices of each categorical column, and of numbers per row."""
     indexer = next(stage for stage in features.stages if isinstance(stage, StringIndexerModel))
     assembler = next(stage for stage in features.stages if isinstance(stage, VectorAssembler))
     # The index after the labels is for categories that are not in the training rows.

@@ -44,9 +44,7 @@ class JobFile:
 
     @classmethod
     def parse(cls, name: str, text: str) -> JobFile:
-        """Parses the text of a file: JSON if the name ends in .json, else YAML. Raises ValueError if it is
-        wrong.
-        """
+        """Parses JSON if the name ends in .json, else YAML. Raises ValueError if the text is wrong."""
         if name.endswith(".json"):
             try:
                 tree = json.loads(text, object_pairs_hook=_refuse_duplicates)
@@ -63,7 +61,7 @@ class JobFile:
         return _parse_yaml(name, text)
 
     def error(self, path: Path, sentence: str) -> ValueError:
-        """Returns an error with the line of the key at `path`, or of the nearest enclosing key."""
+        """Returns an error with the line of `path`, or of the nearest enclosing key."""
         for change in self.changes:
             if path[: len(change)] == change:
                 return ValueError(f"--set {'.'.join(map(str, change))}: {sentence}")
@@ -210,7 +208,6 @@ def _scalar(name: str, loader: Any, node: Any) -> Any:
 
 
 def _check_type(file: JobFile, path: Path, hint: Any, value: Any, title: str) -> Any:
-    """Returns the value if it has the field's type; does not check the content of a mapping or list."""
     options = [getattr(option, "__origin__", option) for option in (get_args(hint) or (hint,))]
     if isinstance(getattr(hint, "__origin__", None), type):
         options = [hint.__origin__]

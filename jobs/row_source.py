@@ -20,10 +20,9 @@ _LOCATIONS = ("table", *FORMATS, "shards")
 
 @dataclass(frozen=True, kw_only=True)
 class RowSource:
-    """Rows of a job.
+    """Rows of a job: one of `table` and the other locations.
 
     Attributes:
-        table: Name of a table in Spark's catalog.
         parquet, delta, csv, json, orc: Files of this format.
         shards: Folder that `write_shards` wrote.
         options: Options of Spark's reader, such as `header` for CSV.
@@ -79,9 +78,6 @@ class RowSource:
         return ""
 
     def read(self, spark: SparkSession) -> DataFrame:
-        """Returns the rows as a lazy DataFrame. Raises ValueError if Spark cannot find them or parse the
-        filter.
-        """
         from pyspark.errors import AnalysisException, ParseException
 
         kind, uri = self.location
@@ -95,7 +91,7 @@ class RowSource:
             raise ValueError(f"Spark cannot read {kind} {uri!r}: {first_line(error)}") from None
 
     def check_apart(self, spark: SparkSession, output: str) -> None:
-        """Raises ValueError if writing to `output`, which may replace the folder, would remove these rows."""
+        """Raises ValueError if writing to `output` would remove these rows."""
         kind, uri = self.location
         uris = [uri]
         if kind == "table" or (kind in FORMATS and re.search(r"[*?\[{]", uri)):
@@ -130,7 +126,6 @@ def check_apart(spark: SparkSession, output: str, uri: str, what: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of Spark's error; the rest shows its plan."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 

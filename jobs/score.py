@@ -53,7 +53,6 @@ def build_parser() -> cli.JobParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Predicts, measures and draws. Runs on the driver."""
     missing = [name for name in ("sklearn", "matplotlib") if find_spec(name) is None]
     if missing:
         raise ValueError(f"the report needs {' and '.join(missing)}; pip install 'ringspark[examples]'")

@@ -76,7 +76,6 @@ def build_parser() -> cli.JobParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Trains and saves. Runs on the driver."""
     from pyspark.ml import PipelineModel
 
     from ringspark.estimators import TorchClassifier, WorkerError
@@ -117,7 +116,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains by a job file if the first argument is one, else on the flights; returns the exit code."""
     if not argv or argv[0].startswith("-"):
         return cli.main(build_parser(), run, argv)
     parser = cli.JobParser("train", train_job.DESCRIPTION)

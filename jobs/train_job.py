@@ -96,7 +96,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def read_job(uri: str, changes: Sequence[str] = ()) -> tuple[JobFile, TrainJob]:
-    """Reads a job file with changes KEY=VALUE. Raises ValueError if the file is missing or wrong."""
     from ringspark.pipelines import storage
 
     try:
@@ -315,7 +314,6 @@ def _check_rows(spark: SparkSession, job: TrainJob, estimator: Any, features: li
 
 
 def read_rows(spark: SparkSession, job: TrainJob) -> DataFrame:
-    """Returns the training rows with features. Raises ValueError if Spark cannot compute them."""
     return _add_features(spark, job.data, _features(job))
 
 

@@ -110,7 +110,6 @@ class StatsCollector:
 
 
 def _measure(numbers: NumpyArray) -> tuple[dict[str, Any], NumpyArray]:
-    """Returns counts and moments of the numbers, and the finite numbers."""
     if len(numbers) == 0:
         return {}, numbers
     low, high = numbers.min(), numbers.max()

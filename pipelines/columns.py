@@ -48,10 +48,12 @@ class Column:
 
     @property
     def dtype(self) -> str:
+        """NumPy dtype name of a dense column in a batch."""
         return self.kind.arrays(self.name)[self.name].dtype
 
     @property
     def row_shape(self) -> tuple[int, ...]:
+        """Shape of one row of a dense column."""
         return self.kind.arrays(self.name)[self.name].shape
 
     def to_json(self) -> dict[str, Any]:
@@ -95,14 +97,12 @@ def columns_from_spark(schema: StructType, choices: Mapping[str, Kind] | None = 
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raises ValueError if a name repeats."""
     for name, count in Counter(names).items():
         if count > 1:
             raise ValueError(f"two columns are named {name!r}; rename one with df.withColumnRenamed")
 
 
 def check_masks(names: Sequence[str]) -> None:
-    """Raises ValueError if a column has the name of a null mask of `write_shards`."""
     for name in names:
         owner = name.removesuffix(MASK)
         if owner != name and owner in names:
@@ -117,7 +117,6 @@ def is_case_sensitive(spark: SparkSession) -> bool:
 
 
 def check_frame(value: Any, subject: str) -> None:
-    """Raises ValueError if `value` is no Spark DataFrame."""
     # Not by isinstance: before Spark 4, the DataFrames of Classic and Connect share no base class.
     if not hasattr(value, "mapInArrow"):
         cls = type(value)

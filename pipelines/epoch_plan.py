@@ -81,12 +81,12 @@ class EpochPlan:
         return -(-self.num_rows // self.batch_size)
 
     def global_rows(self, step: int) -> int:
-        """Returns the number of rows in a step's batch, over all shards."""
+        """Returns the rows of a step over all shards."""
         start, stop = self._positions(step)
         return stop - start
 
     def shard_rows(self, step: int, shard: int) -> int:
-        """Returns the number of rows that `shard` has in a step's batch; may be 0."""
+        """Returns the rows of a step on one shard; may be 0."""
         start, stop = self._positions(step)
         deal = self.shard(shard).deal
         return deal.rank(stop) - deal.rank(start)
@@ -112,7 +112,6 @@ class EpochPlan:
         return _read_only(starts)
 
     def row_order(self, row_group: int) -> Int64Array:
-        """Returns the rows of a row group in the order of the sequence."""
         rows = int(self.row_groups[row_group])
         if not self.shuffle:
             return np.arange(rows, dtype=np.int64)
@@ -129,8 +128,6 @@ class EpochPlan:
 
 
 class ShardPlan:
-    """The row groups that one shard reads, and how its batches are built from them."""
-
     def __init__(self, plan: EpochPlan, shard: int) -> None:
         self.plan = plan
         self.shard = shard
@@ -149,7 +146,7 @@ class ShardPlan:
         return RowGroupReads(self.plan, slots, positions, streams, starts, stops)
 
     def rows(self, read: RowGroupRead) -> list[Int64Array]:
-        """Returns the rows within the row group for each slice of `read`, in the stream's order."""
+        """Returns the rows within the row group for each slice of `read`."""
         places = [self._places(read, span) for span in read.slices]
         if not self.plan.shuffle:
             return [place if isinstance(place, np.ndarray) else np.r_[place] for place in places]
@@ -157,7 +154,6 @@ class ShardPlan:
         return [order[place] for place in places]
 
     def _places(self, read: RowGroupRead, span: StreamSlice) -> slice | Int64Array:
-        """Returns the rows of a slice, as positions within the shuffled row group."""
         offset = self.deal.streams[span.stream].start - read.sequence_start
         ends = self.deal.rows_at(span.stream, np.asarray([span.start, span.stop - 1]))
         first, last = (ends + offset).tolist()
@@ -260,8 +256,6 @@ def plan_epoch(
 
     >>> sizes = [8, 8, 8, 4, 8, 8, 6]
     >>> plan = plan_epoch(sizes, num_shards=3, batch_size=16, epoch=0, seed=7)
-    >>> [plan.global_rows(step) for step in range(plan.num_steps)]
-    [16, 16, 16, 2]
     >>> [[plan.shard_rows(step, shard) for shard in range(3)] for step in range(plan.num_steps)]
     [[7, 6, 3], [6, 3, 7], [3, 7, 6], [1, 1, 0]]
 

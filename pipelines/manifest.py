@@ -119,6 +119,7 @@ class ShardManifest:
 
     @property
     def num_rows(self) -> int:
+        """Number of rows in all files."""
         return sum(file.num_rows for file in self.files)
 
     def _repr_html_(self) -> str:
@@ -137,21 +138,21 @@ class ShardManifest:
         return notebook_table(f"Shards in {self.uri}", header, rows, " ".join(sizes))
 
     def column_of(self, name: str) -> Column:
-        """Returns the column that adds the array `name` to a batch. Raises ValueError if none does."""
+        """Returns the column that adds the array `name` to a batch, or raises ValueError."""
         for column in self.columns:
             if name in column.kind.arrays(column.name):
                 return column
         return self.column(name)
 
     def array(self, name: str) -> BatchArray:
-        """Describes the array `name` of a batch. Raises ValueError if there is none with an entry per row."""
+        """Describes the array `name` of a batch. Raises ValueError if it has no entry per row."""
         array = self.described(name)
         if not array.per_row:
             raise self._no_array(name)
         return array
 
     def described(self, name: str) -> BatchArray:
-        """Describes the array `name` of a batch. Raises ValueError if there is none."""
+        """Describes the array `name` of a batch, or raises ValueError."""
         column = self.column_of(name)
         array = column.kind.arrays(column.name).get(name)
         if array is None:
@@ -163,7 +164,7 @@ class ShardManifest:
         return ValueError(f"column {column!r} of the shards at {self.uri} adds no array {name!r} to a batch")
 
     def column(self, name: str) -> Column:
-        """Returns the column called `name`. Raises ValueError if there is none."""
+        """Returns the column called `name`, or raises ValueError."""
         for column in self.columns:
             if column.name == name:
                 return column
@@ -171,7 +172,7 @@ class ShardManifest:
         raise ValueError(f"the shards in {self.uri!r} have no column {name!r}; known: {known}")
 
     def range_of(self, name: str) -> tuple[float, float] | None:
-        """Returns the smallest and largest number of a column over all splits; None if unknown."""
+        """Returns the smallest and largest number over all splits; None if unknown."""
         stats = self._stats_of(name)
         ranges = [(s.minimum, s.maximum) for s in stats if s.minimum is not None and s.maximum is not None]
         if not ranges or len(ranges) < sum(1 for s in stats if s.rows):
@@ -179,7 +180,6 @@ class ShardManifest:
         return min(low for low, _ in ranges), max(high for _, high in ranges)
 
     def mean_row_bytes(self, column: Column) -> float:
-        """Returns the mean bytes of a column's row in a batch."""
         stats = self._stats_of(column.name)
         rows = sum(found.rows for found in stats)
         if not column.kind.value_bytes or not rows:
@@ -226,13 +226,11 @@ class ShardManifest:
         return title
 
     def verify_files(self) -> None:
-        """Checks size and row groups of every file by its footer. Raises ValueError if a file is missing or
-        differs.
-        """
+        """Compares every footer with the manifest. Raises ValueError if a file is missing or differs."""
         self._check_files(self._footer_problem)
 
     def verify(self) -> None:
-        """Checks sizes, row groups and digests; reads every byte. Raises ValueError if a file differs."""
+        """Reads every byte, and raises ValueError if a file differs."""
         self._check_files(lambda file: self._footer_problem(file) or self._digest_problem(file))
 
     def save(self, *, overwrite: bool = True) -> None:

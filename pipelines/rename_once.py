@@ -11,7 +11,7 @@ _DEAD_CLAIM_SECONDS = 600.0
 
 
 def rename_once(temporary: str, path: str) -> None:
-    """Renames a local file. Raises FileExistsError if the new name exists or another writer claims it."""
+    """Renames a local file, or raises FileExistsError if the new name exists or is claimed."""
     try:
         # Unlike a rename, a link does not replace an existing file.
         os.link(temporary, path)

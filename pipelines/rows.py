@@ -46,7 +46,6 @@ def num_rows(rows: Rows) -> int:
 
 
 def take(rows: Rows, indexes: npt.NDArray[np.int64]) -> Rows:
-    """Returns a copy of the rows at `indexes`, in their order."""
     if not isinstance(rows, RaggedRows):
         taken: NumpyArray = rows.take(indexes, axis=0)
         return taken

@@ -97,7 +97,6 @@ class ShuffleStream:
 
 @lru_cache(maxsize=4)  # all shards of a plan need the same streams
 def split_streams(num_rows: int) -> tuple[ShuffleStream, ...]:
-    """Splits a sequence of `num_rows` rows into `NUM_STREAMS` streams."""
     streams, start = [], 0
     for position in _STREAM_TO_CLASS.tolist():
         length = (num_rows + NUM_STREAMS - 1 - position) // NUM_STREAMS
@@ -134,17 +133,13 @@ class Deal(ABC):
         """Converts local rows to rows of `streams[stream]`."""
 
     def count(self, stream: int, row: int) -> int:
-        """Returns the number of owned rows before `row` of `streams[stream]`."""
         return int(self.counts(stream, np.asarray([row], dtype=np.int64))[0])
 
     def rows(self, stream: int, start: int, stop: int) -> Int64Array:
-        """Returns the local rows `start` to `stop` as rows of `streams[stream]`."""
         return self.rows_at(stream, np.arange(start, stop, dtype=np.int64))
 
 
 class ShuffledDeal(Deal):
-    """One shard's part of a shuffled epoch."""
-
     def __init__(self, num_rows: int, num_shards: int, shard: int) -> None:
         first, last = shard * NUM_STREAMS // num_shards, ((shard + 1) * NUM_STREAMS - 1) // num_shards
         self.streams = split_streams(num_rows)[first : last + 1]

@@ -40,7 +40,6 @@ _SECRET = re.compile(
 
 
 def redact(uri: str) -> str:
-    """Replaces passwords and tokens in a URI."""
     return _SECRET.sub(r"\1***", _PASSWORD.sub(lambda found: "***:***@" if found[1] else "***", uri))
 
 
@@ -117,9 +116,7 @@ def check_inside(folder: str, name: str) -> None:
 
 
 def filesystem(uri: str) -> tuple[Any, str]:
-    """Returns the fsspec file system of `uri` and the path inside it. Raises ValueError if no package serves
-    it.
-    """
+    """Returns the fsspec file system of `uri` and the path inside it, or raises ValueError."""
     try:
         return cast("tuple[Any, str]", url_to_fs(uri))
     except (ValueError, ImportError) as error:
@@ -241,7 +238,7 @@ def make_dirs(uri: str) -> None:
 
 
 def list_names(uri: str) -> list[str]:
-    """Returns the sorted names directly inside a folder; none if there is no such folder."""
+    """Returns the sorted names directly inside a folder; none if it is missing."""
     fs, path = filesystem(uri)
     fs.invalidate_cache()
     try:
@@ -253,7 +250,6 @@ def list_names(uri: str) -> list[str]:
 
 
 def remove(uri: str, *, recursive: bool = False) -> None:
-    """Removes a file, or a folder with its content, if it exists."""
     fs, path = filesystem(uri)
     # An old listing would hide files of other processes from a recursive removal.
     fs.invalidate_cache()
@@ -367,7 +363,7 @@ def _put(fs: Any, path: str, data: bytes, overwrite: bool) -> None:
 
 
 def check_writable(uri: str) -> None:
-    """Writes, reads and removes a probe file in the folder `uri`. Raises ValueError if one of these fails."""
+    """Writes, reads and removes a probe file. Raises ValueError if this fails."""
     probe = join(uri, f".ringspark-probe-{uuid.uuid4().hex}")
     try:
         existed = exists(uri)

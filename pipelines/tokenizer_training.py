@@ -18,15 +18,13 @@ SAMPLED_CHARACTERS = 4_000
 def train_tokenizer(df: DataFrame, column: str, vocab_size: int = 8_000, rows: int = 20_000) -> Any:
     """Returns a lower-case byte-pair encoding over bytes, trained on texts. Runs on the driver.
 
-    Every byte has an id, so no text is unknown; "[PAD]" is 0. Equal rows give an equal tokenizer, in any
-    order and partitioning.
+    Every byte has an id, so no text is unknown; "[PAD]" is 0. Equal rows give an equal tokenizer.
 
     Args:
         df: Texts to train on: only training rows.
         column: Name of the column of texts.
         vocab_size: Largest number of ids, at least 257.
-        rows: Largest number of texts, chosen by their hashes. Only the first 4,000 characters of each leave
-            the executors.
+        rows: Largest number of texts, chosen by hash; only the first 4,000 characters of each are used.
 
     Returns:
         A `tokenizers.Tokenizer`, for `Tokens.of`.

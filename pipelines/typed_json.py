@@ -22,9 +22,7 @@ def added(default: T) -> T:
 
 
 def parse(text: str | bytes, *, allow_nan: bool = False) -> Any:
-    """Returns the JSON value. Raises ValueError if the text is not JSON; `allow_nan` accepts NaN and
-    infinities.
-    """
+    """Reads JSON. Raises ValueError if it is wrong; `allow_nan` accepts NaN and infinities."""
     try:
         return json.loads(text, parse_constant=None if allow_nan else _refuse_constant)
     except RecursionError:
@@ -82,7 +80,6 @@ def record(cls: type[T], values: object) -> T:
 
 
 def fit(hint: Any, value: Any, name: str) -> Any:
-    """Returns the value in the type that `hint` declares. Raises ValueError if it does not fit."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return value

@@ -24,7 +24,6 @@ _CONVERTED = (Scalar, Vector, Sparse, Vocabulary, HashBuckets, Tokens)
 
 
 def check_kind(name: str, kind: Kind) -> None:
-    """Raises ValueError for a column type whose values are computed by the write."""
     if type(kind).select is not Kind.select and not isinstance(kind, _CONVERTED):
         raise ValueError(
             f"column {name!r} has type {kind.tag}, which is computed when rows are written, but an external "
@@ -33,10 +32,7 @@ def check_kind(name: str, kind: Kind) -> None:
 
 
 def decode_column(values: Any, kind: Kind) -> Rows:
-    """Returns the rows of a file's column (one Arrow array without nulls).
-
-    Raises ValueError if the column does not fit its column type.
-    """
+    """Returns the rows of a file's column (one Arrow array without nulls), or raises ValueError."""
     values = convert_like_spark(values, kind)
     # The bytes of images were checked one by one when the table was measured.
     stored = [values.cast(pa.binary())] if isinstance(kind, Binary) else kind.encode(values).arrays

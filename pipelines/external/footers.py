@@ -106,7 +106,7 @@ def read_footer(uri: str, names: Sequence[str]) -> Footer:
 
 
 def _rebase(metadata: Any, leaves: Sequence[int]) -> str:
-    """Returns `Footer.rebase` of one column, by the rules of Spark's `DataSourceUtils.getRebaseSpec`."""
+    """Follows the rules of Spark's `DataSourceUtils.getRebaseSpec`."""
     is_int96 = any(metadata.schema.column(leaf).physical_type == "INT96" for leaf in leaves)
     since, mark = (b"3.1.0", b"legacyINT96") if is_int96 else (b"3.0.0", b"legacyDateTime")
     notes = metadata.metadata or {}
@@ -116,7 +116,7 @@ def _rebase(metadata: Any, leaves: Sequence[int]) -> str:
 
 
 def _decoded_bytes(metadata: Any, group: int, leaf: int) -> int:
-    """Returns the bytes of a column chunk in memory: dictionaries and runs take far fewer in the file."""
+    """Returns bytes in memory: dictionaries and runs take far fewer in the file."""
     chunk, converted = metadata.row_group(group).column(leaf), metadata.schema.column(leaf).converted_type
     value_bytes = _SHORT_BYTES.get(converted, _VALUE_BYTES.get(chunk.physical_type))
     return int(chunk.total_uncompressed_size if value_bytes is None else chunk.num_values * value_bytes)

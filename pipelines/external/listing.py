@@ -46,7 +46,6 @@ class Listing:
     folder_columns: Mapping[str, Any]
 
     def frame(self, spark: SparkSession, columns: Sequence[str]) -> DataFrame:
-        """Returns these files as a DataFrame; `columns` are columns of the files, not partition columns."""
         paths = [
             _escape_glob(to_spark_uri(spark, storage.join(self.source.uri, path)))
             for path, _, _ in self.files
@@ -99,7 +98,7 @@ def list_parquet(spark: SparkSession, uri: str) -> Listing:
 
 
 def _is_hidden(name: str) -> bool:
-    """Returns whether Spark skips a file of this name: "_metadata" and ".a=b", not "_a=b.parquet"."""
+    """Spark skips "_metadata" and ".a=b", but not "_a=b.parquet"."""
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 

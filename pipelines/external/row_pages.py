@@ -1,8 +1,7 @@
 """Reads some rows of a large row group, by decoding only the pages that hold them.
 
-Parquet records the position of each page in the page index (Spark writes it since 3.2) or in page headers.
-The pages with the wanted rows are copied, after the column's dictionary, into a Parquet file in memory with a
-new footer, and Arrow reads that file.
+The page index or the page headers tell where pages are. The pages with the wanted rows are copied, after the
+column's dictionary, into a Parquet file in memory with a new footer, and Arrow reads that file.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ _KEPT_DICTIONARIES = 32 << 20
 
 
 def has_page_rows(metadata: Any, row_group: int, leaves: Sequence[int]) -> bool:
-    """Returns whether the rows of each page are known, for these leaf columns of a row group."""
     group = metadata.row_group(row_group)
     return all(
         metadata.schema.column(leaf).max_repetition_level == 0 or group.column(leaf).has_offset_index
@@ -195,7 +193,6 @@ class PageReader:
         return {2: (I64, begin), 3: (STRUCT, metadata)}
 
     def _schema(self, leaves: Sequence[int]) -> list[Struct]:
-        """Returns the schema elements of these leaf columns, each with its ancestors."""
         elements: list[Struct] = self._whole_footer()[2][1][1]
         chains: list[list[Struct]] = []
 
@@ -291,7 +288,6 @@ def _strip_footer(footer: Struct) -> Struct:
 
 
 def _from_index(reader: PageReader, chunk: Struct, begin: int, end: int, rows: int) -> _Pages:
-    """Finds the pages of a column chunk by its offset index."""
     start, size = chunk[4][1], chunk[5][1]
     index, _ = read_struct(reader._bytes(start, start + size))
     locations: list[Struct] = index[1][1][1]
@@ -306,7 +302,6 @@ def _from_index(reader: PageReader, chunk: Struct, begin: int, end: int, rows: i
 
 
 def _from_headers(reader: PageReader, chunk: Struct, begin: int, end: int, rows: int) -> _Pages:
-    """Finds the pages of a column chunk by their headers, with one read per page."""
     num_values = chunk[3][1][5][1]
     first_rows, starts, at, row = [], [], begin, 0
     stop = begin
@@ -336,7 +331,7 @@ def _values_of(header: Struct) -> tuple[int, int]:
 
 
 def _check_pages(pages: _Pages, begin: int, end: int) -> _Pages:
-    """Raises ValueError for impossible positions, because they decide what is read, and how much."""
+    """Refuses impossible positions, because they decide what is read, and how much."""
     places = np.concatenate([[begin], pages.starts, [end]])
     if pages.first_rows[0] != 0 or (np.diff(pages.first_rows) < 0).any() or (np.diff(places) < 0).any():
         raise ValueError("its index of pages is damaged")
@@ -344,7 +339,6 @@ def _check_pages(pages: _Pages, begin: int, end: int) -> _Pages:
 
 
 def _join_leaves(parts: Sequence[Any]) -> Any:
-    """Returns a column from its leaves' columns: structs of one field each become one struct."""
     arrays = [part.combine_chunks() for part in parts]
     arrays = [pa.concat_arrays(a.chunks) if isinstance(a, pa.ChunkedArray) else a for a in arrays]
     if len(arrays) == 1:

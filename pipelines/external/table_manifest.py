@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,8 +68,7 @@ def table_manifest(
         validation_col: Partition column with values 0 and 1; files with 1 are the "validation" split.
 
     Raises:
-        ValueError: A column cannot be trained on or holds nulls, files differ in their columns, or row groups
-            are too large; the message names the column or the file.
+        ValueError: A column cannot be trained on or holds nulls, files differ, or row groups are too large.
     """
     found = _columns(spark, listing, columns, kinds or {}, validation_col)
     in_files = [column for column in found if column.name not in listing.folder_columns]
@@ -234,12 +234,9 @@ def _check_calendar(
 
 
 def _measure(plan: WritePlan, work: Sequence[tuple[str, int, bool]], batches: Iterator[Any]) -> Iterator[Any]:
-    def rows() -> Iterator[Any]:
-        for batch in batches:
-            for number in batch.column(0).to_pylist():
-                yield from _row_group(plan, *work[number])
-
-    yield from write_partition(plan, rows())
+    numbers = (number for batch in batches for number in batch.column(0).to_pylist())
+    rows = chain.from_iterable(_row_group(plan, *work[number]) for number in numbers)
+    yield from write_partition(plan, rows)
 
 
 def _row_group(plan: WritePlan, path: str, group: int, is_held_out: bool) -> Iterator[Any]:

@@ -21,9 +21,7 @@ class ThriftError(ValueError):
 
 
 def read_struct(data: bytes, start: int = 0) -> tuple[Struct, int]:
-    """Returns the struct that begins at `start`, and the offset after it. Raises ThriftError if there is
-    none.
-    """
+    """Returns the struct that begins at `start`, and the offset after it, or raises ThriftError."""
     try:
         return _read_struct(data, start, 0)
     except (IndexError, struct.error, OverflowError) as error:

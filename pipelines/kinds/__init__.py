@@ -52,7 +52,6 @@ __all__ = [
 
 
 def kind_from_json(data: dict[str, Any]) -> Kind:
-    """Reads the result of `Kind.to_json`. Raises ValueError for an unknown column type."""
     fields = dict(data)
     tag = fields.pop("kind", None)
     if not isinstance(tag, str) or tag not in KINDS:

@@ -156,7 +156,7 @@ def element_dtype(name: str, data_type: DataType, depth: int | None = None) -> s
 
 
 def flatten(values: Any, dtype: str) -> tuple[Any, list[NumpyArray]]:
-    """Flattens the nested lists of each row into one list; also returns the lengths per nesting level."""
+    """Flattens the lists of each row into one; also returns the lengths per nesting level."""
     offsets = list_offsets(values)
     lengths = [np.diff(offsets)]
     leaf = values.flatten()

@@ -56,7 +56,6 @@ class BatchArray:
 
     @property
     def per_row(self) -> bool:
-        """Whether the first dimension is the rows of the batch."""
         return not self.offsets
 
 
@@ -113,9 +112,7 @@ class Kind(ABC):
     # On the driver, after the write.
 
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
-        """Returns the column type completed by the shapes of all rows, or raises ValueError if they do not
-        fit.
-        """
+        """Completes the column type by the shapes of all rows. Raises ValueError if they do not fit."""
         return self
 
     # In a reader.
@@ -128,7 +125,6 @@ class Kind(ABC):
         """
 
     def finish(self, name: str, rows: Any) -> dict[str, NumpyArray]:
-        """Returns a batch's arrays from decoded rows."""
         return {name: rows}
 
     def batch_names(self, name: str) -> tuple[str, ...]:
@@ -176,7 +172,6 @@ class Kind(ABC):
 
 
 def match_dtype(name: str, asked: str, found: str) -> str:
-    """Returns the dtype of a Spark type. Raises ValueError if the user asked for another."""
     if asked and asked != found:
         raise ValueError(f"column {name!r} holds {found}, but dtype={asked!r} is set; cast it in Spark first")
     return found
@@ -255,5 +250,4 @@ def decode_lists(column: Any, dtype: str) -> RaggedRows:
 
 
 def range_of(values: NumpyArray) -> tuple[Shape, Shape] | None:
-    """Returns the smallest and the largest length as one-dimensional shapes; None without lengths."""
     return None if not len(values) else ((int(values.min()),), (int(values.max()),))

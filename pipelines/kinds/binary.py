@@ -97,6 +97,7 @@ class Binary(Kind):
     """
 
     tag: ClassVar[str] = "binary"
+    selected = pa.binary()
     decoder: str
     shape: Shape
     dtype: str = "uint8"
@@ -189,10 +190,6 @@ class Binary(Kind):
     def _unreadable(self, data: bytes, error: Exception) -> str:
         return f"holds {len(data)} bytes that decoder {self.decoder!r} cannot read ({error})"
 
-    @property
-    def selected(self) -> Any:
-        return pa.binary()
-
     def arrays(self, name: str) -> dict[str, BatchArray]:
         return {name: BatchArray(self.dtype, self.shape)}
 
@@ -205,7 +202,6 @@ class Binary(Kind):
 
 
 def _offsets(values: Any) -> NumpyArray:
-    """Returns the offsets of a binary array into its buffer.  # (rows + 1,)"""
     buffer = values.buffers()[1]
     if buffer is None:
         return np.zeros(1, dtype=np.int64)

@@ -56,6 +56,7 @@ class Image(Kind):
     """
 
     tag: ClassVar[str] = "image"
+    selected = pa.binary()
     height: int
     width: int
     channels: int = 3
@@ -140,10 +141,6 @@ class Image(Kind):
             values /= _per_channel(self.std)
         return {name: values}
 
-    @property
-    def selected(self) -> Any:
-        return pa.binary()
-
     def arrays(self, name: str) -> dict[str, BatchArray]:
         return {name: BatchArray("float32", self.shape)}
 
@@ -172,6 +169,5 @@ def _per_channel(numbers: float | tuple[float, ...]) -> NumpyArray:
 
 
 def is_spark_image(data_type: DataType) -> bool:
-    """Returns whether a Spark type is the struct of `spark.read.format("image")`."""
     fields = {field.name: field.dataType.simpleString() for field in getattr(data_type, "fields", ())}
     return tuple(fields) == SPARK_FIELDS and fields["data"] == "binary"

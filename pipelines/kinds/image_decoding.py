@@ -76,7 +76,6 @@ def spark_image(source: Any) -> Any:
 
 
 def describe_problem(data: bytes, error: Exception) -> str:
-    """Returns why bytes are not an image; completes a sentence that begins with the column."""
     from PIL import UnidentifiedImageError
 
     if data.startswith(b"{"):

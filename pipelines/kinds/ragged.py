@@ -97,6 +97,7 @@ class Padded(Ragged):
 
     tag: ClassVar[str] = "padded"
     suffixes: ClassVar[tuple[str, ...]] = ("", ".length")
+    value_bytes = 0
     length: int | None = None
     value: float = 0
 
@@ -143,10 +144,6 @@ class Padded(Ragged):
     @property
     def row_bytes(self) -> int:
         return np.dtype(self.dtype).itemsize * (self.length or 1)
-
-    @property
-    def value_bytes(self) -> int:
-        return 0
 
     def __str__(self) -> str:
         return f"{self.dtype}[{self.length} padded]"

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Ids(Kind):
-    @property
-    def dtype(self) -> str:
-        return "int64"
+    dtype: ClassVar[str] = "int64"
+    row_bytes = 8
 
     def adopt(self, name: str, data_type: DataType) -> Self:
         check_string(type(self), name, data_type)
@@ -43,10 +42,6 @@ class _Ids(Kind):
 
     def arrays(self, name: str) -> dict[str, BatchArray]:
         return {name: BatchArray("int64")}
-
-    @property
-    def row_bytes(self) -> int:
-        return 8
 
 
 @dataclass(frozen=True)
@@ -63,6 +58,7 @@ class Vocabulary(_Ids):
     """
 
     tag: ClassVar[str] = "vocabulary"
+    selected = pa.string()
     words: tuple[str, ...] | None = None
     max_size: int | None = None
     min_count: int = 1
@@ -92,10 +88,6 @@ class Vocabulary(_Ids):
         if valid is not None:
             ids = pc.if_else(pa.array(valid), ids, pa.scalar(len(self.words), pa.int64()))
         return Encoded([ids])
-
-    @property
-    def selected(self) -> Any:
-        return pa.string()
 
     @property
     def num_ids(self) -> int | None:

@@ -1,7 +1,7 @@
 """Column type "struct": the numbers of a struct as one vector per row, in the order of the schema.
 
-Nested structs are opened depth first. The vector has the fields' common dtype, or else the smallest float
-that holds all their values. Whole numbers beyond 2^53, which float64 may round, are refused then.
+The vector has the fields' common dtype, or else the smallest float that holds all their values. Whole numbers
+beyond 2^53, which float64 may round, are refused then.
 """
 
 from __future__ import annotations
@@ -101,7 +101,6 @@ def join_path(path: Iterable[str]) -> str:
 
 
 def _paths(name: str, data_type: DataType) -> Iterator[Path]:
-    """Yields the path of every field that is not a struct, depth first."""
     fields = getattr(data_type, "fields", ())
     if not fields:
         raise ValueError(f"column {name!r} has a struct without fields; drop it with df.drop")
@@ -118,7 +117,6 @@ def _paths(name: str, data_type: DataType) -> Iterator[Path]:
 
 
 def _leaf(name: str, data_type: DataType, path: Path) -> DataType:
-    """Returns the type of the field at a path. Raises ValueError if it is missing or not a number."""
     here = data_type
     for depth, part in enumerate(path):
         known = {field.name: field.dataType for field in getattr(here, "fields", ())}

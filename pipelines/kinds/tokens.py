@@ -1,8 +1,7 @@
 """Column type "tokens": the write turns texts into token ids, and the reader pads them in the batch.
 
-The column type holds the tokenizer as the JSON text of the `tokenizers` package, so shards and saved models
-need no other file, and nothing is unpickled. The write stores unpadded int32 ids, so a reader needs no
-tokenizer.
+The tokenizer is stored as the JSON text of the `tokenizers` package, so shards and saved models need no other
+file, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -63,6 +62,7 @@ class Tokens(Kind):
     """
 
     tag: ClassVar[str] = "tokens"
+    selected = pa.string()
     suffixes: ClassVar[tuple[str, ...]] = (".ids", ".mask")
     tokenizer: str
     max_length: int
@@ -214,10 +214,6 @@ class Tokens(Kind):
     def arguments(self, name: str) -> tuple[str, ...]:
         return self.batch_names(name)
 
-    @property
-    def selected(self) -> Any:
-        return pa.string()
-
     def arrays(self, name: str) -> dict[str, BatchArray]:
         shape, varies = (self.max_length,), self.padding == "longest"
         return {
@@ -286,7 +282,6 @@ def _load(text: str) -> Any:
 
 @lru_cache(maxsize=4)
 def _encoder(text: str, max_length: int | None) -> Any:
-    """Returns a tokenizer that truncates to `max_length` tokens and does not pad; cached per process."""
     tokenizer = _load(text)
     side = (tokenizer.truncation or {}).get("direction", "right")
     tokenizer.no_padding()

@@ -1,7 +1,7 @@
 """Column type "vector": Spark ML vectors as dense arrays, without Python code per row.
 
-A column may mix dense and sparse rows. Both cross to Python in one struct, whose arrays are never null,
-because null arrays cost Spark several times as long.
+A column may mix dense and sparse rows. Both cross to Python in one struct without null arrays, which would
+cost Spark several times as long.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ class Vector(Array):
 
 
 class Vectors:
-    """A batch of vectors in the form of `vector_struct`: `sizes` include zeros, `numbers` only stored
-    numbers.
-    """
+    """A batch of vectors in the form of `vector_struct`. `sizes` count zeros, `numbers` lack them."""
 
     def __init__(self, values: Any) -> None:
         sizes, self._indices, numbers = values.flatten()
@@ -85,7 +83,6 @@ class Vectors:
         return range_of(self.sizes if valid is None else self.sizes[valid])
 
     def indices(self) -> NumpyArray:
-        """Returns the index of each number within its vector, as int64."""
         counts = np.diff(self.offsets)
         if not self.is_dense.any():
             return np.asarray(self._indices.flatten().to_numpy(), dtype=np.int64)

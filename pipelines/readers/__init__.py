@@ -100,7 +100,7 @@ def _reader_class(engine: str) -> type[ShardReader]:
 
 
 def check_engine(engine: str) -> None:
-    """Raises ValueError if the engine is unknown or not installed. Imports only classes of other packages."""
+    """Raises ValueError if the engine is unknown or not installed."""
     if engine not in READERS:
         _reader_class(engine)
     if engine == "petastorm" and find_spec("petastorm") is None:
@@ -117,7 +117,6 @@ def check_engine(engine: str) -> None:
 
 
 def check_table_reader(engine: str, table: TableSource) -> None:
-    """Raises ValueError unless the engine reads external tables."""
     if engine != "arrow":
         raise ValueError(
             f"reader {engine!r} reads only shards of write_shards, but {table.uri!r} is an external table; "

@@ -111,7 +111,7 @@ class ShardReader(ABC):
         )
 
     def close(self) -> None:
-        """Releases the memory that the reader keeps between epochs. Nothing can be read afterwards."""
+        """Releases the reader's memory. Nothing can be read afterwards."""
         if self.cache is not None:
             self.cache.close()
         self.cache, self._buffers = None, Buffers()
@@ -172,7 +172,7 @@ class ShardReader(ABC):
                 yield row_group
 
     def locate(self, index: int) -> tuple[str, int]:
-        """Returns the URI of an index's file and the number of the row group within it."""
+        """Returns the URI of a file and the number of the row group within it."""
         file, group = self._located[index]
         window = self.window(index)
         return storage.join(self.manifest.files_uri, file.path), group if window is None else window.row_group

@@ -55,9 +55,7 @@ class Buffers:
         return sum(memory.nbytes for kept in self._kept.values() for memory, _ in kept)
 
     def empty(self, use: str, rows: int, like: NumpyArray) -> NumpyArray:
-        """Returns an uninitialized array of `rows` rows like those in `like`. Arrays of one `use` share
-        memory.
-        """
+        """Returns an uninitialized array of `rows` rows like those in `like`."""
         shape = (rows, *like.shape[1:])
         size = prod(shape) * like.dtype.itemsize
         if not size:
@@ -92,8 +90,6 @@ def order(row_group: RowGroup, rows: npt.NDArray[np.int64], buffers: Buffers) ->
 
 
 class StreamBuffer:
-    """The rows of one stream that are in memory and not yet used, in order."""
-
     def __init__(self) -> None:
         self._pieces: deque[tuple[int, StreamRows]] = deque()  # first local row, the rows from there on
         self._next: int | None = None
@@ -163,7 +159,6 @@ def _take(values: NumpyArray, rows: npt.NDArray[np.int64], out: NumpyArray) -> N
 
 
 def _places(stream_cycle: npt.NDArray[np.int64], stream: int, start: int, num_rows: int) -> list[int]:
-    """Returns the stream's first places in the block, one per occurrence of the stream in the cycle."""
     turns = (np.flatnonzero(stream_cycle == stream) - start) % len(stream_cycle)
     return [place for place in sorted(turns.tolist()) if place < num_rows]
 
@@ -177,7 +172,7 @@ def _deal(parts: Sequence[_Part], places: Sequence[int], lines: list[list[_Part]
 
 
 def _gather(name: str, lines: Sequence[Sequence[_Part]], block: NumpyArray, buffers: Buffers) -> None:
-    """Fills a block with wide rows through the lines; a single line is the block itself."""
+    """Gathers wide rows through the lines; a single line is the block itself."""
     step, height = len(lines), len(block) // len(lines)
     table = block if step == 1 else buffers.empty(f"lines of {name}", len(block), block)
     for place, parts in enumerate(lines):

@@ -1,9 +1,8 @@
 """Replacements that let Petastorm run on current pyarrow and NumPy.
 
 Petastorm 0.12 and 0.13 need parts of pyarrow that versions 15 and 16 removed (`pyarrow.filesystem`,
-`pyarrow.hdfs`, the legacy Parquet dataset) and two names that NumPy 2 removed. The two modules are in
-`sys.modules` only during Petastorm's import; all other replacements go into Petastorm's modules. There, only
-a dataset over `Files` is replaced, so other users of Petastorm keep their pyarrow.
+`pyarrow.hdfs`, the legacy Parquet dataset) and two names that NumPy 2 removed. All replacements go into
+Petastorm's modules, and only a dataset over `Files` is replaced, so other code is not affected.
 """
 
 from __future__ import annotations

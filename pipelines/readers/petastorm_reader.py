@@ -10,13 +10,13 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.manifest import ShardFile
 from ringspark.pipelines.readers.base import ShardReader
 from ringspark.pipelines.readers.petastorm_compat import Files, petastorm_importable
 from ringspark.pipelines.readers.prefetch import Closed, closed_check
@@ -68,12 +68,15 @@ class PetastormReader(ShardReader):
             return _LocalFiles()
         is_closed = closed_check()
 
-        def opener(file: ShardFile) -> Callable[[], RangeFile]:
-            name = storage.join(uri, file.path)
-            return lambda: RangeFile(name, file.num_bytes, self._tails, is_closed)
-
         folder = storage.filesystem(uri)[1]
-        return _RemoteFiles({storage.join(folder, file.path): opener(file) for file in self.manifest.files})
+        return _RemoteFiles(
+            {
+                storage.join(folder, file.path): partial(
+                    RangeFile, storage.join(uri, file.path), file.num_bytes, self._tails, is_closed
+                )
+                for file in self.manifest.files
+            }
+        )
 
     def _footer_error(self, error: Exception) -> Exception:
         """Returns the error with the file's name, which Petastorm omits when it reads the footers."""
@@ -110,7 +113,7 @@ class _OrderedReader(Reader):  # type: ignore[misc]
         )
 
     def _filter_row_groups(self, dataset: Any, row_groups: Any, *args: Any) -> tuple[list[int], None]:
-        """Replaces Petastorm's sharding: returns the indexes into `row_groups` to read."""
+        """Replaces Petastorm's sharding."""
         counts = Counter(piece.path for piece in row_groups)
         for path, expected in self._row_groups.items():
             if counts[path] != expected:
@@ -127,8 +130,6 @@ class _LocalFiles(Files):
 
 
 class _RemoteFiles(Files):
-    """The manifest's files in any fsspec file system."""
-
     def __init__(self, openers: Mapping[str, Callable[[], RangeFile]]) -> None:
         self._openers = openers
 
@@ -137,7 +138,7 @@ class _RemoteFiles(Files):
 
 
 class _TableWorker(ArrowReaderWorker):  # type: ignore[misc]
-    """Petastorm's worker, which publishes each row group's Arrow table unchanged."""
+    """Publishes each row group's Arrow table unchanged."""
 
     @staticmethod
     def new_results_queue_reader() -> _TableResults:

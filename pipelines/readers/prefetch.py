@@ -26,7 +26,7 @@ class Closed(BaseException):
 
 
 def closed_check() -> Callable[[], bool] | None:
-    """Returns a function that says whether the current thread's consumer has closed; None without one."""
+    """Returns a function that says whether this thread's consumer has closed; None without one."""
     check: Callable[[], bool] | None = getattr(_thread, "closed", None)
     return check
 
@@ -101,9 +101,7 @@ def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
 def prefetch_bundles(
     source: Generator[T, None, None], depth: int, size: Callable[[T], int], least: int
 ) -> Generator[T, None, None]:
-    """Like `prefetch`, but passes items together until their `size` is at least `least`: waking a thread is
-    slow.
-    """
+    """Like `prefetch`, but in bundles of at least the size `least`, because waking a thread is slow."""
     with closing(prefetch(_bundles(source, size, least), depth)) as bundles:
         for bundle in bundles:
             yield from bundle

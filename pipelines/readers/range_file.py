@@ -37,7 +37,6 @@ class Tails:
         return self._tails.get(path, b"")
 
     def put(self, path: str, tail: bytes) -> None:
-        """Keeps the end of a file if it is longer than the known one and fits."""
         with self._lock:
             more = len(tail) - len(self.get(path))
             if more > 0 and len(tail) <= _LARGEST_TAIL and self._num_bytes + more <= _ALL_TAILS:

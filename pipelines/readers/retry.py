@@ -1,9 +1,7 @@
 """Decides which read errors are retried, and how long to wait.
 
-The store's client retries first, within `range_file.READ_SECONDS`. Then the row group that failed is read up
-to MAX_ATTEMPTS times in total, after 0.5, 1 and 2 seconds, each with a warning. Every row group that is read
-resets the count, because a long epoch may have many interruptions. Errors that a retry cannot cure end the
-reading at once. Local files are read once.
+The store's client retries first. Then the row group that failed is read again, up to MAX_ATTEMPTS times in
+total, after 0.5, 1 and 2 seconds. Local files are read once.
 """
 
 from __future__ import annotations
@@ -55,9 +53,7 @@ class Retries:
         self.attempts = 1
 
     def again(self, uri: str, error: Exception) -> bool:
-        """Waits and returns True, or returns False if a retry is useless. Raises Closed if the consumer
-        closes.
-        """
+        """Waits and returns True, or returns False if a retry is useless."""
         if storage.is_local(uri) or not may_pass(error) or self.attempts >= MAX_ATTEMPTS:
             return False
         wait = FIRST_WAIT_SECONDS * 2 ** (self.attempts - 1)

@@ -113,7 +113,7 @@ def folder_of(root: str | os.PathLike[str], key: str) -> str:
 
 
 def begin(root: str | os.PathLike[str], key: str) -> str:
-    """Marks the entry's folder as one of this cache. Returns the name of a new run."""
+    """Marks the folder as ours. Returns the name of a new run."""
     storage.write_atomic(storage.join(folder_of(root, key), MARKER_NAME), key.encode())
     return f"run-{uuid.uuid4().hex[:12]}"
 
@@ -141,7 +141,6 @@ def abandon(root: str | os.PathLike[str], key: str, run: str) -> None:
 
 
 def load_entry(folder: str) -> CacheEntry | None:
-    """Returns the entry in a folder; None if it is missing or cannot be read."""
     try:
         entry = record(CacheEntry, parse_object(storage.read_bytes(storage.join(folder, ENTRY_NAME))))
     except (FileNotFoundError, NotADirectoryError, ValueError):

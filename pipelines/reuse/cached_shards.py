@@ -90,10 +90,7 @@ def cached_shards(df: DataFrame, root: str | os.PathLike[str], **settings: Any) 
 def rows_key(df: DataFrame, **settings: Any) -> str | None:
     """Returns a digest of everything that determines the rows of `df`; None if Spark does not report enough.
 
-    Equal digests mean equal rows. Digests of two Spark applications always differ. Runs on the driver.
-
-    Args:
-        settings: Other settings that decide which rows are meant.
+    Equal digests mean equal rows. Digests of two Spark applications always differ.
     """
     return _source(df, settings).key
 

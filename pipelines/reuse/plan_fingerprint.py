@@ -125,7 +125,6 @@ class PlanFingerprint:
 
 
 def fingerprint(df: DataFrame) -> PlanFingerprint:
-    """Returns the fingerprint of the plan of `df`. Runs no job."""
     found = judge(*explain(df))
     if found.refusal is not None:
         return found
@@ -167,7 +166,7 @@ def explain(df: DataFrame) -> tuple[str, str]:
 
 
 def judge(extended: str, cost: str) -> PlanFingerprint:
-    """Creates a fingerprint from the two texts of `explain`."""
+    """Creates a fingerprint from the texts of `explain`."""
     analysed, optimised, physical = (
         _section(extended, title)
         for title in ("Analyzed Logical Plan", "Optimized Logical Plan", "Physical Plan")
@@ -225,7 +224,6 @@ def _section(text: str, title: str) -> str:
 
 
 def _without_view(lines: Sequence[str]) -> list[str]:
-    """Removes the Project, SubqueryAlias and View that the statement of `explain` adds."""
     for number, line in enumerate(lines[:3]):
         if "View (" in line and _VIEW_OF_OURS.search(line):
             below = lines[number + 1 :]

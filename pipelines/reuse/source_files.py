@@ -35,7 +35,6 @@ def file_states(uris: Iterable[str]) -> tuple[FileState, ...]:
 
 
 def path_states(paths: Sequence[str]) -> tuple[FileState, ...]:
-    """Returns the states of plain paths, in their order."""
     remote = [path for path in paths if not storage.is_local(path)]
     for scheme in {path.partition("://")[0]: path for path in remote}.values():
         # fsspec caches listings, which would show the old state of a replaced file.

@@ -23,7 +23,6 @@ _logger = logging.getLogger(__name__)
 
 
 def previous_folders(uri: str, overwrite: bool) -> list[str]:
-    """Returns the folders that hold the files of the current shards in `uri`."""
     if not storage.exists(storage.join(uri, MANIFEST_NAME)):
         return []
     if not overwrite:

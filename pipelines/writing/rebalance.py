@@ -69,7 +69,7 @@ def copy_files(
 
 
 def _split(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (index, first row, row after the last) of each part that overlaps rows `start` to `stop`."""
+    """Yields (index, first row, row after the last) of the parts in rows `start` to `stop`."""
     first = 0
     for index, size in enumerate(sizes):
         low, high = max(start, first), min(stop, first + size)

@@ -57,7 +57,7 @@ class ShardFileWriter:
         self._parquet: Any = None
 
     def add(self, arrays: Sequence[Any]) -> None:
-        """Takes one Arrow array per stored column, and writes the row groups that the rows fill."""
+        """Takes one Arrow array per stored column."""
         if self._schema is None:
             self._schema = _schema(self._stored_types, arrays)
         batch = pa.RecordBatch.from_arrays(list(arrays), schema=self._schema)
@@ -203,7 +203,6 @@ def _codec(column: Any, codec: str) -> str:
 
 
 def _repeats(column: Any) -> bool:
-    """Returns whether whole numbers repeat so often that a dictionary saves bytes."""
     if not pa.types.is_integer(column.type):
         return False
     values = numbers(one_chunk(column))

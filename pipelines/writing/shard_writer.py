@@ -59,7 +59,6 @@ class WritePlan:
 
     @property
     def stored_columns(self) -> tuple[Column, ...]:
-        """Columns of the shards; a null mask follows each column that keeps nulls."""
         stored = []
         for column, handling in zip(self.columns, self.handle_invalid, strict=True):
             stored.append(column)
@@ -75,7 +74,6 @@ class WritePlan:
         return stored
 
     def new_file(self, task: int, split: Split) -> ShardFileWriter:
-        """Returns a writer for a file with a name that no other attempt uses."""
         path = f"{self.folder}/part-{task:05d}-{uuid.uuid4().hex[:12]}-{split}.parquet"
         return ShardFileWriter(
             self.uri,
@@ -114,7 +112,6 @@ def _import(names: Sequence[str]) -> None:
 
 
 def _pieces(batch: Any, columns: Sequence[Column]) -> Iterator[Any]:
-    """Yields slices of about `PIECE_BYTES`."""
     # Decoded images are much larger than compressed ones.
     images = sum(column.kind.held_bytes for column in columns if isinstance(column.kind, Image))
     row_bytes = images + batch.nbytes // max(1, batch.num_rows)
@@ -216,7 +213,13 @@ class PartitionWriter:
         """
         self._rows += batch.num_rows
         columns = list(batch.columns)
-        chosen = self._chosen(columns.pop()) if self._plan.splits else None
+        chosen = None
+        if self._plan.splits:
+            # The driver raises an error for null indicators; until then their rows count as training rows.
+            indicator = columns.pop()
+            self._indicator_nulls += indicator.null_count
+            self._indicator.add(len(indicator), numbers(indicator.drop_null()))
+            chosen = indicator.cast(pa.bool_()).fill_null(False).to_numpy(zero_copy_only=False)
         nulls = [null_rows(values) for values in columns]
         dropped = self._read(columns)
         for index, mask in enumerate(nulls):
@@ -240,7 +243,7 @@ class PartitionWriter:
         return columns, nulls, chosen
 
     def _read(self, columns: list[Any]) -> Any:
-        """Reads the columns in place by their column types; returns a mask of the rows to drop, or None."""
+        """Reads the columns in place; returns a mask of the rows to drop, or None."""
         dropped = None
         if self._problem is not None:
             return dropped
@@ -263,13 +266,6 @@ class PartitionWriter:
             dropped = np.zeros(rows, dtype=bool) if dropped is None else dropped
             dropped[list(problems)] = True
         return dropped
-
-    def _chosen(self, values: Any) -> Any:
-        # The driver raises an error for null indicators; until then their rows count as training rows.
-        self._indicator_nulls += values.null_count
-        present = numbers(values.drop_null())
-        self._indicator.add(len(values), present)
-        return values.cast(pa.bool_()).fill_null(False).to_numpy(zero_copy_only=False)
 
     def _write(self, split: Split, arrays: list[list[Any]]) -> None:
         if not len(arrays[0][0]):
@@ -301,7 +297,6 @@ class PartitionWriter:
 def merge_shapes(
     left: tuple[Shape, Shape] | None, right: tuple[Shape, Shape] | None
 ) -> tuple[Shape, Shape] | None:
-    """Returns the smallest and the largest shape of both pairs, per dimension."""
     if left is None or right is None:
         return left or right
     return (tuple(map(min, left[0], right[0])), tuple(map(max, left[1], right[1])))

@@ -24,7 +24,6 @@ Report = dict[str, Any]
 
 
 def join_reports(plan: WritePlan, reports: Sequence[Report], files: Sequence[ShardFile]) -> ShardManifest:
-    """Merges the reports of all tasks. Raises ValueError if the data cannot be trained on."""
     names = [column.name for column in plan.stored_columns]
     nulls = {
         column.name: sum(report["nulls"][index] for report in reports)
