@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from ringspark.jobs import cli, train_job
 
 if TYPE_CHECKING:
-    from ringspark.estimators.memory import MemoryPlan
     from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
     from ringspark.pipelines import ShardManifest
 
@@ -38,31 +37,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from ringspark.estimators.memory.columns import column_of
+    from ringspark.estimators.memory.planner import Planner
+    from ringspark.estimators.training.check.driver import check_training
     from ringspark.estimators.training.settings.byte_sizes import parse_bytes
 
     file, job = train_job.read_job(args.file, args.set)
     estimator = train_job.make_estimator(file, job)
     budget = parse_bytes(args.budget) if args.budget else estimator.getMemoryBudget()
-    with _open_data(job, estimator, args.master) as (config, objects, manifest):
-        plan = _plan(config, objects, manifest, budget)
-    print(f"plan: {plan.rows:,} rows per step on each of {config.num_workers} workers")
+    with _open_data(job, estimator, args.master) as (given, objects, manifest):
+        config = check_training(replace(given, shards_uri=manifest.uri), objects, manifest).config
+        rows = math.ceil(config.batch_sizes.largest / config.num_workers)
+        inputs, labels = (
+            [column_of(manifest, name, rows) for name in names]
+            for names in (config.input_columns, config.label_columns)
+        )
+        plan = Planner(config, objects, inputs, labels).plan(budget, "--budget")
+    print(f"plan: {plan.rows:,} rows per step on each of {given.num_workers} workers")
     print(plan.table())
-
-
-def _plan(
-    config: TrainConfig, objects: UserObjects, manifest: ShardManifest, budget: int | None
-) -> MemoryPlan:
-    from ringspark.estimators.memory.columns import column_of
-    from ringspark.estimators.memory.planner import Planner
-    from ringspark.estimators.training.check.driver import check_training
-
-    config = check_training(replace(config, shards_uri=manifest.uri), objects, manifest).config
-    rows = math.ceil(config.batch_sizes.largest / config.num_workers)
-    inputs, labels = (
-        [column_of(manifest, name, rows) for name in names]
-        for names in (config.input_columns, config.label_columns)
-    )
-    return Planner(config, objects, inputs, labels).plan(budget, "--budget")
 
 
 @contextmanager

@@ -223,18 +223,12 @@ class RowGroupReads:
     def __getitem__(self, number: int) -> RowGroupRead:
         slot, first = self._slots[number], int(self._first_slices[number])
         spans = slice(first, first + int(self._num_slices[number]))
+        columns = (column[spans].tolist() for column in (self._streams, self._starts, self._stops))
         return RowGroupRead(
             row_group=int(self._plan.group_order[slot]),
             sequence_start=int(self._plan.group_starts[slot]),
             first_step=int(self.first_steps[number]),
-            slices=tuple(
-                map(
-                    StreamSlice,
-                    self._streams[spans].tolist(),
-                    self._starts[spans].tolist(),
-                    self._stops[spans].tolist(),
-                )
-            ),
+            slices=tuple(map(StreamSlice, *columns)),
         )
 
     @property

@@ -26,7 +26,7 @@ MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 SPARK_FIELDS = ("origin", "height", "width", "nChannels", "mode", "data")
 """The fields of Spark's image struct (`pyspark.ml.image.ImageSchema`)."""
 
-# OpenCV's numbers of CV_8UC1, CV_8UC3 and CV_8UC4; Spark's reader makes no others.
+# OpenCV's numbers of CV_8UC1, CV_8UC3 and CV_8UC4, which Spark's reader makes.
 _CHANNELS = {0: 1, 16: 3, 24: 4}
 
 _ORIENTATION = 0x0112  # the EXIF tag

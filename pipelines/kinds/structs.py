@@ -6,7 +6,7 @@ beyond 2^53, which float64 may round, are refused then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -53,7 +53,10 @@ class Struct(Array):
         paths = self.fields or tuple(_paths(name, data_type))
         leaves = [_leaf(name, data_type, path) for path in paths]
         named = zip(paths, leaves, strict=True)
-        found = common_dtype([Scalar().adopt(join_path((name, *path)), leaf).dtype for path, leaf in named])
+        dtypes = {Scalar().adopt(join_path((name, *path)), leaf).dtype for path, leaf in named}
+        found = "float32" if dtypes <= _FLOAT32_EXACT else "float64"
+        if len(dtypes) == 1:
+            (found,) = dtypes
         return replace(
             self,
             dtype=match_dtype(name, self.dtype, found),
@@ -88,12 +91,6 @@ class Struct(Array):
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
         # The schema gives the number of fields even if all rows are null.
         return replace(self, nullable=nullable)
-
-
-def common_dtype(dtypes: Sequence[str]) -> str:
-    if len(set(dtypes)) == 1:
-        return dtypes[0]
-    return "float32" if _FLOAT32_EXACT.issuperset(dtypes) else "float64"
 
 
 def join_path(path: Iterable[str]) -> str:

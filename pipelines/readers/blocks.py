@@ -30,7 +30,7 @@ _KEPT_ARRAYS = 256  # a stream may hold two row groups, and a block uses every s
 
 
 class StreamRows(NamedTuple):
-    """Rows of a row group for one stream; narrow columns hold only these, `rows` indexes the others."""
+    """Rows of a row group for one stream; narrow columns hold only these, `rows` indexes wide ones."""
 
     columns: RowGroup
     rows: npt.NDArray[np.int64]

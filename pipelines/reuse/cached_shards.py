@@ -30,7 +30,7 @@ from ringspark.pipelines.writing.shards import write_shards
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-# Session settings that change the speed, not the rows. All others count.
+# Session settings that change the speed, not the rows.
 _ONLY_SPEED = re.compile(
     r"spark\.sql\.(?:shuffle|adaptive|warehouse|artifact|autoBroadcast|broadcast|codegen|execution\.arrow"
     r"|execution\.pyspark|files\.(?:max|min|open)|inMemoryColumnarStorage|ui|debug\.maxToStringFields"

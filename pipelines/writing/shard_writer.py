@@ -171,7 +171,9 @@ class PartitionWriter:
                 self._refuse(f"column {column.name!r} {error}")
                 return
             arrays.append(encoded.arrays)
-            self._widen(index, encoded.shapes)
+            self._shapes[index] = merged = merge_shapes(self._shapes[index], encoded.shapes)
+            if isinstance(column.kind, Array) and merged is not None and len(set(merged)) > 1:
+                self._refuse(None)  # `settle` reports the sizes of all tasks
             if keeps:
                 mask = np.zeros(len(values), dtype=bool) if null is None else null
                 arrays.append([pa.array(mask)])
@@ -287,11 +289,6 @@ class PartitionWriter:
         if not self._refused:
             self.discard()
         self._refused = True
-
-    def _widen(self, index: int, shapes: tuple[Shape, Shape] | None) -> None:
-        self._shapes[index] = merged = merge_shapes(self._shapes[index], shapes)
-        if isinstance(self._plan.columns[index].kind, Array) and merged is not None and len(set(merged)) > 1:
-            self._refuse(None)  # `settle` reports the sizes of all tasks
 
 
 def merge_shapes(
