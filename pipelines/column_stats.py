@@ -1,6 +1,4 @@
-"""Statistics of a column, collected by the tasks that write it, merged on the driver and kept in the
-manifest.
-"""
+"""Statistics of a column, collected by the tasks that write it and kept in the manifest."""
 
 from __future__ import annotations
 

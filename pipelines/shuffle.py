@@ -43,8 +43,7 @@ _STREAM_TO_CLASS = np.argsort(np.arange(NUM_STREAMS) * _CLASS_STRIDE % NUM_STREA
 
 
 def permutation(length: int, *key: int) -> Int64Array:
-    """Returns a permutation of `range(length)` that depends only on `length` and `key`, a list of whole
-    numbers.
+    """Returns a permutation of `range(length)` that depends only on `length` and the numbers in `key`.
 
     Every index gets a random 64-bit sort key with the index in its low bits. So all keys differ, and every
     sorting algorithm gives the same order.

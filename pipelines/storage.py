@@ -158,10 +158,9 @@ _claims: dict[str, str] = {}
 
 @contextmanager
 def only_where(folder: str, name: str) -> Iterator[None]:
-    """Lets this process write below a folder only while the file `name` is in it; else writes raise
-    UnclaimedError.
+    """Lets this process write below a folder only while the file `name` is in it.
 
-    So a folder that another process removed stays removed.
+    Otherwise writes raise UnclaimedError, so a folder that another process removed stays removed.
     """
     _claims[folder] = name
     try:

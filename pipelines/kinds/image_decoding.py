@@ -55,8 +55,7 @@ def refuse_bombs() -> Iterator[None]:
 
 
 def decode(data: bytes, height: int, width: int, channels: int, resize: str) -> NumpyArray:
-    """Returns an image as uint8 (channels, height, width). Raises any exception if `data` is no complete
-    image.
+    """Returns an image as uint8 (channels, height, width). Raises if `data` is no complete image.
 
     Args:
         data: An encoded image, or the result of `spark_image`.
