@@ -135,7 +135,8 @@ def fraction(text: str) -> float:
 def spark(app_name: str, master: str | None = None, *, is_short: bool = False) -> Iterator[SparkSession]:
     """Yields a session, and stops it at the end unless it was running before, as in a notebook.
 
-    Without `master`, spark-submit, SPARK_REMOTE or `DEFAULT_MASTER` decides. `is_short`: a minute of work.
+    Without `master`, spark-submit, SPARK_REMOTE or `DEFAULT_MASTER` decides. `is_short` tunes a local session
+    for about a minute of work.
     """
     running = _running_session()
     if running is not None:

@@ -20,9 +20,10 @@ _LOCATIONS = ("table", *FORMATS, "shards")
 
 @dataclass(frozen=True, kw_only=True)
 class RowSource:
-    """Rows of a job: one of `table` and the other locations.
+    """Rows of a job, at exactly one location.
 
     Attributes:
+        table: Name of a table in Spark's catalog.
         parquet, delta, csv, json, orc: Files of this format.
         shards: Folder that `write_shards` wrote.
         options: Options of Spark's reader, such as `header` for CSV.

@@ -43,7 +43,7 @@ class Column:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the column is one array called `name` with a row per entry."""
+        """Whether a batch has the column as one array called `name` with an entry per row."""
         return self.name in self.kind.batch_names(self.name)
 
     @property

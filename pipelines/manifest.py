@@ -246,8 +246,7 @@ class ShardManifest:
     def load(uri: str | os.PathLike[str]) -> ShardManifest:
         """Reads the manifest of the folder `uri`, which may have moved since the write.
 
-        A path without a scheme is on the local disk. Raises ValueError if the manifest is missing, damaged or
-        of another format.
+        A path without a scheme is on the local disk. Raises ValueError if the manifest is missing or damaged.
         """
         folder = storage.normalize(uri)
         try:

@@ -146,7 +146,7 @@ def store_errors(subject: str) -> Iterator[None]:
 
 
 class UnclaimedError(FileNotFoundError):
-    """The folder into which this process writes was removed; see `only_where`."""
+    """Another process removed the folder into which this process writes; see `only_where`."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(f"{folder!r} was removed, so nothing more is written into it")

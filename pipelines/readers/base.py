@@ -148,10 +148,7 @@ class ShardReader(ABC):
         return [name for column in self.columns for name in column.kind.stored(column.name)]
 
     def read_row_groups(self, indexes: Sequence[int]) -> Iterator[RowGroup]:
-        """Yields the columns of row groups in this order, from the cache if it has them.
-
-        Raises RuntimeError if a row group cannot be read.
-        """
+        """Yields the columns of row groups in this order, from the cache if it has them."""
         cached = set() if self.cache is None else {index for index in indexes if index in self.cache}
         missing = [index for index in indexes if index not in cached]
         with ExitStack() as stack:

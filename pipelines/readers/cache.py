@@ -42,7 +42,9 @@ class _StoredRowGroup(NamedTuple):
 
 
 class RowGroupCache:
-    """Cache "memory": row groups by index. Base class of the other caches. `keep` is None for all."""
+    """Cache "memory": row groups by index. Base class of the other caches. `keep` lists the row groups to
+    keep; None keeps all.
+    """
 
     def __init__(self, max_bytes: int, keep: Collection[int] | None = None) -> None:
         if max_bytes < 1:
