@@ -33,7 +33,7 @@ def load_entry_point(
         names = [*known, *list_entry_points(group)]
         raise ValueError(
             f"{setting} must be one of {', '.join(sorted(names))}, got {name!r}; a package that declares "
-            f"others in {group!r} must be installed on the driver and on the executors"
+            f"other names in {group!r} must be installed on the driver and on the executors"
         )
     if len(found) > 1:
         raise ValueError(
