@@ -63,6 +63,7 @@ class EpochPlan:
 
     @cached_property
     def num_rows(self) -> int:
+        """Number of rows over all shards."""
         return int(self.row_groups.sum())
 
     def _repr_html_(self) -> str:
@@ -78,6 +79,7 @@ class EpochPlan:
 
     @property
     def num_steps(self) -> int:
+        """Number of steps, equal on all shards."""
         return -(-self.num_rows // self.batch_size)
 
     def global_rows(self, step: int) -> int:

@@ -1,8 +1,7 @@
 """`cached_shards`: writes the shards of a DataFrame, or returns existing shards of the same rows.
 
 The key is a hash of the plan, the schema, the settings, the session's configuration and the state of every
-source file; a new DataFrame may have the `id(df)` of an old one. If Spark does not report enough to exclude
-other rows, nothing is reused.
+source file. If Spark does not report enough to exclude other rows, nothing is reused.
 """
 
 from __future__ import annotations
