@@ -68,7 +68,7 @@ def record(cls: type[T], values: object) -> T:
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"an object is expected, got {_kind(values)}")
-    hints = _hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
     if unknown := sorted(str(name) for name in values.keys() - known.keys()):
         raise ValueError(f"unknown entry {unknown[0][:40]!r}")

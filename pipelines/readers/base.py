@@ -231,7 +231,7 @@ class ShardReader(ABC):
         self._checked_files.add(file.path)
 
     def _decode(self, index: int, table: Any) -> RowGroup:
-        row_group = {}
+        row_group: RowGroup = {}
         for name, kind in self._kinds.items():
             try:
                 if name in self._folder_values:
