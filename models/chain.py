@@ -10,7 +10,7 @@
 
 The first link takes the network's arguments; each further link takes the result of the link before it, a
 tensor or a tuple of tensors and Nones. Running the links in order must compute `forward`. Every parameter and
-buffer belongs to a link; a parameter of two links is tied. An `nn.Sequential` needs no method.
+buffer belongs to a link. An `nn.Sequential` needs no method.
 """
 
 from __future__ import annotations

@@ -45,14 +45,14 @@ def defer_initialization(build: Callable[[], nn.Module]) -> tuple[nn.Module, Ini
 
 
 class InitialWeights:
-    """Initial weights by name, with all names of tied parameters; `tensors` are on `meta`."""
+    """Initial weights by name, with all names of tied parameters."""
 
     def __init__(self, recorder: _Recorder, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
         self._recorder = recorder
 
     def initialize(self, name: str) -> torch.Tensor:
-        """Returns the whole initialized parameter on the CPU; leaves the random generator unchanged."""
+        """Returns the whole parameter on the CPU; leaves the random generator unchanged."""
         if not self.tensors[name].is_meta:
             return self.tensors[name].clone()  # a small tensor made from a list
         with torch.random.fork_rng(devices=[]):
@@ -151,7 +151,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @cached_property
     def _states(self) -> dict[int, torch.Tensor]:
-        """Generator state before each random operation; computing it runs all of them in order."""
+        """Generator state before each random operation."""
         states = {}
         torch.set_rng_state(self._start)
         for index, operation in enumerate(self._operations):

@@ -9,8 +9,8 @@ from ringspark.models.checks import check_sizes
 class Linear(nn.Module):
     """One affine map: (batch, in_features) -> (batch, out_features).
 
-    It is linear regression with a squared loss, and logistic regression with a cross-entropy loss, for which
-    its outputs are logits.
+    The loss decides between linear regression and, with cross entropy on its outputs as logits, logistic
+    regression.
     """
 
     def __init__(self, in_features: int, out_features: int = 1) -> None:

@@ -1,8 +1,8 @@
 """LoRA: trains a product of two thin matrices for each chosen linear layer; the layer's weight is frozen.
 
 Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models": a layer with weight W computes
-W x + (alpha / rank) B A x. A forward hook adds the product of the layer's own parameters `lora_A` and
-`lora_B`, so other names of the state dict stay, unlike with the `peft` package (see docs/design.md).
+W x + (alpha / rank) B A x. A forward hook adds the product of the layer's own parameters, so other names of
+the state dict stay, unlike with the `peft` package (see docs/design.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Guards state that all threads of a process share: torch's generators and traces, stderr and warnings.
-
-Searches and Spark's `CrossValidator` build, check and save networks in several threads of the driver.
-"""
+"""Guards state that all threads of a process share: torch's generators and traces, stderr and warnings."""
 
 from __future__ import annotations
 

@@ -4,9 +4,8 @@
      "tensors": [{"name": "fc.weight", "dtype": "float32", "shape": [2, 4], "kind": "parameter"}, ...],
      "steps": [["aten.linear.default", [{"at": 2}, {"at": 0}, {"at": 1}], {}]]}
 
-The format is JSON, because `torch.export.load` (torch 2.13) evaluates code of the file. `operators` lists the
-allowed operators. `{"at": n}` is an index into the tensors, the inputs and the results of the steps, in this
-order. Tensors have the names of the network's state dict.
+`{"at": n}` is an index into the tensors, the inputs and the results of the steps, in this order. The format
+is JSON, because `torch.export.load` (torch 2.13) evaluates code of the file.
 """
 
 from __future__ import annotations

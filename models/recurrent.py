@@ -1,7 +1,7 @@
 """Recurrent networks over sequences of numbers or token ids: GRU, LSTM or Elman layers, and a linear head.
 
-Cho et al. 2014 (GRU), Hochreiter and Schmidhuber 1997 (LSTM). Each layer is a link that accepts sequence
-chunks, so a pipeline's layers can compute different chunks at once (Appleyard et al. 2016).
+Cho et al. 2014 (GRU), Hochreiter and Schmidhuber 1997 (LSTM). Each layer accepts sequence chunks, so a
+pipeline's layers can compute different chunks at once.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class CountingLayer(nn.Module):
 
 @dataclass(frozen=True)
 class CountingLayerInfo:
-    """Description of a counting layer, which may be on another rank, with its names in the network."""
+    """A counting layer, which may be on another rank, with its names in the network."""
 
     names: tuple[str, ...]
     num_counts: int

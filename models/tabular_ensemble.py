@@ -1,8 +1,7 @@
 """A deep ensemble of tabular networks in one module.
 
 Lakshminarayanan, Pritzel and Blundell 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep
-Ensembles". A loss `..._per_member` compares each member with the label, because averaging the outputs in
-training would make the members one wide network.
+Ensembles". A loss `..._per_member` compares each member with the label.
 """
 
 from collections.abc import Iterable, Sequence

@@ -104,7 +104,7 @@ def share_memory(parameters: Sequence[nn.Parameter], collective: Collective, tim
 
 
 def _open_memory(num_bytes: int, collective: Collective, timeout_seconds: float) -> mmap.mmap | None:
-    """Returns memory that rank 0 makes and sends to the other ranks; None on failure. Runs on every rank."""
+    """Returns memory that rank 0 makes and sends to the other ranks; None on failure."""
     with ExitStack() as stack:
         memory: mmap.mmap | None = None
         descriptor, door, link = -1, None, None

@@ -75,10 +75,7 @@ def open_service(
     sync: Asynchronous,
     timeout_seconds: float,
 ) -> tuple[ShardServer, ParameterClient]:
-    """Serves this rank's table, and connects this rank to all servers. Runs on every rank.
-
-    The authenticated collective carries the addresses and tokens of the servers.
-    """
+    """Serves this rank's table, and connects this rank to all servers. Runs on every rank."""
     # Pushes and pulls are no calls of the collective.
     collective.operations.sees_all = False
     rank, size = collective.rank, collective.size

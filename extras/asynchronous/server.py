@@ -28,7 +28,7 @@ class ShardServer:
     """Serves a table until `close`.
 
     Args:
-        host: Address to bind to, by which other workers reach this one.
+        host: Address to bind to.
         token: Secret of the workers of this training.
         rank: The worker in this process, which uses the table directly.
     """

@@ -127,7 +127,7 @@ class ParameterTable:
         """Returns copies of slices, once the reader is at most `bound` steps ahead of the slowest worker.
 
         Args:
-            indices: Parameters to read; None for all, in the order of `held`.
+            indices: Parameters to read; None for all.
             clock: Number of steps that the reader has pushed.
             progress: Called at each step of a worker for which this call waits.
         """

@@ -15,9 +15,9 @@ _ROUNDS = 4
 class SparsifyCompressor(Compressor):
     """Sends number g as g / p with probability p = min(1, lambda |g|): unbiased, with the least variance.
 
-    With feedback it sends g instead: the residual of g / p may be larger than g and would be scaled up again
-        in
-    the next step, so residuals would grow without bound.
+    With feedback it sends g instead: the residual of g / p may be larger than g, so residuals would grow
+        without
+    bound.
     """
 
     unbiased = True

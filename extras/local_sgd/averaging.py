@@ -1,8 +1,7 @@
 """Local SGD: every few steps all ranks' weights are replaced by their average.
 
 Stich 2019, "Local SGD Converges Fast and Communicates Little"; after synchronous steps it is post-local SGD
-(Lin et al. 2020). With the period "training" it is one-shot averaging (Zinkevich et al. 2010): each rank
-keeps its weights, and the end of an epoch validates and saves their average.
+(Lin et al. 2020), and with the period "training" one-shot averaging (Zinkevich et al. 2010).
 """
 
 from __future__ import annotations

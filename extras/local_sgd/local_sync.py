@@ -1,8 +1,7 @@
 """Base of local training: local steps, and synchronous steps before them.
 
-A rank differentiates the loss of its rows, divided by the rows of the whole batch, times the number of
-ranks. So the average of the ranks' gradients is the gradient of the synchronous step, also with uneven
-shards.
+A rank's loss is divided by the rows of the whole batch, and multiplied by the number of ranks. So the average
+of the ranks' gradients is the gradient of the synchronous step, also with uneven shards.
 """
 
 from __future__ import annotations

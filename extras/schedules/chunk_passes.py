@@ -90,8 +90,7 @@ def run_backward(
 ) -> Iterator[list[torch.Tensor]]:
     """Runs a stage backward; yields gradients of the stage's inputs, the last chunk's first.
 
-    `gradients` are the results' gradients, also the last chunk's first. With `streams_in` the previous stage
-    needs chunks.
+    With `streams_in` the previous stage needs chunks.
     """
     for number in range(len(sections) - 1, -1, -1):
         found = _section_backward(kept[number], gradients, span)

@@ -49,7 +49,7 @@ class Population:
         ]
 
     def after(self, number: int, members: Sequence[Member], values: Sequence[float | None]) -> list[Member]:
-        """Returns the members of the round after round `number`, from the members' values in it.
+        """Returns the members of the round after round `number`, from their values in it.
 
         A failed member has the value None, which is worse than any other.
         """

@@ -29,7 +29,7 @@ _SPEC = "model."
 
 
 def as_param(given: Any) -> Any:
-    """Returns a space in the Param's form: names, and ranges in their JSON form if they have one."""
+    """Returns a space in the Param's form: ranges by name, in JSON if they have a JSON form."""
     if callable(given):
         return given
     if not isinstance(given, Mapping) or not given:

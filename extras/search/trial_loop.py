@@ -39,8 +39,7 @@ _logger = logging.getLogger(__name__)
 class RunningTrial:
     """The driver's view of one training. Thread-safe.
 
-    The decision to prune depends only on the values of the epochs, in their order, not on the training's
-    progress when the driver read them.
+    The decision to prune depends only on the values of the epochs, not on when the driver read them.
     """
 
     def __init__(self, trial: Any, run_uri: str, stop_uri: str, epochs: int, objective: Objective) -> None:

@@ -1,8 +1,7 @@
 """`advise_batch_size`: recommends a batch size from a training's gradient noise.
 
 McCandlish et al. 2018, "An Empirical Model of Large-Batch Training". With noise scale N, batches of B rows
-need 1 + N / B times the steps of infinite batches, and 1 + B / N times the rows of the smallest batches. At
-B = N, the critical size, both factors are 2.
+need 1 + N / B times the steps of infinite batches, and 1 + B / N times the rows of the smallest batches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Windows over the rows of a series, in Spark SQL: each row's last values, and the next ones.
 
-Three steps use one ordering (the keys, then the time), so Spark shuffles and sorts once. They number the rows
-of each series, find the start of each unbroken run, and collect the values with `collect_list` over a frame
-of rows, which was twice as fast as an array of lags. Rows that a series cannot order raise an error.
+Three steps use one ordering (the keys, then the time), so Spark shuffles and sorts once: they number the rows
+of each series, find the start of each unbroken run, and collect the values. `collect_list` over a frame of
+rows was twice as fast as an array of lags.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RowWindows:
         )
 
     def counts(self, frame: DataFrame) -> DataFrame:
-        """Counts rows by the reason why they end no window; the reason is null for rows that end one."""
+        """Counts rows by the reason why they end no window; null for rows that end one."""
         rows = self._judged(frame, {}).groupBy(F.col(_REASON).alias("reason")).count()
         if not self.skips_invalid:
             return rows

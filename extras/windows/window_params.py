@@ -86,8 +86,8 @@ _HANDLE_INVALID = _setting(
 )
 _HANDLE_UNLABELED = _setting(
     "handleUnlabeled",
-    "windows with missing targets, such as those of the newest rows: 'skip' to drop them, 'keep' to keep "
-    "them with a null label, for a forecast",
+    "windows with missing targets, such as the windows of the newest rows: 'skip' to drop them, 'keep' to "
+    "keep them with a null label, for a forecast",
     default="skip",
     accepts=one_of(("skip", "keep")),
 )
@@ -104,9 +104,7 @@ class _WindowParams(DeclaredParams, HasOutputCol, HasOutputCols, HasLabelCol):
         _setting("valueCols", "columns of the history: numbers, booleans, arrays or vectors", kind="names")
     )
     steps, getSteps, setSteps = declared(
-        _setting(
-            "steps", "rows of a window, of which the last is the row itself", kind="int", accepts=at_least(1)
-        )
+        _setting("steps", "rows of a window; the row itself is the last", kind="int", accepts=at_least(1))
     )
     stride, getStride, setStride = declared(_STRIDE)
     targetCol, getTargetCol, setTargetCol = declared(

@@ -1,7 +1,6 @@
 """A mixture of experts: several perceptrons; a few of them compute each token.
 
-Expert parallelism shards the first dimension of each parameter, along which the experts are stacked. A
-dropped token's output is zeros, so the residual connection passes it on unchanged.
+Expert parallelism shards the first dimension of each parameter, along which the experts are stacked.
 """
 
 from __future__ import annotations
@@ -67,14 +66,12 @@ class Experts(nn.Module):
 class MixtureOfExperts(CountingLayer):
     """A mixture of experts: (batch, seq, dim) -> (batch, seq, dim), to be added to its input.
 
-    In training it adds each row's balance loss and z loss to the network's loss. In every mode it counts
-    requested and dropped assignments and the load for the history. Evaluation has no noise, and drops tokens
-    like training.
+    In training it adds each row's balance loss and z loss to the network's loss. Evaluation has no noise, and
+    drops tokens like training. A dropped token's output is zeros.
 
     Attributes:
         dispatch: Computes rows by experts that may be on other ranks; None if this rank has all experts.
-        rows: See `WholeRows`. With sequence-sharded rows each rank routes all tokens of a row, and computes
-            its own.
+        rows: See `WholeRows`. With sequence-sharded rows each rank routes all tokens of a row.
     """
 
     rows = WholeRows()
@@ -131,8 +128,8 @@ class MixtureOfExperts(CountingLayer):
 
         Args:
             x: (batch, own tokens, dim).
-            real: (batch, seq) booleans, False for padding, which uses no capacity; None without padding. For
-                sequence-sharded rows, the booleans of whole rows, or the result of `WholeRows.told`.
+            real: (batch, seq) booleans of whole rows, False for padding, which uses no capacity; or the
+                result of `WholeRows.told`. None without padding.
         """
         if torch.compiler.is_dynamo_compiling():
             # The number of rows per expert is known only at run time.

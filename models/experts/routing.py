@@ -1,7 +1,7 @@
 """Assigns tokens to experts: pure functions on fp32 logits.
 
 Tokens of one row compete for an expert's capacity, so the result depends neither on the batch nor on the
-number of ranks. Ties go to the expert with the lowest number, or to the earlier token.
+number of ranks. Of equal experts or tokens, the first wins.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _best(probabilities: torch.Tensor, choices: int) -> torch.Tensor:
 
 
 def _queue(values: torch.Tensor, in_order: bool) -> torch.Tensor:
-    """Flattens (batch, seq, choices) in the order in which capacity is given, (batch, seq * choices)."""
+    """Flattens (batch, seq, choices) in the order in which capacity is given."""
     return (values if in_order else values.transpose(1, 2)).flatten(1)
 
 

@@ -2,8 +2,7 @@
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost": only the inputs of about sqrt(n) segments
 of n blocks are stored. Only the instance attribute `forward` of the chosen modules is replaced, so types,
-state-dict keys and hooks stay. On the CPU results are bitwise the same, and buffers such as running means are
-updated once. Nothing is recomputed in evaluation.
+state-dict keys and hooks stay. On the CPU results are bitwise the same.
 """
 
 from __future__ import annotations
@@ -238,9 +237,8 @@ class _MarkPass(_ReplacedForward):
 class _Recompute(_ReplacedForward):
     """Recomputes the module's calls, separately or with the other calls of a segment.
 
-    Args:
-        places: Segment number of each occurrence of the module in the chain; None for the last segment, which
-            keeps its activations. Empty to recompute each call separately.
+    `places` has the segment number of each occurrence of the module in the chain; None for the last segment.
+    It is empty if each call is recomputed separately.
     """
 
     def __init__(self, module: nn.Module, places: Sequence[int | None] = ()) -> None:

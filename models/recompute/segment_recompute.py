@@ -1,10 +1,10 @@
 """A segment: calls of modules that keep only their inputs, and run again in the backward pass.
 
 As in `torch.utils.checkpoint` (non-reentrant), a rerun only supplies the saved tensors of the forward pass's
-autograd graph, so the network's own code between two calls is not run again. A tensor made by a call is
-recomputed. Every other argument is kept through autograd, so that outer hooks (offload, compression) see it
-and a change in place raises. Nothing in the graph refers to a later part of it, so a graph without a backward
-pass is freed at once.
+autograd graph, so the network's own code between two calls is not run again. Every argument from outside the
+segment is kept through autograd, so that outer hooks (offload, compression) see it and a change in place
+raises. Nothing in the graph refers to a later part of it, so a graph without a backward pass is freed at
+once.
 """
 
 from __future__ import annotations
@@ -146,7 +146,6 @@ class Segment:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Runs the module's own `forward`, and records the call instead of its saved tensors."""
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         random = current_state(tensors)
