@@ -15,8 +15,8 @@ _IMAGES = "have fit decode it, by columns={{{name!r}: Image(height, width)}} of 
 
 # Remedies for columns that are no numbers; ids of strings go into an nn.Embedding.
 _REMEDIES: dict[type[DataType], str] = {
-    StringType: "give its strings ids in fit, by columns={{{name!r}: Vocabulary(max_size=1000)}} or "
-    "HashBuckets(1024), or ids of their words by Tokens.of(tokenizer), of ringspark.pipelines",
+    StringType: "for ids of strings set columns={{{name!r}: Vocabulary(max_size=1000)}} or "
+    "HashBuckets(1024) in fit, for ids of tokens Tokens.of(tokenizer), all of ringspark.pipelines",
     BinaryType: _IMAGES + " for encoded images, or Binary('npy', shape=...)",
 }
 
@@ -89,6 +89,6 @@ def check_types(
         if remedy is not None and field.name not in kinds:
             raise ValueError(
                 f"column {field.name!r} has type {field.dataType.simpleString()}; an input must be a "
-                f"number, date, array or vector: {remedy.format(name=field.name)}"
+                f"number, date, array or vector; {remedy.format(name=field.name)}"
             )
     return columns_from_spark(StructType(fields), {f.name: kinds[f.name] for f in fields if f.name in kinds})

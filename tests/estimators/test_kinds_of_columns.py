@@ -127,7 +127,7 @@ def test_what_cannot_be_a_kind_is_refused_before_anything_is_written(table: Any,
     for params, sentence in (
         (
             {"columns": None},
-            r"column 'city' has type string.*by columns=\{'city': Vocabulary\(max_size=1000\)\}",
+            r"column 'city' has type string.*set columns=\{'city': Vocabulary\(max_size=1000\)\}",
         ),
         ({"columns": {"town": Vocabulary()}}, "columns 'town' is not a column of the DataFrame"),
         (

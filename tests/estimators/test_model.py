@@ -603,7 +603,7 @@ def test_raw_columns_become_what_the_shards_held(raw: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("cast(x as string)", "'x' has type string, .* give its strings ids in fit"),
+        ("cast(x as string)", "'x' has type string; .* for ids of strings set columns="),
         ("array(x, x)", r"'x' has type array<double>, the model was trained on double"),
         ("date'2024-01-01'", "'x' has type date, the model was trained on double"),
     ],

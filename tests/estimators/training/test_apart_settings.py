@@ -93,7 +93,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"sync": DiLoCo(steps=4, send="int8"), "num_workers": 128, "batch_size": 512},
-        "got numWorkers=128; set send='fp16'",
+        "numWorkers=128 leaves less than one; set send='fp16'",
     ),
     ({"sync": SSP, "precision": "fp16"}, r"set precision='bf16', or sync=AllReduce\(\)"),
     ({"sync": SSP, "on_non_finite": "skip"}, r"set onNonFinite='stop', or sync=AllReduce\(\)"),

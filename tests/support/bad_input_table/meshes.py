@@ -114,7 +114,7 @@ MESHES = [
     R("mesh: with the noise scale", lambda p: p.mesh(parallelism={"tensor": 2}, noiseScale=True),
       "noiseScale compares whole gradients", "leave noiseScale unset"),
     R("mesh: that may shrink", lambda p: p.mesh(parallelism={"tensor": 2}, minWorkers=1),
-      r"needs all of its workers, and minWorkers \(1\)", "leave minWorkers unset"),
+      r"needs all of its workers, but minWorkers \(1\)", "leave minWorkers unset"),
     R("mesh: planned, and none fits",
       lambda p: p.train(model=DEEP, numWorkers=2, parallelism="auto", memoryBudget=10),
       "'auto' found none: no mesh of 2 workers fits", "give more workers or memory"),
