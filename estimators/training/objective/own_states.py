@@ -46,6 +46,9 @@ class OwnState(ABC):
 class RowMean(OwnState):
     """The mean of a function that returns one number per row."""
 
+    _sum: torch.Tensor
+    _rows: int
+
     def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
         self._function = function
         self._dtype = torch.float32 if device.type == "mps" else torch.float64

@@ -1,4 +1,4 @@
-"""The base of our own optimizers: their state is plain tensors, and they read no number from the device.
+"""The base of our optimizers: their state is plain tensors, and they read no number from the device.
 
 So the memory planner can step them on fake tensors. All settings are in the parameter groups, because Horovod
 recreates an optimizer from them alone.
