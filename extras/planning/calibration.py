@@ -1,7 +1,7 @@
 """Calibration run: measures steps and all-reduces of two sizes on a few processes of this machine.
 
-A step is the trainer's own pass and the optimizer's step on random rows. All ranks run at the same time,
-without communication. The all-reduces use the training's collective. Rank 0 returns the medians.
+A step is the trainer's own pass and update on random rows, on all ranks at the same time, without
+communication. Rank 0 returns the medians.
 """
 
 from __future__ import annotations
@@ -35,21 +35,11 @@ WARM_UPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationResult:
-    """Seconds of a step by its rows, and the link between the ranks."""
-
-    step_seconds: dict[int, float]
-    link: Link
-
-
-@dataclass(frozen=True, kw_only=True)
 class Calibration:
     """Work of each rank of the calibration run.
 
     Attributes:
-        config: The training's settings; its folders are not used.
         objects: Pickled `UserObjects`.
-        inputs, labels: Columns of a batch.
         rows: Two numbers of rows per step.
         sizes: Two numbers of bytes per all-reduce.
         repeats: Measured rounds.
@@ -68,11 +58,11 @@ class Calibration:
         torch.manual_seed(0)
         steps = self.make_steps(torch.device(device))
         step_seconds = {rows: self.median(step, collective) for rows, step in steps.items()}
-        status.phase = "measuring sums"
+        status.phase = "measuring all-reduces"
         sums = []
         for number, size in enumerate(self.sizes if collective.size > 1 else ()):
             buffer = torch.zeros(size // 4, device=device)
-            sums.append(self.median(partial(_sum, collective, buffer, str(number)), collective))
+            sums.append(self.median(partial(_all_reduce, collective, buffer, str(number)), collective))
         return json.dumps([list(step_seconds.items()), sums])
 
     def median(self, function: Callable[[], object], collective: Collective) -> float:
@@ -108,28 +98,25 @@ class Calibration:
         return made
 
 
-def _sum(collective: Collective, buffer: torch.Tensor, name: str) -> None:
+def _all_reduce(collective: Collective, buffer: torch.Tensor, name: str) -> None:
     collective.start_sum(buffer, name)()
 
 
 def _example(column: BatchColumn, rows: int, device: torch.device) -> torch.Tensor:
-    """Returns random rows; integers are 0, which is a valid id and class of every network."""
     shape = (rows, *column.shape[1:])
     if column.dtype == torch.int64:
+        # 0 is a valid id and class of every network.
         return torch.zeros(shape, dtype=column.dtype, device=device)
     return torch.randn(shape, device=device)
 
 
-def calibrate(calibration: Calibration, num_ranks: int) -> CalibrationResult:
-    """Measures on `num_ranks` processes of this machine.
+def calibrate(calibration: Calibration, num_ranks: int) -> tuple[dict[int, float], Link]:
+    """Returns rows -> seconds of a step, and the link between `num_ranks` processes of this machine.
 
     Raises:
         WorkerError: A rank failed, for example because the network does not run on such rows.
     """
     texts = run_spawned(num_ranks, calibration.config.collective, calibration, timeout_seconds=120)
     steps, sums = json.loads(texts[0])
-    few, many = calibration.sizes
-    return CalibrationResult(
-        step_seconds={int(rows): seconds for rows, seconds in steps},
-        link=solve_link(num_ranks, (few, sums[0]), (many, sums[1])),
-    )
+    small, large = zip(calibration.sizes, sums, strict=True)
+    return dict(steps), solve_link(num_ranks, small, large)

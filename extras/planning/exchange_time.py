@@ -1,7 +1,6 @@
-"""Time of an all-reduce: closed forms over a link's latency and its seconds per byte.
+"""Time of an all-reduce, from a link's latency and its seconds per byte, which include the additions.
 
-Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH". The
-measured seconds per byte include the additions.
+Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH".
 """
 
 from __future__ import annotations
@@ -46,19 +45,15 @@ def hierarchical_seconds(
     between: Link,
     compression: float = 1.0,
 ) -> float:
-    """Returns the time of a hierarchical all-reduce.
+    """Returns the time of a hierarchical all-reduce, with a compression ratio between hosts.
 
     The ranks of a host reduce-scatter, each rank all-reduces its shard with its peers on the other hosts, and
-    the ranks of a host all-gather. The rings between hosts share each host's link. All hosts except the last
-    are full.
-
-    Args:
-        compression: Compression ratio between hosts.
+    the ranks of a host all-gather. All hosts except the last are full.
     """
     local = min(num_ranks, ranks_per_host)
     hosts = -(-num_ranks // ranks_per_host)
     within = ring_seconds(local, num_bytes, inside)
-    # The ranks of a host together send the whole buffer.
+    # The ranks of a host together send the whole buffer over the host's link.
     return within + (ring_seconds(hosts, num_bytes / compression, between) if hosts > 1 else 0.0)
 
 

@@ -1,9 +1,8 @@
 """Work and depth of each layer, counted in one forward pass on meta tensors.
 
-Ben-Nun and Hoefler 2019, "Demystifying Parallel and Distributed Deep Learning": work is the number of
-operations, depth the longest chain of dependent operations, and work / depth the largest useful number of
-processors. A matrix product with k terms per element has depth 1 + log2 k, a sum of k numbers log2 k, an
-elementwise operation 1. The backward pass has about twice the work, and the same depth again.
+Work is the number of operations, depth the longest chain of dependent operations, and work / depth the
+largest useful number of processors. Source: Ben-Nun and Hoefler 2019, "Demystifying Parallel and Distributed
+Deep Learning".
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class LayerWork:
 
     Attributes:
         name: Name in the network; "" for operations outside of the layers.
-        kind: Class of the layer.
         work: Operations for all rows.
         depth: Operations of its longest dependency chain.
         parameters: Number of trained values.
@@ -50,7 +48,7 @@ class LayerWork:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkWork:
-    """All layers, and the depth of the whole network, which is below their sum if it branches."""
+    """All layers, and the depth of the whole network, which is below their sum if the network branches."""
 
     layers: tuple[LayerWork, ...]
     depth: int
@@ -106,8 +104,8 @@ class _Count(TorchDispatchMode):
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             work = int(count(*args, **given, out_val=result))
-            # Each element is a sum of products: two operations per term.
-            return work, 1 + _log(max(1, work // (2 * max(1, made[0].numel()))))
+            # Each element is a sum of products: two operations per term, and 1 + log2 of the terms in depth.
+            return work, 1 + _log(work // (2 * max(1, made[0].numel())))
         most = max((t.numel() for t in taken), default=elements)
         if most > elements > 0:
             return most, _log(most // elements)  # a reduction
@@ -123,32 +121,20 @@ def _log(terms: int) -> int:
 
 
 def count_layers(module: nn.Module, inputs: Sequence[torch.Tensor]) -> NetworkWork:
-    """Counts one forward pass of a copy on `meta`.
-
-    Args:
-        inputs: Arguments of `forward`, on any device.
-    """
+    """Counts one forward pass of a copy on `meta`; `inputs` are its arguments, on any device."""
     copy = deepcopy(module).to("meta").train()
     count = _Count()
-    names = {layer: name for name, layer in copy.named_modules()}
-    handles = []
     for name, layer in copy.named_modules():
-        handles.append(layer.register_forward_pre_hook(lambda *_, own=name: count.running.append(own)))
-        handles.append(layer.register_forward_hook(lambda *_: count.running.pop() and None))
+        layer.register_forward_pre_hook(lambda *_, own=name: count.running.append(own))
+        layer.register_forward_hook(lambda *_: count.running.pop() and None)
     given = [t.to("meta") for t in inputs]
     with count:
         copy(*given)
     layers = []
     for name, (first, last) in count.spans.items():
-        layer = copy.get_submodule(name)
-        if count.work[name]:
-            layers.append(
-                LayerWork(
-                    name=names[layer],
-                    kind=type(layer).__name__,
-                    work=count.work[name],
-                    depth=last - first,
-                    parameters=sum(p.numel() for p in layer.parameters(recurse=False) if p.requires_grad),
-                )
-            )
+        layer, work = copy.get_submodule(name), count.work[name]
+        trained = sum(p.numel() for p in layer.parameters(recurse=False) if p.requires_grad)
+        kind, depth = type(layer).__name__, last - first
+        if work:
+            layers.append(LayerWork(name=name, kind=kind, work=work, depth=depth, parameters=trained))
     return NetworkWork(layers=tuple(layers), depth=count.depth)

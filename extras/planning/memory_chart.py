@@ -5,6 +5,9 @@ from __future__ import annotations
 from ringspark.estimators.memory.report import DEFAULTS, TITLES, MemoryPlan, changed_settings
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 
+# Power of two -> unit.
+_UNITS = ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))
+
 
 def draw_chart(plan: MemoryPlan, path: str) -> None:
     """Writes stacked bars as PNG: the parts at the peak of a plan and of its suggestions.
@@ -13,17 +16,17 @@ def draw_chart(plan: MemoryPlan, path: str) -> None:
         ImportError: matplotlib is not installed.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        # Unlike pyplot, the class sets no backend for the process.
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("a plan's chart needs matplotlib; pip install 'ringspark[examples]'") from None
     plans = (plan, *plan.suggest)
     names = [changed_settings(each.settings, DEFAULTS) or "default settings" for each in plans]
-    # The figure has its own canvas, because pyplot would set a backend for the process.
     figure = Figure(figsize=(9, 1.6 + 0.55 * len(plans)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    scale, unit = _scale(max([each.peak for each in plans] + [plan.budget or 0]))
+    most = max([each.peak for each in plans] + [plan.budget or 0])
+    power, unit = next((unit for unit in _UNITS if most >= 1 << unit[0]), _UNITS[-1])
+    scale = 1 << power
     left = [0.0] * len(plans)
     for part, title in TITLES.items():
         sizes = [each.at_peak[part] / scale for each in plans]
@@ -33,16 +36,10 @@ def draw_chart(plan: MemoryPlan, path: str) -> None:
     for y, each in enumerate(plans):
         axes.text(left[y], y, f" {show_bytes(each.peak)}", va="center")
     if plan.budget is not None:
-        axes.axvline(
-            plan.budget / scale, color="black", linestyle="--", label=f"budget {show_bytes(plan.budget)}"
-        )
+        label = f"budget {show_bytes(plan.budget)}"
+        axes.axvline(plan.budget / scale, color="black", linestyle="--", label=label)
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set_xlabel(f"{unit} per worker at the peak of a step")
     figure.legend(loc="outside upper center", ncols=3)
     figure.savefig(path, format="png", dpi=120)
-
-
-def _scale(most: int) -> tuple[int, str]:
-    power = next((p for p in (40, 30, 20, 10) if most >= 1 << p), 0)
-    return 1 << power, {40: "TiB", 30: "GiB", 20: "MiB", 10: "KiB", 0: "B"}[power]

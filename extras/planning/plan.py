@@ -3,8 +3,8 @@
     step(n) = crowding(n) * (fixed + rows(n) * row + exposed exchange(n))
 
 `fixed` and `row` come from steps of two sizes on one worker, `exchange` from all-reduces of two sizes between
-a few ranks and the closed forms of `exchange_time`. `crowding` is the number of ranks per core of a host. Not
-predicted: reading, validation, checkpoints, stragglers, and memory contention beyond the calibration run's.
+a few ranks. `crowding` is the number of ranks per core of a host. Not predicted: reading, validation,
+checkpoints, stragglers, and memory contention beyond the calibration run's.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import nn
 
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.memory.columns import BatchColumn, columns_of
+from ringspark.estimators.memory.columns import columns_of
 from ringspark.estimators.training.build import build_module
 from ringspark.estimators.training.settings import memory, network, training
 from ringspark.extras.planning.calibration import LARGEST_BYTES, SMALL_BYTES, Calibration, calibrate
 from ringspark.extras.planning.exchange_time import Link, hierarchical_seconds, ring_seconds
 from ringspark.extras.planning.fit import WORKERS
-from ringspark.extras.planning.layers import NetworkWork, count_layers
+from ringspark.extras.planning.layers import count_layers
 from ringspark.extras.planning.planned_config import make_config
 from ringspark.extras.planning.report import Predicted, ScalingPlan
 from ringspark.models import ModelSpec
@@ -121,9 +121,9 @@ def plan_scaling(
             sizes=(SMALL_BYTES, max(2 * SMALL_BYTES, min(gradient_bytes, LARGEST_BYTES))),
             repeats=repeats,
         )
-        found = calibrate(calibration, gangSize)
-        stepSeconds = found.step_seconds if stepSeconds is None else stepSeconds
-        link = found.link if link is None else link
+        step_seconds, measured = calibrate(calibration, gangSize)
+        stepSeconds = step_seconds if stepSeconds is None else stepSeconds
+        link = measured if link is None else link
     fixed, per_row = _fit_line(stepSeconds)
 
     def exchange(n: int) -> float:
@@ -153,6 +153,11 @@ def plan_scaling(
             cost=1e6 / rate / 3600 * hourly,
         )
 
+    try:
+        work = count_layers(module, [column.empty("meta") for column in inputs])
+    # A forward whose shapes depend on values can be trained, but not counted.
+    except Exception:
+        work = None
     one = predict(1, None)
     return ScalingPlan(
         predictions=tuple(predict(n, one.rows / one.step_seconds) for n in workers),
@@ -162,28 +167,18 @@ def plan_scaling(
         link=link,
         host_link=hostLink,
         gradient_bytes=gradient_bytes,
-        network=_count_network(module, inputs),
+        network=work,
         has_price=pricePerWorkerHour is not None,
     )
 
 
 def _fit_line(step_seconds: Mapping[int, float]) -> tuple[float, float]:
-    """Returns the fixed seconds and the seconds per row, by the fewest and the most rows.
-
-    Neither is below 0. The line goes through the most rows, whose time is the most precise.
-    """
+    """Returns the fixed seconds and the seconds per row, neither below 0."""
+    # The line goes through the most rows, whose time is the most precise.
     few, many = min(step_seconds), max(step_seconds)
     slope = max(0.0, (step_seconds[many] - step_seconds[few]) / (many - few))
     slope = min(slope, step_seconds[many] / many)
     return max(0.0, step_seconds[many] - many * slope), slope
-
-
-def _count_network(module: nn.Module, inputs: Sequence[BatchColumn]) -> NetworkWork | None:
-    try:
-        return count_layers(module, [column.empty("meta") for column in inputs])
-    # A forward whose shapes depend on values can be trained, but not counted.
-    except Exception:
-        return None
 
 
 def _check_workers(workers: Sequence[int], batch_size: int | None) -> list[int]:

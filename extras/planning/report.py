@@ -21,7 +21,7 @@ class Predicted:
 
     Attributes:
         rows: Rows per worker and step.
-        compute_seconds: Time of passes and optimizer per step.
+        compute_seconds: Time of both passes and the update per step.
         exchange_seconds: Time of the all-reduce per step, whether it is hidden or not.
         exposed_seconds: Time of the all-reduce that the backward pass does not hide.
         efficiency: Rows per second of a worker, relative to one worker alone.
@@ -75,10 +75,10 @@ class ScalingPlan:
         Raises:
             KeyError: The number was not planned.
         """
-        for predicted in self.predictions:
-            if predicted.workers == workers:
-                return predicted
-        raise KeyError(f"{workers} workers are not planned; give them in `workers`")
+        by_workers = {predicted.workers: predicted for predicted in self.predictions}
+        if workers not in by_workers:
+            raise KeyError(f"{workers} workers are not planned; give them in `workers`")
+        return by_workers[workers]
 
     @property
     def verdict(self) -> str:
@@ -101,8 +101,8 @@ class ScalingPlan:
         between = "" if self.host_link is None else f"; between hosts {describe_link(self.host_link)}"
         return (
             f"A step takes {show_seconds(self.fixed_seconds)} and {show_seconds(self.row_seconds)} per row; "
-            f"{describe_link(self.link)}{between}; the workers sum {show_bytes(self.gradient_bytes)} per "
-            "step."
+            f"{describe_link(self.link)}{between}; the workers all-reduce "
+            f"{show_bytes(self.gradient_bytes)} per step."
         )
 
     def table(self) -> str:
@@ -146,22 +146,13 @@ class ScalingPlan:
     def _layers(self) -> list[tuple[str, ...]]:
         assert self.network is not None
         network = self.network
-        rows: list[tuple[str, ...]] = []
-        for layer in network.layers:
-            rows.append(
-                (
-                    layer.name or "(network)",
-                    layer.kind,
-                    f"{layer.work:,}",
-                    f"{layer.depth:,}",
-                    f"{layer.work / max(1, layer.depth):,.0f}",
-                    f"{layer.parameters:,}",
-                )
-            )
-        total = sum(layer.parameters for layer in network.layers)
-        parallelism = f"{network.work / max(1, network.depth):,.0f}"
-        rows.append(("all", "", f"{network.work:,}", f"{network.depth:,}", parallelism, f"{total:,}"))
-        return rows
+        lines = [(a.name or "(network)", a.kind, a.work, a.depth, a.parameters) for a in network.layers]
+        parameters = sum(layer.parameters for layer in network.layers)
+        lines.append(("all", "", network.work, network.depth, parameters))
+        return [
+            (name, kind, f"{work:,}", f"{depth:,}", f"{work / max(1, depth):,.0f}", f"{parameters:,}")
+            for name, kind, work, depth, parameters in lines
+        ]
 
 
 _LAYERS_HEADER = ("layer", "kind", "work", "depth", "work / depth", "parameters")

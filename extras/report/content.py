@@ -1,14 +1,22 @@
-"""Blocks of a report's sections. The template turns each block into HTML and escapes all text."""
+"""Content of a report: the facts, and the blocks of the sections, which the template turns into HTML."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-if TYPE_CHECKING:
-    from ringspark.extras.report.facts import Facts
+from ringspark.estimators.run.facts import RunFacts
+from ringspark.extras.report.held_out.findings import HeldOut
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """A run, and its model's results on held-out rows; None if no rows were given."""
+
+    run: RunFacts
+    held_out: HeldOut | None = None
 
 
 class Block:
@@ -36,10 +44,11 @@ class Cards(Block):
 
 @dataclass(frozen=True)
 class Table(Block):
-    """A table of text; columns in `words` are left-aligned, the others right-aligned.
+    """A table of text.
 
     Attributes:
-        note: What is omitted, or how to read the table.
+        words: Numbers of the left-aligned columns; other columns are right-aligned.
+        note: Omitted rows, or how to read the table.
         marked: Numbers of the highlighted rows.
     """
 
@@ -85,9 +94,11 @@ def show(value: Any) -> str:
         return f"{value:,}"
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("infinite" if value > 0 else "-infinite")
-    if value == 0 or 1e-4 <= abs(value) < 1e5:
-        digits = max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
-        return f"{value:,.{min(digits, 7)}f}" if digits else f"{value:,.0f}"
+    if value == 0:
+        return "0"
+    if 1e-4 <= abs(value) < 1e5:
+        digits = max(0, 3 - math.floor(math.log10(abs(value))))
+        return f"{value:,.{digits}f}"
     return f"{value:.3e}"
 
 

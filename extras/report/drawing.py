@@ -1,7 +1,6 @@
 """Draws the charts: figures without pyplot, and SVG for an HTML page.
 
-User text is escaped for matplotlib (`plain`), where a pair of dollar signs would begin a formula. The SVG has
-no address that a browser would load. Letters stay letters, so pages are small and searchable.
+The SVG has no address that a browser would load. Letters stay letters, so pages are small and searchable.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+from ringspark.extras.report.content import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,39 +46,33 @@ _STYLE: Any = {
 
 
 def plain(text: str, most: int = 40) -> str:
-    """Escapes a user's text for matplotlib and limits its length."""
+    """Escapes a user's text for matplotlib, where two dollar signs make a formula, and limits its length."""
     text = "".join(c if c.isprintable() else " " for c in text)
-    text = text if len(text) <= most else f"{text[: most - 3]}..."
+    text = shorten(text, most)
     return text.replace("\\", "\\\\").replace("$", r"\$") if "$" in text else text
 
 
-def new_figure(height: float, width: float = WIDTH) -> Figure:
-    """Returns an empty figure of this size in inches; unlike pyplot's, it leaves no state in the process."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def figure_of(draw: Callable[[Figure], None], height: float, width: float = WIDTH) -> Figure:
-    """Returns the figure that `draw` draws."""
+def figure_of(draw: Callable[[Figure], None], height: float) -> Figure:
+    """Returns the figure that `draw` draws, with a height in inches."""
     import matplotlib as mpl
 
+    # Unlike pyplot, the class leaves no state in the process.
+    from matplotlib.figure import Figure
+
     with mpl.rc_context(_STYLE):
-        figure = new_figure(height, width)
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
         draw(figure)
     return figure
 
 
-def draw_svg(draw: Callable[[Figure], None], height: float, width: float = WIDTH) -> str:
+def draw_svg(draw: Callable[[Figure], None], height: float) -> str:
     """Returns the figure that `draw` draws, as SVG."""
     import matplotlib as mpl
 
     with mpl.rc_context(_STYLE), warnings.catch_warnings():
         # The browser has letters that matplotlib's font lacks.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
-        figure = new_figure(height, width)
-        draw(figure)
-        text = io.StringIO()
+        figure, text = figure_of(draw, height), io.StringIO()
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     # An SVG inside a page has no XML declaration and no document type, which holds an address.
     svg = text.getvalue()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ringspark.extras.report.content import Block, Chart, Section, Table, show
+from ringspark.extras.report.content import Block, Chart, Facts, Section, Table, show
 from ringspark.extras.report.drawing import BLUE, GRAY, draw_svg, plain
-from ringspark.extras.report.facts import Facts
 from ringspark.extras.report.held_out.findings import Attribution
 
 if TYPE_CHECKING:

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ringspark.extras.report.content import Block, Cards, Chart, Section, Table, Text, show
+from ringspark.extras.report.content import Block, Cards, Chart, Facts, Section, Table, Text, show
 from ringspark.extras.report.drawing import BLUE, GRAY, MOST_POINTS, ORANGE, draw_svg, plain
-from ringspark.extras.report.facts import Facts
 from ringspark.extras.report.held_out.findings import ClassFindings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Classes in the matrix; the largest are shown separately, the others as one.
+# Classes in the matrix; the largest are shown separately, all smaller classes as one.
 MOST_CLASSES = 20
 MOST_CONFUSIONS = 15
 
@@ -42,13 +41,15 @@ def _make(facts: Facts) -> Sequence[Block]:
         if found.roc is None:
             note = " The rows hold one class only, so there is no ROC curve."
     if found.skipped:
-        note += f" {found.skipped:,} rows without a prediction, or whose label does not count, are left out."
+        note += f" {found.skipped:,} rows without a prediction or a counted label are left out."
     if found.has_thresholds:
-        note += " The predicted class is the one that the model's thresholds choose."
-    names, matrix = shown_matrix(found)
-    caption = "Rows by their true class and the predicted one; the shade is the share of the true class."
+        note += " The model's thresholds choose the predicted class."
+    names, matrix = _shown_matrix(found)
+    caption = "Rows by true class and predicted class; the shade is the share of the true class."
     if len(names) < found.num_classes:
-        caption += f" The {MOST_CLASSES} classes with most rows of {found.num_classes:,}; all others are one."
+        caption += (
+            f" The {MOST_CLASSES} classes with most rows of {found.num_classes:,}; the rest is one class."
+        )
     blocks: list[Block] = [
         Cards(cards),
         Chart(draw_svg(lambda figure: _draw(figure, found), 3.8), _caption(found) + note),
@@ -57,11 +58,16 @@ def _make(facts: Facts) -> Sequence[Block]:
     return [*blocks, _confusions(found)] if found.num_classes > 2 else blocks
 
 
-def shown_matrix(found: ClassFindings) -> tuple[list[str], Matrix]:
-    """Returns names and rows (true, predicted) of the largest classes; the last entry sums up all others."""
+def _rows_of_classes(found: ClassFindings) -> Counter[int]:
     sizes: Counter[int] = Counter()
     for (true, _), count in found.confusion.items():
         sizes[true] += count
+    return sizes
+
+
+def _shown_matrix(found: ClassFindings) -> tuple[list[str], Matrix]:
+    """Returns names and rows (true, predicted) of the largest classes; the last entry is all smaller ones."""
+    sizes = _rows_of_classes(found)
     kept = list(range(found.num_classes))
     if found.num_classes > MOST_CLASSES + 1:
         kept = sorted(sorted(kept, key=lambda number: -sizes[number])[:MOST_CLASSES])
@@ -76,9 +82,11 @@ def shown_matrix(found: ClassFindings) -> tuple[list[str], Matrix]:
 
 
 def _caption(found: ClassFindings) -> str:
-    whose = "its probability" if found.num_classes == 2 else "the predicted class's probability"
-    first = f"Left: ROC curve of class {found.name(1)}. Right: of" if found.roc is not None else "Of"
-    return f"{first} the rows in each of 15 bins of {whose}, the share of this class; below, the bins' rows."
+    shares = "share of correct rows in each of 15 bins of the predicted class's probability"
+    if found.num_classes == 2:
+        shares = f"share of class {found.name(1)} in each of 15 bins of its probability"
+    first = f"Left: ROC curve of class {found.name(1)}. Right: the" if found.roc is not None else "The"
+    return f"{first} {shares}; below, the rows per bin."
 
 
 def _draw(figure: Figure, found: ClassFindings) -> None:
@@ -96,14 +104,16 @@ def _draw(figure: Figure, found: ClassFindings) -> None:
     known = rows > 0
     upper.plot([0, 1], [0, 1], ":", color=GRAY, label="perfect")
     upper.plot(confidence[known] / rows[known], right[known] / rows[known], "o-", color=ORANGE, label="model")
-    share = f"share of class {plain(found.name(1), 14)}" if found.num_classes == 2 else "share that is right"
+    share = (
+        f"share of class {plain(found.name(1), 14)}" if found.num_classes == 2 else "share of correct rows"
+    )
     upper.set(title="Calibration", ylabel=share, xlim=(-0.01, 1.01), ylim=(-0.02, 1.02))
     upper.tick_params(labelbottom=False)
     upper.legend()
     lower = figure.add_subplot(grid[1, -1], sharex=upper)
     lower.bar((np.arange(len(rows)) + 0.5) / len(rows), rows, width=0.9 / len(rows), color=GRAY)
-    whose = f"class {plain(found.name(1), 24)}" if found.num_classes == 2 else "the predicted class"
-    lower.set(xlabel=f"probability of {whose}", ylabel="rows")
+    label = f"class {plain(found.name(1), 24)}" if found.num_classes == 2 else "the predicted class"
+    lower.set(xlabel=f"probability of {label}", ylabel="rows")
 
 
 def _draw_matrix(figure: Figure, names: Sequence[str], matrix: Matrix) -> None:
@@ -130,17 +140,14 @@ def _draw_matrix(figure: Figure, names: Sequence[str], matrix: Matrix) -> None:
 
 
 def _confusions(found: ClassFindings) -> Table:
-    totals: Counter[int] = Counter()
-    for (true, _), count in found.confusion.items():
-        totals[true] += count
-    wrong = [(count, pair) for pair, count in found.confusion.items() if pair[0] != pair[1]]
-    wrong.sort(key=lambda entry: (-entry[0], entry[1]))
+    totals = _rows_of_classes(found)
+    wrong = sorted((-count, pair) for pair, count in found.confusion.items() if pair[0] != pair[1])
     rows = [
-        [found.name(true), found.name(predicted), show(count), f"{100 * count / totals[true]:.1f} %"]
+        [found.name(true), found.name(predicted), show(-count), f"{100 * -count / totals[true]:.1f} %"]
         for count, (true, predicted) in wrong[:MOST_CONFUSIONS]
     ]
     left_out = len(wrong) - len(rows)
-    note = f"{left_out:,} rarer ones are not shown." if left_out else ""
+    note = f"{left_out:,} rarer confusions are not shown." if left_out else ""
     header = ["true class", "predicted class", "rows", "of the true class"]
     return Table(header, rows, words=frozenset({0, 1}), title="Most frequent confusions", note=note)
 

@@ -10,6 +10,7 @@ from ringspark.estimators.run.facts import RunFacts
 from ringspark.extras.report.content import (
     Block,
     Chart,
+    Facts,
     Section,
     Table,
     Text,
@@ -29,7 +30,6 @@ from ringspark.extras.report.drawing import (
     plain,
     whole_ticks,
 )
-from ringspark.extras.report.facts import Facts
 from ringspark.extras.report.sections.headline import entries_of
 
 if TYPE_CHECKING:
@@ -44,20 +44,27 @@ def _make(facts: Facts) -> Sequence[Block]:
     run = facts.run
     blocks: list[Block] = []
     if run.history:
-        blocks.append(Chart(draw_svg(lambda figure: draw_losses(figure, run), 3.4), _caption(run)))
+        caption = (
+            "Mean loss per row, over all ranks: of the training rows while the weights change, of the "
+            "held-out rows at the end of the epoch."
+        )
+        if (count := len(run.history)) > MOST_POINTS:
+            caption += f" Each point is the mean of neighbours: {count:,} epochs, {MOST_POINTS} points."
+        blocks.append(Chart(draw_svg(lambda figure: draw_losses(figure, run), 3.4), caption))
     if run.steps:
-        blocks.append(Chart(draw_svg(lambda figure: _draw_steps(figure, run), 2.9), _steps_caption(run)))
-    names = _metrics(run)
+        count = len(run.steps)
+        thinned = f"; {MOST_POINTS} points of {count:,} records" if count > MOST_POINTS else ""
+        caption = f"Mean loss over all ranks between two records{thinned}."
+        blocks.append(Chart(draw_svg(lambda figure: _draw_steps(figure, run), 2.9), caption))
+    losses = ("train_loss", "validation_loss")
+    # The same metric of both splits is one name.
+    names = list(dict.fromkeys(n.partition("_")[2] for n in entries_of(run) if n not in losses))
     if names:
         shown = names[:MOST_METRICS]
         rows = -(-len(shown) // 3)
         more = f"; {len(names) - len(shown):,} more are not shown" if len(names) > len(shown) else ""
-        blocks.append(
-            Chart(
-                draw_svg(lambda figure: _draw_metrics(figure, run, shown), 2.4 * rows),
-                f"Metrics by epoch, of the training rows and of those held out{more}.",
-            )
-        )
+        caption = f"Metrics by epoch, of the training rows and of the held-out rows{more}."
+        blocks.append(Chart(draw_svg(lambda figure: _draw_metrics(figure, run, shown), 2.4 * rows), caption))
     blocks.extend(Text(sentence, warns=True) for sentence in _gaps(run))
     if run.history:
         blocks.append(_table(run))
@@ -79,9 +86,8 @@ def draw_losses(figure: Figure, run: RunFacts) -> None:
         left.axvline(run.outcome.model_epoch, color=GRAY, linestyle=":", label="the model's epoch")
     if left.lines:
         left.legend()
-    by_step = bool(run.steps)
-    right.set(title="Learning rate", xlabel="step" if by_step else "epoch")
-    rates = [(r.step, r.learning_rate) for r in run.steps] if by_step else []
+    rates = [(r.step, r.learning_rate) for r in run.steps]
+    right.set(title="Learning rate", xlabel="step" if rates else "epoch")
     rates = rates or [(r.epoch, r.learning_rate) for r in run.history]
     line(right, [x for x, _ in rates], [rate for _, rate in rates], "learning rate", GREEN)
     whole_ticks(right)
@@ -105,10 +111,9 @@ def _draw_metrics(figure: Figure, run: RunFacts, names: Sequence[str]) -> None:
             axes.set_axis_off()
             continue
         axes.set(title=plain(names[number], 32), xlabel="epoch")
-        for part, color in (("train", BLUE), ("validation", ORANGE)):
-            values = [record.value(f"{part}_{names[number]}") for record in run.history]
+        for split, label, color in (("train", "training", BLUE), ("validation", "validation", ORANGE)):
+            values = [record.value(f"{split}_{names[number]}") for record in run.history]
             if any(math.isfinite(value) for value in values):
-                label = {"train": "training"}.get(part, part)
                 line(axes, epochs, values, label, color)
         whole_ticks(axes)
         if axes.lines:
@@ -120,33 +125,6 @@ def _finish(axes: Axes, values: Sequence[float]) -> None:
     maybe_log(axes, values)
     if not any(math.isfinite(value) for value in values):
         axes.text(0.5, 0.5, "no finite value", ha="center", transform=axes.transAxes, color=GRAY)
-
-
-def _metrics(run: RunFacts) -> list[str]:
-    """Returns the metrics by the user's names, without the name of the split."""
-    return list(
-        dict.fromkeys(
-            name.partition("_")[2]
-            for name in entries_of(run)
-            if name not in ("train_loss", "validation_loss")
-        )
-    )
-
-
-def _caption(run: RunFacts) -> str:
-    thinned = ""
-    if len(run.history) > MOST_POINTS:
-        thinned = f" Each point is the mean of neighbours: {len(run.history):,} epochs, {MOST_POINTS} points."
-    return (
-        "Mean loss per row, over all ranks: of the training rows while the weights change, of the held-out "
-        f"rows at the end of the epoch.{thinned}"
-    )
-
-
-def _steps_caption(run: RunFacts) -> str:
-    count = len(run.steps)
-    thinned = f"; {MOST_POINTS} points of {count:,} records" if count > MOST_POINTS else ""
-    return f"Mean loss over all ranks between two records{thinned}."
 
 
 def _gaps(run: RunFacts) -> list[str]:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from ringspark.estimators.training.data_facts import DataFacts
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
-from ringspark.extras.report.content import Block, Section, Table, Text, shorten, show
-from ringspark.extras.report.facts import Facts
+from ringspark.extras.report.content import Block, Facts, Section, Table, Text, shorten, show
 
 MOST_COLUMNS = 60
 
@@ -17,11 +16,9 @@ def _make(facts: Facts) -> Sequence[Block]:
     if data is None:
         return []
     title = "External table" if data.is_table else "Shards"
-    blocks: list[Block] = [Text(f"{title}: {data.uri}"), _splits(data)]
-    if data.skipped_rows:
-        blocks.append(Text(f"{data.skipped_rows:,} rows were left out because they held a null."))
-    blocks.append(_columns(data))
-    return blocks
+    skipped = f"{data.skipped_rows:,} rows were left out because they held a null."
+    notes = [Text(skipped)] if data.skipped_rows else []
+    return [Text(f"{title}: {data.uri}"), _splits(data), *notes, _columns(data)]
 
 
 def _splits(data: DataFacts) -> Table:
@@ -51,22 +48,19 @@ def _columns(data: DataFacts) -> Table:
     shown = ordered[:MOST_COLUMNS]
     rows = []
     for column in shown:
-        splits = [split for split in data.stats if column.name in data.stats[split]] or [""]
-        for number, split in enumerate(splits):
-            stats = data.stats[split][column.name] if split else None
-            first = [column.name, shorten(column.kind), column.source] if not number else ["", "", ""]
-            numbers = (
-                [stats.nulls, stats.nans + stats.infs, stats.minimum, stats.maximum, stats.mean, stats.std]
-                if stats is not None
-                else [None] * 6
-            )
-            rows.append([*map(shorten, first), split, *map(show, numbers)])
+        first = [shorten(text) for text in (column.name, column.kind, column.source)]
+        found = [(split, stats[column.name]) for split, stats in data.stats.items() if column.name in stats]
+        if not found:
+            rows.append([*first, *[""] * 7])
+        for split, s in found:
+            numbers = (s.nulls, s.nans + s.infs, s.minimum, s.maximum, s.mean, s.std)
+            rows.append([*first, split, *map(show, numbers)])
+            first = ["", "", ""]
     left_out = len(data.columns) - len(shown)
     note = "Over finite values; all values of an array or vector together."
     if left_out:
         note += (
-            f" {len(shown)} of {len(data.columns):,} columns are shown, those with missing or infinite "
-            "values first."
+            f" Shows {len(shown)} of {len(data.columns):,} columns, with missing or infinite values first."
         )
     header = ["column", "in a batch", "Spark type", "split", "nulls", "NaN or infinite", "min", "max", "mean"]
     return Table([*header, "std"], rows, words=frozenset({0, 1, 2, 3}), note=note)

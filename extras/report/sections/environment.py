@@ -8,8 +8,7 @@ from datetime import datetime, timezone
 
 from ringspark.estimators.training.run_environment import GangStart
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
-from ringspark.extras.report.content import Block, Section, Table, show
-from ringspark.extras.report.facts import Facts
+from ringspark.extras.report.content import Block, Facts, Section, Table, show
 
 MOST_HOSTS = 40
 
@@ -23,7 +22,11 @@ def _make(facts: Facts) -> Sequence[Block]:
     versions.append(["folder", facts.run.run_uri])
     blocks: list[Block] = [Table(["", "of rank 0"], versions, words=frozenset({0, 1})), _hosts(last)]
     if len(starts) > 1:
-        rows = [[_time(start), show(len(start.ranks)), _names(start)] for start in starts]
+        rows = []
+        for start in starts:
+            hosts = sorted({note.host for note in start.ranks})
+            more = f" and {len(hosts) - 5:,} more" if len(hosts) > 5 else ""
+            rows.append([_time(start), show(len(start.ranks)), ", ".join(hosts[:5]) + more])
         blocks.append(Table(["began", "ranks", "hosts"], rows, words=frozenset({0, 2}), title="All starts"))
     return blocks
 
@@ -40,11 +43,6 @@ def _hosts(start: GangStart) -> Table:
     note = f"{more:,} more hosts are not shown." if more > 0 else ""
     header = ["host", "ranks", "devices", "cores per rank", "memory"]
     return Table(header, rows, words=frozenset({0, 2}), note=note)
-
-
-def _names(start: GangStart) -> str:
-    names = sorted({note.host for note in start.ranks})
-    return ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
 
 
 def _time(start: GangStart) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringspark.extras.report.content import Block, Section, Table, Text, first_and_last, shorten, show
-from ringspark.extras.report.facts import Facts
+from ringspark.extras.report.content import Block, Facts, Section, Table, Text, first_and_last, shorten, show
 
 MOST = 30
 
@@ -13,9 +12,9 @@ MOST = 30
 def _make(facts: Facts) -> Sequence[Block]:
     run = facts.run
     blocks: list[Block] = []
-    skipped = sum(record.skipped_steps for record in run.history)
-    if run.outcome is not None:
-        outcome = run.outcome
+    none = "Restarts and their reasons are recorded when a run finishes."
+    if (outcome := run.outcome) is not None:
+        none = "None: no restart, no failed checkpoint, no step that was not finite."
         lists = [
             ("Restarts of the workers, and why", outcome.restart_reasons),
             ("Resumed from", [f"step {step:,}" for step in outcome.resumed_steps]),
@@ -23,35 +22,19 @@ def _make(facts: Facts) -> Sequence[Block]:
             ("Steps whose loss or gradient was not finite", outcome.non_finite),
         ]
         blocks.extend(_listed(title, entries) for title, entries in lists if entries)
-    if skipped:
-        blocks.append(
-            Text(f"{skipped:,} steps changed no weights, because their loss or gradients were not finite.")
-        )
-    if run.heartbeats and run.outcome is None:
+    if skipped := sum(record.skipped_steps for record in run.history):
+        sentence = f"{skipped:,} steps changed no weights, because their loss or gradients were not finite."
+        blocks.append(Text(sentence))
+    if run.heartbeats and outcome is None:
         rows = [
-            [show(sign.rank), sign.host, sign.phase, shorten(sign.failure, 400)]
-            for sign in run.heartbeats[:MOST]
+            [show(beat.rank), beat.host, beat.phase, shorten(beat.failure, 400)]
+            for beat in run.heartbeats[:MOST]
         ]
-        blocks.append(
-            Table(
-                ["rank", "host", "last phase", "failure"],
-                rows,
-                words=frozenset({1, 2, 3}),
-                title="Last heartbeats of the ranks",
-                note=f"The first {MOST} of {len(run.heartbeats):,} ranks."
-                if len(run.heartbeats) > MOST
-                else "",
-            )
-        )
-    if not blocks:
-        blocks.append(
-            Text(
-                "None: no restart, no failed checkpoint, no step that was not finite."
-                if run.outcome is not None
-                else "Restarts and their reasons are recorded when a run finishes."
-            )
-        )
-    return blocks
+        count, title = len(run.heartbeats), "Last heartbeats of the ranks"
+        note = f"The first {MOST} of {count:,} ranks." if count > MOST else ""
+        header = ["rank", "host", "last phase", "failure"]
+        blocks.append(Table(header, rows, words=frozenset({1, 2, 3}), title=title, note=note))
+    return blocks or [Text(none)]
 
 
 def _listed(title: str, entries: Sequence[str]) -> Table:

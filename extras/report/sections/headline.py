@@ -9,8 +9,7 @@ from ringspark.estimators.run.facts import RunFacts
 from ringspark.estimators.training.objective.metrics import METRICS
 from ringspark.estimators.training.objective.own_metrics import find_metric, is_higher_better
 from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.extras.report.content import Block, Cards, Section, Table, Text, seconds, show
-from ringspark.extras.report.facts import Facts
+from ringspark.extras.report.content import Block, Cards, Facts, Section, Table, Text, seconds, show
 
 MOST_METRICS = 40
 
@@ -28,9 +27,7 @@ def higher_is_better(entry: str, config: TrainConfig | None) -> bool | None:
     name = entry.partition("_")[2]
     if config is not None:
         metric = find_metric(name, config.metrics)
-        if metric is not None:
-            return is_higher_better(metric, config.own_metrics)
-        return False
+        return metric is not None and is_higher_better(metric, config.own_metrics)
     if name in METRICS:
         return METRICS[name].higher_is_better
     return False if name.startswith("loss") else None
@@ -40,8 +37,9 @@ def _make(facts: Facts) -> Sequence[Block]:
     run = facts.run
     planned = run.config.epochs if run.config is not None else None
     rate = run.rows_per_second
+    ended = "finished" if run.outcome is not None else "failed" if _has_failed(run) else "not finished"
     cards = [
-        ("state", _state(run)),
+        ("state", ended),
         ("epochs", f"{len(run.history):,}" + (f" of {planned:,}" if planned else "")),
         ("optimizer steps", show(run.num_steps)),
         ("rows seen", show(run.rows)),
@@ -58,33 +56,27 @@ def _make(facts: Facts) -> Sequence[Block]:
         blocks.append(Text(_unfinished(run), warns=True))
     elif run.outcome.stop_reason is not None:
         blocks.append(Text(f"Stopped before its last epoch: {run.outcome.stop_reason}."))
-    if facts.held_out is not None and facts.held_out.notes:
+    if facts.held_out is not None:
         blocks.extend(Text(note) for note in facts.held_out.notes)
     blocks.extend(Text(problem, warns=True) for problem in run.problems)
     if run.missing:
         names = ", ".join(f"{name} ({content})" for name, content in run.missing.items())
         blocks.append(Text(f"The run's folder does not hold: {names}."))
-    if run.history:
-        blocks.append(_results(run))
-    else:
-        blocks.append(Text("No epoch has been finished."))
+    blocks.append(_results(run) if run.history else Text("No epoch has been finished."))
     return blocks
 
 
-def _state(run: RunFacts) -> str:
-    if run.outcome is not None:
-        return "finished"
-    return "failed" if any(sign.failure for sign in run.heartbeats) else "not finished"
-
-
 def _unfinished(run: RunFacts) -> str:
-    if any(sign.failure for sign in run.heartbeats):
+    if _has_failed(run):
         return "A rank has failed; see faults and restarts for its error."
     position = ""
-    if run.progress is not None:
-        p = run.progress
+    if (p := run.progress) is not None:
         position = f" The last recorded position is step {p.step:,} of {p.num_steps:,}, epoch {p.epoch:,}."
     return f"The run is in progress or ended early; its folder does not show which.{position}"
+
+
+def _has_failed(run: RunFacts) -> bool:
+    return any(heartbeat.failure for heartbeat in run.heartbeats)
 
 
 def _results(run: RunFacts) -> Table:

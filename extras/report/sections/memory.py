@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
-from ringspark.extras.report.content import Block, Section, Table
-from ringspark.extras.report.facts import Facts
+from ringspark.extras.report.content import Block, Facts, Section, Table
 
 MOST_RANKS = 40
 
@@ -27,17 +26,14 @@ def _make(facts: Facts) -> Sequence[Block]:
         ]
         for number, rank in shown
     ]
-    left_out = len(ranks) - len(shown)
-    cut = f" The {MOST_RANKS} largest of {len(ranks):,} ranks are shown." if left_out else ""
-    return [
-        Table(
-            ["rank", "host", "peak of its process", "peak of its GPU", "memory of the host"],
-            rows,
-            words=frozenset({1}),
-            note="A rank's process is a Python worker, including libraries, that Spark may have used before; "
-            f"ranks of one host may share pages.{cut}",
-        )
-    ]
+    note = (
+        "A rank's process is a Python worker, including libraries, that Spark may have used before; ranks of "
+        "one host may share pages."
+    )
+    if len(ranks) > len(shown):
+        note += f" The {MOST_RANKS} largest of {len(ranks):,} ranks are shown."
+    header = ["rank", "host", "peak of its process", "peak of its GPU", "memory of the host"]
+    return [Table(header, rows, words=frozenset({1}), note=note)]
 
 
 SECTION = Section(name="memory", title="Memory", make=_make)

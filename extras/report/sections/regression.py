@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ringspark.extras.report.content import Block, Cards, Chart, Section, Text, show
+from ringspark.extras.report.content import Block, Cards, Chart, Facts, Section, Text, show
 from ringspark.extras.report.drawing import BLUE, GRAY, ORANGE, draw_svg
-from ringspark.extras.report.facts import Facts
 from ringspark.extras.report.held_out.findings import NumberFindings
 
 if TYPE_CHECKING:
@@ -30,17 +29,14 @@ def _make(facts: Facts) -> Sequence[Block]:
         ("mean residual", show(found.bias)),
     ]
     note = f" {found.skipped:,} rows without a prediction are left out." if found.skipped else ""
+    shown = f"all {found.numbers:,} numbers"
+    if len(found.sample) < found.numbers:
+        shown = f"{len(found.sample):,} of {found.numbers:,} numbers, drawn at random"
     caption = (
-        f"Left: {_of_all(found)}, and the mean label in "
-        f"bins of the prediction over all of them. Right: all residuals, prediction minus label.{note}"
+        f"Left: {shown}, and the mean label of all numbers in bins of the prediction. Right: all residuals, "
+        f"prediction minus label.{note}"
     )
     return [Cards(cards), Chart(draw_svg(lambda figure: _draw(figure, found), 3.8), caption)]
-
-
-def _of_all(found: NumberFindings) -> str:
-    if len(found.sample) == found.numbers:
-        return f"all {found.numbers:,} numbers"
-    return f"{len(found.sample):,} of {found.numbers:,} numbers, drawn at random"
 
 
 def _draw(figure: Figure, found: NumberFindings) -> None:
@@ -48,9 +44,8 @@ def _draw(figure: Figure, found: NumberFindings) -> None:
     predicted, true = found.sample.T
     left.plot(predicted, true, ".", markersize=3, alpha=0.4, color=BLUE, label="sample")
     known = np.isfinite(found.bin_true)
-    left.plot(
-        found.bin_predicted[known], found.bin_true[known], "o-", markersize=4, color=ORANGE, label="mean"
-    )
+    means = found.bin_predicted[known], found.bin_true[known]
+    left.plot(*means, "o-", markersize=4, color=ORANGE, label="mean")
     ends = [min(predicted.min(), true.min()), max(predicted.max(), true.max())]
     left.plot(ends, ends, ":", color=GRAY, label="perfect")
     left.set(title="Predicted against true", xlabel="prediction", ylabel="label")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from typing import Any
 
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.settings.table import SETTINGS
-from ringspark.extras.report.content import Block, Section, Table, shorten
-from ringspark.extras.report.facts import Facts
+from ringspark.extras.report.content import Block, Facts, Section, Table, shorten
 
 # Settings per row in the table of defaults.
 SETTINGS_PER_ROW = 3
@@ -19,14 +19,10 @@ SETTINGS_PER_ROW = 3
 _ELSEWHERE = frozenset({"run_uri"})
 
 
-def split_settings(config: TrainConfig) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
-    """Returns the settings that differ from their defaults, and the others: name -> (value, default).
-
-    Each setting is in exactly one of the two; None means that there is no default.
-    """
+def _split_settings(config: TrainConfig) -> tuple[list[list[str]], list[list[str]]]:
+    """Returns [name, value, default] of each changed setting, and [name, value] of each unchanged setting."""
     defaults = {f.name: f.default for f in fields(config)}
-    changed: dict[str, tuple[Any, Any]] = {}
-    others: dict[str, tuple[Any, Any]] = {}
+    changed, unchanged = [], []
     for name, setting in SETTINGS.items():
         if setting.field not in defaults or setting.field in _ELSEWHERE:
             continue
@@ -34,38 +30,31 @@ def split_settings(config: TrainConfig) -> tuple[dict[str, tuple[Any, Any]], dic
         if default is MISSING:
             # The columns, which every training has.
             default = setting.default if setting.default is None else (setting.default,)
-        (others if value == default else changed)[name] = (value, default)
-    return changed, others
+        if value == default:
+            unchanged.append([name, _text(value)])
+        else:
+            changed.append([name, _text(value), _text(default)])
+    return changed, sorted(unchanged)
 
 
 def _make(facts: Facts) -> Sequence[Block]:
     config = facts.run.config
     if config is None:
         return []
-    changed, others = split_settings(config)
-    rows = [[name, _text(value), _text(default)] for name, (value, default) in changed.items()]
-    rest = [[name, _text(value)] for name, (value, _) in sorted(others.items())]
-    words = frozenset({0, 1, 2})
+    changed, unchanged = _split_settings(config)
+    note = (
+        "As the ranks received them, with automatic values resolved. Settings that ranks do not need, such "
+        "as names of output columns, are not in the run's folder."
+    )
+    header, words = ["setting", "value"] * SETTINGS_PER_ROW, frozenset(range(2 * SETTINGS_PER_ROW))
     return [
-        Table(
-            ["setting", "value", "default"],
-            rows,
-            words=words,
-            title="Changed settings",
-            note="As the ranks received them, with automatic values resolved. Settings that ranks do not "
-            "need, such as names of output columns, are not in the run's folder.",
-        ),
-        Table(
-            ["setting", "value"] * SETTINGS_PER_ROW,
-            _wrap(rest),
-            words=frozenset(range(2 * SETTINGS_PER_ROW)),
-            title="Defaults",
-        ),
+        Table(["setting", "value", "default"], changed, words=words, title="Changed settings", note=note),
+        Table(header, _wrap(unchanged), words=words, title="Defaults"),
     ]
 
 
 def _wrap(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Returns the rows of a long narrow table in fewer and wider rows, to be read column by column."""
+    """Puts the rows of a long narrow table into fewer and wider rows, ordered column by column."""
     height = -(-len(rows) // SETTINGS_PER_ROW)
     padded = [*rows, *([["", ""]] * (height * SETTINGS_PER_ROW - len(rows)))]
     return [[cell for row in padded[place::height] for cell in row] for place in range(height)]
@@ -77,20 +66,14 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, str) and value.startswith("{"):
-        value = _parse(value)
+        # The config holds a network's description as JSON text.
+        with suppress(ValueError):
+            value = {key: part for key, part in json.loads(value).items() if part not in ({}, None, "")}
     if isinstance(value, dict):
         return shorten(", ".join(f"{key}: {_inner(of_key)}" for key, of_key in value.items()), 400)
     if isinstance(value, list | tuple):
         return shorten(", ".join(map(_inner, value)), 400)
     return shorten(str(value), 400)
-
-
-def _parse(text: str) -> Any:
-    """Returns a network's description, which the config holds as JSON text."""
-    try:
-        return {key: value for key, value in json.loads(text).items() if value not in ({}, None, "")}
-    except ValueError:
-        return text
 
 
 def _inner(value: Any) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
 from ringspark.estimators.run.facts import RunFacts
-from ringspark.extras.report.content import Block, Chart, Section, Table, seconds
+from ringspark.extras.report.content import Block, Chart, Facts, Section, Table, seconds
 from ringspark.extras.report.drawing import BLUE, GREEN, draw_svg, line, whole_ticks
-from ringspark.extras.report.facts import Facts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +23,7 @@ def rates_by_epoch(run: RunFacts) -> list[tuple[int, float]]:
 def rates_by_step(run: RunFacts) -> list[tuple[int, float]]:
     """Returns step and rows per second since the previous record."""
     found = []
-    for before, after in zip(run.steps, run.steps[1:], strict=False):
+    for before, after in pairwise(run.steps):
         took = after.seconds - before.seconds
         if took > 0 and after.rows > before.rows:
             found.append((after.step, (after.rows - before.rows) / took))
@@ -44,23 +44,19 @@ def _make(facts: Facts) -> Sequence[Block]:
         ["fastest epoch", f"{fastest[0]:,}", f"{fastest[1]:,.0f}", f"{fastest[1] / ranks:,.0f}"],
     ]
     took = sum(record.seconds for record in run.history)
-    communication = _communication(run)
+    note = (
+        f"The epochs took {seconds(took)}, including validation. All ranks take the same steps and share "
+        f"each batch, so a rank's rate is its share of the total.{_describe_communication(run)}"
+    )
+    svg = draw_svg(lambda figure: _draw(figure, by_epoch, by_step), 2.8)
     return [
-        Chart(
-            draw_svg(lambda figure: _draw(figure, by_epoch, by_step), 2.8),
-            "Rows per second, all ranks together.",
-        ),
-        Table(
-            ["", "epoch", "rows/s", "rows/s per rank"],
-            rows,
-            note=f"The epochs took {seconds(took)}, including validation. All ranks take the same steps and "
-            f"share each batch, so a rank's rate is its share of the total.{communication}",
-        ),
+        Chart(svg, "Rows per second, all ranks together."),
+        Table(["", "epoch", "rows/s", "rows/s per rank"], rows, note=note),
     ]
 
 
-def _communication(run: RunFacts) -> str:
-    """Returns a sentence about the epochs with measured communication; empty if there are none."""
+def _describe_communication(run: RunFacts) -> str:
+    """Returns a sentence about the epochs with measured communication; "" if there are none."""
     costs = [r.cost for r in run.history if r.cost is not None and r.cost.communication_seconds is not None]
     total = sum(cost.communication_seconds or 0.0 for cost in costs)
     if not total:

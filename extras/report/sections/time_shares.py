@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
-from ringspark.extras.report.content import Block, Chart, Section, Table
+from ringspark.extras.report.content import Block, Chart, Facts, Section, Table
 from ringspark.extras.report.drawing import COLORS, draw_svg, plain
-from ringspark.extras.report.facts import Facts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,30 +21,22 @@ def _make(facts: Facts) -> Sequence[Block]:
     shares = facts.run.time_shares
     if not shares:
         return []
-    kinds = sorted({kind for of_rank in shares.values() for kind in of_rank}, key=lambda k: -_mean(shares, k))
+    by_kind = {
+        kind: [of_rank.get(kind, 0.0) for of_rank in shares.values()]
+        for kind in sorted({kind for of_rank in shares.values() for kind in of_rank})
+    }
+    kinds = sorted(by_kind, key=lambda kind: -fmean(by_kind[kind]))
     shown = sorted(shares)[:MOST_RANKS]
     left_out = len(shares) - len(shown)
     note = f"The first {len(shown)} of {len(shares):,} ranks." if left_out else ""
     rows = [
-        [kind, *(f"{100 * value:.1f} %" for value in (_mean(shares, kind), *_ends(shares, kind)))]
-        for kind in kinds
+        [kind, *(f"{100 * combine(by_kind[kind]):.1f} %" for combine in (fmean, min, max))] for kind in kinds
     ]
+    svg = draw_svg(lambda figure: _draw(figure, shares, shown, kinds), 1.3 + 0.28 * len(shown))
     return [
-        Chart(
-            draw_svg(lambda figure: _draw(figure, shares, shown, kinds), 1.3 + 0.28 * len(shown)),
-            f"Share of each rank's time by kind of work. {note}".strip(),
-        ),
+        Chart(svg, f"Share of each rank's time by kind of work. {note}".strip()),
         Table(["kind of work", "mean of ranks", "least", "most"], rows),
     ]
-
-
-def _mean(shares: Shares, kind: str) -> float:
-    return sum(of_rank.get(kind, 0.0) for of_rank in shares.values()) / len(shares)
-
-
-def _ends(shares: Shares, kind: str) -> tuple[float, float]:
-    values = [of_rank.get(kind, 0.0) for of_rank in shares.values()]
-    return min(values), max(values)
 
 
 def _draw(figure: Figure, shares: Shares, ranks: Sequence[int], kinds: Sequence[str]) -> None:

@@ -25,8 +25,7 @@ from ringspark.estimators.run.facts import RunFacts
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.report import report
-from ringspark.extras.report.content import Table, seconds, show
-from ringspark.extras.report.facts import Facts
+from ringspark.extras.report.content import Facts, Table, seconds, show
 from ringspark.extras.report.sections.headline import SECTION
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
