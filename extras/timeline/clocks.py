@@ -1,13 +1,11 @@
 """Measures the clock offsets of the ranks, so that their spans share one time axis.
 
-A message is received after it was sent. Let rank r's clock be ahead of rank 0's by d. In one all-gather each
-rank sends the time T before its call, and records the time R after it. Rank 0 sent before r received, so T_0
-<= R_r - d, and r sent before rank 0 received, so T_r - d <= R_0:
+In one all-gather each rank sends the time T before its call, and records the time R after it. A message is
+received after it was sent, so the offset d of rank r's clock to rank 0's clock has two bounds:
 
     T_r - R_0  <=  d  <=  R_r - T_0
 
-The tightest bounds of all rounds are used (Cristian 1989, "Probabilistic Clock Synchronization"). The offset
-is their middle, and half their distance bounds the error.
+Cristian 1989, "Probabilistic Clock Synchronization".
 """
 
 from __future__ import annotations
@@ -33,11 +31,9 @@ class SharedMoment:
 
 @dataclass(frozen=True, kw_only=True)
 class ClockOffset:
-    """Measured clock offset of a rank.
+    """A rank's clock minus rank 0's clock, measured at `at_ns` by the rank's clock.
 
     Attributes:
-        at_ns: Time of the measurement by the rank's clock.
-        offset_ns: The rank's clock minus rank 0's clock.
         error_ns: Bound of the absolute error.
     """
 
@@ -50,7 +46,8 @@ def measure_offset(
     world: Collective, clock: Clock = now_ns, rounds: int = ROUNDS
 ) -> tuple[ClockOffset, SharedMoment]:
     """Returns this rank's offset, and a moment that all ranks share. Runs on every rank."""
-    low, high = None, None
+    lows: list[int] = []
+    highs: list[int] = []
     sent, received = 0, 0
     for number in range(rounds + 1):
         sent_before, received_before = sent, received
@@ -60,15 +57,12 @@ def measure_offset(
         received = clock()
         if number:
             # first[1] is rank 0's receive time of the previous round.
-            bound = sent_before - first[1]
-            low = bound if low is None else max(low, bound)
-        bound = received - first[0]
-        high = bound if high is None else min(high, bound)
-    assert low is not None
-    assert high is not None
+            lows.append(sent_before - first[1])
+        highs.append(received - first[0])
     moment = SharedMoment(clock_ns=first[0], unix_ns=first[2])
     if world.rank == 0:
         return ClockOffset(at_ns=received, offset_ns=0, error_ns=0), moment
+    low, high = max(lows), min(highs)
     # Drift between two rounds may swap the bounds.
     error = abs(high - low) // 2 + 1
     return ClockOffset(at_ns=received, offset_ns=(low + high) // 2, error_ns=error), moment

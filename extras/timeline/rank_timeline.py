@@ -1,15 +1,7 @@
-"""Records the timeline of a rank: one span for each part of a step.
+"""Records the timeline of a rank: one span for each part of a step, and its collective operations.
 
-`observation.timeline` lists the kinds of spans. A step also has its collective operations, such as the
-all-reduce of each gradient bucket: when its data was ready, when it began, and when it ended. `overlap`
-computes the hidden share of the communication from them; a GPU has none.
-
-The wait for other ranks in `exchange` is not visible on one rank; `trace` computes it from all ranks. On a
-GPU the host only queues work, so the spans of `transform`, `forward`, `backward`, `exchange` and `step` also
-have device times.
-
-At most `MOST_SPANS` spans of steps are kept. Beyond that, every second recorded step is dropped and the
-recording interval doubles, so a file covers the whole training evenly.
+On a GPU the host only queues work, so most spans also have device times. Beyond `MOST_SPANS`, every second
+recorded step is dropped and the recording interval doubles, so a file covers the whole training evenly.
 """
 
 from __future__ import annotations
@@ -17,7 +9,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -73,9 +65,8 @@ class DeviceStep:
 class DeviceClock:
     """Converts times of CUDA events to the host's clock.
 
-    CUDA returns the time between two events in fp32 milliseconds, which is exact to a microsecond over
-    seconds, but only to a millisecond over hours. So each step's time is relative to the previous step, and
-    the first step's to an event that was synchronized.
+    CUDA returns the fp32 milliseconds between two events, which are exact only over seconds. So each step's
+    time is relative to the previous step, and the first step's time to a synchronized event.
     """
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
@@ -116,12 +107,9 @@ class _OpenStep:
 
 
 class RankTimeline(Timeline):
-    """Records every n-th step of this rank, and all checkpoints and validations, in a file.
+    """Records every `every`-th step of this rank, and all checkpoints and validations, in a file.
 
     The constructor compares the clocks, so it runs on every rank.
-
-    Args:
-        every: Initial recording interval, in steps.
     """
 
     def __init__(
@@ -175,8 +163,14 @@ class RankTimeline(Timeline):
             return _NOTHING
         return _StepSpan(kind, step, self._clock, self._device_clock if kind in _ON_DEVICE else None)
 
-    def rare_span(self, kind: RareKind, state: TrainingState) -> AbstractContextManager[None]:
-        return _RareSpan(kind, state, self._clock, self._rare)
+    @contextmanager
+    def rare_span(self, kind: RareKind, state: TrainingState) -> Iterator[None]:
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            times = {"begin_ns": begin, "end_ns": self._clock()}
+            self._rare.append(RareSpan(kind=kind, epoch=state.epoch, step=state.step, **times))
 
     @property
     def is_recording(self) -> bool:
@@ -203,7 +197,6 @@ class RankTimeline(Timeline):
             del self._offsets[1::2]
 
     def _begin(self, state: TrainingState) -> None:
-        """Starts to record the next step if it is due."""
         self._open = None
         if (state.step + 1) % self._every:
             return
@@ -256,7 +249,6 @@ class RankTimeline(Timeline):
         self._file.write(self._content())
 
     def _content(self) -> Callable[[], bytes]:
-        """Returns a function that makes the file's present content."""
         return RankSpans(
             rank=self._world.rank,
             size=self._world.size,
@@ -294,27 +286,3 @@ class _StepSpan:
         self._step.spans.append((self._kind, self._begin, self._clock()))
         if self._device is not None and self._step.device is not None and self._mark is not None:
             self._step.device.spans.append((self._kind, self._mark, self._device.mark()))
-
-
-class _RareSpan:
-    """Adds a span of a checkpoint or a validation."""
-
-    def __init__(self, kind: RareKind, state: TrainingState, clock: Clock, kept: deque[RareSpan]) -> None:
-        self._kind = kind
-        self._state = state
-        self._clock = clock
-        self._kept = kept
-
-    def __enter__(self) -> None:
-        self._begin = self._clock()
-
-    def __exit__(self, *_: object) -> None:
-        self._kept.append(
-            RareSpan(
-                kind=self._kind,
-                epoch=self._state.epoch,
-                step=self._state.step,
-                begin_ns=self._begin,
-                end_ns=self._clock(),
-            )
-        )

@@ -1,7 +1,6 @@
 """File of one rank's spans: `timeline/rank-<k>-<start>.json` in the run folder.
 
-All times are nanoseconds by the rank's own clock. The file has the clock's offsets to rank 0 with error
-bounds, by which all ranks' files are put on one time axis.
+All times are nanoseconds by the rank's own clock. The file has the clock's offsets to rank 0's clock.
 """
 
 from __future__ import annotations
@@ -28,11 +27,9 @@ class StepSpans:
     """One step of one rank.
 
     Attributes:
-        epoch: Number of the epoch, from 1.
-        step: Number of the step in the training, from 1.
+        epoch, step: Numbers in the training, from 1.
         rows: This rank's rows of the step.
         begin_ns: Time of the request for the step's batch.
-        end_ns: Time of the end of the step.
         spans: Spans by the host's clock.
         device_spans: Spans by the GPU's events; empty on a CPU, or if they had not ended.
         operations: Collective operations, in order of their begin; empty in old files.
@@ -64,11 +61,11 @@ class RankSpans:
     """Spans of one rank from one start of the gang to its end.
 
     Attributes:
-        moment: A moment by the clocks of rank 0; equal on all ranks of one start.
         every: Recording interval in steps.
         taken_steps: Steps of the rank, recorded or not.
-        offsets: Clock offsets, in order of time.
         left_out: Number of spans that were not recorded, because a step had too many.
+        moment: A moment by the clocks of rank 0; equal on all ranks of one start.
+        offsets: Clock offsets, in order of time.
     """
 
     rank: int
@@ -105,11 +102,7 @@ class RankSpans:
 
     @classmethod
     def from_json(cls, data: bytes) -> RankSpans:
-        """Reads the result of `to_json`.
-
-        Raises:
-            ValueError: The text is damaged or has another version.
-        """
+        """Reads the result of `to_json`; raises ValueError if it is damaged or has another version."""
         return record(cls, versioned(data, FORMAT_VERSION))
 
 
@@ -131,12 +124,10 @@ def read_spans(run_uri: str) -> list[RankSpans]:
     folder = storage.join(storage.normalize(run_uri), run_layout.TIMELINE)
     # A killed `write_atomic` leaves a temporary file, whose name begins with a dot.
     names = [n for n in storage.list_names(folder) if n.startswith("rank-") and n.endswith(".json")]
-    found = [_read(storage.join(folder, name)) for name in names]
+    found = []
+    for uri in (storage.join(folder, name) for name in names):
+        try:
+            found.append(RankSpans.from_json(storage.read_bytes(uri)))
+        except ValueError as error:
+            raise ValueError(f"{uri} is damaged ({error}); remove it to use the other files") from None
     return sorted(found, key=lambda spans: (spans.start, spans.rank))
-
-
-def _read(uri: str) -> RankSpans:
-    try:
-        return RankSpans.from_json(storage.read_bytes(uri))
-    except ValueError as error:
-        raise ValueError(f"{uri} is damaged ({error}); remove it to use the other files") from None

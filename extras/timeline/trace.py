@@ -1,10 +1,5 @@
 """Puts the spans of all ranks of a run on one time axis, and computes shares of time.
 
-`chrome_trace` returns the JSON trace format of Perfetto (ui.perfetto.dev) and chrome://tracing: a process per
-host, a thread per rank, one enclosing slice per recorded step. A rank's collective operations run in parallel
-to its own work, so they have separate threads, one for each concurrent operation. `start` in the arguments of
-a slice counts the starts of the gang from 1.
-
 `wait` is the part of an `exchange` before the last rank began its own. It is shown only if it is longer than
 the error of the two ranks' clocks. Communication between ranks that arrived earlier counts as `wait` too.
 """
@@ -63,7 +58,10 @@ def make_slices(ranks: Sequence[RankSpans]) -> list[TraceSlice]:
 
 
 def chrome_trace(run_uri: str) -> dict[str, Any]:
-    """Returns the trace of a run.
+    """Returns a run's trace in the JSON format of Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+    It has a process per host, and a thread per rank. Collective operations run in parallel to the rank's own
+    work, so they have separate threads. `start` in the arguments of a slice counts the starts of the gang.
 
     Raises:
         ValueError: The run has no timeline, or a file is damaged.
@@ -73,34 +71,42 @@ def chrome_trace(run_uri: str) -> dict[str, Any]:
     hosts = sorted({spans.host for spans in ranks})
     starts = sorted({spans.start for spans in ranks})
     zero = min((piece.begin_ns for piece in pieces), default=0)
-    events: list[dict[str, Any]] = []
-    for number, host in enumerate(hosts):
-        events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": host}})
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": number, "args": {"name": host}}
+        for number, host in enumerate(hosts)
+    ]
     threads: dict[tuple[int, int], str] = {}
     width = 2 + max((piece.lane for piece in pieces), default=0)
     for piece in pieces:
-        pid, tid = hosts.index(piece.host), width * piece.rank + (piece.is_on_device or 2 * bool(piece.lane))
-        tid += max(0, piece.lane - 1)
-        threads[pid, tid] = f"rank {piece.rank}{_thread_suffix(piece)}"
-        ready = piece.ready_ns
+        thread, category = int(piece.is_on_device), piece.kind
+        suffix = ", device" if piece.is_on_device else ""
+        if piece.lane:
+            thread, category = 1 + piece.lane, "communication"
+            suffix = ", communication" + (f" {piece.lane}" if piece.lane > 1 else "")
+        pid, tid = hosts.index(piece.host), width * piece.rank + thread
+        threads[pid, tid] = f"rank {piece.rank}{suffix}"
+        start = starts.index(piece.start) + 1
+        args: dict[str, float] = {"epoch": piece.epoch, "step": piece.step, "start": start}
+        if piece.rows is not None:
+            args["rows"] = piece.rows
+        if piece.ready_ns is not None:
+            args["ready_ms_before"] = (piece.begin_ns - piece.ready_ns) / 1e6
         events.append(
             {
                 "ph": "X",
                 "name": piece.kind,
-                "cat": "whole step" if piece.is_whole else "communication" if piece.lane else piece.kind,
+                "cat": "whole step" if piece.is_whole else category,
                 "pid": pid,
                 "tid": tid,
                 "ts": (piece.begin_ns - zero) / 1000,
                 "dur": (piece.end_ns - piece.begin_ns) / 1000,
-                "args": {"epoch": piece.epoch, "step": piece.step, "start": starts.index(piece.start) + 1}
-                | ({} if piece.rows is None else {"rows": piece.rows})
-                | ({} if ready is None else {"ready_ms_before": (piece.begin_ns - ready) / 1e6}),
+                "args": args,
             }
         )
     for (pid, tid), name in sorted(threads.items()):
-        names: dict[str, Any] = {"thread_name": {"name": name}, "thread_sort_index": {"sort_index": tid}}
-        for key, args in names.items():
-            events.append({"ph": "M", "name": key, "pid": pid, "tid": tid, "args": args})
+        thread_of = {"ph": "M", "pid": pid, "tid": tid}
+        events.append(thread_of | {"name": "thread_name", "args": {"name": name}})
+        events.append(thread_of | {"name": "thread_sort_index", "args": {"sort_index": tid}})
     clocks = [
         {
             "rank": spans.rank,
@@ -111,12 +117,6 @@ def chrome_trace(run_uri: str) -> dict[str, Any]:
         for spans in ranks
     ]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"run": run_uri, "clocks": clocks}}
-
-
-def _thread_suffix(piece: TraceSlice) -> str:
-    if piece.lane:
-        return f", communication{f' {piece.lane}' if piece.lane > 1 else ''}"
-    return ", device" if piece.is_on_device else ""
 
 
 def write_trace(run_uri: str, path: str) -> str:
@@ -151,7 +151,7 @@ def time_shares(run_uri: str) -> dict[int, dict[str, float]]:
 
 
 def _sum_seconds(spans: RankSpans, arrivals: _Arrivals) -> dict[str, float]:
-    """Returns the seconds of each kind from a start of the gang to its end."""
+    """Returns the seconds of each kind in one start of the gang."""
     in_steps: defaultdict[str, float] = defaultdict(float)
     between: defaultdict[str, float] = defaultdict(float)
     timed = {step.step for step in spans.steps if step.device_spans}
@@ -178,11 +178,7 @@ def _sum_seconds(spans: RankSpans, arrivals: _Arrivals) -> dict[str, float]:
 
 
 def load_spans(run_uri: str) -> list[RankSpans]:
-    """Returns the spans of all ranks of a run.
-
-    Raises:
-        ValueError: The run has no timeline, or a file is damaged.
-    """
+    """Returns the spans of all ranks; raises ValueError if the run has no timeline, or a file is damaged."""
     found = read_spans(run_uri)
     if not found:
         raise ValueError(
@@ -202,8 +198,7 @@ def _slice_rank(spans: RankSpans, arrivals: _Arrivals) -> Iterator[TraceSlice]:
         begin, end = spans.unix_ns(step.begin_ns), spans.unix_ns(step.end_ns)
         yield TraceSlice(kind=f"step {step.step}", begin_ns=begin, end_ns=end, is_whole=True, **of_step)
         for device, group in ((False, step.spans), (True, step.device_spans)):
-            waits = arrivals.get(key, []) if device == bool(step.device_spans) else []
-            number = 0
+            waits = iter(arrivals.get(key, []) if device == bool(step.device_spans) else [])
             for kind, begin_ns, end_ns in group:
                 piece = TraceSlice(
                     kind=kind,
@@ -213,14 +208,11 @@ def _slice_rank(spans: RankSpans, arrivals: _Arrivals) -> Iterator[TraceSlice]:
                     **of_step,
                 )
                 yield piece
-                if kind != "exchange":
-                    continue
-                if number < len(waits):
-                    last, error = waits[number]
+                if kind == "exchange" and (arrival := next(waits, None)) is not None:
+                    last, error = arrival
                     until = min(last, piece.end_ns)
                     if until - piece.begin_ns > error + _clock_error(spans):
                         yield replace(piece, kind="wait", end_ns=until)
-                number += 1
         yield from _slice_operations(spans, step, of_step)
     for rare in spans.rare:
         yield TraceSlice(

@@ -86,10 +86,7 @@ def trace_picture(run_uri: str, path: str, *, first_step: int | None = None, num
 def _choose(
     pieces: Sequence[TraceSlice], first_step: int | None, num_steps: int
 ) -> tuple[list[TraceSlice], set[int]]:
-    """Returns the slices of the chosen steps of the last start and their neighbours, and the chosen steps.
-
-    Device slices replace host slices if present.
-    """
+    """Returns the slices of some steps of the last start and their neighbours, and the chosen steps."""
     last = max((piece.start for piece in pieces), default=0)
     own = [piece for piece in pieces if piece.start == last]
     steps = sorted({piece.step for piece in own if piece.is_whole})
@@ -99,6 +96,7 @@ def _choose(
     chosen = [step for step in steps if step >= first_step][:num_steps]
     # Ranks that are ahead or behind are in other steps.
     shown = {step for step in steps if chosen and chosen[0] - 2 <= step <= chosen[-1] + 2}
+    # Device slices replace host slices if present.
     timed = {piece.step for piece in own if piece.is_on_device}
     found = [
         piece

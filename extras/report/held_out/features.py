@@ -1,7 +1,7 @@
-"""Groups the values of a network's inputs into features, which can be shuffled or summed.
+"""Groups the values of a network's inputs into features.
 
-A feature is one number of a row if a column has few numbers, otherwise the whole column. The arrays of one
-column (its values, lengths and null mask) belong together: a row's arrays are shuffled together.
+A feature is one number of a row if a column has few numbers, otherwise the whole column with its values,
+lengths and null mask, which are shuffled together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Feature:
 
     Attributes:
         inputs: Indexes of its input arrays.
-        entry: Index of its number in a row of its only array; None for the whole row.
+        entry: Index of the number in a row of its only array; None for the whole row.
     """
 
     name: str

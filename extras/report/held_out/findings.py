@@ -22,7 +22,6 @@ class ClassFindings:
 
     Attributes:
         confusion: (true class, predicted class) -> rows.
-        names: Names of the classes; empty if they are numbers.
         confidence: Rows, sum of confidences, and correct rows per bin; (bins, 3). For two classes, the
             probability of class 1 is the confidence, and rows of class 1 are the correct rows.
         roc: Rates of false and true positives, from the highest threshold to the lowest; None for more than
@@ -52,15 +51,13 @@ class ClassFindings:
 
     @property
     def expected_calibration_error(self) -> float:
-        """Mean distance between confidence and share of correct rows over bins, weighted by rows (Naeini et
-        al., 2015).
-        """
+        """Mean distance of confidence and accuracy over bins, weighted by rows (Naeini et al., 2015)."""
         rows, confidence, right = self.confidence.T
         total = rows.sum()
         return float(np.abs(confidence - right).sum() / total) if total else math.nan
 
     def name(self, number: int) -> str:
-        """Returns the name of a class."""
+        """Returns the name of a class; without names, its number."""
         return self.names[number] if number < len(self.names) else str(number)
 
     @property
@@ -123,12 +120,8 @@ class Attribution:
 
     Attributes:
         method: "permutation" or "integrated_gradients".
-        features: Names of the features.
-        values: One number per feature.
         spread: Standard deviation of each value over the repetitions; empty without repetitions.
-        rows: Rows of the sample.
         unit: Unit of the values.
-        note: What is omitted.
     """
 
     method: str
@@ -142,7 +135,7 @@ class Attribution:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """The results of a report on held-out rows."""
+    """All results on held-out rows."""
 
     classes: ClassFindings | None = None
     numbers: NumberFindings | None = None

@@ -1,5 +1,4 @@
-"""Integrated gradients with captum: how much each feature moves the output, from a mean row to the actual
-row.
+"""Integrated gradients with captum: how much each feature moves the output, compared with the mean row.
 
 Sundararajan, Taly and Yan, Axiomatic Attribution for Deep Networks (2017).
 """
@@ -7,7 +6,6 @@ Sundararajan, Taly and Yan, Axiomatic Attribution for Deep Networks (2017).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -23,21 +21,12 @@ from ringspark.models.outputs import as_outputs
 ROWS_AT_ONCE = 16
 
 
-def check_captum() -> None:
-    """Raises ImportError with the remedy if captum is not installed."""
-    if find_spec("captum") is None:
-        raise ImportError(
-            "attributions='captum' needs captum, which is not installed; "
-            "pip install 'ringspark[attribution]', or choose attributions='permutation'"
-        )
-
-
 def integrated_gradients(
     module: nn.Module, arrays: Sequence[Array], features: Sequence[Feature], *, is_classifier: bool
 ) -> Attribution:
     """Returns the mean absolute attribution of each feature with real-valued inputs.
 
-    Explains the logit of the predicted class, or the prediction; the sum of several numbers per row.
+    Explains the logit of the predicted class; for a regression, the sum of a row's predictions.
 
     Args:
         module: In eval mode, on the CPU, with one output.
@@ -50,7 +39,6 @@ def integrated_gradients(
     sums = [np.zeros(arrays[place].shape[1:]) for place in real]
     means = [torch.from_numpy(arrays[place].mean(axis=0, keepdims=True)) for place in real]
     rows = len(arrays[0])
-
     others = [place for place in range(len(arrays)) if place not in real]
 
     def network(*inputs: torch.Tensor) -> torch.Tensor:
@@ -64,13 +52,13 @@ def integrated_gradients(
     if real and explained:
         method: Any = IntegratedGradients(weighted_output)
         for start in range(0, rows, ROWS_AT_ONCE):
-            pieces = [torch.from_numpy(array[start : start + ROWS_AT_ONCE]) for array in arrays]
-            changed, kept = tuple(pieces[p] for p in real), tuple(pieces[p] for p in others)
+            chunks = [torch.from_numpy(array[start : start + ROWS_AT_ONCE]) for array in arrays]
+            changed, kept = tuple(chunks[p] for p in real), tuple(chunks[p] for p in others)
             with torch.no_grad():
                 factors = _factors(network(*changed, *kept), is_classifier)
             found = method.attribute(
                 changed,
-                baselines=tuple(mean.expand_as(piece) for mean, piece in zip(means, changed, strict=True)),
+                baselines=tuple(mean.expand_as(chunk) for mean, chunk in zip(means, changed, strict=True)),
                 additional_forward_args=(*kept, factors),
             )
             for total, part in zip(sums, found, strict=True):

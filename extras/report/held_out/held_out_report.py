@@ -1,7 +1,7 @@
 """A model's results on held-out rows, for its report: the driver predicts a bounded random sample.
 
-One Spark job collects only the model's inputs and the labels of the sampled rows. The same seed on the same
-DataFrame gives the same sample.
+One Spark job collects the inputs and the labels of the sample. The same seed on the same DataFrame gives the
+same sample.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructField
+from torch import nn
 
 from ringspark.estimators.columns.inputs import ModelInput
 from ringspark.estimators.inference.evaluate import Evaluation
@@ -23,18 +25,16 @@ from ringspark.estimators.inference.predict import CHUNK_BYTES, Predictor, cache
 from ringspark.estimators.inference.results import Classes
 from ringspark.estimators.names import nearest
 from ringspark.estimators.training.feed import Array
-from ringspark.extras.report import report_summary
 from ringspark.extras.report.held_out.features import features_of
-from ringspark.extras.report.held_out.findings import HeldOut
-from ringspark.extras.report.held_out.gradients import check_captum, integrated_gradients
+from ringspark.extras.report.held_out.findings import Attribution, HeldOut
+from ringspark.extras.report.held_out.gradients import integrated_gradients
 from ringspark.extras.report.held_out.permutation import permutation_importance
 from ringspark.extras.report.held_out.scores import class_findings, log_loss, number_findings
-from ringspark.extras.report.page import check_packages
+from ringspark.extras.report.page import check_packages, report_summary
 from ringspark.pipelines.kinds import Struct
 from ringspark.pipelines.kinds.structs import join_path
 
-Attributions = Literal["permutation", "captum", "none"]
-
+ATTRIBUTIONS = ("permutation", "captum", "none")
 # Rows for attributions, which need a pass over them per feature and repetition.
 ATTRIBUTED_ROWS = 2_000
 _ORDER = "__ringspark_order"
@@ -45,9 +45,7 @@ class Question:
     """A model and the settings of its evaluation.
 
     Attributes:
-        inputs: The model's inputs.
         fields: The DataFrame's column of each input.
-        evaluation: Judge of the labels.
         classes: Form of a classifier's predictions; None for a regression.
         names: Names of the classes; empty if they are numbers.
     """
@@ -60,26 +58,6 @@ class Question:
     names: Sequence[str] = ()
 
 
-def check_choices(attributions: str, rows: int, seed: int) -> None:
-    """Checks the options of `report` before anything is computed.
-
-    Raises:
-        ValueError: A value is out of its range.
-        ImportError: captum is needed, but not installed.
-    """
-    choices = ("permutation", "captum", "none")
-    if attributions not in choices:
-        raise ValueError(
-            f"attributions must be one of {', '.join(choices)}, got {attributions!r}"
-            f"{nearest(str(attributions), choices)}"
-        )
-    for name, value, least in (("rows", rows, 1), ("seed", seed, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} of a report must be a whole number of at least {least}, got {value!r}")
-    if attributions == "captum":
-        check_captum()
-
-
 class HeldOutReport:
     """Writes the report of a model with its predictions for held-out rows.
 
@@ -90,7 +68,21 @@ class HeldOutReport:
 
     def __init__(self, attributions: str, rows: int, seed: int) -> None:
         check_packages()
-        check_choices(attributions, rows, seed)
+        if attributions not in ATTRIBUTIONS:
+            raise ValueError(
+                f"attributions must be one of {', '.join(ATTRIBUTIONS)}, got {attributions!r}"
+                f"{nearest(str(attributions), ATTRIBUTIONS)}"
+            )
+        for name, value, least in (("rows", rows, 1), ("seed", seed, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"{name} of a report must be a whole number of at least {least}, got {value!r}"
+                )
+        if attributions == "captum" and find_spec("captum") is None:
+            raise ImportError(
+                "attributions='captum' needs captum, which is not installed; "
+                "pip install 'ringspark[attribution]', or choose attributions='permutation'"
+            )
         self._options: dict[str, Any] = {"attributions": attributions, "rows": rows, "seed": seed}
 
     def write(
@@ -107,7 +99,6 @@ class HeldOutReport:
         Args:
             summary: The `TrainingSummary`.
             columns: The predictor's inputs, as for `prediction_expression`.
-            label: Label of each row.
             question: The attributes of `Question`.
 
         Raises:
@@ -123,25 +114,22 @@ def held_out_findings(
     label: Column,
     question: Question,
     *,
-    attributions: Attributions,
+    attributions: str,
     rows: int,
     seed: int,
 ) -> HeldOut:
     """Returns the model's results on a sample of a DataFrame's rows.
 
-    Args:
-        columns: The predictor's inputs, as for `prediction_expression`.
-
     Raises:
         ValueError: A label is null, not a class number, or of another shape than the output.
     """
     row_bytes = sum(item.column.kind.row_bytes for item in question.inputs if item.column is not None)
-    asked, rows = rows, max(1, min(rows, CHUNK_BYTES // max(1, row_bytes)))
-    *pieces, labels = _sample(dataset, [*columns, label], rows + 1, seed)
+    wanted, rows = rows, max(1, min(rows, CHUNK_BYTES // max(1, row_bytes)))
     # One additional row shows whether there are more.
-    is_part = len(labels) > rows
-    pieces, labels = [piece[:rows] for piece in pieces], labels[:rows]
-    arrays, valid = inputs_of(question.predictor, pieces)
+    *values, labels = _sample(dataset, [*columns, label], rows + 1, seed)
+    has_more = len(labels) > rows
+    values, labels = [array[:rows] for array in values], labels[:rows]
+    arrays, valid = inputs_of(question.predictor, values)
     if valid is not None:
         labels = labels.filter(pa.array(valid))
     given, problem = question.evaluation.check_labels(labels)
@@ -149,16 +137,16 @@ def held_out_findings(
         raise ValueError(problem.replace("before evaluate", "before report"))
     skipped = 0 if valid is None else int((~valid).sum())
     module = cached_module(question.predictor)
-
-    def outputs_of(inputs: Sequence[Array]) -> Array:
-        return question.predictor.predict(module, inputs)
-
-    outputs = outputs_of(arrays)
-    notes = [_describe_sample(len(outputs), is_part, asked, rows, seed)]
+    outputs = question.predictor.predict(module, arrays)
+    notes = [f"Held-out rows: all {len(outputs):,} of the DataFrame that was given."]
+    if has_more:
+        why = f", fewer than the {wanted:,} asked for, as they are large" if rows < wanted else ""
+        sample = f"{len(outputs):,} of the DataFrame that was given, drawn at random with seed {seed}{why}"
+        notes = [f"Held-out rows: {sample}."]
     of_rows = given.reshape(len(outputs), -1)
     finite = np.isfinite(outputs).all(axis=1) & np.isfinite(of_rows).all(axis=1)
     if not finite.all():
-        # They would spoil means and bins.
+        # They would make means and bins NaN.
         outputs, given, infinite = outputs[finite], of_rows[finite].reshape(-1), int((~finite).sum())
         skipped += infinite
         notes.append(f"{infinite:,} of them, whose prediction or label is not finite, are left out below.")
@@ -185,30 +173,33 @@ def held_out_findings(
     if question.predictor.layout:
         notes.append("Rows vary in length, so feature attributions are not available.")
         return found
-    told = [array[finite][:ATTRIBUTED_ROWS] for array in arrays]
-    names = [_entry_names(item, field) for item, field in zip(question.inputs, question.fields, strict=True)]
-    features = features_of([field.name for field in question.fields], told, names)
-    if attributions == "captum":
-        is_classifier = classes is not None
-        attribution = integrated_gradients(module, told, features, is_classifier=is_classifier)
-        return replace(found, attribution=attribution)
+    explained = [array[finite][:ATTRIBUTED_ROWS] for array in arrays]
     true = given.reshape(len(outputs), -1)[:ATTRIBUTED_ROWS]
+    return replace(found, attribution=_attribute(question, module, explained, true, attributions, seed))
+
+
+def _attribute(
+    question: Question, module: nn.Module, arrays: list[Array], true: Array, method: str, seed: int
+) -> Attribution:
+    classes, predictor = question.classes, question.predictor
+    names = [_entry_names(item, field) for item, field in zip(question.inputs, question.fields, strict=True)]
+    features = features_of([field.name for field in question.fields], arrays, names)
+    if method == "captum":
+        return integrated_gradients(module, arrays, features, is_classifier=classes is not None)
 
     def loss(inputs: Sequence[Array]) -> float:
-        values = outputs_of(inputs)
+        values = predictor.predict(module, inputs)
         if classes is None:
             return float(np.sqrt(((values - true) ** 2).mean()))
         use = true[:, 0] != question.evaluation.ignored
         return log_loss(classes.probabilities(values)[use], true[use, 0].astype(np.int64))
 
-    attribution = permutation_importance(
-        loss, told, features, unit="RMSE" if classes is None else "log loss", seed=seed
-    )
-    return replace(found, attribution=attribution)
+    unit = "RMSE" if classes is None else "log loss"
+    return permutation_importance(loss, arrays, features, unit=unit, seed=seed)
 
 
 def _sample(dataset: DataFrame, columns: Sequence[Column], rows: int, seed: int) -> list[pa.Array]:
-    """Returns at most this many random rows of the columns. Runs one Spark job."""
+    """Returns at most `rows` random rows of the columns. Runs one Spark job."""
     names = [f"c{number}" for number in range(len(columns))]
     given = [column.alias(name) for column, name in zip(columns, names, strict=True)]
     drawn = dataset.select(*given, F.rand(seed).alias(_ORDER)).orderBy(_ORDER).limit(rows).select(*names)
@@ -226,20 +217,11 @@ def _sample(dataset: DataFrame, columns: Sequence[Column], rows: int, seed: int)
 
 def _packed(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Turns each batch into one row of bytes. Runs in a Spark task."""
-    for batch in batches:
-        if not batch.num_rows:
-            continue
+    for batch in filter(len, batches):
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch)
         yield pa.RecordBatch.from_pydict({"data": [sink.getvalue().to_pybytes()]})
-
-
-def _describe_sample(count: int, is_part: bool, asked: int, rows: int, seed: int) -> str:
-    if not is_part:
-        return f"Held-out rows: all {count:,} of the DataFrame that was given."
-    why = f", fewer than the {asked:,} asked for, as they are large" if rows < asked else ""
-    return f"Held-out rows: {count:,} of the DataFrame that was given, drawn at random with seed {seed}{why}."
 
 
 def _entry_names(item: ModelInput, field: StructField) -> list[str]:

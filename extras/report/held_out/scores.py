@@ -33,13 +33,7 @@ def class_findings(
     skipped: int = 0,
     has_thresholds: bool = False,
 ) -> ClassFindings:
-    """Compares classes.
-
-    Args:
-        probabilities: (rows, classes).
-        predicted: Predicted class of each row.
-        labels: True class of each row.
-    """
+    """Compares predicted classes with labels, each (rows,); `probabilities` is (rows, classes)."""
     pairs, counts = np.unique(np.stack([labels, predicted], axis=1), axis=0, return_counts=True)
     confidence, right = probabilities.max(axis=1, initial=0.0), probabilities.argmax(axis=1) == labels
     num_classes = probabilities.shape[1]
@@ -84,17 +78,17 @@ def roc_curve(
 def number_findings(
     predicted: Numbers, labels: Numbers, *, seed: int = 0, skipped: int = 0
 ) -> NumberFindings:
-    """Compares numbers, each (numbers,)."""
+    """Compares predictions with labels, each (numbers,)."""
     residuals = predicted - labels
     kept = np.random.default_rng(seed).permutation(len(labels))[:MOST_POINTS]
     counts, edges = np.histogram(residuals, bins=RESIDUAL_BINS, range=_range(residuals))
     # Bins with equal numbers of predictions; equal predictions leave some bins empty.
     num_bins = min(PREDICTION_BINS, max(1, len(labels) // BIN_ROWS))
-    ends: Numbers = np.zeros(0)
+    bins = []
     if len(labels):
         ends = np.unique(np.quantile(predicted, np.linspace(0, 1, num_bins + 1)))
-    places = np.searchsorted(ends[1:-1], predicted, side="right") if len(labels) else np.zeros(0, np.int64)
-    bins = [places == number for number in range(max(1, len(ends) - 1))] if len(labels) else []
+        places = np.searchsorted(ends[1:-1], predicted, side="right")
+        bins = [places == number for number in range(max(1, len(ends) - 1))]
     return NumberFindings(
         numbers=len(labels),
         total_squares=float(((labels - labels.mean()) ** 2).sum()) if len(labels) else 0.0,
@@ -111,7 +105,7 @@ def number_findings(
 
 
 def _range(values: Numbers) -> tuple[float, float]:
-    """Returns the ends of a histogram; wider than the values if these differ only by rounding."""
+    """Returns the ends of a histogram, which are wider apart if the values differ only by rounding."""
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
     least = 2 * RESIDUAL_BINS * float(np.spacing(max(abs(low), abs(high))))
     if high - low > least:

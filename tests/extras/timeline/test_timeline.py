@@ -226,7 +226,8 @@ def test_a_store_that_refuses_the_files_ends_no_training(
     result = train_here(_config(manifest, tmp_path / "run", timeline_every_steps=1, profile_steps=(2, 3)))
     assert result.steps == 46
     said = [record.getMessage() for record in caplog.records if "continues without it" in record.getMessage()]
-    assert [text.split(" was not written")[0] for text in said] == ["the profile", "the timeline of rank 0"]
+    # On a slow machine the timeline is first written during the training, before the profile.
+    assert sorted(t.split(" was not written")[0] for t in said) == ["the profile", "the timeline of rank 0"]
 
 
 def test_a_store_that_does_not_answer_holds_no_training_up(
