@@ -42,7 +42,6 @@ class Calibration:
         objects: Pickled `UserObjects`.
         rows: Two numbers of rows per step.
         sizes: Two numbers of bytes per all-reduce.
-        repeats: Measured rounds.
     """
 
     config: TrainConfig

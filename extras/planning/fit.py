@@ -1,12 +1,10 @@
 """`fit_scaling`: predicts the time of a training from measured times on a few numbers of workers.
 
-With a constant number of rows per worker and step, n workers take 1/n of the steps. A step takes the
-computation and the communication, which grows by a form f(n):
-
     T(n) = (C + K f(n)) / n
 
-Two measured times give C and K; more times are fitted by least squares of relative errors. Two times fit
-every form exactly, so choose the form by the algorithm of communication, or measure a third time.
+With constant rows per worker and step, n workers take 1/n of the steps. C is the computation, and K the
+communication, which grows by a form f. Two times fit every form exactly, so measure a third time, or choose
+the form by the communication algorithm.
 """
 
 from __future__ import annotations

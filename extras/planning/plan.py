@@ -2,9 +2,8 @@
 
     step(n) = crowding(n) * (fixed + rows(n) * row + exposed exchange(n))
 
-`fixed` and `row` come from steps of two sizes on one worker, `exchange` from all-reduces of two sizes between
-a few ranks. `crowding` is the number of ranks per core of a host. Not predicted: reading, validation,
-checkpoints, stragglers, and memory contention beyond the calibration run's.
+`crowding` is the number of ranks per core of a host. Not predicted: reading, validation, checkpoints,
+stragglers.
 """
 
 from __future__ import annotations
@@ -62,14 +61,12 @@ def plan_scaling(
     Args:
         model: A spec, or a module, which is not changed.
         batch: (inputs, labels) of one worker, as for `plan_memory`.
-        workers: Numbers of workers, ascending.
         rows: Rows per worker and step; None for the columns' own.
         batchSize: Rows per step over all workers; None gives each worker `rows`.
         optimizer: Name or factory, as for the estimators.
         loss: As for the estimators; "auto" is cross entropy for integer labels, else mean squared error.
         stepSeconds: Rows -> seconds of a step on one worker, for at least two numbers of rows; None measures.
         link: Link between the ranks of a host, or between all ranks without `hostLink`; None measures.
-        hostLink: Link between hosts.
         workersPerHost: Workers per host; None for all.
         coresPerHost: Workers that a host runs at full speed, its cores or devices; None for all.
         hierarchical: Whether the ranks of a host reduce first; otherwise one ring connects all ranks.
@@ -77,7 +74,6 @@ def plan_scaling(
         overlap: Share of the all-reduce that the backward pass hides, 0 to 1, at most the backward pass's
             time. A training measures it: `communication_hidden` in `summary.history`.
         pricePerWorkerHour: Price in any currency; None counts worker-seconds.
-        gangSize: Processes of the calibration run.
         repeats: Measured rounds; the median counts.
 
     Raises:

@@ -25,11 +25,7 @@ def make_config(
     loss: Any,
     **settings: Any,
 ) -> tuple[TrainConfig, UserObjects]:
-    """Returns the config of one worker, with the columns' rows as the batch.
-
-    Args:
-        loss: As for the estimators; "auto" is cross entropy for integer labels, else mean squared error.
-        settings: Other fields of the config.
+    """Returns the config of one worker, with the columns' rows as the batch; `settings` are other fields.
 
     Raises:
         ValueError: A setting is wrong.

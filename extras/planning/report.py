@@ -50,13 +50,11 @@ class ScalingPlan:
     """Prediction of how a training scales.
 
     Attributes:
-        predictions: One per number of workers.
         step_seconds: Rows -> measured or given seconds of a step on one worker.
         fixed_seconds, row_seconds: Seconds of a step without rows, and per row.
         link, host_link: Link between the ranks of a host, and between hosts.
         gradient_bytes: Bytes that the ranks all-reduce in each step.
         network: Work and depth of the layers; None if they could not be counted.
-        has_price: Whether costs are prices.
     """
 
     predictions: tuple[Predicted, ...]

@@ -36,7 +36,7 @@ class Text(Block):
 
 @dataclass(frozen=True)
 class Cards(Block):
-    """A few figures with their names."""
+    """Names and values of a few figures."""
 
     entries: Sequence[tuple[str, str]]
     kind: ClassVar[str] = "cards"
@@ -72,12 +72,7 @@ class Chart(Block):
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One part of the page.
-
-    Attributes:
-        name: Anchor in the page.
-        make: Returns the section's blocks; a section without blocks is omitted.
-    """
+    """One part of the page; `name` is its anchor, and a section without blocks is omitted."""
 
     name: str
     title: str
@@ -113,7 +108,7 @@ def seconds(value: float) -> str:
 
 
 def first_and_last(count: int, most: int) -> list[int]:
-    """Returns at most `most` of `count` indexes: a fifth of them from the start, the rest from the end."""
+    """Returns at most `most` of `count` indexes: a fifth from the start, the rest from the end."""
     if count <= most:
         return list(range(count))
     first = most // 5

@@ -49,9 +49,7 @@ SECTIONS: tuple[Section, ...] = (
 
 
 def report(run_uri: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Writes the page about the run in the folder `run_uri` to the file `path`, on any store.
-
-    Uses no Spark session: a path without a scheme is on the local disk.
+    """Writes the page about the run in the folder `run_uri` to the file `path`, on any store, without Spark.
 
     Raises:
         ImportError: jinja2 or matplotlib is not installed.

@@ -1,7 +1,6 @@
-"""The page as a jinja2 template; as Python code, it is in the wheel and in the zip.
+"""The page as a jinja2 template, in Python code so that the wheel and the zip hold it.
 
-jinja2 escapes all text; only our SVG is inserted unescaped. The page forbids the browser to load anything
-from the network.
+jinja2 escapes all text except our SVG. The page forbids the browser to load anything from the network.
 """
 
 PAGE = """<!DOCTYPE html>

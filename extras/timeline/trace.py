@@ -30,7 +30,7 @@ class TraceSlice:
         kind: As in `observation.timeline`, or `wait`, or `step <n>` for a whole step.
         begin_ns, end_ns: Nanoseconds since 1970 by the clock of rank 0.
         is_whole: Whether it is a whole recorded step, which encloses its parts.
-        is_on_device: Whether the times are the GPU's.
+        is_on_device: Whether the GPU measured the times.
         lane: Thread of a collective operation, from 1; 0 for the rank's own work.
         ready_ns: Time when the data of a collective operation was ready.
     """
@@ -130,9 +130,9 @@ def write_trace(run_uri: str, path: str) -> str:
 
 
 def time_shares(run_uri: str) -> dict[int, dict[str, float]]:
-    """Returns rank -> kind -> share of the training's time; a rank's shares, including `other`, sum to 1.
+    """Returns rank -> kind -> share of the training's time, estimated from the recorded steps.
 
-    The recorded steps represent all steps. Device times replace host times if present.
+    A rank's shares, including `other`, sum to 1. Device times replace host times if present.
 
     Raises:
         ValueError: The run has no timeline, or a file is damaged.

@@ -1,8 +1,7 @@
 """`parallelism="auto"`: chooses the mesh on the driver, before any worker starts.
 
-A small network uses data parallelism without a plan, because its gradients cost less than any communication
-inside the network. For other networks all meshes are planned: with a measured step if it takes at most a few
-seconds on this machine, otherwise with an estimate from its operations.
+A small network uses data parallelism without a plan. For other networks all meshes are planned, with a
+measured step if it takes at most a few seconds on this machine, otherwise with an estimate.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from ringspark.pipelines import ShardManifest
 
 _logger = logging.getLogger(__name__)
 
-# Parameters of a network that needs no plan, in bytes.
+# Parameters of a network that needs no plan, in bytes: its gradients cost less than any communication inside.
 SMALL_BYTES = 4 << 20
 # Steps of all rows on one worker with a longer estimate are not measured.
 MOST_SECONDS = 2.0
@@ -79,7 +78,7 @@ def choose_parallelism(
     """Returns the config with the chosen mesh. Runs on the driver.
 
     Args:
-        config: Config with resolved losses from `check_training`, with data parallelism.
+        config: Config with resolved losses and data parallelism.
         begun: Settings of the resumed run; the same number of workers keeps its mesh.
         budget: Memory of a worker for tensors in bytes, if the user set it.
         limits: Known memory limits of the workers otherwise.

@@ -120,11 +120,7 @@ def candidates(
 
 
 def micro_batches(mesh: MeshPlan, rows: int, given: int | None) -> list[int]:
-    """Returns the numbers of micro-batches to try for `rows` rows per replica.
-
-    Args:
-        given: The user's number, or None.
-    """
+    """Returns the numbers of micro-batches to try for `rows` rows per replica; `given` is the user's."""
     if given is not None:
         return [given] if given <= rows else []
     least = max(1, min(mesh.sizes.get("pipeline", 1), rows))
@@ -135,11 +131,7 @@ def micro_batches(mesh: MeshPlan, rows: int, given: int | None) -> list[int]:
 def with_mesh(
     config: TrainConfig, workers: int, parallelism: Mapping[str, Any], num_micro: int
 ) -> TrainConfig:
-    """Returns the config with a mesh.
-
-    Raises:
-        ValueError: The settings exclude each other.
-    """
+    """Returns the config with a mesh; raises ValueError if settings exclude each other."""
     return replace(
         config,
         num_workers=workers,

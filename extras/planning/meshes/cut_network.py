@@ -38,12 +38,7 @@ from ringspark.models.meta_device import copy_to_meta
 
 @dataclass(frozen=True, kw_only=True)
 class RankPart:
-    """One rank of a pipeline.
-
-    Attributes:
-        module: The network on `meta`, with this rank's stages and shards.
-        stages: Numbers of its stages; 0 without a pipeline.
-    """
+    """The stages and shards of one rank of a pipeline, on `meta`; without a pipeline, stage 0."""
 
     module: nn.Module
     stages: tuple[int, ...]
@@ -55,7 +50,6 @@ class CutNetwork:
 
     Attributes:
         whole: The network with sharded tensors and all stages.
-        parts: The ranks of the pipeline, in order.
         owners: Rank of each stage.
         firsts: Name of each stage's first layer; "" without a pipeline.
         fakes: Fake process group of each axis that communicates inside the network.

@@ -1,8 +1,4 @@
-"""Plans the memory of a step on each rank of a sharded network; the rank that needs most counts.
-
-At any moment a rank holds the saved tensors of micro-batches between their two passes, received values,
-unsent gradients, and the temporaries of the running pass.
-"""
+"""Plans the memory of a step on each rank of a sharded network; the rank that needs most counts."""
 
 from __future__ import annotations
 
@@ -75,9 +71,6 @@ def plan_cut(
 def steps_of(config: TrainConfig, owners: Sequence[int], num_micro: int) -> list[Steps]:
     """Returns the actions of each rank of a pipeline in a step, with the arrivals of values.
 
-    Args:
-        owners: Rank of each stage.
-
     Raises:
         ValueError: The schedule has no flush, so its steps overlap.
     """
@@ -100,11 +93,10 @@ def orders_of(config: TrainConfig, num_micro: int) -> Orders:
 
 
 def peak_of_steps(rank: RankBytes, steps: Steps, config: TrainConfig) -> Peak:
-    """Returns the peak of a rank's step.
+    """Returns the peak of a rank's step; the config has the whole mesh.
 
-    Args:
-        steps: Actions and arrivals of the rank.
-        config: The config with the whole mesh, which determines the communication buffers.
+    At any moment a rank holds the saved tensors of micro-batches between their two passes, received values,
+    unsent gradients, and the temporaries of the running pass.
     """
     sharding = config.sync.sharding
     peaks_of = LEAVING if reduces_during_backward(config) else sharding

@@ -32,12 +32,9 @@ class OperatorRates:
         return work.flops * self.flop + work.num_bytes * self.byte
 
     def fit(self, measured: Mapping[float, tuple[Work, float]]) -> OperatorRates:
-        """Returns rates that explain the measured seconds of steps of two sizes.
+        """Returns rates that explain the measured steps of two sizes: rows -> work and seconds.
 
         The ratio of `flop` and `byte` stays, because two steps cannot separate them.
-
-        Args:
-            measured: Rows -> work and seconds of a step.
         """
         (few, quick), (many, slow) = measured[min(measured)], measured[max(measured)]
         grown = self.rest(many) - self.rest(few)

@@ -1,8 +1,7 @@
 """Calibration run of a mesh: measures steps, operators and links on processes of this machine.
 
-All ranks run at the same time, so they share cores and memory as in a training. They measure steps of two
-sizes without communication; matrix products and vector sums, to separate FLOPs from bytes; all-reduces in
-groups of each size; and sends between neighbours.
+All ranks run at the same time, so they share cores and memory as in a training. Matrix products and vector
+sums separate FLOPs from bytes.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ class HardwareProfile:
     """Operator and link speeds measured by a calibration run.
 
     Attributes:
-        step_seconds: Rows -> seconds of a whole step of each rank.
+        step_seconds: Rows -> seconds of a step without communication.
         rates: Speed of operators, before the fit to the steps.
-        inside: Number of ranks -> their link.
+        inside: Number of ranks in an all-reduce -> their link.
         wire: Link of a point-to-point send.
         num_ranks: Number of ranks that ran at the same time.
     """
@@ -79,7 +78,6 @@ class MeshCalibration(Calibration):
 
 
 def _group(collective: Any, size: int) -> Any:
-    """Returns this rank's group of `size` neighbours."""
     if size == collective.size:
         return collective
     return collective.part([range(r, r + size) for r in range(0, collective.size, size)])
@@ -103,16 +101,9 @@ def calibrate_mesh(
         WorkerError: A rank failed, for example because the network does not run on such rows.
     """
     num_ranks = next(n for n in range(min(workers, MOST_RANKS), 0, -1) if workers % n == 0 or n == 2)
-    config = replace(
-        config,
-        num_workers=1,
-        parallelism=Mesh(),
-        gradient_accumulation=1,
-        collective="torch",
-        sync=AllReduce(),
-    )
+    config = replace(config, num_workers=1, parallelism=Mesh(), gradient_accumulation=1, sync=AllReduce())
     calibration = MeshCalibration(
-        config=config,
+        config=replace(config, collective="torch"),
         objects=user_code.dumps(objects),
         inputs=tuple(inputs),
         labels=tuple(labels),
@@ -135,7 +126,6 @@ def calibrate_mesh(
 
 
 def count_cores() -> int:
-    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -62,7 +62,6 @@ def plan_parallelism(
     Args:
         model: A spec, for which no memory is allocated, or a module, which is not changed.
         batch: (inputs, labels) of one step over all workers, as for `plan_memory`.
-        workers: Number of workers.
         memory: Memory of a worker for tensors, in bytes or as Spark's sizes ("4g"); None for no limit.
         link: Link between the workers of a host: a `Link`, or its "alpha" and "beta"; None measures.
         rows: Rows per step; None for the columns' own.
@@ -94,7 +93,11 @@ def plan_parallelism(
     inputs, labels = columns_of(batch, rows)
     policy = gradientCheckpointing
     config, objects = make_config(
-        *(model, inputs, labels, optimizer, loss),
+        model,
+        inputs,
+        labels,
+        optimizer,
+        loss,
         precision=precision,
         collective="torch",
         gradient_checkpointing=str(policy) if isinstance(policy, str | int) else tuple(policy),

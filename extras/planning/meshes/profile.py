@@ -40,7 +40,7 @@ class Profile:
     """One replica of a network on its ranks.
 
     Attributes:
-        config: The config of the measurement, for one replica.
+        config: Config of the measurement.
         rows: The two measured numbers of rows of a micro-batch, ascending.
         few, many: Measurements of each rank with the smaller and the larger number.
     """
@@ -72,16 +72,11 @@ class Profile:
         }
 
     def arriving(self, rank: int, stage: int, rows: float) -> float:
-        """Returns the bytes that a stage receives from another rank per micro-batch."""
+        """Returns the bytes per micro-batch that a stage receives from another rank."""
         return self._at(self.few[rank].arriving[stage], self.many[rank].arriving[stage], rows)
 
     def peak(self, config: TrainConfig, rows: int) -> Peak:
-        """Returns the peak of the rank that needs most.
-
-        Args:
-            config: The config with the whole mesh and the number of micro-batches.
-            rows: Rows of a micro-batch.
-        """
+        """Returns the peak of the rank that needs most, with the mesh of `config`; `rows` per micro-batch."""
         peaks = []
         by_rank = steps_of(config, self.network.owners, config.gradient_accumulation)
         for few, many, steps in zip(self.few, self.many, by_rank, strict=True):
@@ -150,10 +145,6 @@ class Training:
 
     def profile(self, sizes: Mapping[str, int], options: Mapping[str, Any] | None = None) -> Profile:
         """Returns the profile of a mesh.
-
-        Args:
-            sizes: Workers along each axis with more than one.
-            options: Options of the pipeline.
 
         Raises:
             Exception: Like `measure_ranks`; ValueError if the network cannot be sharded that way.

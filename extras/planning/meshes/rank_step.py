@@ -1,7 +1,6 @@
 """Measures memory, work and messages of each rank of a sharded network, on fake tensors.
 
-Every stage runs alone, with values and gradients of the right shapes. `cut_plan` combines the stages by the
-schedule.
+Every stage runs alone, with values and gradients of the right shapes.
 """
 
 from __future__ import annotations

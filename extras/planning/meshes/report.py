@@ -23,7 +23,7 @@ class MeshPlan:
     Attributes:
         sizes: Workers along each axis with more than one.
         options: Options of the pipeline; empty without one.
-        num_micro: Micro-batches per step: `gradientAccumulation`.
+        num_micro: Micro-batches per step, for `gradientAccumulation`.
         peak: Bytes of tensors of the worker that needs most; 0 if it could not be planned.
         at_peak: Name of a part -> bytes at the peak.
         exposed_seconds: Seconds per step in which workers communicate and do not compute.

@@ -26,8 +26,7 @@ class ClassFindings:
             probability of class 1 is the confidence, and rows of class 1 are the correct rows.
         roc: Rates of false and true positives, from the highest threshold to the lowest; None for more than
             two classes, or if the rows hold only one class.
-        log_loss: Mean negative logarithm of the true class's probability.
-        skipped: Rows without a prediction, or whose label does not count.
+        skipped: Rows without a prediction or a counted label.
         has_thresholds: Whether the model's thresholds decided the predicted class.
     """
 
@@ -74,12 +73,9 @@ class NumberFindings:
     """A regression of the sample; over all numbers if labels have several per row.
 
     Attributes:
-        numbers: Count of predicted numbers.
         total_squares: Sum of squared distances of the labels from their mean.
-        residual_edges: Edges of the residuals' bins (prediction minus label).
-        residual_counts: Numbers per bin.
-        bin_predicted: Mean prediction per bin of the prediction; NaN for an empty bin.
-        bin_true: Mean label in the same bins.
+        residual_edges, residual_counts: Histogram of prediction minus label.
+        bin_predicted, bin_true: Mean prediction and mean label in bins of the prediction.
         sample: Prediction and label of some random numbers; (numbers, 2).
         skipped: Rows without a prediction.
     """

@@ -97,7 +97,6 @@ class HeldOutReport:
         """Predicts a sample of the rows, and writes the page.
 
         Args:
-            summary: The `TrainingSummary`.
             columns: The predictor's inputs, as for `prediction_expression`.
             question: The attributes of `Question`.
 

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def rates_by_epoch(run: RunFacts) -> list[tuple[int, float]]:
-    """Returns epoch and rows per second; an epoch's time includes its validation."""
+    """Returns (epoch, rows per second); an epoch's time includes its validation."""
     return [(r.epoch, r.rows / r.seconds) for r in run.history if r.seconds > 0]
 
 
 def rates_by_step(run: RunFacts) -> list[tuple[int, float]]:
-    """Returns step and rows per second since the previous record."""
+    """Returns (step, rows per second since the previous record)."""
     found = []
     for before, after in pairwise(run.steps):
         took = after.seconds - before.seconds
