@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 from ringspark.estimators.run.facts import RunFacts
 from ringspark.extras.report.held_out.findings import HeldOut
@@ -20,9 +20,12 @@ class Facts:
 
 
 class Block:
-    """One block of a section; `kind` selects its part of the template."""
+    """One block of a section."""
 
-    kind: ClassVar[str]
+    @property
+    def kind(self) -> str:
+        """Part of the template that shows the block."""
+        return type(self).__name__.lower()
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,6 @@ class Text(Block):
 
     text: str
     warns: bool = False
-    kind: ClassVar[str] = "text"
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,6 @@ class Cards(Block):
     """Names and values of a few figures."""
 
     entries: Sequence[tuple[str, str]]
-    kind: ClassVar[str] = "cards"
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,7 @@ class Table(Block):
     words: frozenset[int] = frozenset({0})
     note: str = ""
     title: str = ""
-    marked: frozenset[int] = field(default_factory=frozenset)
-    kind: ClassVar[str] = "table"
+    marked: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,6 @@ class Chart(Block):
 
     svg: str
     caption: str
-    kind: ClassVar[str] = "chart"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,12 +99,11 @@ def measure_ranks(
     initialize_lazy_layers(network.whole, inputs, objects)
     forms = _forms(config, objects, network, inputs) if network.is_pipeline else {}
     found = []
-    for number, part in enumerate(network.parts):
+    for part, earlier in zip(network.parts, known or [None] * len(network.parts), strict=True):
         count = WorkCount()
         leaving = {LEAVING: {SENT: 0.0}}
         with on_fake_tensors(config, objects, part.module, count, weightings=leaving) as step:
-            rank = _Rank(config, network, part, step, count, forms)
-            found.append(rank.measure(inputs, labels, None if known is None else known[number]))
+            found.append(_Rank(config, network, part, step, count, forms).measure(inputs, labels, earlier))
     return found
 
 

@@ -100,9 +100,9 @@ class ParallelismPlan:
         Raises:
             ValueError: No mesh fits.
         """
-        if self.chosen is None:
+        if (chosen := self.chosen) is None:
             raise ValueError(self.verdict)
-        return self.chosen.parallelism
+        return chosen.parallelism
 
     @property
     def verdict(self) -> str:

@@ -205,7 +205,7 @@ def _sample(dataset: DataFrame, columns: Sequence[Column], rows: int, seed: int)
     # As Arrow bytes, which every Spark version and client passes unchanged.
     batches = [
         batch
-        for row in drawn.mapInArrow(_packed, "data binary").collect()
+        for row in drawn.mapInArrow(_pack, "data binary").collect()
         for batch in pa.ipc.open_stream(bytes(row["data"]))
     ]
     if not batches:
@@ -214,8 +214,8 @@ def _sample(dataset: DataFrame, columns: Sequence[Column], rows: int, seed: int)
     return [pa.concat_arrays(column.chunks) for column in table.columns]
 
 
-def _packed(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Turns each batch into one row of bytes. Runs in a Spark task."""
+def _pack(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yields each batch as one row of bytes. Runs in a Spark task."""
     for batch in filter(len, batches):
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as writer:
