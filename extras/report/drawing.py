@@ -46,7 +46,7 @@ _STYLE: Any = {
 
 
 def plain(text: str, most: int = 40) -> str:
-    """Escapes a user's text for matplotlib, where two dollar signs make a formula, and limits its length."""
+    """Escapes a user's text for matplotlib and limits its length; two dollar signs would begin a formula."""
     text = "".join(c if c.isprintable() else " " for c in text)
     text = shorten(text, most)
     return text.replace("\\", "\\\\").replace("$", r"\$") if "$" in text else text
@@ -87,7 +87,7 @@ def line(axes: Axes, x: Sequence[float], y: Sequence[float], label: str, color: 
 
 
 def thin_points(x: Numbers, y: Numbers, most: int = MOST_POINTS) -> tuple[Numbers, Numbers]:
-    """Returns at most `most` points: the means of neighbours, over the finite values."""
+    """Returns at most `most` points: means of neighbours, over their finite values."""
     y = np.where(np.isfinite(y), y, np.nan)
     if len(x) <= most:
         return x, y

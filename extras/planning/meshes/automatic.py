@@ -44,7 +44,7 @@ from ringspark.pipelines import ShardManifest
 
 _logger = logging.getLogger(__name__)
 
-# Parameters of a network that needs no plan, in bytes: its gradients cost less than any communication inside.
+# Parameters of a network that needs no plan, in bytes: reducing its gradients costs less than sharding it.
 SMALL_BYTES = 4 << 20
 # Steps of all rows on one worker with a longer estimate are not measured.
 MOST_SECONDS = 2.0
@@ -58,7 +58,7 @@ _NETWORK = Link.of_network(gigabits_per_second=10, milliseconds=0.05)
 
 @dataclass(frozen=True)
 class ChosenMesh:
-    """A config with a mesh, and why it was chosen: a sentence, or the planner's table."""
+    """A config with a mesh, and the reason for it: a sentence, or the planner's table."""
 
     config: TrainConfig
     explanation: str

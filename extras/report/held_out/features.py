@@ -37,7 +37,7 @@ def features_of(
     Args:
         columns: Column name of each array.
         arrays: The inputs, each (rows, ...).
-        names: Names of the numbers in a row of each array, or empty.
+        names: Names of the numbers in a row of each array, or no names.
     """
     found: list[Feature] = []
     for column in dict.fromkeys(columns):

@@ -61,7 +61,7 @@ class ClassFindings:
 
     @property
     def roc_auc(self) -> float:
-        """Area under the ROC curve, where equal scores count half; NaN without a curve."""
+        """Area under the ROC curve; equal scores count half. NaN without a curve."""
         if self.roc is None:
             return math.nan
         false, true = self.roc

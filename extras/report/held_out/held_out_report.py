@@ -139,7 +139,7 @@ def held_out_findings(
     outputs = question.predictor.predict(module, arrays)
     notes = [f"Held-out rows: all {len(outputs):,} of the DataFrame that was given."]
     if has_more:
-        why = f", fewer than the {wanted:,} asked for, as they are large" if rows < wanted else ""
+        why = f", fewer than the {wanted:,} asked for, because they are large" if rows < wanted else ""
         sample = f"{len(outputs):,} of the DataFrame that was given, drawn at random with seed {seed}{why}"
         notes = [f"Held-out rows: {sample}."]
     of_rows = given.reshape(len(outputs), -1)
