@@ -95,15 +95,15 @@ def calibrate_mesh(
     """Measures on `workers` processes of this machine, at most `MOST_RANKS`.
 
     Args:
+        config: Config of one worker.
         rows: Two numbers of rows of a step, ascending; () measures no steps.
 
     Raises:
         WorkerError: A rank failed, for example because the network does not run on such rows.
     """
     num_ranks = next(n for n in range(min(workers, MOST_RANKS), 0, -1) if workers % n == 0 or n == 2)
-    config = replace(config, num_workers=1, parallelism=Mesh(), gradient_accumulation=1, sync=AllReduce())
     calibration = MeshCalibration(
-        config=replace(config, collective="torch"),
+        config=replace(config, parallelism=Mesh(), collective="torch", sync=AllReduce()),
         objects=user_code.dumps(objects),
         inputs=tuple(inputs),
         labels=tuple(labels),
