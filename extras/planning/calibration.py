@@ -113,7 +113,7 @@ def calibrate(calibration: Calibration, num_ranks: int) -> tuple[dict[int, float
     """Returns rows -> seconds of a step, and the link between `num_ranks` processes of this machine.
 
     Raises:
-        WorkerError: A rank failed, for example because the network does not run on such rows.
+        WorkerError: A rank failed.
     """
     texts = run_spawned(num_ranks, calibration.config.collective, calibration, timeout_seconds=120)
     steps, sums = json.loads(texts[0])

@@ -59,31 +59,19 @@ def report(run_uri: str | os.PathLike[str], path: str | os.PathLike[str]) -> Non
 
 
 def report_summary(summary: Any, path: str | os.PathLike[str], held_out: HeldOut | None = None) -> None:
-    """Writes the page about a finished training to the file `path`, on any store.
-
-    Args:
-        summary: The `TrainingSummary`; the page also shows the remaining files of the run folder.
-        held_out: Results on held-out rows.
-
-    Raises:
-        ImportError: jinja2 or matplotlib is not installed.
-    """
+    """Writes the page about a `TrainingSummary` and its run folder to a file; raises like `write_report`."""
     write_report(Facts(run=run_of_summary(summary), held_out=held_out), path)
 
 
 def loss_figure(summary: Any) -> Figure:
-    """Returns a figure of a `TrainingSummary`'s losses and learning rate per epoch; reads no file.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Returns a figure of a summary's losses and learning rate. Raises ImportError without matplotlib."""
     check_packages("a plot", ("matplotlib",))
     run = RunFacts(run_uri=summary.run_uri, outcome=summary, history=summary.epochs)
     return figure_of(lambda figure: curves.draw_losses(figure, run), 3.4)
 
 
 def write_report(facts: Facts, path: str | os.PathLike[str]) -> None:
-    """Writes the page to a file on any store. Raises ImportError if jinja2 or matplotlib is not installed."""
+    """Writes the page to a file on any store. Raises ImportError without jinja2 or matplotlib."""
     check_packages()
     page = make_page(facts).encode("utf-8", "replace")
     storage.write_atomic(storage.normalize(os.fspath(path)), page)

@@ -82,7 +82,7 @@ class RankSpans:
 
     @property
     def start(self) -> int:
-        """Start of the gang in milliseconds since 1970, equal on all ranks."""
+        """Start of the gang in milliseconds since 1970; equal on all ranks."""
         return start_number(self.moment)
 
     def unix_ns(self, at_ns: int) -> int:
@@ -107,7 +107,6 @@ class RankSpans:
 
 
 def start_number(moment: SharedMoment) -> int:
-    """Returns the number of a start of the gang in file names."""
     return moment.unix_ns // 1_000_000
 
 
@@ -116,11 +115,7 @@ def span_file_uri(run_uri: str, rank: int, start: int) -> str:
 
 
 def read_spans(run_uri: str) -> list[RankSpans]:
-    """Returns the spans of all starts and ranks, in this order; empty without a timeline.
-
-    Raises:
-        ValueError: A file is damaged.
-    """
+    """Returns the spans of all starts and ranks, in this order. Raises ValueError if a file is damaged."""
     folder = storage.join(storage.normalize(run_uri), run_layout.TIMELINE)
     # A killed `write_atomic` leaves a temporary file, whose name begins with a dot.
     names = [n for n in storage.list_names(folder) if n.startswith("rank-") and n.endswith(".json")]

@@ -1,7 +1,7 @@
 """Puts the spans of all ranks of a run on one time axis, and computes shares of time.
 
-`wait` is the part of an `exchange` before the last rank began its own. It is shown only if it is longer than
-the error of the two ranks' clocks. Communication between ranks that arrived earlier counts as `wait` too.
+`wait` is the part of an `exchange` before the last rank began its own, if it is longer than the error of the
+two ranks' clocks. Communication between ranks that arrived earlier counts as `wait` too.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def make_slices(ranks: Sequence[RankSpans]) -> list[TraceSlice]:
 def chrome_trace(run_uri: str) -> dict[str, Any]:
     """Returns a run's trace in the JSON format of Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-    It has a process per host, and a thread per rank. Collective operations run in parallel to the rank's own
-    work, so they have separate threads. `start` in the arguments of a slice counts the starts of the gang.
+    It has a process per host and a thread per rank. Collective operations have separate threads. `start`
+    in a slice's arguments counts the starts of the gang.
 
     Raises:
         ValueError: The run has no timeline, or a file is damaged.
@@ -120,11 +120,7 @@ def chrome_trace(run_uri: str) -> dict[str, Any]:
 
 
 def write_trace(run_uri: str, path: str) -> str:
-    """Writes the trace of a run to a file on any store; returns the path.
-
-    Raises:
-        ValueError: The run has no timeline, or a file is damaged.
-    """
+    """Writes the trace of a run to a file on any store; returns the path. Raises like `chrome_trace`."""
     storage.write_atomic(storage.normalize(path), json.dumps(chrome_trace(run_uri)).encode())
     return path
 
@@ -132,10 +128,7 @@ def write_trace(run_uri: str, path: str) -> str:
 def time_shares(run_uri: str) -> dict[int, dict[str, float]]:
     """Returns rank -> kind -> share of the training's time, estimated from the recorded steps.
 
-    A rank's shares, including `other`, sum to 1. Device times replace host times if present.
-
-    Raises:
-        ValueError: The run has no timeline, or a file is damaged.
+    A rank's shares, including `other`, sum to 1. Device times replace host times. Raises like `chrome_trace`.
     """
     ranks = load_spans(run_uri)
     arrivals = _last_arrivals(ranks)
@@ -151,7 +144,6 @@ def time_shares(run_uri: str) -> dict[int, dict[str, float]]:
 
 
 def _sum_seconds(spans: RankSpans, arrivals: _Arrivals) -> dict[str, float]:
-    """Returns the seconds of each kind in one start of the gang."""
     in_steps: defaultdict[str, float] = defaultdict(float)
     between: defaultdict[str, float] = defaultdict(float)
     timed = {step.step for step in spans.steps if step.device_spans}
@@ -252,7 +244,7 @@ def _key_steps(spans: RankSpans) -> Iterator[tuple[_Key, StepSpans]]:
 def _last_arrivals(ranks: Sequence[RankSpans]) -> _Arrivals:
     """Returns when the last rank began each exchange of each step, and the error of that rank's clock.
 
-    Skips steps that some rank has not recorded, or recorded with a different number of exchanges.
+    Skips steps with missing ranks, or with different numbers of exchanges.
     """
     begins: defaultdict[_Key, list[list[tuple[int, int]]]] = defaultdict(list)
     sizes: dict[int, int] = {}

@@ -33,7 +33,6 @@ def trace_picture(run_uri: str, path: str, *, first_step: int | None = None, num
     Args:
         path: File ending in `.png` or `.svg`.
         first_step: Number of the first step; None for the middle of the last start.
-        num_steps: Number of recorded steps.
 
     Raises:
         ValueError: The run has no timeline, or no such step.

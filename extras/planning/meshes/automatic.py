@@ -78,10 +78,8 @@ def choose_parallelism(
     """Returns the config with the chosen mesh. Runs on the driver.
 
     Args:
-        config: Config with resolved losses and data parallelism.
         begun: Settings of the resumed run; the same number of workers keeps its mesh.
-        budget: Memory of a worker for tensors in bytes, if the user set it.
-        limits: Known memory limits of the workers otherwise.
+        budget: Memory of a worker for tensors in bytes, if the user set it; otherwise `limits` count.
         chooses_micro: Whether to choose `gradientAccumulation` too.
         is_here: Whether the workers run on this machine.
 

@@ -86,9 +86,7 @@ def candidates(
 
     Args:
         config: The settings; `batch_size` counts the rows of a step over all workers.
-        network: The network on `meta`; not changed.
-        interleaves: Whether to try pipelines with several stages per worker. They fill bubbles, which do not
-            exist if ranks share cores.
+        interleaves: Whether to try pipelines with several stages per worker, to fill bubbles.
     """
     # With sharded weights, 'shard' replaces 'data': the weights are sharded over all ranks with different
     # rows.
@@ -141,7 +139,6 @@ def with_mesh(
 
 
 def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Yields all ways to write a number as a product of `count` factors."""
     if count == 1:
         yield (number,)
         return

@@ -69,12 +69,7 @@ class CutNetwork:
 def cut_network(
     empty: nn.Module, sizes: Mapping[str, int], options: Mesh, inputs: Sequence[BatchColumn]
 ) -> CutNetwork:
-    """Shards a network as `shard_network` does on every rank.
-
-    Args:
-        empty: The network on `meta`; not changed.
-        sizes: Number of ranks along each axis.
-        inputs: Arguments of `forward`.
+    """Shards a network on `meta` as `shard_network` does on every rank.
 
     Raises:
         ValueError: The network cannot be sharded that way.

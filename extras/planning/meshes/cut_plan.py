@@ -41,7 +41,6 @@ def plan_cut(
     """Plans the memory of a step on the rank that needs most.
 
     Args:
-        config: Config with resolved losses, and a `parallelism` that shards the network.
         empty: The network on `meta`; not changed.
         inputs: Arguments of `forward`, for all rows of one replica in a step.
 
@@ -69,17 +68,17 @@ def plan_cut(
 
 
 def steps_of(config: TrainConfig, owners: Sequence[int], num_micro: int) -> list[Steps]:
-    """Returns the actions of each rank of a pipeline in a step, with the arrivals of values.
-
-    Raises:
-        ValueError: The schedule has no flush, so its steps overlap.
-    """
+    """Returns the actions of each rank in a step, with the arrivals of values; raises like `orders_of`."""
     orders = orders_of(config, num_micro)
     return [list(orders[0])] if len(owners) == 1 else with_arrivals(orders, owners)
 
 
 def orders_of(config: TrainConfig, num_micro: int) -> Orders:
-    """Returns the actions of each rank of a pipeline in a step; raises ValueError like `steps_of`."""
+    """Returns the actions of each rank of a pipeline in a step.
+
+    Raises:
+        ValueError: The schedule has no flush, so its steps overlap.
+    """
     num_ranks, way = config.axes["pipeline"], config.parallelism.pipeline
     if num_ranks == 1:
         return naive(1, 1, num_micro)

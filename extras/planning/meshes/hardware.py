@@ -55,11 +55,7 @@ def measure_machine(
     workers_per_host: int | None = None,
     cores_per_host: int | None = None,
 ) -> tuple[Machine, str]:
-    """Measures the missing numbers on this machine; returns them and a sentence about them.
-
-    Raises:
-        WorkerError: A process of the calibration run failed.
-    """
+    """Measures the missing numbers on this machine; raises WorkerError if a process failed."""
     ranks = min(workers, workers_per_host or workers)
     cores = cores_per_host or count_cores()
     rows = () if step_seconds is not None else calibration_rows(training.config.batch_size)

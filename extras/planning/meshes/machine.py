@@ -83,7 +83,6 @@ class Machine:
         return sum(_seconds(message, size, link) for message in messages)
 
     def sending(self, num_bytes: float, workers: int) -> float:
-        """Returns the seconds of a send to the next rank of a pipeline."""
         link = self.wire if workers <= self.ranks_per_host or self.between is None else self.between
         return link.alpha + num_bytes * link.beta
 

@@ -95,11 +95,10 @@ def calibrate_mesh(
     """Measures on `workers` processes of this machine, at most `MOST_RANKS`.
 
     Args:
-        config: Config of one worker.
         rows: Two numbers of rows of a step, ascending; () measures no steps.
 
     Raises:
-        WorkerError: A rank failed, for example because the network does not run on such rows.
+        WorkerError: A rank failed.
     """
     num_ranks = next(n for n in range(min(workers, MOST_RANKS), 0, -1) if workers % n == 0 or n == 2)
     calibration = MeshCalibration(

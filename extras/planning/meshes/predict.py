@@ -26,6 +26,7 @@ def plan_meshes(
     """
     planner = _Planner(training, workers, machine, memory)
     best: dict[tuple[tuple[str, int], ...], MeshPlan] = {}
+    # Ranks that share cores leave no bubbles to fill.
     interleaves = machine.crowding(workers) == 1
     for mesh in candidates(training.settings, training.network, workers, interleaves=interleaves):
         plan = planner.plan(mesh, num_micro)

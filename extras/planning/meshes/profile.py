@@ -94,8 +94,7 @@ class Training:
     """A training to plan; measures each sharding of its network once, on meta tensors.
 
     Args:
-        settings: The given settings, with the rows of a step over all workers as `batch_size`.
-        inputs, labels: Columns of all rows of a step.
+        settings: The given settings; `batch_size` counts the rows of a step over all workers.
 
     Attributes:
         config: The settings for one worker.
@@ -125,11 +124,7 @@ class Training:
         self._exact: dict[tuple[int, int], Profile] = {}
 
     def step_work(self) -> StepWork:
-        """Returns the work of a step of the whole network on one worker.
-
-        Raises:
-            Exception: The network does not run on meta tensors.
-        """
+        """Returns the work of a step on one worker; raises if the network does not run on meta tensors."""
         alone = self.profile({})
         update = alone.many[0].update_work
         return lambda rows: alone.work(0, 0, True, rows) + alone.work(0, 0, False, rows) + update

@@ -86,15 +86,11 @@ def measure_ranks(
     labels: Sequence[BatchColumn],
     known: Sequence[RankBytes] | None = None,
 ) -> list[RankBytes]:
-    """Measures one micro-batch and one update on each rank of a pipeline, in the order of `network.parts`.
+    """Measures one micro-batch and one update on each rank of a pipeline; raises like `measure_step`.
 
     Args:
-        config: Config with resolved losses and the mesh; the columns' rows count, not its `batch_size`.
-        inputs: Arguments of `forward` for one micro-batch.
+        config: The columns' rows count, not its `batch_size`.
         known: Result of an earlier call with other rows, to save the updates.
-
-    Raises:
-        Exception: Like `measure_step`.
     """
     initialize_lazy_layers(network.whole, inputs, objects)
     forms = _forms(config, objects, network, inputs) if network.is_pipeline else {}

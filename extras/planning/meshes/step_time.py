@@ -117,12 +117,8 @@ def simulate_makespan(
 ) -> float:
     """Returns the end of a schedule's last action on ranks that share cores, in the unit of the costs.
 
-    Unlike in `pipeline.simulation`, all running actions share the cores equally and slow each other down.
-
-    Args:
-        orders: Actions of each rank.
-        cost: Time of an action at full speed.
-        slots: Number of actions that run at full speed together; below 1, a single action is slower too.
+    All running actions share the cores equally. `slots` of them run at full speed together; below 1, a single
+    action is slower too.
     """
     progress = CompletedActions(num_stages)
     next_of = [0] * len(orders)

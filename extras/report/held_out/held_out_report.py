@@ -1,7 +1,6 @@
 """A model's results on held-out rows, for its report: the driver predicts a bounded random sample.
 
-One Spark job collects the inputs and the labels of the sample. The same seed on the same DataFrame gives the
-same sample.
+One Spark job collects the inputs and the labels. The same seed on the same DataFrame gives the same sample.
 """
 
 from __future__ import annotations
@@ -59,12 +58,7 @@ class Question:
 
 
 class HeldOutReport:
-    """Writes the report of a model with its predictions for held-out rows.
-
-    Raises:
-        ValueError: An option is out of its range.
-        ImportError: A package is not installed.
-    """
+    """Writes a model's report with its predictions for held-out rows; the constructor checks the options."""
 
     def __init__(self, attributions: str, rows: int, seed: int) -> None:
         check_packages()
@@ -117,11 +111,7 @@ def held_out_findings(
     rows: int,
     seed: int,
 ) -> HeldOut:
-    """Returns the model's results on a sample of a DataFrame's rows.
-
-    Raises:
-        ValueError: A label is null, not a class number, or of another shape than the output.
-    """
+    """Returns the results on a sample of the rows. Raises ValueError if the labels do not fit the output."""
     row_bytes = sum(item.column.kind.row_bytes for item in question.inputs if item.column is not None)
     wanted, rows = rows, max(1, min(rows, CHUNK_BYTES // max(1, row_bytes)))
     # One additional row shows whether there are more.

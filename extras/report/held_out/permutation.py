@@ -28,7 +28,6 @@ def permutation_importance(
     """Returns the mean growth of the loss for each feature.
 
     Args:
-        loss: Loss of the model on the same rows with these inputs.
         arrays: The inputs, each (rows, ...).
         unit: Name of the loss, such as "log loss".
     """

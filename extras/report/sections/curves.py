@@ -72,7 +72,6 @@ def _make(facts: Facts) -> Sequence[Block]:
 
 
 def draw_losses(figure: Figure, run: RunFacts) -> None:
-    """Draws the losses and the learning rate per epoch, side by side."""
     left, right = figure.subplots(1, 2, width_ratios=[2, 1])
     epochs = [record.epoch for record in run.history]
     left.set(title="Loss by epoch", xlabel="epoch", ylabel="mean per row")
