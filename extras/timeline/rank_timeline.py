@@ -19,13 +19,7 @@ from ringspark.estimators.collectives.operation_times import OperationTime
 from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.observation.background_file import BackgroundFile
-from ringspark.estimators.training.observation.timeline import (
-    Clock,
-    RareKind,
-    StepKind,
-    Timeline,
-    now_ns,
-)
+from ringspark.estimators.training.observation.timeline import Clock, RareKind, StepKind, Timeline, now_ns
 from ringspark.extras.timeline.clocks import measure_offset
 from ringspark.extras.timeline.span_file import (
     OperationSpan,
@@ -113,16 +107,9 @@ class RankTimeline(Timeline):
     """
 
     def __init__(
-        self,
-        every: int,
-        world: Collective,
-        run_uri: str,
-        device: torch.device,
-        clock: Clock = now_ns,
+        self, every: int, world: Collective, run_uri: str, device: torch.device, clock: Clock = now_ns
     ) -> None:
-        self._every = every
-        self._world = world
-        self._clock = clock
+        self._every, self._world, self._clock = every, world, clock
         self._device_clock = DeviceClock(device, clock) if device.type == "cuda" else None
         offset, self._moment = measure_offset(world, clock)
         self._offsets = [offset]
@@ -223,7 +210,6 @@ class RankTimeline(Timeline):
         self._write_if_due()
 
     def _take_device_times(self) -> None:
-        """Keeps the steps that the device has finished."""
         assert self._device_clock is not None
         while self._pending:
             done, device = self._pending[0]
@@ -273,10 +259,7 @@ class _StepSpan:
     __slots__ = ("_begin", "_clock", "_device", "_kind", "_mark", "_step")
 
     def __init__(self, kind: StepKind, step: _OpenStep, clock: Clock, device: DeviceClock | None) -> None:
-        self._kind = kind
-        self._step = step
-        self._clock = clock
-        self._device = device
+        self._kind, self._step, self._clock, self._device = kind, step, clock, device
 
     def __enter__(self) -> None:
         self._mark = self._device.mark() if self._device is not None else None

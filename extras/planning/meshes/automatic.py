@@ -27,12 +27,7 @@ from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning.exchange_time import Link
 from ringspark.extras.planning.meshes.candidates import candidates
-from ringspark.extras.planning.meshes.hardware import (
-    ASSUMED,
-    calibration_rows,
-    make_machine,
-    measure_machine,
-)
+from ringspark.extras.planning.meshes.hardware import ASSUMED, calibration_rows, make_machine, measure_machine
 from ringspark.extras.planning.meshes.machine import Machine, OperatorRates
 from ringspark.extras.planning.meshes.mesh_calibration import MOST_RANKS
 from ringspark.extras.planning.meshes.predict import plan_meshes
@@ -126,7 +121,7 @@ def _choose(
     columns = _columns(config, manifest, config.batch_size)
     try:
         training = Training(config, objects, *columns)
-        if explanation := _explain_without_plan(config, objects, training, manifest, memory):
+        if explanation := _explain_without_plan(training, manifest, memory):
             return ChosenMesh(config, explanation)
         work = training.step_work()
     # A network that fails only on meta tensors can still use data parallelism.
@@ -173,15 +168,10 @@ def _choose(
     return ChosenMesh(chosen, plan.table())
 
 
-def _explain_without_plan(
-    config: TrainConfig,
-    objects: UserObjects,
-    training: Training,
-    manifest: ShardManifest,
-    memory: int | None,
-) -> str:
+def _explain_without_plan(training: Training, manifest: ShardManifest, memory: int | None) -> str:
     """Returns why data parallelism is chosen without a plan; "" if a plan is needed."""
-    meshes = candidates(training.settings, training.network, config.num_workers)
+    config = training.settings
+    meshes = candidates(config, training.network, config.num_workers)
     others = [mesh for mesh in meshes if mesh.options or "tensor" in mesh.sizes]
     if all(mesh.refusal for mesh in others):
         return f"data parallelism: no other mesh is possible, {others[0].refusal}"
@@ -190,7 +180,7 @@ def _explain_without_plan(
         return ""
     rows = -(-config.batch_size // config.num_workers)
     columns = _columns(config, manifest, rows)
-    if memory is not None and Planner(config, objects, *columns).plan().peak > memory:
+    if memory is not None and Planner(config, training.objects, *columns).plan().peak > memory:
         return ""
     return f"data parallelism: the network is small, {show_bytes(count)}"
 

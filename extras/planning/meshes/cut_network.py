@@ -25,12 +25,7 @@ from ringspark.estimators.parallel.model.pipeline.partition import (
 from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of
 from ringspark.estimators.parallel.model.pipeline.stage import keep_stages
 from ringspark.estimators.parallel.model.sequence.shard_sequence import shard_sequence
-from ringspark.estimators.parallel.model.tensor import (
-    make_region,
-    plan_of,
-    shard_activations,
-    shard_layers,
-)
+from ringspark.estimators.parallel.model.tensor import make_region, plan_of, shard_activations, shard_layers
 from ringspark.estimators.training.check.probe import PROBE_ROWS
 from ringspark.models.chain import links_of
 from ringspark.models.meta_device import copy_to_meta

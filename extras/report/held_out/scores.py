@@ -62,7 +62,7 @@ def log_loss(probabilities: Numbers, labels: Counts) -> float:
 def roc_curve(
     scores: Numbers, is_positive: np.ndarray[tuple[int], np.dtype[np.bool_]]
 ) -> tuple[Numbers, Numbers] | None:
-    """Returns the rates of false and true positives per threshold; None if there is only one class."""
+    """Returns the rates of false and true positives per threshold; None for only one class."""
     positives = int(is_positive.sum())
     if not 0 < positives < len(scores):
         return None
