@@ -95,7 +95,8 @@ def measure_ranks(
     initialize_lazy_layers(network.whole, inputs, objects)
     forms = _forms(config, objects, network, inputs) if network.is_pipeline else {}
     found = []
-    for part, earlier in zip(network.parts, known or [None] * len(network.parts), strict=True):
+    earlier_ranks = [None] * len(network.parts) if known is None else known
+    for part, earlier in zip(network.parts, earlier_ranks, strict=True):
         count = WorkCount()
         leaving = {LEAVING: {SENT: 0.0}}
         with on_fake_tensors(config, objects, part.module, count, weightings=leaving) as step:
