@@ -77,6 +77,7 @@ def num_losses() -> int:
 
 
 def add_counts(layer: CountingLayer, counts: torch.Tensor) -> None:
+    """Adds what a layer counted in this pass to the open report; without one it does nothing."""
     reports = _OPEN.get()
     if reports is not None:
         known = reports.counts.get(layer)

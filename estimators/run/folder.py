@@ -76,7 +76,7 @@ def remove_old_run(uri: str, resume: bool | None) -> None:
             "removed; move that file elsewhere, or name another folder"
         )
     folder = RunFolder(uri, is_given=True)
-    is_unfinished = folder.result() is None and resume is None
+    is_unfinished = resume is None and folder.result() is None
     if is_unfinished and folder.has_checkpoint():
         raise ValueError(
             f"{uri} holds an unfinished run; give --resume to continue it, --no-resume to start a new run, "

@@ -39,7 +39,7 @@ def _check_group(index: int, group: object) -> dict[str, Any]:
     given = group.get("params")
     patterns = [given] if isinstance(given, str) else given
     is_list = isinstance(patterns, Sequence) and all(isinstance(p, str) and p for p in patterns)
-    if not patterns or not is_list:
+    if not is_list or not patterns:
         raise ValueError(
             f"parameterGroups[{index}] needs 'params', a pattern over names of parameters "
             f"('encoder.*') or a list of patterns, got {given!r}"
