@@ -58,8 +58,9 @@ def split_payload(payload: torch.Tensor, like: Sequence[tuple[int, torch.dtype]]
     """Returns the tensors of a payload, as views; `like` has each tensor's number of elements and dtype."""
     sizes = [number * dtype.itemsize for number, dtype in like]
     ends = _ends(sizes)
-    if (ends[-1] if ends else 0) != len(payload):
-        raise ConnectionError(f"a payload of {len(payload)} bytes came, {ends[-1:] or 0} were expected")
+    expected = ends[-1] if ends else 0
+    if expected != len(payload):
+        raise ConnectionError(f"expected a payload of {expected} bytes, got {len(payload)}")
     return [
         payload[end - _pad(size) :][:size].view(dtype)
         for (_, dtype), size, end in zip(like, sizes, ends, strict=True)
