@@ -46,7 +46,7 @@ CHOOSE_PARALLELISM = "ringspark.extras.planning.meshes.automatic:choose_parallel
 class CheckedFit:
     """A fit that was checked against its settings and the schema; no row has been read.
 
-    For shards, `heads` is None, because their columns are checked with their rows.
+    `heads` is None in a fit on existing shards, where `with_rows` checks the columns.
     """
 
     config: TrainConfig

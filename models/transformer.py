@@ -149,7 +149,7 @@ class _Trunk(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def tensor_plan(self, num_ranks: int) -> dict[str, Any]:
-        """Returns how tensor parallelism shards the layers: heads, pairs of linear layers, token ids."""
+        """Returns the tensor plan: attention by heads, linear layers in pairs, the embedding by token ids."""
         heads = next(layer.num_heads for layer in self.modules() if isinstance(layer, Attention))
         if heads % num_ranks:
             raise ValueError(

@@ -52,7 +52,7 @@ class WholeRows:
         return outputs
 
     def joined(self, x: torch.Tensor, dim: int, seq: int) -> torch.Tensor:
-        """All-gathers a tensor over this rank's tokens, in dimension `dim`, in the order of the tokens."""
+        """All-gathers dimension `dim`, which has this rank's tokens, to all `seq` tokens in order."""
         return x
 
 

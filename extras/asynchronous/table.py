@@ -1,11 +1,11 @@
 """One server's shard of the parameters, its optimizer, and the workers' clocks. Thread-safe.
 
-With a bound of 0 the pushes of all workers are summed in rank order and applied as one step, which equals
-training with the sum of the gradients, bitwise. Otherwise each push, the mean gradient of the worker's rows,
-is applied on arrival as its own step, and the rate is divided by the number of workers.
+With a staleness bound of 0 the pushes of all workers are summed in rank order and applied as one step, which
+equals training with the sum of the gradients, bitwise. Otherwise each push, the mean gradient of the worker's
+rows, is applied on arrival as its own step, and the learning rate is divided by the number of workers.
 
-For late gradients the rate may be divided by the staleness, in steps of other workers since the worker's last
-read (Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning").
+For late gradients the learning rate may also be divided by the staleness: the steps of other workers since
+the worker's last read (Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning").
 """
 
 from __future__ import annotations

@@ -100,7 +100,10 @@ class ChunkedExecutor(Executor):
         give: Give,
         span: Span,
     ) -> list[list[ChunkPass]]:
-        """Runs a stage, the first one on `arguments`; returns the chunks by section."""
+        """Runs a stage's forward pass and returns its sections, each with one pass per sequence chunk.
+
+        Stage 0 gets `arguments`; later stages get the values that arrive from the stage before.
+        """
         streams_in, lengths = self._place.streams_in(stage), self._exchange.lengths(micro)
         if stage == 0:
             arriving: Iterator[Values] = iter([tuple(arguments)])

@@ -90,7 +90,7 @@ class IntRange:
 
 
 def _count_steps(old: float, new: float, step: float) -> int:
-    """Returns the steps from one value to another: at least one, or small numbers would never change."""
+    """Returns the distance in multiples of `step`, rounded; 1 or -1 for different values that round to 0."""
     return round((new - old) / step) or (new > old) - (new < old)
 
 

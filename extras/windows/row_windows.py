@@ -92,7 +92,10 @@ class RowWindows:
         return F.col(_END)
 
     def _judged(self, frame: DataFrame, more: dict[str, Column]) -> DataFrame:
-        """Adds the columns of the three steps, `more`, and the reason why a row ends no window."""
+        """Adds row numbers, the last break and null before each row, `more`, the targets, and `_REASON`.
+
+        `_REASON` says why a row ends no window; it is null if the row ends one.
+        """
         if self.skips_invalid:
             frame = frame.where(~self._unplaced())
         checked = [self.time, *self.values, *([self.target] if self.target else [])]

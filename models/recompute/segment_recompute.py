@@ -258,7 +258,7 @@ class _AllRefilled(Exception):  # noqa: N818
 
 
 class _Refill:
-    """Fills the holders with the tensors that a rerun saves, in order."""
+    """Puts the tensors that a rerun saves into the holders that the first forward pass left, in order."""
 
     def __init__(self, holders: Sequence[weakref.ref[_Holder]], saved: Sequence[tuple[Any, ...]]) -> None:
         self._holders = list(holders)

@@ -65,7 +65,7 @@ class Kind(ABC):
 
     Attributes:
         tag: Name in the manifest.
-        is_choice: Whether the user chooses this type, so that `transform` computes its values like the write.
+        is_choice: Whether the user chooses this type; `transform` then runs the code of the write.
         suffixes: Suffixes of the column's arrays in a batch.
     """
 

@@ -66,7 +66,7 @@ class ExpertAllToAll:
 
 
 def shard_experts(module: nn.Module, collective: Collective) -> dict[str, ShardSpec]:
-    """Leaves this rank's experts of each mixture, in place; returns the sharded parameters by name."""
+    """Deletes other ranks' experts from each mixture, in place; returns the sharded parameters by name."""
     mixtures = {n: layer for n, layer in module.named_modules() if isinstance(layer, MixtureOfExperts)}
     if not mixtures:
         raise ValueError(

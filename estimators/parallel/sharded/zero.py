@@ -66,11 +66,12 @@ class ShardedGradients(ShardedOptimizer):
 
 @dataclass(frozen=True)
 class SyncGroup:
-    """Parameters that the same ranks synchronize, selected by `wants`.
+    """Parameters that the same ranks synchronize.
 
     Attributes:
-        equal_along: Axes along which ranks have the same parameters, or shards of the same ones: only one of
-            these ranks adds their norm.
+        wants: Returns whether the parameter of a name belongs to the group.
+        equal_along: Axes along which ranks hold the same values. Only one rank along them adds these values
+            to the gradient norm, so that they count once.
     """
 
     shard_group: ShardGroup

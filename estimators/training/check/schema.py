@@ -199,8 +199,8 @@ def _check_transforms(
             )
     if config.weight_column is not None and takes_labels(objects.transform_batch):
         raise ValueError(
-            f"weightCol {config.weight_column!r} holds weights of rows, which do not follow the rows that a "
-            "transformBatch moves or mixes; it takes labels, so leave out one of the two"
+            f"weightCol {config.weight_column!r} gives one weight per row, and a transformBatch that takes "
+            "labels may move or mix rows, so weights would belong to other rows; leave out one of the two"
         )
 
 

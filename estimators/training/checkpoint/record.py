@@ -57,11 +57,11 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The whole file.
+    """The content of a checkpoint's record file.
 
     Attributes:
         optimizer_values: Parameter -> key -> state value that is no tensor.
-        spreads: File name of a single shard -> tensor -> how its pieces make up the tensor.
+        spreads: Tensors that are split over shards: file of a shard -> tensor -> where its pieces belong.
         token: Token in the file names of shards, see `shards`.
     """
 

@@ -154,7 +154,10 @@ class Recovery:
         return True
 
     def load(self, train_state: TrainState, factor: float = 1.0) -> None:
-        """Restores the rest of the checkpoint at the present step; `factor` scales the learning rates."""
+        """Restores optimizer, generators, scaler and rates from the checkpoint of `train_state`'s step.
+
+        The weights are restored before. `factor` scales the learning rates.
+        """
         step = train_state.state.step
         self._status.phase = f"loading the checkpoint of step {step}"
         uri = step_uri(self._root, step)

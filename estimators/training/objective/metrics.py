@@ -1,9 +1,8 @@
 """The registry of metrics: torchmetrics' by name, with the arguments that each takes.
 
-With two classes, precision, recall, f1, auroc and average_precision
-are for class 1, as in scikit-learn. With more, each class counts alike (macro), except in "f1_weighted",
-which Spark calls f1. "auroc" and "average_precision" keep 8 bytes per row and class of all ranks on each
-rank.
+With two classes, precision, recall, f1, auroc and average_precision are for class 1, as in scikit-learn. With
+more, each class counts alike (macro), except in "f1_weighted", which Spark calls f1. "auroc" and
+"average_precision" need all rows at once: every rank holds 8 bytes for each row and class of the whole split.
 """
 
 from __future__ import annotations

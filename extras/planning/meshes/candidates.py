@@ -82,7 +82,7 @@ def _error_of(check: Callable[..., object], *arguments: object) -> str:
 def candidates(
     config: TrainConfig, network: nn.Module, workers: int, *, interleaves: bool = True
 ) -> list[MeshPlan]:
-    """Returns all meshes over the planned axes, data parallelism first, without memory and time.
+    """Returns all meshes over the planned axes, data parallelism first; memory and time are not set yet.
 
     Args:
         config: The settings; `batch_size` counts the rows of a step over all workers.

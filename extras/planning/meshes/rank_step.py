@@ -54,13 +54,13 @@ Passes = dict[tuple[int, bool], PassBytes]
 
 @dataclass(frozen=True, kw_only=True)
 class RankBytes:
-    """One rank's step.
+    """Bytes and work of one rank in one training step.
 
     Attributes:
         module: The rank's part of the network on `meta`.
         parts: Name in `plan_memory` -> bytes: parameters, gradients, optimizer state.
-        first: Passes of a step's first micro-batch.
-        passes: Passes of later micro-batches, with existing gradients.
+        first: Passes of a step's first micro-batch, which allocates the gradients.
+        passes: Passes of a later micro-batch, which adds to the gradients.
         update: The optimizer's step.
         batch: Bytes of the rows of one micro-batch.
         arriving: Stage -> bytes of the values that it receives from another rank.

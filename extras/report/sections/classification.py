@@ -66,7 +66,7 @@ def _rows_of_classes(found: ClassFindings) -> Counter[int]:
 
 
 def _shown_matrix(found: ClassFindings) -> tuple[list[str], Matrix]:
-    """Returns names and rows (true, predicted) of the largest classes; the last entry is all smaller ones."""
+    """Returns names and confusion matrix [true, predicted]; the smaller classes share the last entry."""
     sizes = _rows_of_classes(found)
     kept = list(range(found.num_classes))
     if found.num_classes > MOST_CLASSES + 1:

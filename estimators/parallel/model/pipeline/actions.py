@@ -74,7 +74,7 @@ class CompletedActions:
 def with_arrivals(
     orders: Sequence[Order], owners: Sequence[int], progress: CompletedActions | None = None
 ) -> list[Steps]:
-    """Adds the arrivals to every rank's order; returns each rank's actions and arrivals.
+    """Returns each rank's order with an `Arrival` wherever the rank receives a result of another rank.
 
     Goes through the orders of all ranks at the same pace. A rank receives a result at the point of its order
     that it has reached when the result is sent. So sends and receives between two ranks have the same order,

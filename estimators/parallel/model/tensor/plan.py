@@ -177,7 +177,9 @@ def shard_activations(module: nn.Module, region: Region) -> None:
 def shard_layers(module: nn.Module, region: Region, plan: Mapping[str, Any]) -> dict[str, ShardSpec]:
     """Replaces the layers of a plan by this rank's shards, in place; returns the sharded parameters by name.
 
-    A plan maps patterns over module names to a style, [style, blocks], or ["grid", [rows, columns]].
+    A plan maps patterns over module names to a style; to [style, blocks] for a layer of several fused parts,
+    such as query, key and value, each sharded alone; or to ["grid", [rows, columns]] for a weight that is
+    sharded in both dimensions.
     """
     layers = dict(module.named_modules())
     names: dict[int, list[str]] = {}
@@ -250,7 +252,10 @@ def shard_layers(module: nn.Module, region: Region, plan: Mapping[str, Any]) -> 
             f"{', '.join(known[:_NAMED])}{more}"
         )
     if not cuts:
-        raise ValueError(f"parallelism's plan fits no layer of {type(module).__name__}; set its 'plan'")
+        raise ValueError(
+            f"no layer of {type(module).__name__} can be sharded by its tensor plan; name its layers by "
+            "parallelism={'tensor': ..., 'plan': {pattern: style}}"
+        )
     _check_unsharded_layers(module, region)
     _avoid_fast_paths(module)
     if region.random_state is not None:
