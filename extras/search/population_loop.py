@@ -245,7 +245,7 @@ class PopulationLoop:
             return []
         except ValueError as error:
             raise damage_error(self._run_uri, STATE, error) from None
-        check_settings(self._run_uri, known.about, dict.fromkeys(known.about, "None") | self._about)
+        check_settings(self._run_uri, known.about, self._about)
         size = self._population.size
         for number, entries in enumerate(known.rounds):
             if len(entries) != size:

@@ -100,7 +100,8 @@ class SearchFolder:
 
 
 def check_settings(run_uri: str | None, old: Mapping[str, str], new: Mapping[str, str]) -> None:
-    changed = [f"{name}: {old.get(name)} -> {value}" for name, value in new.items() if old.get(name) != value]
+    names = sorted(old.keys() | new.keys())  # a setting may be in one of them alone
+    changed = [f"{n}: {old.get(n)} -> {new.get(n)}" for n in names if old.get(n) != new.get(n)]
     if changed:
         raise ValueError(
             f"cannot resume the search in {run_uri!r}, because its settings differ: {'; '.join(changed)}; "

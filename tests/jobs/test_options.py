@@ -110,6 +110,10 @@ def test_only_an_unfinished_run_with_a_checkpoint_is_in_the_way_of_a_new_one(tmp
     assert (stopped / "run.json").exists()
     remove_old_run(str(stopped), False)
     assert not stopped.exists()
+    damaged = _run_folder(tmp_path / "damaged", checkpoint=True, finished=True)
+    (damaged / "result.json").write_bytes(b"\xff")
+    remove_old_run(str(damaged), False)
+    assert not damaged.exists()
 
 
 @pytest.mark.parametrize("resume", [None, False])

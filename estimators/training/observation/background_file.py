@@ -60,6 +60,7 @@ class BackgroundFile:
         begun = time.thread_time()
         try:
             work()
+            self._has_failed = False  # a later outage is logged again
         except Exception as error:  # store clients raise exceptions of any type
             if not self._has_failed:
                 _log.warning("the %s was not written (%s); training continues without it", self._what, error)

@@ -97,8 +97,8 @@ class RaplEnergy:
     def __init__(self, folder: Path = RAPL_FOLDER) -> None:
         # Cores are inside a package.
         zones = [zone for zone in folder.glob("intel-rapl:*") if _ZONE.fullmatch(zone.name)]
-        names = {zone: (zone / "name").read_text() for zone in zones}
-        found = [zone for zone, name in names.items() if name.startswith(("package", "dram"))]
+        names = {zone: (zone / "name").read_text().strip() for zone in zones}
+        found = [zone for zone, name in names.items() if name.startswith("package") or name == "dram"]
         if not found:
             raise FileNotFoundError(f"no zone of a package below {folder}")
         self._files = [zone / "energy_uj" for zone in found]

@@ -509,6 +509,7 @@ def test_patterns_that_match_nothing_are_refused() -> None:
         ([{"learningRate": 0.1}], r"parameterGroups\[0\] needs 'params', .* got None"),
         ([{"params": []}], "needs 'params'"),
         ([{"params": [1]}], "needs 'params'"),
+        ([{"params": torch.ones(2)}], "needs 'params'"),
         ([{"params": "x", "learningRate": 0}], "needs a learningRate above 0, got 0"),
         ([{"params": "x", "learningRate": float("nan")}], "needs a learningRate above 0, got nan"),
         ([{"params": "x", "weightDecay": -1}], "needs a weightDecay 0 or above, got -1"),

@@ -41,6 +41,15 @@ def _loop(folder: Path) -> PopulationLoop:
     )
 
 
+def test_a_setting_that_only_the_earlier_search_had_is_refused(tmp_path: Path) -> None:
+    state = {"about": ABOUT | {"own metrics": "{'accuracy': 1}"}, "rounds": []}
+    (tmp_path / "population.json").write_text(json.dumps(state))
+    with pytest.raises(
+        ValueError, match=r"its settings differ: own metrics: \{'accuracy': 1\} -> None; restore"
+    ):
+        _loop(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("state", "problem"),
     [
