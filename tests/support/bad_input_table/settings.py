@@ -53,7 +53,7 @@ SETTINGS = [
       "transformBatch must return 1 inputs of 2 rows, .*got a tensor", "but neither drop nor repeat"),
     R("fit: row weights beside a transform of labels",
       lambda p: unread(p, transformBatch=lambda x, labels: (x, labels), weightCol="half"),
-      "weightCol 'half' holds weights of rows, which do not follow", "leave out one of the two"),
+      "weightCol 'half' gives one weight per row, .* belong to other rows", "leave out one of the two"),
     R("fit: transform of other inputs", lambda p: unread(p, transformInPrediction=lambda x, y: x),
       r"transformInPrediction cannot take the inputs \['features'\]: missing", "called on a whole batch"),
     R("fit: transform of rows end to end",
