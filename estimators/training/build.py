@@ -50,8 +50,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Builds the optimizer of a module in its final form. Runs on every rank.
 
-    `spec` is a name of `OPTIMIZERS`, or a factory of the list of trainable parameters; with `groups` (see
-    `check_groups`) the factory gets the list of group dicts, and sets rates and decays that a group lacks.
+    `spec` is a name in `OPTIMIZERS`, or a function that makes an optimizer from the list of trainable
+    parameters. With `groups` (see `check_groups`) the function gets a list of group dicts instead, and sets
+    the rate and the decay if a group lacks them.
     """
     trainable: list[Any] = [p for p in module.parameters() if p.requires_grad]
     if not trainable and layout_of(module) is not None:
@@ -83,8 +84,9 @@ def _check_optimizer(optimizer: object, module: nn.Module) -> None:
         raise ValueError("optimizer holds a parameter twice; give each parameter to one group")
     if any(p not in names for p in held) or (not held and layout_of(module) is None):
         raise ValueError(
-            f"optimizer must hold the parameters it was given, the {len(names)} trainable ones of "
-            f"{type(module).__name__}, got other parameters or none; make it from its argument"
+            f"the function given as optimizer gets the {len(names)} trainable parameters of "
+            f"{type(module).__name__}, but its optimizer holds other parameters or none; make the optimizer "
+            "from the function's argument"
         )
     missing = [name for p, name in names.items() if p not in set(held)]
     if missing:

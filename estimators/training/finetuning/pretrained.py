@@ -1,7 +1,7 @@
 """Loads the initial weights of a training from safetensors files: the setting `pretrained`.
 
-A URI names a file, a folder with `model.safetensors` or an index of several files (as Hugging Face saves
-them), or a saved ringspark model. Rank 0 reads the tensors; other ranks get them with the initial weights.
+A URI names a file; a folder as Hugging Face saves it, with `model.safetensors` or an index of several files;
+or a saved ringspark model. Rank 0 reads the tensors and sends them to the others as initial weights.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def _choose(setting: Pretrained, found: Shapes, module: nn.Module) -> set[str]:
     if different := sorted(name for name in names if found[name] != tuple(own[name].shape)):
         first = different[0]
         raise ValueError(
-            f"pretrained {uri} has {first!r} of shape {list(found[first])}, the model of "
-            f"{list(own[first].shape)}; skip the tensors that differ by 'ignore': [{_few(different)}], or "
-            "give the model its sizes"
+            f"pretrained {uri} has {first!r} of shape {list(found[first])}, but the model's has shape "
+            f"{list(own[first].shape)}; set 'ignore': [{_few(different)}] to skip the tensors that differ, "
+            "or build the model with the sizes of the pretrained one"
         )
     return names
 
@@ -142,7 +142,8 @@ def _read_index(uri: str) -> list[str]:
     files = sorted(set(names.values())) if isinstance(names, dict) else []
     if not files or any(not isinstance(f, str) or "/" in f or not f.endswith(".safetensors") for f in files):
         raise ValueError(
-            f"pretrained {storage.redact(uri)} is damaged: it lists no files next to it; copy it again"
+            f"pretrained {storage.redact(uri)} is damaged: this index must name .safetensors files in its "
+            "own folder; copy it again"
         )
     return files
 
