@@ -107,7 +107,7 @@ class CheckedFit:
     def with_rows(
         self, estimator: Any, spark: SparkSession, run: RunFolder, manifest: ShardManifest
     ) -> CheckedTraining:
-        """Checks the fit against its written rows, and chooses the mesh of parallelism="auto"."""
+        """Checks the fit against the manifest of its rows; chooses the mesh if parallelism is "auto"."""
         data, objects = self.data, self.objects
         is_split = data.validation_col is not None or data.validation_fraction is not None
         if is_split and not manifest.select("validation").num_rows:

@@ -233,7 +233,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     def _python_columns(self, bound: Sequence[BoundInput], only_judged: bool = False) -> list[Column]:
         """Returns the inputs, and a validity column if rows may be invalid.
 
-        `only_judged`: whether all remaining rows are valid in SQL, so that only Python may refuse one.
+        `only_judged`: whether SQL has already removed invalid rows, so that only Python can find more.
         """
         judged = any(item.feed.judges for item in bound)
         if self.getHandleInvalid() == "error" or (only_judged and not judged):
@@ -298,7 +298,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         label_columns: Sequence[str] = (),
         ignored_label: int | None = None,
     ) -> M:
-        """Makes this the model of a training; without `columns`, inputs take any numbers."""
+        """Fills this model with the results of a training; without `columns`, inputs take any numbers."""
         self._weights = HeldWeights(weights_uri)
         # Held now, because a save over one of the folder's parents may remove it.
         self._weights.hold()

@@ -47,7 +47,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(pickled: bytes) -> Any:
-    """Returns the value given to `dumps`. Runs code, so only for bytes of this process or a trusted file."""
+    """Returns the value given to `dumps`. It runs code, so give it only bytes that you trust."""
     value = cloudpickle.loads(pickled)
     if not isinstance(value, _ByName):
         return value

@@ -36,7 +36,7 @@ class CollectiveError(RuntimeError):
 
 
 class Rendezvous(Protocol):
-    """Server of rank 0 that is open until the gang has closed."""
+    """Rank 0's server, which runs until every rank has left the gang."""
 
     @property
     def address(self) -> str: ...
@@ -91,8 +91,8 @@ class Collective(Protocol):
 
         Args:
             tensor: Contiguous; it must not be used until the all-reduce is complete.
-            name: Equal on all ranks. A name has the same shape in every step, so that a library can cache its
-                negotiation, and is used by one all-reduce at a time.
+            name: Equal on all ranks. Tensors with the same name have the same shape in every step, so that a
+                library can cache its negotiation. All-reduces in flight need different names.
         """
 
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
@@ -118,7 +118,7 @@ class Collective(Protocol):
         """
 
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
-        """Overwrites `tensors` in place with rank `root`'s."""
+        """Overwrites `tensors` in place with the tensors of rank `root`."""
 
     def barrier(self) -> None: ...
 
@@ -137,8 +137,8 @@ class Levels:
     """Collectives of a gang on several hosts.
 
     Attributes:
-        inside: Ranks of this host.
-        between: First ranks of all hosts; None on all other ranks.
+        inside: Collective of the ranks on this host.
+        between: Collective of the first rank of every host; None on all other ranks.
     """
 
     inside: Collective

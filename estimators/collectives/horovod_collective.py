@@ -282,7 +282,7 @@ def _groups(member: Member) -> list[list[int]]:
 
 
 def check_nccl() -> None:
-    """Refuses to use GPUs with a Horovod that would sum gradients in host memory."""
+    """Raises ValueError if this Horovod would sum the gradients of GPUs in host memory."""
     import horovod.torch as hvd
 
     if not hvd.nccl_built():
@@ -306,7 +306,10 @@ def _check_name(member: Member) -> None:
 
 
 def _cycle(*, is_rare: bool) -> dict[str, str | None]:
-    """Returns Horovod's cycle time for the environment; longer if Horovod only starts and ends the gang."""
+    """Returns the environment variable of Horovod's cycle time.
+
+    `is_rare`: whether Horovod only starts and ends the gang; its cycle is then longer.
+    """
     from horovod import __version__ as version
 
     chosen = os.environ.get(_CYCLE_TIME)

@@ -1,7 +1,7 @@
 """Runs ranks as threads of one process, for checks on the driver before any worker starts.
 
-A rank runs until it waits for another rank, so each rank can have its own random number generators of the
-process, and a deadlock is found at once.
+Only one rank runs at a time, until it waits for another rank. So each rank can have its own state of the
+process's random number generators, and a deadlock is found at once.
 """
 
 from __future__ import annotations

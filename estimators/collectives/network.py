@@ -23,7 +23,8 @@ def interface_of(host: str) -> str | None:
 def own_address(host: str, towards: str) -> str:
     """Returns the address by which other hosts reach this host; `host` if none is found.
 
-    If the name resolves to a loopback address, it is the address towards the driver's host.
+    If `host` resolves to a loopback address, returns the address from which it connects to `towards`, the
+    driver's host.
     """
     entries = [entry for addresses in psutil.net_if_addrs().values() for entry in addresses]
     own = {entry.address for entry in entries}
@@ -34,7 +35,7 @@ def own_address(host: str, towards: str) -> str:
 
 
 def name_problem(address: str) -> str:
-    """Returns why a library cannot bind to the address of this host's name, or ""."""
+    """Returns why a library that binds to this host's name would not listen at `address`; "" if it would."""
     name = socket.gethostname()
     found = _resolve(name)
     if found and found == _resolve(address):

@@ -40,7 +40,7 @@ class OperationTime:
     Attributes:
         name: Name in `Collective.start_sum`, or the type of the operation.
         ready_ns: Time at which its data was ready.
-        blocked: When the rank only started it or waited for it.
+        blocked: Intervals in which the rank did nothing but start this operation or wait for it.
     """
 
     name: str
@@ -54,8 +54,9 @@ class OperationTimes:
     """The operations of one rank; call `start` before a step and `take` after it.
 
     Attributes:
-        sees_all: Whether all communication of a step is calls of this collective that end within the step. A
-            strategy sets it to False if another library sends, or if its all-reduces take longer.
+        sees_all: Whether every communication of a step is a call of this collective that ends within the
+            step. A strategy sets it to False if another library also sends, or if all-reduces end in a later
+            step.
         in_every_step: Whether the ranks communicate in every step, unlike local SGD.
     """
 
@@ -86,7 +87,7 @@ class OperationTimes:
         return self._begin(name, ready_ns).waiting() if self.is_on else _NOTHING
 
     def record_when_waited(self, name: str, run: Callable[[], T]) -> Callable[[], T]:
-        """Returns `run`, an operation that runs when it is called, with recording."""
+        """Returns a function that calls `run`, a blocking operation, and records its times."""
         if not self.is_on:
             return run
         ready_ns = self._ready.pop(name, time.perf_counter_ns())

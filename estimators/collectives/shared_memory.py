@@ -47,7 +47,8 @@ Endpoint = tuple[int, dict[int, socket.socket]]
 class SharedMemory:
     """Memory of all ranks, and a socket to each peer. Every method except `close` runs on every rank.
 
-    Tensors are 1-D. A tensor longer than a slot is written in several turns, each with its total length.
+    Tensors are 1-D. A tensor longer than a slot is written in several turns; each turn also tells the peers
+    its total length.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class SharedMemory:
             yield part, [place[: len(part)] for place in places]
 
     def _reduce_split(self, places: list[torch.Tensor], part: torch.Tensor, op: ReduceOp) -> None:
-        """Reduces one slice on each rank, so that the bytes read do not grow with the number of ranks."""
+        """Reduces one slice on each rank, so that no rank has to read the whole data of all ranks."""
         slices = [place.tensor_split(self.size) for place in places]
         mine = slices[self._rank][self._rank]
         # Other ranks read this slice only after the next signal.
@@ -283,9 +284,10 @@ def _leads_to_own_user(link: socket.socket) -> bool:
 def _send_endpoints(
     door: socket.socket, token: bytes, size: int, meeting: ExitStack, kept: ExitStack
 ) -> Endpoint:
-    """Makes memory and sockets for each two ranks; sends each rank its endpoint. Runs on rank 0.
+    """Makes the memory and a socket pair for each two ranks; sends each rank its endpoint. Runs on rank 0.
 
-    `meeting` closes the memory's descriptor, `kept` this rank's sockets if the ranks do not share the memory.
+    `meeting` will close the descriptor of the memory. `kept` will close this rank's sockets if the ranks do
+    not share memory in the end.
     """
     with ExitStack() as dealt:
         memory = os.memfd_create("ringspark")

@@ -41,7 +41,7 @@ _TURN_BYTES = 512 << 10
 
 
 class MemberStore(Store):
-    """Replaces `TCPStore`, which serves anybody; each process group has its own guard of the open ports."""
+    """Replaces `TCPStore`, which serves any client; each process group guards its own open ports."""
 
     def __init__(self, client: RendezvousClient, guard: PortGuard, timeout_seconds: float) -> None:
         super().__init__()
@@ -389,7 +389,8 @@ def _gloo_settings(member: Member) -> dict[str, str | None]:
 def _turn_length(tensor: torch.Tensor) -> int:
     """Returns how many elements to gather at a time.
 
-    Gloo sends a long tensor one way before the other way starts, which leaves a cable half idle.
+    Gloo sends a long tensor in one direction before the other direction starts, which leaves one half of a
+    full-duplex link idle.
     """
     return max(1, len(tensor) if tensor.device.type == "cuda" else _TURN_BYTES // tensor.element_size())
 

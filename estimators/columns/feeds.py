@@ -34,7 +34,7 @@ class Feed:
 
     @property
     def judges(self) -> bool:
-        """Whether only Python finds out if a value can be read, as with images."""
+        """Whether only Python can find out if a value is readable, such as an image."""
         return isinstance(self.kind, Image)
 
     def read(self, column: pa.Array) -> tuple[pa.Array, dict[int, str]]:

@@ -55,7 +55,7 @@ class ModelInput:
     """One argument of `forward`, in the form of the shards.
 
     Attributes:
-        column: The column of the shards; None if the shards are not known.
+        column: The column of the shards that the model was trained on; None if it is not known.
         part: Suffix that follows the column's name in a batch: "" or e.g. ".length" and ".isnull".
         fills_nulls: Whether the shards hold nulls as zeros, so that such rows are valid.
         place: Index of the input's name in `inputCols`, if a name has several inputs.
@@ -136,7 +136,7 @@ def source_names(inputs: Sequence[ModelInput], names: Sequence[str]) -> list[str
 def source_columns(
     inputs: Sequence[ModelInput], names: Sequence[str], schema: StructType, exact: bool
 ) -> list[StructField]:
-    """Returns the columns of a DataFrame from which the inputs are made; `exact`: see `find_fields`."""
+    """Returns the columns of a DataFrame from which to make the inputs; `exact`: see `find_fields`."""
     return [
         find_field(name, "featuresCol or inputCols", schema, exact) for name in source_names(inputs, names)
     ]
@@ -181,7 +181,10 @@ def bind(item: ModelInput, field: StructField) -> BoundInput:
 
 
 def label_expression(field: StructField, fields: Sequence[Path] = ()) -> Column:
-    """Returns a label as (nested arrays of) doubles; `fields` are the trained fields of a struct."""
+    """Returns a label as a double, or as nested arrays of doubles.
+
+    `fields` are the fields of a struct that the model was trained on.
+    """
     is_struct = fields and isinstance(field.dataType, StructType)
     kinds = {field.name: Struct(fields=tuple(fields))} if is_struct else {}
     (column,) = check_types(StructType([field]), [field.name], kinds)

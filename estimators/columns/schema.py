@@ -75,7 +75,7 @@ def kinds_by_column(given: Mapping[str, Kind], schema: StructType, exact: bool) 
 def check_types(
     schema: StructType, columns: Sequence[str], kinds: Mapping[str, Kind] | None = None
 ) -> tuple[Column, ...]:
-    """Returns the columns with the chosen `kinds`; facts that only the data show are missing."""
+    """Returns the columns with the chosen `kinds`, without facts that need the data, such as lengths."""
     kinds = kinds or {}
     fields = [schema[name] for name in dict.fromkeys(columns)]
     for field in fields:

@@ -43,7 +43,7 @@ class Evaluation:
     own: bytes = b""
 
     def with_own(self, metrics: Mapping[str, Any]) -> Evaluation:
-        """Returns a copy with the user's metrics, after a trial; see `try_metric`."""
+        """Returns a copy with the user's metrics. Calls each once on a few rows first; see `try_metric`."""
         if not metrics:
             return self
         classes = max(2, self.num_classes or 0)

@@ -86,7 +86,7 @@ def _make_feed(item: ModelInput, name: str, series: pd.Series[Any]) -> tuple[Fee
 
 
 def _to_integers(name: str, column: pa.Array, dtype: str) -> pa.Array:
-    """Casts numbers to integers, exactly: pandas and JSON may bring whole numbers as doubles."""
+    """Casts numbers to integers without rounding; pandas and JSON may store whole numbers as doubles."""
     leaf, wanted = column, pa.from_numpy_dtype(dtype)
     while is_list(leaf.type):
         leaf, wanted = leaf.flatten(), pa.list_(wanted)

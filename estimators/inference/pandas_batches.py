@@ -1,7 +1,7 @@
 """Prediction for Spark before 4.1, which has no UDF over Arrow arrays: a pandas UDF around Arrow.
 
-Such a Spark converts lists one Python object at a time, so a few values per row are returned as that many
-doubles.
+Before 4.1, Spark converts a list one Python object at a time. So results with few values per row are returned
+as one double column per value.
 """
 
 from __future__ import annotations

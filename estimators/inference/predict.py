@@ -51,7 +51,7 @@ class Predictor:
     Attributes:
         model: `ModelSpec` as JSON, or the user's pickled module without weights.
         weights_id: Identity of the checkpoint; another id means other weights in the same folder.
-        keeps_rows: Whether one more column follows, which is false for rows that get no prediction.
+        keeps_rows: Whether the input has one more column, which is false for rows that get no prediction.
         gives_vectors: Whether Python returns vectors, see `takes_vectors`; the driver decides for all.
     """
 
@@ -271,7 +271,7 @@ def inputs_of(predictor: Predictor, chunk: list[pa.Array]) -> tuple[list[Array],
 def _run_chunk(
     predictor: Predictor, module: nn.Module, chunk: list[pa.Array], device: str
 ) -> tuple[pa.Array, int]:
-    """Returns the results, and the bytes of a row's inputs and outputs; 0 if no row is valid."""
+    """Returns the results, and the number of bytes per row of inputs and outputs; 0 if no row is valid."""
     columns, valid = inputs_of(predictor, chunk)
     outputs = predictor.predict(module, columns, device)
     row_bytes = sum(array.nbytes for array in (*columns, outputs)) // max(1, len(outputs))

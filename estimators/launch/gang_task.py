@@ -78,7 +78,7 @@ def work_and_leave(
     status: Status,
     report: Callable[[BaseException], object] = lambda _: None,
 ) -> str:
-    """Works and leaves the gang with the other ranks; after a failure, reports it and aborts."""
+    """Runs `work`, then leaves the gang together with the other ranks. Reports a failure and aborts."""
     try:
         result = work(collective, device, status)
         status.phase = "leaving the gang"

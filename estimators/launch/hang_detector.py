@@ -1,8 +1,9 @@
 """Finds the rank that hangs a gang, from the ranks' heartbeats and the driver's clock alone.
 
-A silent rank sends no beats: its process or host is lost. A stalled rank sends beats without progress. Ranks
-that wait for it stall too, so silent ranks are blamed first, and ranks may first end by their own timeout. No
-rank counts as stalled while another still imports its libraries.
+A silent rank sends no heartbeats: its process or host is lost. A stalled rank sends heartbeats without
+progress. Ranks that wait for a hanging rank stall too. So silent ranks are blamed before stalled ones, and
+stalled ranks get time to end by their own timeout. No rank counts as stalled while another rank still imports
+its libraries.
 """
 
 from __future__ import annotations

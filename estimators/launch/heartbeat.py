@@ -38,7 +38,8 @@ def interval_seconds(timeout_seconds: float) -> float:
 class Beat:
     """One heartbeat of a rank, in `run/heartbeat/rank-<k>.json`.
 
-    `ticks` counts the rank's progress, `launch` the earlier launches by the driver with this token.
+    `ticks` counts the rank's signs of progress. `token` names the driver that owns the run. `launch` counts
+    its earlier launches of the workers.
     """
 
     token: str

@@ -27,7 +27,10 @@ NO_ROOM = "NoRoom"
 
 
 class Monitor:
-    """Cancels the job in its block if a rank hangs or the cluster has no slots; `verdict` is the failure."""
+    """A context manager that cancels the job in its block if a rank hangs or the cluster has no slots.
+
+    `verdict` is then the failure.
+    """
 
     def __init__(
         self, pulse: Pulse, num_workers: int, job: SparkJob, count_slots: Callable[[], int | None]

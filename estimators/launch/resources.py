@@ -24,9 +24,9 @@ TASK_GPUS = "spark.task.resource.gpu.amount"
 class StagePlan:
     """The scheduling of the gang's stage.
 
-    With `task_cpus`, each task gets these cores and a whole GPU; otherwise it has the size of all other
-    tasks. `gives_gpus`: whether each task has its GPU alone. `problem` says why Spark gives no GPU, if the
-    user can change it.
+    With `task_cpus`, each task gets that many cores and a whole GPU; otherwise it gets the same resources as
+    any task of the application. `gives_gpus`: whether each task has a GPU to itself. `problem` says why Spark
+    gives no GPU, if the user can change that.
     """
 
     task_cpus: int | None = None
@@ -64,7 +64,7 @@ def plan_stage(conf: Mapping[str, str], version: str, use_gpu: bool) -> StagePla
 def slots_of_conf(
     conf: Mapping[str, str], task_cpus: int | None, total_cores: int | None = None
 ) -> int | None:
-    """Returns how many workers can run at the same time by the conf; None if the conf does not say.
+    """Returns how many workers can run at the same time according to the conf; None if it does not say.
 
     With `task_cpus`, each task also needs a whole GPU; without it, tasks need `spark.task.*`.
     """

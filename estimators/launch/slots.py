@@ -36,7 +36,7 @@ def count_slots(spark: SparkSession, use_gpu: bool = False) -> int | None:
 def check_slots(
     spark: SparkSession, num_workers: int, use_gpu: bool = False, collective: str = "torch"
 ) -> int | None:
-    """Refuses a gang that Spark would retry for minutes and never start; otherwise returns `count_slots`."""
+    """Returns `count_slots`; raises ValueError for a gang that Spark would retry for minutes, never start."""
     conf = spark_conf(spark)
     check_fixed_size(conf)
     if use_gpu:
@@ -73,7 +73,7 @@ def check_slots(
 
 
 def may_grow(slots: int | None, num_workers: int, expected: int | None, is_young: bool) -> bool:
-    """Whether more executors may still register, so that the conf's `expected` slots are reached."""
+    """Whether more executors may still register, because the conf promises `expected` slots."""
     if slots is None or slots >= num_workers:
         return False
     return slots == 0 or is_young if expected is None else expected >= num_workers

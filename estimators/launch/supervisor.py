@@ -39,7 +39,10 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Supervisor:
-    """Runs one gang; after a loss, `config` has the remaining ranks and `restarts` the reasons."""
+    """Runs one gang.
+
+    `restarts` has the reason of each restart. After a loss, `config` has the number of remaining workers.
+    """
 
     spark: SparkSession
     config: TrainConfig

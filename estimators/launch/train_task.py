@@ -53,7 +53,7 @@ class PackedObjects:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTask:
-    """Trains on one rank; `weights` is the folder of initial weights that the pickled `objects` lack."""
+    """Trains on one rank. If `objects` lack the initial weights, the folder `weights` has them."""
 
     config: TrainConfig
     objects: bytes

@@ -38,7 +38,7 @@ class Available:
 
 
 def find_spark_limit(conf: Mapping[str, str]) -> Available | None:
-    """Returns the memory of a Python worker: Spark divides an executor's amount by its cores."""
+    """Returns the memory limit of a Python worker: Spark divides the executor's limit by its cores."""
     text = conf.get(PYSPARK_MEMORY)
     if text is None:
         return None
@@ -134,7 +134,7 @@ def _left_in(folder: Path, limit_name: str, usage_name: str, cache: str, shmem: 
 
 
 def _swap_left(folder: Path) -> int:
-    """Returns the free swap of a group in v2; 0 in v1, whose limit includes swap."""
+    """Returns the free swap of a group in cgroup v2; 0 in v1, where the memory limit includes swap."""
     try:
         used = int((folder / "memory.swap.current").read_text())
         text = (folder / "memory.swap.max").read_text().strip()

@@ -1,7 +1,7 @@
 """Counts the bytes of live tensors, by their purpose, while a step runs on fake tensors.
 
-The meter sees the results of every operator and the release of every storage, so its sum is what an allocator
-would hold. A storage counts once, however many tensors share it, until its last tensor is released.
+The meter sees the results of every operator and the release of every storage, so its sum equals the bytes
+that an allocator would hold. A storage counts once, even if several tensors share it, until all are released.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Peak:
     parts: dict[str, int]
 
     def with_parts(self, **parts: int) -> Peak:
-        """Returns a copy with other bytes of some parts."""
+        """Returns a copy in which `parts` replace the bytes of some parts."""
         merged = {**self.parts, **parts}
         return Peak(total=sum(merged.values()), parts=merged)
 
@@ -74,7 +74,7 @@ class Meter(TorchDispatchMode):
         self._update_peaks()
 
     def assign_new(self, before: set[int], part: str) -> None:
-        """Moves the activations that were allocated after `snapshot` to a part."""
+        """Moves the activations that were allocated after the snapshot `before` to a part."""
         for key, held in self._held.items():
             if key not in before and held.part == "activations":
                 self._move(held, part)

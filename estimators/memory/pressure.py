@@ -211,7 +211,10 @@ def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> s
 
 
 def choose_cache(num_bytes: int, memory: int | None, disk: int) -> Cache:
-    """Returns the first of memory and disk with twice the room; the other half is for activations."""
+    """Returns "memory" if it has room for twice `num_bytes`, else "disk" if it has, else "none".
+
+    The second half of the memory is left for activations.
+    """
     if not num_bytes:
         return "none"
     if memory is not None and 2 * num_bytes <= memory:

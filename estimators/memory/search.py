@@ -46,8 +46,8 @@ def find_settings(
 ) -> tuple[list[TrainConfig], TrainConfig | None]:
     """Finds settings that fit: up to three with one change each, else one that combines changes.
 
-    `peak_of` returns None if settings do not suit the network. If none fit, the second result is the settings
-    with the lowest peak, or None if no change lowers it.
+    `peak_of` returns None if settings do not suit the network. If nothing fits, the second result holds the
+    settings with the lowest peak, or None if no change lowers the peak.
     """
     found = []
     for name in dict.fromkeys(name for name, _ in _CLIMBS[0]):
@@ -73,7 +73,10 @@ def _climb(
     peak_of: Callable[[TrainConfig], int | None],
     budget: int,
 ) -> tuple[TrainConfig, int]:
-    """Adds each rung that lowers the peak, until it fits; returns the last settings and their peak."""
+    """Applies one change of the ladder after another, keeping those that lower the peak, until it fits.
+
+    Returns the last settings and their peak.
+    """
     top, lowest = config, peak_of(config)
     assert lowest is not None
     for name, value in _above(config, ladder, rows):
@@ -87,7 +90,7 @@ def _climb(
 
 
 def _above(config: TrainConfig, ladder: Sequence[Rung], rows: int) -> Iterator[Rung]:
-    """Yields the rungs above the user's choices; choices on no rung (fp16) stay."""
+    """Yields the changes that save more than the user's choices; a choice that is not in the ladder stays."""
     passed = {name for name, _ in _LADDER if getattr(config, name) in ("none", "fp32", AllReduce())}
     for name, value in ladder:
         present = getattr(config, name)

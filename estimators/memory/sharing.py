@@ -1,4 +1,6 @@
-"""Computes the share of sharded state per rank, and communication buffers: a measured step has neither."""
+"""Computes each rank's share of sharded state, and the communication buffers.
+
+A measured step (`memory.step`) runs on one rank, so it shows neither."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def one_of(choices: Sequence[str]) -> ValueRange:
 def listed(registry: Callable[[], Iterable[str]], declared: Callable[[], Iterable[str]]) -> ValueRange:
     """Returns the range of a registry's names and of the names that other packages declare.
 
-    Both are read when a value is checked, the second only if the first lacks the value.
+    Names are looked up when a value is checked: first in the registry, then among the declared names.
     """
     return ValueRange(
         lambda value: value in registry() or value in declared(),
@@ -97,7 +97,7 @@ def option(allowed: ValueRange, default: Any = MISSING) -> Any:
 class Options:
     """The options of one setting.
 
-    A class with variants, such as `Sync`, is never made itself; the dict of a variant has its name as "name".
+    A class with variants, such as `Sync`, has no instances itself. A variant's dict has its name as "name".
 
     Attributes:
         NAME: Name of a variant in dicts and files; by default its class name in lower case.
@@ -188,7 +188,7 @@ class Options:
 
     @classmethod
     def from_values(cls: type[O], values: Mapping[str, Any]) -> O:
-        """Reads the result of `to_values`, or of an earlier version; raises ValueError if damaged."""
+        """Reads a result of `to_values`, also of an earlier version; raises ValueError if it is damaged."""
         try:
             return cls.of(values)
         except TypeError as error:

@@ -14,9 +14,9 @@ class Compression(Options):
 
     Attributes:
         after: Optimizer steps before the first compressed step.
-        least: Tensors of fewer elements are sent uncompressed, and so are tensors of one dimension.
-        between: Who sends compressed gradients: all 'workers', or 'hosts', whose workers sum uncompressed
-            gradients.
+        least: Tensors with fewer elements are sent uncompressed, and so are tensors of one dimension.
+        between: 'workers': every worker sends compressed gradients. 'hosts': the workers of a host first sum
+            uncompressed gradients, and the sums are compressed between hosts.
         feedback: Whether the error of a step is added to the next step's gradient.
     """
 

@@ -42,7 +42,7 @@ class Pretrained(Options):
     Attributes:
         uri: URI of a safetensors file, or of a folder with model.safetensors.
         ignore: Patterns over names of tensors that are not loaded.
-        strict: Whether file and network must have all other names in common.
+        strict: Whether file and network must have the same names, except ignored ones.
     """
 
     SHORTHAND: ClassVar[str] = "uri"

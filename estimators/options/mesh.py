@@ -51,11 +51,11 @@ class Mesh(Options):
     """Workers along each axis of the mesh; their product is `numWorkers`.
 
     Attributes:
-        data: Workers with other rows and the same weights; None takes the workers that other axes leave.
+        data: Workers with equal weights and different rows; None takes the workers that other axes leave.
         shard: Like `data`, and `sync=Zero(...)` shards over these workers only.
         tensor: Workers that each hold a shard of every matrix.
         pipeline: Workers that each hold some blocks, such as Pipeline(2, schedule="gpipe").
-        expert: Workers that each hold other experts of a mixture of experts, and other rows.
+        expert: Workers with different experts of a mixture of experts, and different rows.
         sequence: Workers that each hold a part of every row: context parallelism.
         plan: Which layers `tensor` shards in a network of your own, such as {"blocks.*.up": "column",
             "blocks.*.down": "row"}; None asks the network.
@@ -82,7 +82,7 @@ class Mesh(Options):
 
     @classmethod
     def of(cls, value: Any, subject: str = "") -> Mesh:
-        """Converts a dict; earlier versions have the pipeline's options among the axes."""
+        """Converts a dict. In dicts of earlier versions, the pipeline's options are among the axes."""
         if isinstance(value, Mapping):
             value = dict(value)
             if "between" in value:

@@ -108,7 +108,8 @@ class LocalSGD(LocalTraining):
     Attributes:
         steps: Steps between two averages, 'epoch' for one per epoch, or 'training' for one at the end.
         after: Steps with all-reduced gradients at the start of the training.
-        optimizer_state: What an average does to the optimizer's state: 'keep', 'average' or 'reset'.
+        optimizer_state: What happens to the optimizer's state when weights are averaged: 'keep', 'average' or
+            'reset'.
     """
 
     steps: int | Literal["epoch", "training"] = option(
@@ -351,7 +352,10 @@ def read_earlier(sync: Sync) -> dict[str, Any]:
 
 
 def write_earlier(sync: Sync, values: Mapping[str, Any]) -> Sync:
-    """Returns `sync` after earlier settings are set; a default resets only its own variants of `sync`."""
+    """Returns `sync` as the earlier settings in `values` change it.
+
+    The default of an earlier setting resets `sync` only if it has a variant that this setting made.
+    """
     found = {name: EARLIER[name].write(value) for name, value in values.items()}
     for name, made in found.items():
         if made == AllReduce() and isinstance(sync, EARLIER[name].variant):
@@ -370,9 +374,10 @@ def write_earlier(sync: Sync, values: Mapping[str, Any]) -> Sync:
 
 
 def upgrade(values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Returns a stored config or identity of an earlier version, with `sync` for the settings it replaced.
+    """Converts a config or identity that an earlier version stored.
 
-    `names`: the names of the earlier settings in `values`, by setting.
+    The settings that `sync` replaced are removed, and `sync` is set to the value that means the same.
+    `names` maps each earlier setting to its key in `values`.
     """
     names = names or {name: earlier.field for name, earlier in EARLIER.items()}
     found = {name: values[stored] for name, stored in names.items() if stored in values}

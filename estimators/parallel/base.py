@@ -22,7 +22,7 @@ class Scaler(Protocol):
 
 
 def refuse_sparse(name: str, gradient: torch.Tensor) -> None:
-    """Refuses a sparse gradient, which autograd does not let a hook make dense."""
+    """Raises ValueError if the gradient is sparse: autograd does not let a hook make it dense."""
     if gradient.is_sparse:
         raise ValueError(
             f"parameter {name!r} got a sparse gradient, but a rank without rows has none to send; leave "
@@ -58,7 +58,7 @@ class GradientSync:
         loss_factor: Factor of a rank's loss before it is differentiated.
         ranks_differ: Whether the ranks step on different gradients, so that they must agree on overflow.
         in_step: Whether the ranks take each step together. If not, weights may differ until `settle`.
-        progress: Called at each step of another rank while this rank waits for it by design.
+        progress: Called at each step that another rank takes while this rank waits for it by design.
         local_square: Squared 2-norm of this rank's gradients before the all-reduce, on the device; None
             without `SyncSettings.noise_scale`, or if the strategy does not know it.
     """
@@ -74,7 +74,10 @@ class GradientSync:
         self.local_square: torch.Tensor | None = None
 
     def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
-        """Makes the collective calls of a step without rows; `inputs` are `module`'s, with zero rows."""
+        """Makes the collective calls of a step on a rank without rows.
+
+        `inputs` are the arguments of `module`, each with 0 rows.
+        """
 
     def forward_without_rows(self, inputs: Sequence[torch.Tensor]) -> None: ...
 
@@ -131,11 +134,13 @@ class GradientSync:
         return {}
 
     def load_rank_states(self, states: Sequence[Mapping[str, torch.Tensor]], *, is_same: bool) -> None:
-        """Restores the results of `rank_state`, after the weights and the optimizer. Runs on every rank.
+        """Restores states that `rank_state` returned; call it after loading weights and optimizer.
+
+        Runs on every rank.
 
         Args:
             states: `rank_state` of all ranks at the checkpoint; empty if that training used another strategy.
-            is_same: Whether the number of ranks is the same, so that each finds its own state.
+            is_same: Whether the number of ranks is the same, so that each rank finds its own state.
         """
 
 
@@ -161,7 +166,7 @@ class Strategy(Protocol):
 
 
 def share_weights(module: nn.Module, mesh: RankMesh) -> None:
-    """Broadcasts rank 0's weights; shards of a network are equal already. Runs on every rank."""
+    """Broadcasts rank 0's weights, except to shards, which are initialized equally. Runs on every rank."""
     if not mesh.cuts_network:
         with torch.no_grad():
             mesh.world.broadcast(list(module.state_dict().values()))

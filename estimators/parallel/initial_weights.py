@@ -1,4 +1,4 @@
-"""Deferred initialization: sends each rank its shard of the initial weights of a network that no rank holds.
+"""Deferred initialization: sends each rank its shard of the initial weights. No rank holds the whole network.
 
 Rank 0 initializes one tensor at a time and broadcasts it, so all ranks have the same rounding.
 """

@@ -31,7 +31,7 @@ _LAYOUTS: WeakKeyDictionary[nn.Module, ModelLayout] = WeakKeyDictionary()
 
 
 def layout_of(module: nn.Module) -> ModelLayout | None:
-    """Returns the layout of a sharded network; None for a whole one."""
+    """Returns the layout of a sharded network, or None if the network is not sharded."""
     return _LAYOUTS.get(module)
 
 
@@ -44,7 +44,13 @@ class _Entry:
 
 @dataclass(frozen=True)
 class CheckpointShare:
-    """Names of the tensors that this rank writes; the shards of `spreads` lie in several checkpoint parts."""
+    """The tensors that this rank writes to a checkpoint.
+
+    Attributes:
+        names: Names of the tensors.
+        spreads: All tensors of the checkpoint whose shards lie in several parts, by name.
+        total: Number of tensors of the whole network.
+    """
 
     names: frozenset[str]
     spreads: dict[str, CheckpointShards]
@@ -74,7 +80,7 @@ class ModelLayout:
 
         Args:
             copies: Tied parameters that another pipeline stage owns.
-            tied: Further names of tied parameters -> the first name, which the optimizer's state uses.
+            tied: Other name of a tied parameter -> its first name, which the optimizer's state uses.
         """
         self.mesh = mesh
         self.cuts = dict(cuts)
@@ -93,7 +99,7 @@ class ModelLayout:
         return copy_shard(whole, spec, *self._at(spec))
 
     def full_name(self, name: str) -> str:
-        """Returns a parameter's first name in the whole network; a stage may only know a later one."""
+        """Returns a parameter's first name in the whole network; a stage may only know another name of it."""
         return self._tied.get(name, name)
 
     def shard_parameters(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -112,13 +118,13 @@ class ModelLayout:
         }
 
     def is_counted(self, name: str, among: Sequence[str] = ("expert", "sequence", "tensor")) -> bool:
-        """Whether this rank's tensor counts in a sum over `RankMesh.holders` that takes each element once."""
+        """Whether to add this rank's tensor to a sum over `RankMesh.holders`: no element may count twice."""
         here, spec = self.mesh.coordinates, self.cuts.get(name)
         alike = [axis for axis in among if spec is None or spec.axis != axis]
         return name not in self._copies and all(here[axis] == 0 for axis in alike)
 
     def norm(self, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Returns the 2-norm of the whole network's gradients from this rank's. Runs on every rank."""
+        """Returns the 2-norm of the whole network's gradients; this rank has `named`. Runs on every rank."""
         square = torch.zeros((), dtype=torch.float64)
         for name, gradient in named.items():
             if self.is_counted(name):
@@ -139,8 +145,8 @@ class ModelLayout:
     def make_fetchable(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns a meta tensor for each tensor of the whole network. Runs on every rank.
 
-        Names are "<parameter>", or "<parameter>/<key>" for an optimizer. `gather_value` of a meta tensor
-        returns the tensor on rank 0, and runs on every rank too.
+        The names are "<parameter>", or "<parameter>/<key>" for optimizer state. `gather_value` turns a meta
+        tensor into the real tensor on rank 0; it also runs on every rank.
         """
         result = {}
         for name, entry in self._exchange_entries(own).items():
@@ -150,7 +156,7 @@ class ModelLayout:
         return result
 
     def gather_values(self, own: OptimizerState) -> dict[str, dict[str, Any]]:
-        """Returns the values of the whole optimizer state that are no tensors. Runs on every rank."""
+        """Returns the values of the whole optimizer state that are not tensors. Runs on every rank."""
         plain = {
             self.full_name(name): {k: v for k, v in values.items() if not isinstance(v, torch.Tensor)}
             for name, values in own.items()

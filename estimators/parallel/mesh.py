@@ -5,7 +5,7 @@ A rank has one coordinate on each axis:
 - `data`: ranks have equal weights and read different rows;
 - `shard`: like `data`, and `sharding` shards its state over these ranks only (hybrid sharding). Without
   this axis, all ranks that all-reduce their gradients share the state;
-- `expert`: like `data`, but each rank has other experts of a mixture of experts, for the rows of all;
+- `expert`: like `data`, but each rank has different experts and computes them for the rows of all ranks;
 - `pipeline`: each rank has some of the blocks, and the rows pass from rank to rank;
 - `sequence`: each rank has all weights and a part of every row;
 - `tensor`: each rank has a shard of every matrix.
@@ -61,10 +61,10 @@ class RankMesh:
         axes: For each axis, the ranks that differ from this one on that axis only.
         replica: Ranks of this rank's replica.
         gradients: Ranks that all-reduce the gradients of this rank's parameters, except experts.
-        expert_gradients: The same for this rank's experts.
+        expert_gradients: Ranks that all-reduce the gradients of this rank's experts.
         shard_group: How `sharding` shards this rank's parameters, except experts.
-        expert_shard_group: The same for this rank's experts.
-        holders: Ranks that hold all weights together: a replica, and the ranks with other experts.
+        expert_shard_group: How `sharding` shards this rank's experts.
+        holders: Ranks that together hold all weights: a replica, and the ranks with different experts.
         is_first_replica: Whether this rank is among the first `holders`, whose weights a checkpoint takes.
     """
 
@@ -140,7 +140,10 @@ class RankMesh:
         return self.checkpoint_part_of(self.holders.rank) if is_writer else None
 
     def checkpoint_part_of(self, rank: int) -> int:
-        """Returns the part that a rank of `holders` with coordinate 0 on 'sequence' writes."""
+        """Returns the number of the checkpoint part that `rank` writes.
+
+        `rank` is a rank within `holders`, with coordinate 0 on the 'sequence' axis.
+        """
         inner = self.sizes.get("tensor", 1)
         return rank // (inner * self.sizes.get("sequence", 1)) * inner + rank % inner
 
@@ -156,9 +159,9 @@ class RankMesh:
 
     @property
     def random_stream(self) -> int:
-        """Number of this rank's random stream; it differs for other rows, tokens and blocks.
+        """Number of this rank's random stream; ranks with other rows, tokens or blocks have other streams.
 
-        Ranks along 'tensor' share it, because dropout must agree on the values that all of them have.
+        Ranks along 'tensor' share a stream: they hold the same values, so they must drop the same ones.
         """
         num_stages = self.sizes.get("pipeline", 1)
         part = num_stages - 1 - self.stage + num_stages * self.coordinates.get("sequence", 0)

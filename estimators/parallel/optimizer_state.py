@@ -69,7 +69,7 @@ def place_value(value: StateValue, parameter: torch.Tensor, group: Mapping[str, 
 
 
 def gather_value(value: StateValue) -> StateValue:
-    """Returns a whole tensor on the first rank, this rank's shard elsewhere. Runs on every rank."""
+    """Returns the whole tensor on the first rank, and only the own shard elsewhere. Runs on every rank."""
     if not isinstance(value, torch.Tensor):
         return value
     if not hasattr(value, "full_tensor"):
@@ -122,7 +122,7 @@ def check_value(name: str, key: str, value: object) -> StateValue:
 
 
 def check_known(state: OptimizerState, names: Any) -> None:
-    """Refuses the state of another network."""
+    """Raises ValueError if `state` has a parameter that is not in `names`, so of another network."""
     unknown = sorted(set(state) - set(names))
     if unknown:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How a rank's shard of a parameter follows from the whole parameter: arithmetic on shapes and tensors."""
+"""Computes a rank's shard of a parameter from the whole parameter; needs no communication."""
 
 from __future__ import annotations
 
@@ -35,14 +35,17 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class CheckpointShards:
-    """A tensor whose shards lie in `parts` of a checkpoint, by coordinate. Checkpoints store its fields."""
+    """A tensor with shards in several `parts` of a checkpoint, in the order of coordinates.
+
+    Checkpoints store these fields.
+    """
 
     cut: ShardSpec
     shape: tuple[int, ...]
     parts: tuple[int, ...]
 
     def check(self, name: str, shapes: Sequence[Sequence[int]]) -> None:
-        """Refuses shards that overlap, leave a hole, or do not follow the spec."""
+        """Raises ValueError if shards overlap, leave a hole, or do not follow the spec."""
         grid, size = self.cut.grid, len(self.parts)
         is_valid = self.cut.blocks >= 1 if grid is None else min(grid) >= 1 and math.prod(grid) == size
         try:

@@ -103,7 +103,7 @@ def _seconds_since_heartbeat(uri: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """The content of `run.json`; `rows_key` identifies the rows within one Spark application."""
+    """The content of `run.json`; within one Spark application, `rows_key` identifies the training rows."""
 
     identity: dict[str, Any]
     rows_key: str | None = None
@@ -199,7 +199,7 @@ class RunFolder:
             return None
 
     def finish(self, result: str, *, keeps_checkpoints: bool = False) -> None:
-        """Marks the training as finished; removes the rows except their manifest, which identifies them."""
+        """Marks the training as finished. Removes the shards; their manifest stays, to identify the rows."""
         storage.write_atomic(storage.join(self.uri, run_layout.RESULT), result.encode())
         # Up to here, a later driver could resume from these files if this one died.
         if not keeps_checkpoints:

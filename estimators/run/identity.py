@@ -88,7 +88,7 @@ def _upgrade_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
-    """Returns the differences that columns and statistics show between the rows of two writes."""
+    """Returns the differences between the columns and statistics of two writes."""
     found = []
     columns = [[f"{column.name}: {column.kind}" for column in manifest.columns] for manifest in (old, new)]
     if columns[0] != columns[1]:

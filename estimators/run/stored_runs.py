@@ -27,8 +27,8 @@ _FOLDER = re.compile(r"(run|shards|table)-[0-9a-f]{12}")
 class StoredRun:
     """One folder of a storageUri; `idle_seconds` is 0 if the store does not know.
 
-    Shards, or the manifest of a table, have the state "shards", and have been idle since all runs that read
-    them.
+    Shards, or the manifest of a table, have the state "shards". They count as idle once all runs that read
+    them are idle.
     """
 
     uri: str
@@ -75,8 +75,9 @@ def list_runs(root: str, now: float | None = None) -> list[StoredRun]:
 def remove_runs(root: str, older_than_hours: float, *, finished: bool = False) -> list[StoredRun]:
     """Removes runs whose driver died, and unused shards; returns them.
 
-    `older_than_hours` must exceed the time that any fit waits for slots or computes rows, or a search
-    evaluates. `finished` also removes finished runs; their models must have been saved elsewhere.
+    A run counts as dead after `older_than_hours` without a change. Choose more hours than any fit waits for
+    slots or computes rows, and than a search evaluates. `finished` also removes finished runs; their models
+    must have been saved elsewhere.
     """
     if not older_than_hours >= LEAST_HOURS:
         raise ValueError(

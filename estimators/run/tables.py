@@ -1,4 +1,4 @@
-"""Fits on tables of another writer: a manifest over their files takes the place of shards."""
+"""Fits on tables that another program wrote: a manifest of the table's files replaces the shards."""
 
 from __future__ import annotations
 

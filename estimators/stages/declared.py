@@ -103,7 +103,7 @@ def value_of(stage: Params, setting: Setting[T]) -> T:
 
 
 def _has(stage: Params, setting: Setting[Any]) -> bool:
-    """Whether a Param of the stage is this setting; a search has another `parallelism`, as in Spark."""
+    """Whether the stage has this setting as a Param; a search's `parallelism` is another one, as in Spark."""
     return bool(stage.hasParam(setting.name) and stage.getParam(setting.name).doc == setting.words)
 
 
@@ -192,7 +192,7 @@ class DeclaredParams(Params):
 
 
 class EarlierParams(DeclaredParams):
-    """Stages with `sync`, and with Params for the settings that it replaced, which write into `sync`."""
+    """Stages with `sync`, and with Params for the settings that it replaced; these Params change `sync`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

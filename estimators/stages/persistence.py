@@ -65,7 +65,7 @@ class Description:
 
 
 class StageWriter(MLWriter):
-    """Writes any stage; only models have `weights`, `extra` and a maker of their program."""
+    """Writes any stage; only models have `weights`, `extra` and a function that makes their program."""
 
     def __init__(
         self,
@@ -265,8 +265,8 @@ def _holds_stage(uri: str, names: list[str]) -> bool:
 def _swap(new: str, old: str) -> None:
     """Puts the folder `new` in the place of the folder `old`.
 
-    On a local disk, one of the two stages is always complete. On an object store, the new stage stays until
-    it is copied.
+    On a local disk, a complete stage exists at any moment. On an object store, `new` is removed only after it
+    has been copied to `old`.
     """
     if storage.is_local(new):
         retired = f"{old}.{uuid.uuid4().hex[:12]}"

@@ -151,7 +151,7 @@ class TrainingSummary:
 
     @classmethod
     def of_run(cls, finished: str, run_uri: str) -> tuple[TrainingSummary, TrainResult]:
-        """Returns summary and result from the record of a finished run, which is in `run_uri` now."""
+        """Returns the summary and the result of a finished run, from its record; `run_uri` is its folder."""
         try:
             found = record(FinishedRun, parse_object(finished, allow_nan=True))
         except ValueError as error:

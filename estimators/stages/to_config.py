@@ -30,7 +30,7 @@ _OPTIONS_OF_AXES = {
 def config_of(
     stage: _TrainingParams, task: Task, label_columns: Sequence[str]
 ) -> tuple[TrainConfig, UserObjects]:
-    """Returns the Params as one config, and the Python objects that have no name."""
+    """Returns the Params as one config, and the user's Python objects, which JSON cannot describe."""
     if not stage.isDefined(stage.model):
         raise ValueError(
             f"{type(stage).__name__} needs a model; pass model=ModelSpec('mlp', {{...}}) or an nn.Module"

@@ -60,10 +60,10 @@ class Listener:
         """Receives the present position about twice a second; positions are skipped while calls are slow."""
 
     def steps(self, records: Sequence[StepRecord]) -> None:
-        """Receives records of steps, each once; again only if a rollback or restart changed the numbers."""
+        """Receives records of steps. Each comes once, and again if a rollback or restart changed it."""
 
     def epoch(self, record: EpochRecord) -> None:
-        """Receives a finished epoch, once; again only if a rollback changed the numbers."""
+        """Receives a finished epoch. Each comes once, and again if a rollback changed it."""
 
     def end(self, end: RunEnd) -> None:
         """Receives the end of the training as the last call, unless the driver was killed."""
@@ -87,7 +87,7 @@ class Tracker:
         """Returns facts about the calling thread that `start` needs, such as the active run.
 
         It must be quick and must not call a server. A CrossValidator copies stages in its caller's thread and
-        fits in a pool, so it runs in both.
+        fits them in a thread pool, so this method runs in both threads.
         """
         return {}
 

@@ -1,4 +1,4 @@
-"""One training as one run of MLflow: records wait here until the server has taken them.
+"""One training as one run of MLflow: records are queued here until the server has accepted them.
 
 Each metric is sent once: a resumed training first reads the run's metrics.
 """
@@ -60,7 +60,7 @@ _STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 
 
 class MlflowRun(Listener):
-    """A listener that sends to one run, created or found at the first call that reaches the server."""
+    """A listener that sends to one run. The first call that reaches the server creates or finds this run."""
 
     def __init__(self, tracker: MlflowTracker, run: RunStart) -> None:
         self._tracker, self._run = tracker, run

@@ -32,7 +32,7 @@ Call = Callable[[Listener], None]
 
 
 class RunWatcher:
-    """A context manager around a training. It reports an error that leaves the block to the trackers."""
+    """A context manager around a training. If an exception leaves the block, the trackers are notified."""
 
     def __init__(self, run: RunStart, trackers: Sequence[Tracker]) -> None:
         self._run = run
@@ -142,7 +142,7 @@ class _Channel:
 
     @property
     def gives_up_at(self) -> float:
-        """Deadline of the call in progress, even if it hung in the middle of the training."""
+        """Deadline of the call in progress, also if the call began in the middle of the training."""
         begun = self._begun
         return (time.monotonic() if begun is None else begun) + END_SECONDS
 

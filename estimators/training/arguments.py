@@ -22,7 +22,8 @@ rows. That input holds its own index."""
 def list_arguments(columns: Iterable[Column], names: Sequence[str]) -> list[tuple[str, ...]]:
     """Returns the batch arrays that a network gets for each name of a column or array.
 
-    If another array of a column is named too, the column's name means only its array of the same name.
+    A column's name stands for all arguments that its column type makes. If another array of the column is
+    named too, it stands only for the array of the same name.
     """
     by_name = {column.name: column for column in columns}
 
@@ -36,13 +37,13 @@ def list_arguments(columns: Iterable[Column], names: Sequence[str]) -> list[tupl
 
 
 def expand_arguments(config: TrainConfig, manifest: ShardManifest) -> TrainConfig:
-    """Returns the config with the names of batch arrays in place of columns."""
+    """Returns the config with each column name replaced by the names of the column's batch arrays."""
     expanded = list_arguments(manifest.columns, config.input_columns)
     return replace(config, input_columns=tuple(name for names in expanded for name in names))
 
 
 def make_layout(arrays: Sequence[tuple[str, BatchArray]]) -> InputLayout:
-    """Returns the layout of inputs with these names and descriptions; () if all are dense."""
+    """Returns the layout of the inputs `arrays`, (name, description) each; () if all are dense."""
     if all(array.per_row for _, array in arrays):
         return ()
     indices = {name: index for index, (name, _) in enumerate(arrays)}

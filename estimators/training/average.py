@@ -1,8 +1,8 @@
 """Moving average of the weights; with `emaDecay` it is validated and becomes the model.
 
 average = decay * average + (1 - decay) * weights, after each optimizer step, for the trained parameters
-(Polyak and Juditsky 1992; Tarvainen and Valpola 2017). Every rank averages the parameters that it holds;
-16-bit weights in fp32, or one step's share would be lost.
+(Polyak and Juditsky 1992; Tarvainen and Valpola 2017). Every rank averages the parameters that it holds. The
+average of 16-bit weights is fp32, because rounding would lose the change of a single step.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class BatchSizes:
         return self.sizes[bisect_right(self.starts, epoch) - 1]
 
     def twice_each(self) -> list[int]:
-        """Returns the first two epochs of each size: without a shuffle, later ones repeat them."""
+        """Returns the first two epochs of each size; without a shuffle, later epochs repeat their batches."""
         stops = (*self.starts[1:], self.epochs)
         spans = zip(self.starts, stops, strict=True)
         return [epoch for start, stop in spans for epoch in range(start, min(start + 2, stop))]
@@ -60,7 +60,7 @@ class Steps:
         return sum(self.in_epoch(start) * max(0, min(stop, epoch) - start) for start, stop in spans)
 
     def after(self, epochs: float) -> int:
-        """Returns the steps of `epochs` epochs, which may end within an epoch, to the nearest step."""
+        """Returns the number of steps in `epochs` epochs, which may be a fraction; rounds to a whole step."""
         whole = int(epochs)
         return self.before(whole) + round((epochs - whole) * self.in_epoch(whole))
 

@@ -75,7 +75,10 @@ def prepare_function(function: Any, device: torch.device, training: bool) -> Any
 def apply_transform(
     function: Any, setting: str, inputs: Tensors, labels: Tensors | None = None, layout: InputLayout = ()
 ) -> tuple[Tensors, Tensors]:
-    """Calls the function on at least one row, and checks the number of tensors and rows."""
+    """Calls the function on a batch, and checks that it returns the expected number of tensors and rows.
+
+    The batch must have at least one row.
+    """
     # The number of values may change if rows vary in length.
     num_rows = count_rows(inputs, layout)
     of_inputs = [num_rows if not layout or layout[i] in (None, i) else None for i in range(len(inputs))]

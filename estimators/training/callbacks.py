@@ -61,9 +61,9 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the result of `state_dict`; rank 0's if the number of ranks has changed.
+        """Restores the result of `state_dict`, of rank 0 if the number of ranks has changed.
 
-        Called after `on_train_start`. Tuples come back as lists.
+        Called after `on_train_start`. Tuples have become lists.
         """
 
     def on_train_start(self, state: TrainingState) -> None:

@@ -1,6 +1,7 @@
 """Trains a network compiled by `torch.compile` (Ansel et al. 2024, "PyTorch 2").
 
-Only calls are compiled, in place, so gradient synchronization, checkpoints and callbacks see no wrapper.
+Only the network's calls are compiled. The network is not wrapped, so gradient synchronization, checkpoints
+and callbacks work unchanged.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ class Batch:
     """One rank's rows of one step, possibly none.
 
     Attributes:
-        inputs: One tensor per argument of `forward`, each (rows, ...), or as `arguments` describes it.
+        inputs: One tensor per argument of `forward`, each (rows, ...). The module `arguments` describes rows
+            of varying length.
         labels: One tensor per output of the network, each (rows, ...).
         weight: Row weights, (rows,) fp32; None if every row has weight 1.
     """

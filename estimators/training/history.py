@@ -72,7 +72,8 @@ class GradientNoise:
 class EpochRecord:
     """One finished epoch; losses are means per row (per unit of weight) over all ranks.
 
-    `skipped_steps` changed no weights; `train_loss` leaves out those whose loss was not finite.
+    `skipped_steps` counts steps that changed no weights. `train_loss` leaves out steps with a loss that was
+    not finite.
     """
 
     epoch: int
@@ -86,11 +87,11 @@ class EpochRecord:
     metrics: dict[str, float] = field(default_factory=dict)
     """`train_...` and `validation_...`: the metrics, and each label's loss if there are several."""
     cost: EpochCost | None = added(None)  # noqa: RUF009
-    """None in a history from before it was measured."""
+    """Cost of the epoch; None in histories of earlier versions, which did not measure it."""
     noise: GradientNoise | None = added(None)  # noqa: RUF009
-    """None if noiseScale is not set, or no step was measured."""
+    """Gradient noise of the epoch; None if noiseScale is not set, or no step was measured."""
     batch_size: int | None = added(None)
-    """Rows of a whole step of this epoch; None in a history from before it could change."""
+    """Rows of a full step in this epoch; None in histories of versions in which it could not change."""
 
     def value(self, name: str) -> float:
         """Returns the loss or metric called `name`; NaN if the epoch has none."""
@@ -159,7 +160,7 @@ class RunLog:
                 _log.warning("the history was not written (%s); training continues without it", error)
 
     def restore(self, history: Sequence[EpochRecord]) -> None:
-        """Continues after these epochs and forgets later ones of a failed attempt."""
+        """Continues after the epochs in `history`; drops later epochs, which a failed attempt recorded."""
         self.history[:] = history
         if self._writes and (history or storage.exists(self._uri)):
             self._write()

@@ -22,7 +22,7 @@ from ringspark.pipelines import ShardManifest
 
 
 def set_outputs(config: TrainConfig, widths: Sequence[int]) -> TrainConfig:
-    """Returns the config with the widths of the network's outputs, and with "auto" losses resolved."""
+    """Returns the config with the output widths, and with the actual loss in place of each "auto"."""
     losses = tuple(
         default_loss(config.task, width) if name == "auto" else name
         for name, width in zip(config.losses, widths, strict=True)

@@ -39,7 +39,7 @@ class NonFiniteStep:
 
 
 class RollBackError(Exception):
-    """Unwinds the loop, so that the last checkpoint is loaded; never leaves the trainer."""
+    """Leaves the training loop, so that the last checkpoint is loaded; the trainer always catches it."""
 
     def __init__(self, found: NonFiniteStep) -> None:
         super().__init__(str(found))
@@ -73,7 +73,7 @@ class FirstBadLoss:
 
 
 def raise_first_bad(epoch: int, first_bad: Sequence[int], advice: str) -> None:
-    """Raises FloatingPointError if `first_bad`, the first bad step of each rank or 0, names a step."""
+    """Raises FloatingPointError if a rank had a bad step. `first_bad`: each rank's first bad step, or 0."""
     found = [(step, rank) for rank, step in enumerate(first_bad) if step]
     if found:
         step, rank = min(found)

@@ -59,10 +59,13 @@ class WholePasses:
         inputs: Sequence[torch.Tensor],
         keeps_outputs: bool,
     ) -> list[MicroBatchOutput]:
-        """Adds the gradients of the rows' share of the global mean loss (`divisor`: `step.global_weights`).
+        """Runs the forward and backward passes of the micro-batches, and accumulates their gradients.
 
-        Each micro-batch has at least one row; a rank without rows gives `inputs` of the right shapes and
-        dtypes.
+        The loss is the sum over these rows, divided by `divisor`, the weight of all ranks' rows (from
+        `step.global_weights`). So the sum of all ranks' gradients is the gradient of the global mean loss.
+
+        Each micro-batch has at least one row. A rank without rows gives no micro-batches, but `inputs` with
+        the right shapes and dtypes.
         """
         if not micro_batches:
             with self._recipe.timeline.span("backward"):
@@ -84,7 +87,7 @@ class WholePasses:
         return results
 
     def drain(self) -> None:
-        """Adds the gradients in flight of one step; an optimizer step follows each call."""
+        """Adds the gradients of one step that are still in flight; an optimizer step follows each call."""
 
     def settle(self) -> None:
         """Makes parameters that several ranks share bitwise equal. Runs on every rank."""
@@ -100,7 +103,7 @@ class WholePasses:
             self._sync.forward_without_rows(inputs)
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
-        """Returns the values of the ranks that have the losses. Runs on every rank."""
+        """Returns `values` as a rank that computes the losses has them. Runs on every rank."""
         return values
 
 
@@ -209,5 +212,5 @@ Passes = WholePasses | PipelinedPasses
 
 
 def _sum_nothing(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns 0 with zero gradients, through which gradients of other ranks' rows pass."""
+    """Returns a sum of 0 that has zero gradients. Its backward pass lets other ranks' gradients through."""
     return torch.stack([value.float().sum() for value in values]).sum()

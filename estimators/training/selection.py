@@ -19,7 +19,7 @@ from ringspark.pipelines import storage
 
 
 class BestEpoch(Callback):
-    """Keeps the best value of the config's `monitor` and its `epoch`, 0 before the first."""
+    """Keeps the best value of the config's `monitor`, and its `epoch`, which is 0 before the first epoch."""
 
     def __init__(self, config: TrainConfig, min_delta: float = 0.0) -> None:
         self.monitor = config.monitor

@@ -41,7 +41,7 @@ class Recipe:
 def forward_backward(
     recipe: Recipe, sync: GradientSync, batch: Batch, divisor: torch.Tensor | float, *, keeps_outputs: bool
 ) -> MicroBatchOutput:
-    """Adds the gradients of one micro-batch's share of the global mean loss."""
+    """Computes the loss of one micro-batch, divided by `divisor`, and accumulates its gradients."""
     timeline = recipe.timeline
     with timeline.span("forward"):
         losses, result = forward(recipe, sync.module, sync.network, batch, keeps_outputs=keeps_outputs)
@@ -68,7 +68,7 @@ def forward(
 ) -> tuple[torch.Tensor, MicroBatchOutput]:
     """Returns each head's weighted loss summed over the rows, (num_heads,), and the results for the history.
 
-    Only the first includes the losses that layers add (`models.reports`).
+    Only the summed losses include the losses that layers add (`models.reports`), not the results.
     """
     config = recipe.config
     hooks = saved_tensor_hooks(
@@ -122,7 +122,7 @@ def compute_losses(
 
 
 def sum_layer_losses(recipe: Recipe, reports: Reports, batch: Batch) -> torch.Tensor:
-    """Returns the share of layers' own losses in each head's summed loss, (num_heads,)."""
+    """Returns what the layers' own losses add to each head's summed loss, (num_heads,)."""
     for values in reports.losses:
         if values.shape != (batch.num_rows,):
             raise ValueError(
@@ -136,10 +136,10 @@ def sum_layer_losses(recipe: Recipe, reports: Reports, batch: Batch) -> torch.Te
 def global_weights(
     recipe: Recipe, batch: Batch, global_rows: int, together: Collective | None
 ) -> torch.Tensor | float:
-    """Returns the weight of all ranks' rows, the divisor of the losses. Runs on every rank.
+    """Returns the total weight of all ranks' rows, which divides the losses. Runs on every rank.
 
-    It is one number if rows have no weights, else one per loss, (num_heads,). If `together` is None, the
-    other ranks' rows count as much as this rank's rows on average.
+    It is one number if rows have no weights, else one per loss, (num_heads,). If `together` is None, it is
+    estimated: the other ranks' rows get the mean weight of this rank's rows.
     """
     weights = _sum_weights(recipe, batch)
     if not isinstance(weights, torch.Tensor):

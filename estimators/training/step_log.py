@@ -29,7 +29,7 @@ WRITE_SHARE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """The steps since the record before; `rows` and `seconds` count from the training's start."""
+    """The steps since the previous record; `rows` and `seconds` count from the training's start."""
 
     step: int
     epoch: int
@@ -60,7 +60,10 @@ class StepLog:
         return self._every > 0 and step % self._every == 0
 
     def mean_loss(self, sums: Sums, data: Collective | None) -> float | None:
-        """Returns the mean loss since the record before; without `data`, of this rank, None without rows."""
+        """Returns the mean loss since the previous record, over the ranks of `data`.
+
+        Without `data`, returns this rank's mean loss, or None if it had no rows.
+        """
         totals = sums.totals()
         since = totals if self._before is None else totals - self._before
         if data is None and not since.any():

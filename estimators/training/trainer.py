@@ -160,7 +160,7 @@ class Trainer:
     def _record_step(self, rows: int) -> None:
         """Records the mean loss of all ranks' rows since the last record.
 
-        If ranks step at their own pace, it is rank 0's mean, because a common mean would make ranks wait.
+        If ranks do not step together, it is the mean of rank 0's rows: a common mean would make ranks wait.
         """
         train_state, state = self._train_state, self._state
         loss = self._observed.losses.mean_loss(train_state.sums, self._together)
@@ -211,7 +211,7 @@ class Trainer:
         train_state.sums.add(results)
 
     def _drain(self) -> None:
-        """Takes the steps whose gradients are still in flight, if the passes run ahead of the weights."""
+        """Takes the optimizer steps for gradients that are still in flight in a pipeline without a flush."""
         for _ in range(self._train_state.passes.steps_in_flight):
             self._sync.optimizer.zero_grad()
             self._train_state.passes.drain()
@@ -307,7 +307,7 @@ class Trainer:
         return train_state.passes.share(train_state.validation.take(self._mesh.data))
 
     def _share_buffers(self) -> None:
-        """Gives every rank rank 0's buffers (batch statistics), which the saved network has."""
+        """Broadcasts rank 0's buffers (batch statistics), because the saved network has rank 0's."""
         if self._mesh.data_size == 1:
             return
         network = self._sync.network

@@ -1,7 +1,7 @@
-"""The interface of a compressor: it sums the ranks' gradients in fewer bytes, and returns the error.
+"""The interface of a compressor, which sums the ranks' gradients in fewer bytes and returns its error.
 
 All ranks get bitwise the same total, and total + sum of the errors = sum of the inputs, up to rounding. With
-error feedback an error is added to the next gradient (Stich et al. 2018; Karimireddy et al. 2019).
+error feedback each rank adds its error to its next gradient (Stich et al. 2018; Karimireddy et al. 2019).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Compressor(ABC):
     A vector holds several tensors end to end, without inf and NaN.
 
     Attributes:
-        unbiased: Whether the expected total is the sum of the inputs, if there is no feedback.
+        unbiased: Whether the expected value of the total is the sum of the inputs, without error feedback.
     """
 
     unbiased: ClassVar[bool] = False
@@ -48,7 +48,7 @@ class Compressor(ABC):
 
     @classmethod
     def helps(cls, shape: torch.Size, options: Any) -> bool:
-        """Whether a tensor of this shape takes fewer bytes compressed; if not, it is sent whole."""
+        """Whether a tensor of this shape takes fewer bytes if compressed; if not, it is sent uncompressed."""
         return True
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Compressor(ABC):
         return {}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restores the result of `state`; an empty mapping is the initial state."""
+        """Restores a state that `state` returned; an empty mapping restores the initial state."""
         return
 
     def _split(self, vector: torch.Tensor) -> list[torch.Tensor]:
@@ -68,7 +68,7 @@ class Compressor(ABC):
 
 
 def generator_for(vector: torch.Tensor, *numbers: int) -> torch.Generator:
-    """Returns a generator seeded by whole numbers, so that a resumed run repeats its numbers."""
+    """Returns a random generator with a seed made of `numbers`, so that a resumed run repeats its values."""
     mixed = 0x9E3779B97F4A7C15
     for number in numbers:
         # The finalizer of SplitMix64, so that neighbouring numbers give different seeds.

@@ -20,7 +20,7 @@ _POWERS = (-126, 100)
 
 
 class _Fp16:
-    """10 bits of fraction; a factor, a power of 2, prevents underflow and overflow."""
+    """fp16, with 10 bits of fraction. Values are scaled by a power of 2 against underflow and overflow."""
 
     def num_bytes(self, elements: int) -> int:
         return _HEAD + 2 * elements
@@ -38,7 +38,7 @@ class _Fp16:
 
 
 class _Bf16:
-    """7 bits of fraction and the range of fp32."""
+    """bf16, with 7 bits of fraction and the range of fp32."""
 
     def num_bytes(self, elements: int) -> int:
         return 2 * elements
@@ -59,12 +59,15 @@ class _SixteenBits(Compressor):
 
 
 class Fp16Compressor(_SixteenBits):
-    """Sends fp16 numbers, with one factor per part of the vector; rounds twice, by at most 2^-11."""
+    """Sends fp16 numbers, with one scale factor per rank's slice of the vector.
+
+    Rounds twice, each time with a relative error of at most 2^-11.
+    """
 
     codec = _Fp16()
 
 
 class Bf16Compressor(_SixteenBits):
-    """Sends bf16 numbers as bytes; rounds twice, by at most 2^-8."""
+    """Sends bf16 numbers as bytes. Rounds twice, each time with a relative error of at most 2^-8."""
 
     codec = _Bf16()

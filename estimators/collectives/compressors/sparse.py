@@ -24,7 +24,11 @@ def all_reduce_sparse(
     *,
     is_equal: bool,
 ) -> Sent:
-    """Sums the elements `values` that each rank picked at `places`, which ascend."""
+    """Sums sparse vectors over the ranks.
+
+    Each rank picked the elements of `vector` at the ascending indices `places`; `values` are the numbers that
+    it sends for them. `is_equal`: whether all ranks picked equally many.
+    """
     blocks = -(-len(vector) // _BLOCK)
     message = _encode(places, values, blocks)
     counts = [len(message)] * collective.size

@@ -1,6 +1,6 @@
 """All-reduces codes that cannot be added: each rank decodes and sums one shard, and sends the sum as a code.
 
-Tang et al. 2021, "1-bit Adam". The second code's error belongs to the rank that made it.
+Tang et al. 2021, "1-bit Adam". The rank that encodes a sum keeps the error of this second code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def all_reduce_codes(
     *,
     has_feedback: bool,
 ) -> Sent:
-    """Sums the ranks' vectors by their codes."""
+    """Sums the ranks' vectors; only their codes are sent."""
     size, dtype = collective.size, vector.dtype
     length = -(-len(vector) // size)
     padded = torch.nn.functional.pad(vector, (0, length * size - len(vector)))

@@ -41,7 +41,7 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 
 
 class Marks:
-    """Adds a MAC to each message that one end of a connection sends, and checks each that it gets."""
+    """Adds a MAC to each message that one end of a connection sends; checks the MACs of arriving messages."""
 
     def __init__(self, key: bytes, *, serves: bool) -> None:
         self._key = key
@@ -58,7 +58,7 @@ class Marks:
         return length + payload + mac
 
     def open(self, length: bytes, rest: bytes) -> bytes:
-        """Returns the next message that arrived; a message of no member raises `ChannelError`."""
+        """Returns the next message that arrived; raises `ChannelError` if its sender is not a member."""
         payload, mac = rest[:-MAC_BYTES], rest[-MAC_BYTES:]
         right = _mac(self._key, self._hears, struct.pack("!Q", self._heard), length, payload)
         self._heard += 1

@@ -88,7 +88,7 @@ class RendezvousClient:
         )
 
     def meet(self, name: str, timeout_seconds: float) -> None:
-        """Returns once every rank has called it with this name; an error names the missing ranks."""
+        """Waits until every rank has called `meet` with this name; a timeout's error names missing ranks."""
         self.gather(name, b"", timeout_seconds)
 
     def gather(self, name: str, value: bytes, timeout_seconds: float) -> list[bytes]:

@@ -1,8 +1,8 @@
 """Keeps strangers from the ports that Gloo opens while the ranks connect.
 
 Gloo accepts the first connection as the peer that it waits for. On Linux, a filter drops packets from hosts
-of non-members, and all packets once the ranks have connected. Processes on the members' hosts can still
-connect in the milliseconds in which the ranks do.
+of non-members, and all packets once the ranks have connected. While the ranks connect, which takes
+milliseconds, other processes on the members' hosts can connect too.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class PortGuard:
 def machines_of(client: RendezvousClient, member: Member, timeout_seconds: float) -> list[str]:
     """Returns the addresses from which members connect. Runs on every rank.
 
-    The list is empty if rank 0 saw a member connect from an address that the member does not have, because a
-    service mesh or address translation changes addresses.
+    The list is empty if a service mesh or address translation changes addresses: rank 0 then sees a member
+    connect from an address that the member's host does not have.
     """
     entries = [entry for interface in psutil.net_if_addrs().values() for entry in interface]
     found = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]

@@ -41,7 +41,7 @@ def _sockets() -> Iterator[socket.socket]:
 
 
 def allow_sockets(num_ranks: int) -> None:
-    """Raises this process's limit of open files if a gang needs more."""
+    """Increases this process's limit of open files if a gang of `num_ranks` needs more."""
     needed = _SOCKETS_PER_RANK * num_ranks + _OTHER_FILES
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY not in (limit, most) and most <= num_ranks:
@@ -73,7 +73,7 @@ def listening() -> dict[int, tuple[Any, ...]]:
 
 
 def admit_only(inodes: Collection[int], addresses: Collection[str]) -> None:
-    """Lets only these addresses connect to the listening sockets `inodes`; no addresses reject everybody.
+    """Lets only these addresses connect to the listening sockets `inodes`; an empty list admits nobody.
 
     A filter drops all other packets; accepted connections are not affected. Closing the sockets instead
     would make the library's thread, which waits for events on them, fail or spin. Works on Linux only.
@@ -93,7 +93,10 @@ def admit_only(inodes: Collection[int], addresses: Collection[str]) -> None:
 
 
 def _program(sources: Sequence[bytes], offset: int, length: int) -> bytes:
-    """Makes a BPF program that accepts packets from sources of `length` at `offset` of the IP header."""
+    """Makes a BPF program that accepts only packets from the `sources` with `length` bytes.
+
+    `offset` is the position of the source address in the IP header.
+    """
     lines = []
     for source in (source for source in sources if len(source) == length):
         words = struct.unpack(f"!{length // 4}I", source)
@@ -107,5 +110,5 @@ def _program(sources: Sequence[bytes], offset: int, length: int) -> bytes:
 
 
 def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """Makes one instruction; the jumps are numbers of instructions to skip."""
+    """Makes one instruction; `if_true` and `if_false` are numbers of instructions to skip."""
     return struct.pack("=HBBI", code, if_true, if_false, value)

@@ -53,7 +53,7 @@ _NUM_PORTS = 8
 
 
 def meeting_ports(secret: bytes) -> list[int]:
-    """Returns the ports that the ranks of one host derive from the secret, without a known port."""
+    """Returns the ports to try if none is known; the ranks of one host derive them from the secret."""
     digest = hmac.new(secret, b"ports", hashlib.sha256).digest()
     return [_PORTS[number % len(_PORTS)] for number in struct.unpack(f"!{_NUM_PORTS}I", digest)]
 
@@ -157,7 +157,7 @@ class KeyValues:
         self._waiting.setdefault(key, set()).add(wake)
 
     def _meet(self, name: bytes, size: int, rank: int, value: bytes, wait_ms: int, reply: Reply) -> None:
-        """Registers a rank; replies once all ranks are registered, to rank 0 with the values of all.
+        """Registers a rank; replies once all ranks are registered. Rank 0's reply has the values of all.
 
         After `wait_ms` it replies with the number of missing ranks. If `wait_ms` is 0, it also names some.
         """
@@ -266,7 +266,7 @@ class _Peer:
 
 
 class RendezvousServer:
-    """Serves until `close`; the port itself is closed once ranks 0 to `size - 1` have come."""
+    """Serves until `close`; accepts no more connections once ranks 0 to `size - 1` have connected."""
 
     def __init__(self, host: str, size: int, secret: bytes, ports: Sequence[int] = (0,)) -> None:
         own_sockets.allow_sockets(size)

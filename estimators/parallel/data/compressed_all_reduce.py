@@ -47,7 +47,7 @@ def compressed_parameters(
 
 
 def find_levels(collective: Collective) -> Levels:
-    """Returns the levels of a gang, also with one host, or with one rank per host."""
+    """Returns the levels of a gang, which may also have one host, or one rank per host."""
     if collective.levels is not None:
         return collective.levels
     alone = LocalCollective()
@@ -86,7 +86,8 @@ class CompressedGradients:
 class CompressedAllReduce(GradientSync):
     """Sums gradients by a compressor.
 
-    A single rank sends nothing, but its first step adds the residuals of the gang whose training it resumes.
+    A single rank sends nothing. If it resumes the training of a gang, its first step adds the gang's
+    residuals.
     """
 
     def __init__(
@@ -252,7 +253,7 @@ class _Group:
         self.give(had, torch.full_like(self._vector, torch.nan))
 
     def exchange(self, had: Sequence[int], send: Send) -> Sent:
-        """Sums the vectors by `send`; `had` counts the ranks that had a gradient, for each parameter."""
+        """Sums the ranks' vectors with `send`. For each parameter, `had` counts the ranks with a gradient."""
         for number, count in enumerate(had):
             if not count:
                 self._views[number].zero_()

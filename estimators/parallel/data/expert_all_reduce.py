@@ -1,7 +1,7 @@
 """Synchronizes the gradients of experts, which ranks with different rows share.
 
-Every rank runs as many passes as there may be micro-batches, if need be without rows, because its experts
-compute the other ranks' tokens.
+Every rank runs the same number of passes: the largest number of micro-batches that any rank can have. A rank
+that has run out of rows runs its last passes without rows, because its experts compute other ranks' tokens.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ def keep_buffers(network: nn.Module) -> Iterator[None]:
 
 
 class EmptyPasses(GradientSync):
-    """Mixin: stands before the class that synchronizes the gradients, whose constructor runs first."""
+    """Mixin that adds passes without rows. List it before the base class that synchronizes the gradients.
+
+    A subclass calls the constructor of that base class first, then `add_empty_passes`.
+    """
 
     def add_empty_passes(
         self, num_passes: int, autocast: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
-        """Makes every step have the same number of passes; a pipeline (0) runs passes without rows itself."""
+        """Makes every step have `num_passes` passes. 0 adds none, for a pipeline, which adds its own."""
         self._num_passes, self._passes, self._autocast = num_passes, 0, autocast
         self._like: list[torch.Tensor] = []
         if num_passes:

@@ -152,7 +152,10 @@ def _name(number: int) -> str:
 def split_by_ranks(
     named: Mapping[str, nn.Parameter], num_bytes: int | None, over: Callable[[str], Ranks]
 ) -> list[tuple[Ranks, dict[str, nn.Parameter]]]:
-    """Splits parameters into buckets, each for the same ranks, in the order in which they are sent."""
+    """Splits parameters into buckets, in the order in which they are sent.
+
+    All parameters of a bucket are synchronized by the same ranks.
+    """
     groups: dict[int, tuple[Ranks, dict[str, nn.Parameter]]] = {}
     for name, parameter in named.items():
         ranks = over(name)

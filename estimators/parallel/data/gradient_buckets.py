@@ -71,7 +71,7 @@ class GradientBucket:
     def give(self) -> None:
         """Sets the parameters' gradients to the sums in the buffer, or None if no rank had one.
 
-        Waits for the device only if this rank lacked a gradient; other counts are not 0.
+        Waits for the device only if this rank lacked a gradient: only then can the count of ranks be 0.
         """
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
@@ -102,7 +102,10 @@ def memory_shape(parameter: torch.Tensor) -> torch.Size:
 def split_into_buckets(
     named: Mapping[str, nn.Parameter], num_bytes: int | None
 ) -> list[dict[str, nn.Parameter]]:
-    """Splits parameters into buckets of `num_bytes`, or by dtype, in reverse order, as in a backward pass."""
+    """Splits parameters into buckets of about `num_bytes`, or into one per dtype if it is None.
+
+    Each bucket has one dtype. The order is reversed, as in a backward pass.
+    """
     full: list[dict[str, nn.Parameter]] = []
     growing: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
     for name, parameter in reversed(list(named.items())):

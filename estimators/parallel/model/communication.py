@@ -101,7 +101,7 @@ def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def apply_once(x: torch.Tensor, forward: Operation, backward: Operation) -> torch.Tensor:
-    """Returns `forward(x)`; `backward` maps its gradient to the gradient of `x`, only once."""
+    """Returns `forward(x)`; `backward` maps its gradient to the gradient of `x`. No second derivative."""
     result: torch.Tensor = _LinearOnce.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return result
 
@@ -134,7 +134,7 @@ class _LinearOnce(_Linear):
 
 
 def _gather(x: torch.Tensor, dim: int, collective: Collective, length: int | None) -> torch.Tensor:
-    """All-gathers tensors that only differ in the length of `dim`."""
+    """All-gathers tensors with shapes that differ only in dimension `dim`."""
     first = x.movedim(dim, 0).contiguous()
     if length is None:
         own = torch.tensor([len(first)])

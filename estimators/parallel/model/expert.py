@@ -1,7 +1,7 @@
 """Expert parallelism (Lepikhin et al. 2020, "GShard"): ranks compute their experts for the rows of all ranks.
 
 An all-to-all sends each token to the rank of its expert, and another one returns it. Every rank runs the same
-mixtures in the same order, forward, backward and in recomputation, if need be with empty tensors.
+mixtures in the same order, forward, backward and in recomputation. A rank without rows sends empty tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ExpertAllToAll:
     def __call__(self, experts: Experts, rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """Returns the experts' outputs for this rank's rows, in the order of experts. Runs on every rank.
 
-        `sizes` is the number of rows for each expert of all ranks.
+        `sizes` is this rank's number of rows for each expert, over the experts of all ranks.
         """
         collective, own = self._collective, self._lengths[self._collective.rank]
         arriving = self._arriving(rows, sizes)  # (ranks, own experts)

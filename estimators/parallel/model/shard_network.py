@@ -33,14 +33,14 @@ from ringspark.models.module_hooks import find_hook, has_gradient_hook
 
 
 class _AnyRank(NamedTuple):
-    """A collective without operations."""
+    """Replaces a collective on the driver, to compute shapes; it cannot communicate."""
 
     rank: int
     size: int
 
 
 def check_shardable(module: nn.Module, sizes: Mapping[str, int], options: Mesh) -> None:
-    """Refuses, on the driver, a network that the mesh cannot shard; changes `module`."""
+    """Raises ValueError, on the driver, if the mesh cannot shard the network; changes `module`."""
     _check_hooks(module, sizes, options)
     # The last rank of an axis has the smallest shards.
     last: dict[str, Any] = {axis: _AnyRank(size - 1, size) for axis, size in sizes.items()}

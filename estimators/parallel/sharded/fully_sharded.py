@@ -1,8 +1,8 @@
 """ZeRO stage 3 by torch's FSDP2: each rank keeps its shard of weights, gradients and optimizer state.
 
 Rajbhandari et al. 2020; Zhao et al. 2023, "PyTorch FSDP". Each block of the network's longest chain is a
-unit. Every rank runs the same units in the same order, as often as there may be micro-batches; a rank without
-rows runs one row of zeros. A network must not skip a block on some ranks only.
+unit. Every rank runs the same units in the same order, once for each micro-batch that any rank may have. A
+rank without rows runs one row of zeros. A network must not skip a block on some ranks only.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _uses(module: nn.Module) -> Counter[nn.Parameter]:
 
 
 def _callables(block: nn.Module) -> list[nn.Module]:
-    """Returns the block, or its items if it has no forward, as in a list of pairs of layers."""
+    """Returns the block, or its items if it has no `forward`, such as an item of a list of lists."""
     if type(block).forward is not nn.Module.forward:
         return [block]
     return [module for child in block.children() for module in _callables(child)]

@@ -1,4 +1,4 @@
-"""The slices of a network's parameters that one rank steps.
+"""The slices of a network's parameters that one rank's optimizer updates.
 
 Invariant: a slice shares the parameter's memory, so a step on slices is a step on the network.
 """
@@ -63,7 +63,7 @@ class ShardedParameters:
         bucket_bytes: int = BUCKET_BYTES,
         wants: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        """Replaces the optimizer's parameters that `wants` selects by this rank's slices."""
+        """Replaces the optimizer's parameters by this rank's slices, if `wants` returns True for them."""
         in_optimizer = {p for group in optimizer.param_groups for p in group["params"]}
         # The backward pass finishes the last layers' gradients first.
         known = [(n, p) for n, p in network.named_parameters() if p in in_optimizer]
@@ -96,7 +96,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def follow_memory(self) -> None:
-        """Points the slices to their parameters' memory, which `flatten_parameters()` of an RNN moves."""
+        """Points the slices to their parameters' memory again: an RNN's `flatten_parameters()` moves it."""
         if not self.is_even:
             return
         for index, (parameter, strides) in enumerate(zip(self.parameters, self.strides, strict=True)):
@@ -232,7 +232,7 @@ def hide_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, sync: Sync) -> None:
-    """Refuses an optimizer that needs whole parameters, because each server holds parts of them."""
+    """Raises ValueError if the optimizer needs whole parameters, because each server holds only parts."""
     if not is_elementwise(optimizer):
         raise ValueError(
             f"sync={sync!r} shards parameters anywhere, and optimizer "

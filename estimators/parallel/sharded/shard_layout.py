@@ -21,7 +21,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSlice:
-    """Elements [start, stop) of parameter number `index` on rank `rank`, at `offset` of the rank's range."""
+    """Elements [start, stop) of parameter `index` that `rank` holds, at `offset` in the rank's range."""
 
     rank: int
     index: int
@@ -99,7 +99,9 @@ def whole_layout(members: Sequence[Sequence[int]], sizes: Sequence[int], num_ran
 def fill_buckets(
     sizes: Sequence[int], kinds: Sequence[object], max_elements: Sequence[int]
 ) -> list[list[int]]:
-    """Assigns parameters to buckets of one kind, in order; returns the indices of each bucket's parameters.
+    """Assigns parameters to buckets, in order; returns the indices of each bucket's parameters.
+
+    All parameters of a bucket are of one kind, such as one dtype.
 
     A parameter that is larger than its kind's `max_elements` gets its own bucket.
     """

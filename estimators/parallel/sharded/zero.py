@@ -1,8 +1,8 @@
 """ZeRO stages 1 and 2: each rank keeps the optimizer state, and the gradients, of a shard of the network.
 
 Rajbhandari et al. 2020. With an axis `shard` in the mesh, ranks along `data` have the same shards (hybrid
-sharding: Zhao et al. 2023, "PyTorch FSDP"). Every rank sends every bucket in the same order, in as many
-rounds as there may be micro-batches. One rank computes each element, so weights are bitwise equal.
+sharding: Zhao et al. 2023, "PyTorch FSDP"). Every rank sends every bucket in the same order, in one round for
+each micro-batch that any rank may have. One rank updates each element, so weights are bitwise equal.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SyncGroup:
     """Parameters that the same ranks synchronize.
 
     Attributes:
-        wants: Returns whether the parameter of a name belongs to the group.
+        wants: (parameter name) -> whether the parameter belongs to the group.
         equal_along: Axes along which ranks hold the same values. Only one rank along them adds these values
             to the gradient norm, so that they count once.
     """
@@ -99,7 +99,7 @@ class _GroupState:
 
 
 class ZeroSync(GradientSync):
-    """Reduce-scatters gradients, steps this rank's shard, and all-gathers the weights."""
+    """Reduce-scatters gradients, updates this rank's shard, and all-gathers the weights."""
 
     def __init__(
         self,
@@ -115,8 +115,9 @@ class ZeroSync(GradientSync):
 
         Args:
             groups: Each parameter is in one of them. The first group has all ranks of the other groups.
-            rounds: Number of micro-batches per step, each sent during its backward pass, or after it if not
-                `reacts`; None to send once per step, after the last backward pass.
+            rounds: Number of micro-batches per step if gradients are sent for each of them; None to send once
+                per step, after the last backward pass.
+            reacts: Whether to send during a backward pass instead of after it.
         """
         super().__init__(network, optimizer)
         self.ranks_differ = True
@@ -228,7 +229,7 @@ class ZeroSync(GradientSync):
         self._in_step = False
 
     def _ask(self) -> tuple[list[list[float]], bool]:
-        """Returns how many ranks had a gradient, by parameter, and whether a rank has gradients left."""
+        """Returns how many gradients the ranks had, by parameter, and whether a rank still has gradients."""
         late = any(p.grad is not None for p in self._parameters())
         found, total_late = [], 0.0
         for own in self._states:
@@ -293,4 +294,8 @@ class ZeroSync(GradientSync):
 
 
 class ExpertZeroSync(EmptyPasses, ZeroSync):
-    """ZeRO if ranks have different experts; it sends after each backward pass, which may wait for experts."""
+    """ZeRO if ranks have different experts.
+
+    It sends after each backward pass and not during it, because a backward pass may wait for other ranks'
+    experts.
+    """

@@ -75,7 +75,7 @@ def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
 
 
 def _check_masks(names: Set[str], manifest: ShardManifest) -> None:
-    """Refuses a user's column that has the name of a null mask, which older shards may contain."""
+    """Raises ValueError if a user's column has the name of a null mask; older shards may have one."""
     known = {column.name: column for column in manifest.columns}
     for mask in known.values():
         owner = mask.name.removesuffix(MASK)

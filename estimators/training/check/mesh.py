@@ -235,7 +235,7 @@ class _MeshCheck:
         return list(_differences(own, found, TOLERANCE))
 
     def _run(self, passes: Passes, sync: GradientSync, share: int, seed: int) -> _Results:
-        """Returns one share's outputs in both modes; leaves gradients in `.grad`."""
+        """Returns one share's outputs in evaluation and training mode; leaves gradients in `.grad`."""
         seed_rank(seed, 0, 0)
         found: _Results = {}
         sync.network.eval()
@@ -277,7 +277,7 @@ class _MeshCheck:
 
 
 class _ConstantNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces random numbers by constants, so that shards get the same values as the whole tensor."""
+    """Replaces random numbers by constants, so that shards and the whole tensor get the same values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -369,6 +369,6 @@ def _differences(expected: _Results, found: _Results, tolerance: float) -> Itera
 
 
 def _largest(values: torch.Tensor, infinite: float = 0.0) -> float:
-    """Returns the largest absolute value, with NaN as 0 and infinities as `infinite`; 0 if empty."""
+    """Returns the largest absolute value, or 0 if there are none. Counts NaN as 0, infinity as `infinite`."""
     sizes = values.detach().abs().nan_to_num(nan=0.0, posinf=infinite)
     return float(sizes.max()) if sizes.numel() else 0.0

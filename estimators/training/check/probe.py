@@ -65,7 +65,7 @@ def _make_rows(
     num_rows: int,
     fill: Callable[[str, torch.Tensor, Column], None],
 ) -> tuple[torch.Tensor, ...]:
-    """Returns rows of zeros that `fill` has changed input by input."""
+    """Returns rows of zeros; `fill` then changes the rows of each input."""
     layout, inputs = read_layout(manifest, names), []
     for number, name in enumerate(names):
         array, column = manifest.described(name), manifest.column_of(name)

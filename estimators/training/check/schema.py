@@ -69,7 +69,7 @@ def check_schema(
 
 
 def _on_meta(config: TrainConfig, objects: UserObjects) -> nn.Module | None:
-    """Returns the network on the meta device; None if the user's constructor would have to run."""
+    """Returns the network on the meta device; None if that would run the constructor of a user's class."""
     if config.model is None:
         return None if objects.module is None else copy_to_meta(objects.module)
     spec = ModelSpec.from_json(config.model)

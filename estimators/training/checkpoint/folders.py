@@ -46,8 +46,8 @@ def is_committed(root: str, step: int) -> bool:
 def find_newest_good(root: str, progress: Callable[[], None] = lambda: None) -> tuple[int, Record] | None:
     """Returns step and record of the newest undamaged checkpoint, or None. Runs on rank 0.
 
-    Raises OtherFormatError or OSError if a newer one is of another version or not readable now, because
-    resuming from an older one would remove it.
+    Raises OtherFormatError if a newer checkpoint has the format of another version, and OSError if it cannot
+    be read now: resuming from an older checkpoint would remove it.
     """
     for step in reversed(list_steps(root)):
         uri = step_uri(root, step)
@@ -99,7 +99,7 @@ def remove_unfinished_one(root: str, step: int) -> None:
 
 
 def keep_newest(root: str, step: int, number: int) -> None:
-    """Removes all checkpoints except the newest `number` up to `step`, the one just written."""
+    """Keeps the newest `number` checkpoints up to `step`, which was just written; removes all others."""
     steps = list_steps(root)
     kept = [found for found in steps if found <= step][-number:]
     for found in steps:

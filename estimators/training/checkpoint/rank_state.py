@@ -1,7 +1,7 @@
 """Each rank's own state in a checkpoint: random state, buffers, epoch sums, strategy state, callbacks.
 
-With another number of ranks, rank 0 takes the sums of the epoch, all ranks take rank 0's buffers and
-callbacks, and the random number generators get new seeds.
+If the number of ranks has changed, rank 0 takes over the sums of the epoch, all ranks load the buffers and
+callbacks that rank 0 saved, and the random number generators get new seeds.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RankState:
 
 @dataclass(frozen=True, eq=False)
 class GatheredRanks:
-    """The states of all ranks, empty except on rank 0; `error` says why there is no file of tensors."""
+    """The states of all ranks on rank 0, empty on other ranks; `error` says why the tensors have no file."""
 
     values: Sequence[dict[str, Any]] = ()
     file: IO[bytes] | None = None
@@ -118,7 +118,7 @@ def gather_ranks(
 
 
 def _group(lengths: Sequence[int]) -> Iterator[range]:
-    """Yields ranks that send together: several with small states, or one with a large state."""
+    """Yields groups of ranks that send together: several with small states, or one with a large state."""
     first = 0
     for rank in range(1, len(lengths) + 1):
         if rank == len(lengths) or sum(lengths[first : rank + 1]) > _SMALL_BYTES:

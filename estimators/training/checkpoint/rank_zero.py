@@ -17,7 +17,7 @@ REPORT_SECONDS = 1.0
 
 
 class RankZeroSection:
-    """Every rank makes one and calls `end` equally often; rank 0 calls `progress` in between."""
+    """Every rank makes a section and calls `end` equally often; rank 0 calls `progress` in between."""
 
     def __init__(self, mesh: RankMesh, tick: Callable[[], None]) -> None:
         self._mesh = mesh

@@ -1,4 +1,4 @@
-"""`training.json`: everything in a checkpoint that is no tensor.
+"""`training.json`: everything in a checkpoint that is not a tensor.
 
 Reading returns a `Record` or raises ValueError, whatever a damaged or untrusted file holds.
 """
@@ -60,8 +60,8 @@ class Record:
     """The content of a checkpoint's record file.
 
     Attributes:
-        optimizer_values: Parameter -> key -> state value that is no tensor.
-        spreads: Tensors that are split over shards: file of a shard -> tensor -> where its pieces belong.
+        optimizer_values: Parameter -> key -> state value, for values that are not tensors.
+        spreads: Tensors that are split over shards: file of a shard -> tensor name -> position of its pieces.
         token: Token in the file names of shards, see `shards`.
     """
 

@@ -40,8 +40,8 @@ _log = logging.getLogger(__name__)
 class CheckpointSchedule:
     """Decides after which steps and epochs to write a checkpoint, equally on all ranks.
 
-    Only rank 0 reads the clock: a rare broadcast says that a checkpoint is due, or after how many steps to
-    look again.
+    Only rank 0 reads the clock. In a few steps it broadcasts that a checkpoint is due, or the number of steps
+    until its next broadcast.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class CheckpointSchedule:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Counts from a checkpoint after `step` steps, or from the start of training there."""
+        """Counts steps and time from `step`, at which a checkpoint was written or the training started."""
         self.last_step = step
         self._last = self._looked = self._clock()
         self._looked_at = step
@@ -167,7 +167,7 @@ class Recovery:
         train_state.rates.resume([scale * factor for scale in record.position.rate_scales])
 
     def save(self, train_state: TrainState) -> None:
-        """Copies the training on every rank, and starts to write the copy."""
+        """Copies the state of the training on every rank, and starts to write the copy."""
         state = train_state.state
         self._status.phase = f"checkpoint, epoch {state.epoch}, step {train_state.step_in_epoch}"
         train_state.rates.take_changes()

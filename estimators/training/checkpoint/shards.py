@@ -38,7 +38,7 @@ class ShardError(Exception):
 
 @dataclass(frozen=True)
 class CheckpointShard:
-    """Shard `number`, from 0, of `of`; the writer of the first one waits `seconds` for the rest."""
+    """Shard `number`, from 0, of `of` shards; the writer of the first waits `seconds` for the others."""
 
     number: int = 0
     of: int = 1
@@ -151,7 +151,7 @@ def read_tensor_specs(uri: str, name: str) -> dict[str, TensorSpec]:
 
 
 class LazyMapping(Mapping[str, T]):
-    """Reads each value at its access, so that only one has to be in memory at a time."""
+    """Reads a value each time it is accessed, so that only one value has to be in memory at a time."""
 
     def __init__(self, reads: Mapping[str, Callable[[], T]]) -> None:
         self._reads = reads

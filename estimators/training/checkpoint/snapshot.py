@@ -55,9 +55,9 @@ AVERAGE = "average.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The copy that one rank writes of a training, on the CPU: all of it, or one shard.
+    """A copy of a training's state on the CPU, which one rank writes: the whole state, or one shard.
 
-    `contents` holds tensors by file, `WEIGHTS`, `OPTIMIZER` and maybe `AVERAGE`.
+    `contents` maps each file, `WEIGHTS`, `OPTIMIZER` and maybe `AVERAGE`, to its tensors.
     """
 
     contents: dict[str, dict[str, torch.Tensor]]
@@ -115,7 +115,7 @@ def _take_shard(
     progress: Callable[[], None],
     average: Mapping[str, torch.Tensor] | None,
 ) -> Snapshot | None:
-    """Copies this rank's shard of a network that is spread over ranks; only metadata is sent."""
+    """Copies this rank's shard of a network; sends only metadata to other ranks."""
     mesh = layout.mesh
     values = layout.gather_values(state)
     kept = {layout.full_name(name): own for name, own in state.items()}

@@ -179,7 +179,7 @@ def map_checkpoint(
     expected_id: str | None = None,
     tick: Callable[[], None] | None = None,
 ) -> CheckpointInfo:
-    """Makes the tensors of the checkpoint in folder `uri` the module's own; on the CPU without a copy.
+    """Replaces the module's tensors with the checkpoint's in folder `uri`; on the CPU without a copy.
 
     Args:
         module: May be a meta-device module. Tensors that no checkpoint holds also move to `device`.
@@ -214,7 +214,7 @@ def stream_checkpoint(
 
 
 def map_file(path: str, module: nn.Module, uri: str) -> None:
-    """Makes the tensors of a local file the module's own on the CPU; `uri` names it in messages."""
+    """Replaces the module's tensors with those of a local file, on the CPU; messages name it `uri`."""
     state = tensor_file.read(path)
     with _model_errors(uri):
         fill(module, state)

@@ -1,7 +1,7 @@
 """Chooses which parameters to train: `freeze` by patterns, and the adapters of `lora`.
 
-A batch normalisation that is frozen whole keeps its running statistics and normalises by them, in training
-too; otherwise "frozen" layers would compute something else after every step.
+If all parameters of a batch normalisation are frozen, it keeps its running statistics and normalises by them
+in training too. Otherwise the outputs of frozen layers would change with every step.
 """
 
 from __future__ import annotations

@@ -21,7 +21,10 @@ from ringspark.models.transformer import TransformerLM
 
 
 def row_weights(loss: RowLoss, ignored: int | None) -> RowWeights | None:
-    """Returns labels -> weight of each row in a loss's divisor, (batch,); None if all are 1."""
+    """Returns a function from labels to each row's weight in the loss's divisor, (batch,).
+
+    Returns None if all weights are 1.
+    """
     # None saves an all-reduce per step: the divisor is the number of rows.
     inner = loss.member if isinstance(loss, MemberLoss) else loss
     if not isinstance(inner, ClassLoss) or (ignored is None and not inner.weighs_classes):
@@ -30,7 +33,10 @@ def row_weights(loss: RowLoss, ignored: int | None) -> RowWeights | None:
 
 
 def _split_by_classes(loss: RowLoss, scores: ShardedScores) -> RowLoss:
-    """Returns cross entropy over this rank's classes, whose logits the network then returns; else `loss`."""
+    """Returns `loss` in a form for logits sharded by class, if it is a plain cross entropy; else unchanged.
+
+    In the first case the network returns only the logits of this rank's classes from now on.
+    """
     whole = loss.unreduced if isinstance(loss, ClassLoss) else None
     # A subclass may compute something else.
     if type(whole) is not nn.CrossEntropyLoss or whole.weight is not None or whole.label_smoothing:
@@ -101,10 +107,10 @@ class Criterion:
     def sum_layer_losses(
         self, values: torch.Tensor, labels: Sequence[torch.Tensor], weight: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns the share of layers' own losses in the summed losses, (num_losses,).
+        """Returns what the layers' own losses add to the summed losses, (num_losses,).
 
-        After division and `total` it is the mean of `values`, (batch,), with the row weights of the outputs'
-        losses; `weight`, (batch,), is the weight column.
+        Divided by the divisors and passed to `total`, it gives the weighted mean of `values`, (batch,). The
+        rows have the same weights as in the outputs' losses. `weight`, (batch,), is the weight column.
         """
         weights = self.row_weights(labels)
         columns = values[:, None].float()

@@ -1,6 +1,7 @@
 """Sums the counts that layers make over the rows of a split, for the history.
 
-With pipeline parallelism, each rank has room for the counts of all layers, zero for absent ones.
+With pipeline parallelism, each rank has counts for all layers of the network; they are zero for other ranks'
+layers.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class LayerCounts:
         return self._totals.detach().cpu().clone() if self._layers else None
 
     def load_all(self, states: Sequence[torch.Tensor], takes_all: bool) -> None:
-        """Restores the states of former ranks; without `takes_all` this rank starts from zero."""
+        """Adds up the states of former ranks if `takes_all`; otherwise this rank starts from zero."""
         first = self._stages is None or self._stages.rank == 0
         self.load(torch.stack(list(states)).sum(0) if states and takes_all and first else None)
 

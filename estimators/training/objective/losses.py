@@ -36,7 +36,7 @@ MULTI_CLASS_LOSSES = (nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.M
 
 
 def match_shapes(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """Returns the output, (batch,) or (batch, 1), in the label's number of dimensions."""
+    """Returns an output of shape (batch,) or (batch, 1) with as many dimensions as the label."""
     if output.dim() == label.dim() + 1 and output.shape[-1] == 1:
         return output.squeeze(-1)
     if label.dim() == output.dim() + 1 and label.shape[-1] == 1:
@@ -131,7 +131,7 @@ class ClassLoss:
 
 
 class MultiClassLoss:
-    """A torch loss that reduces over the classes itself, for margins and sets of labels."""
+    """A torch loss that itself reduces over the classes, such as a margin or multi-label loss."""
 
     def __init__(self, loss: nn.Module) -> None:
         self._takes_numbers = not isinstance(loss, nn.MultiLabelSoftMarginLoss)
@@ -254,7 +254,7 @@ def default_loss(task: str, output_width: int) -> str:
 
 @cache
 def _torch_losses() -> dict[str, type[nn.Module]]:
-    """Returns the losses of torch.nn on (output, label), by class name."""
+    """Returns the torch.nn losses that take (output, label), by class name."""
     excluded = {*NOT_OF_OUTPUT_AND_LABEL, "NLLLoss2d"}  # the deprecated name of NLLLoss
     return {
         name: value

@@ -12,7 +12,7 @@ Curve = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def class_counts(predicted: torch.Tensor, label: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Counts rows per class that are predicted correctly, predicted, and labelled: (3, classes)."""
+    """Returns three counts of rows per class, (3, classes): correctly predicted, predicted, and labelled."""
     # torchmetrics counts by bincount, which waits for the device to learn its size.
     counts = torch.zeros((3, num_classes), dtype=torch.int64, device=label.device)
     ones = torch.ones_like(label)

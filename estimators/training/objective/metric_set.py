@@ -173,7 +173,7 @@ class MetricSet:
             ) from error
 
     def states(self) -> list[Tensors]:
-        """Copies all states to the CPU: this rank's own, then the states of former ranks."""
+        """Copies all states to the CPU: this rank's own, then the states carried from former ranks."""
         states = {"rows": torch.tensor(self._rows)}
         for name, metric in self._metrics.items():
             for key, state in metric.metric_state.items():
@@ -185,9 +185,9 @@ class MetricSet:
         return [states, *self._carried]
 
     def load_states(self, states: Sequence[Tensors], carried: bool = False) -> None:
-        """Replaces all rows by a result of `states`. Raises ValueError for other metrics.
+        """Replaces all rows by a result of `states`. Raises ValueError if it is of other metrics.
 
-        `carried` says that the states belong to former ranks, and are kept next to this rank's own rows.
+        `carried`: whether the states belong to former ranks; they are then kept apart from this rank's rows.
         """
         self.reset()
         if carried or not states:
@@ -242,7 +242,7 @@ def group_by_number(tensors: Tensors) -> list[Tensors]:
 
 
 def _of_metric(states: Tensors, name: str) -> dict[str, Any]:
-    """Returns one metric's states as `merge_state` takes them."""
+    """Returns one metric's states in the form that `merge_state` takes."""
     return {
         key.removesuffix("/list"): [state] if key.endswith("/list") else state
         for key, state in tensors_under(states, name).items()

@@ -1,7 +1,8 @@
 """The registry of metrics: torchmetrics' by name, with the arguments that each takes.
 
 With two classes, precision, recall, f1, auroc and average_precision are for class 1, as in scikit-learn. With
-more, each class counts alike (macro), except in "f1_weighted", which Spark calls f1. "auroc" and
+more classes they are averages over the classes (macro); only "f1_weighted", which Spark calls f1, weights a
+class by its rows. "auroc" and
 "average_precision" need all rows at once: every rank holds 8 bytes for each row and class of the whole split.
 """
 

@@ -131,7 +131,7 @@ def _check_states(name: str, metric: Any) -> None:
 
 
 def to_number(value: Any) -> float:
-    """Converts the value of a metric. The ValueError's message is the rest of a sentence about the metric."""
+    """Converts a metric's value to a float. The message of its ValueError needs a subject before it."""
     try:
         if not isinstance(value, str | dict | list | tuple):
             return float(value)
@@ -146,7 +146,7 @@ def to_number(value: Any) -> float:
 def try_metric(
     name: str, metric: Any, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]
 ) -> OwnMetric:
-    """Calls a metric on a few rows of each output that it is for; raises ValueError if it gives no number."""
+    """Calls a metric on a few rows of each output of its task; raises ValueError if it gives no number."""
     kinds = set()
     try:
         for output, label in zip(outputs, labels, strict=True):

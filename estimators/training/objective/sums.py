@@ -64,8 +64,8 @@ class Sums:
     def add(self, results: Iterable[MicroBatchOutput], *, metrics_only: bool = False) -> None:
         """Adds results without waiting for the device.
 
-        `metrics_only`, for a step whose loss is not finite, adds rows with finite outputs to the metrics
-        alone.
+        `metrics_only` is for a step with a loss that is not finite: only rows with finite outputs are added,
+        and only to the metrics.
         """
         for losses, weights, pairs, counts in results:
             self._counts.add(counts)
@@ -90,7 +90,7 @@ class Sums:
         return float(sum(head.weight * mean for head, mean in zip(self._heads, means, strict=True)))
 
     def take(self, data: Collective) -> dict[str, float]:
-        """Returns the history's entries over all ranks of `data`, and resets them. Runs on every rank."""
+        """Returns the history's entries over all ranks of `data`, and resets the sums. Runs on every rank."""
         losses, weights = data.all_reduce(self._losses.cpu().flatten()).view_as(self._losses)
         means: list[float] = (losses / weights).tolist()
         is_one = len(self._heads) == 1
@@ -138,9 +138,9 @@ class Sums:
         takes_all: bool,
         counting: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        """Restores the states of former ranks; without `takes_all` this rank starts from zero.
+        """Adds up the states of former ranks if `takes_all`; otherwise this rank starts from zero.
 
-        The counts of layers are taken from `counting`, if given.
+        Layer counts come from the states in `counting`, if given.
         """
         total = torch.stack([state["totals"] for state in states]).sum(0)
         self._load_losses(total if takes_all else torch.zeros_like(total))

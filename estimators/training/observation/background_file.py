@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundFile:
-    """A file that a training does not wait for and can do without; `what` names it in warnings."""
+    """A file that is written in the background; failures are only logged. `what` names it in warnings."""
 
     def __init__(self, uri: str, what: str) -> None:
         self._uri = uri

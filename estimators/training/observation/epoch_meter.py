@@ -1,7 +1,8 @@
 """Measures the cost of an epoch besides time: bytes, operations, energy, communication.
 
-One all-gather at the epoch's end joins the ranks' measurements. An epoch that starts in the middle has only
-operations, which are counted in one micro-batch after each start of the ranks and scaled to all rows.
+One all-gather at the epoch's end joins the ranks' measurements. Operations are counted in one micro-batch
+after each start of the ranks, and scaled to all rows. They are all that is known of an epoch that was resumed
+in the middle.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class NvmlEnergy:
 
 
 class EpochMeter:
-    """Measures one epoch after another on one rank; `ranks_per_copy` ranks compute parts of the same rows."""
+    """Measures one epoch after another on one rank. `ranks_per_copy`: ranks that share the same rows."""
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ def length(intervals: Iterable[Interval]) -> int:
 
 @dataclass(kw_only=True)
 class Communication:
-    """Communication time in the measured steps; `hidden_ns` is the part in which the rank also computed."""
+    """Communication time in the measured steps; in `hidden_ns` of it the rank also computed."""
 
     taken: int = 0
     measured: int = 0

@@ -55,7 +55,7 @@ class Quantizer:
         self._levels, self._codes = table.to(device), codes.to(torch.uint8).to(device)
 
     def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rounds values to codes and scales; positive squares never become 0: Adam divides by them."""
+        """Rounds values to codes and scales. Positive squares never become 0: Adam divides by them."""
         blocks = _split_blocks(values)
         scales = blocks.abs().amax(1)  # (blocks,)
         blocks = blocks / torch.where(scales > 0, scales, 1.0)[:, None]

@@ -38,6 +38,6 @@ class Lamb(DenseOptimizer):
 
 
 def trust_ratio(weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    """Returns `weights / update`, both norms; 1 if either is 0."""
+    """Returns the norm of `weights` divided by the norm of `update`; 1 if either norm is 0."""
     usable = (weights > 0) & (update > 0)
     return torch.where(usable, weights / torch.where(usable, update, 1.0), 1.0)

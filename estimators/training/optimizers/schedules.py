@@ -65,9 +65,9 @@ def warm_up_factor(step: int, warmup_steps: int) -> float:
 
 
 def add_warmup(schedule: Schedule, warmup_steps: int, rise: Callable[[int], float] | None = None) -> Schedule:
-    """Returns a schedule that runs whole after a warm-up: a cosine still ends at zero.
+    """Returns a schedule with a warm-up before it; `schedule` runs over the remaining steps to its own end.
 
-    `rise` is step -> factor, also after the warm-up; None for a linear rise.
+    `rise` maps a step to a factor, also after the warm-up; None for a linear rise.
     """
     if rise is None:
         rise = partial(warm_up_factor, warmup_steps=warmup_steps)
@@ -79,7 +79,7 @@ def add_warmup(schedule: Schedule, warmup_steps: int, rise: Callable[[int], floa
 
 
 def takes_optimizer(schedule: Callable[..., Any]) -> bool:
-    """Returns whether a user's callable is optimizer -> scheduler, not (step, num_steps) -> factor."""
+    """Returns True for a callable optimizer -> scheduler, False for (step, num_steps) -> factor."""
     kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     parameters = [p for p in signature(schedule).parameters.values() if p.kind in kinds]
     required = sum(p.default is Parameter.empty for p in parameters)
@@ -111,7 +111,7 @@ class LearningRates:
         self._last: list[float] | None = [float(base) for base in self._bases]
 
     def set(self, step: int) -> None:
-        """Sets the rates of a step, counted from 0, which may jump. Raises like `take_changes`."""
+        """Sets the rates of `step`, from 0; steps may be skipped. Raises like `take_changes`."""
         factor = self._schedule(step, self._num_steps)
         self._set_rates([base * factor for base in self._bases])
 

@@ -1,8 +1,8 @@
 """Codecs for saved tensors, and the mode that shows which operation saves a tensor.
 
-After Jain et al. 2018, "Gist": the backward pass of ReLU needs only where the output is positive, and the one
-of dropout only which factors are zero, one bit each. A hook cannot see for which operation a tensor is saved,
-so a `TorchFunctionMode` watches the calls.
+After Jain et al. 2018, "Gist": one bit per element is enough for two operations. The backward pass of ReLU
+needs only the signs of the outputs, and the backward pass of dropout only which factors are zero. A hook
+cannot see which operation saves a tensor, so a `TorchFunctionMode` watches the calls.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _table(block_format: BlockFormat, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TensorCodec:
-    """Encodes vectors, and decodes them from their parts, number of values and dtype."""
+    """Encodes a vector as several parts; decodes it from the parts, the number of values and the dtype."""
 
     encode: Callable[[torch.Tensor], Parts]
     decode: Callable[[Parts, int, torch.dtype], torch.Tensor]

@@ -60,7 +60,7 @@ class Flat:
 
 
 def density(tensor: torch.Tensor) -> Density:
-    """Returns whether the elements fill their memory, leave gaps, or may share an address (if expanded)."""
+    """Returns a value that says whether elements fill their memory, leave gaps, or may share addresses."""
     span = 1
     result: Density = "dense"
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
@@ -252,7 +252,7 @@ def _is_foreign(tensor: torch.Tensor) -> bool:
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
-    """Returns whether the values are a parameter's, which FSDP2 may have made after the pass began."""
+    """Returns whether the tensor is a parameter; FSDP2 may have made it after the pass began."""
     if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
         return True
     node = tensor.grad_fn

@@ -46,7 +46,7 @@ class ConfigValues:
         metrics: Names of `METRICS` or of `UserObjects.metrics`.
         own_metrics: Properties of `UserObjects.metrics`; set by `check_training`.
         output_widths: Last dimension of each output, 1 if it has none; set by `check_training`.
-        pause_after: Epoch after which a population's training ends with a checkpoint.
+        pause_after: Epoch after which the training ends with a checkpoint, in a population search.
     """
 
     shards_uri: str

@@ -53,8 +53,10 @@ class _Live:
     Attributes:
         results: The stage's outputs, followed by the scalar that it adds to the loss; or the loss.
         sent: Waits until the outputs are sent.
-        gradients: Gradients of the results; `WEIGHT` needs them if `INPUT` could not split the pass.
-        weights: Passes that `INPUT` leaves to `WEIGHT`; None if `INPUT` could not split the pass.
+        gradients: Gradients of the results; the `WEIGHT` action needs them if `INPUT` could not split the
+            backward pass.
+        weights: Backward passes that the `INPUT` action leaves to `WEIGHT`; None if `INPUT` could not split
+            the backward pass.
     """
 
     inputs: Values
@@ -91,7 +93,7 @@ class Executor:
         added: Added,
         first_micro: int = 0,
     ) -> None:
-        """Runs the steps; gradients add up in the parameters, or in the micro-batch's weights."""
+        """Runs the steps; gradients accumulate in the parameters, or in the micro-batch's own weights."""
         for micro, arguments in enumerate(inputs, first_micro):
             self._exchange.begin(micro, module, arguments)
         for step in steps:

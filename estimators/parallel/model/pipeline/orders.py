@@ -1,14 +1,14 @@
 """The orders in which the ranks of a pipeline run the passes of one step.
 
-Orders are lists of actions by position along the pipeline. With p ranks, m micro-batches, v stages per rank,
-and a backward pass that takes as long as two forward passes, the ranks wait for this share of a step:
+An order has one list of actions per position along the pipeline. With p ranks, m micro-batches, v stages per
+rank, and a backward pass that takes as long as two forward passes, the ranks wait for this share of a step:
 
 | schedule | share | micro-batches with activations, by rank |
 | --- | --- | --- |
 | naive | (p-1)/p | 1 |
 | gpipe | (p-1)/(m+p-1) | m |
 | 1f1b | (p-1)/(m+p-1) | p, p-1, .., 1 |
-| interleaved | (p-1)/(vm+p-1) | (v-1)p + 2p-1, .. 2 fewer a rank |
+| interleaved | (p-1)/(vm+p-1) | (v-1)p + 2p-1, .. 2 fewer per rank |
 | zero_bubble, zbv | (p-1)/(3vm+p-1) | vp |
 
 The last three rows hold if m is a multiple of p (zbv: at least 2p - 1); other numbers come close.

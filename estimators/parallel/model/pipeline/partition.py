@@ -1,7 +1,7 @@
 """Partitions a chain of layers into stages, by cost or by the names of the stages' first layers.
 
-All ranks must agree, so costs are counted and not timed: floating-point operations of one forward pass of a
-micro-batch, plus one for each parameter, which every step reads and writes.
+All ranks must agree, so costs are counted and not timed. The cost of a layer is the number of floating-point
+operations of one micro-batch's forward pass, plus its number of parameters, which each step reads and writes.
 """
 
 from __future__ import annotations

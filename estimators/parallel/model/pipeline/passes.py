@@ -192,11 +192,11 @@ class PipelinePasses:
     ) -> bool:
         """Adds the gradients of a step to `.grad`, summed over micro-batches; returns whether there are any.
 
-        With a schedule without a flush they belong to an earlier step, and the first steps have none.
+        If the schedule has no flush, the gradients belong to an earlier step, and the first steps have none.
 
         Args:
             micro_batches: The network's arguments; empty if this replica has no rows in this step. If layers
-                communicate with other replicas, all have equally many, maybe without rows.
+                communicate with other replicas, all replicas give equally many; some may have no rows.
             loss: (outputs, number of the micro-batch) -> scalar to differentiate, in the last stage.
             added: (number of the micro-batch) -> scalar that another stage adds to the loss.
         """
@@ -208,7 +208,7 @@ class PipelinePasses:
         return True
 
     def drain(self) -> bool:
-        """Adds the gradients of a step in flight to `.grad`; returns whether there are any."""
+        """Adds the gradients of a step in flight to `.grad`; returns False if no step is in flight."""
         return False
 
     def evaluate(self, inputs: Sequence[torch.Tensor], around: Context = nullcontext) -> Any:
@@ -233,7 +233,7 @@ class PipelinePasses:
 
 
 def _measure(network: nn.Module, links: Sequence[Link], sample: Sequence[torch.Tensor]) -> list[float] | None:
-    """Returns the costs of layers; None for a meta-device network whose forward pass needs values."""
+    """Returns the layers' costs, or None if a meta-device network cannot run because it needs real values."""
     if not any(p.is_meta for p in network.parameters()):
         return measure_costs(network, links, sample)
     empty = copy_to_meta(network)

@@ -1,4 +1,4 @@
-"""Splits a stage into sections of layers that work on sequence chunks, or need whole rows.
+"""Splits a stage into sections: consecutive layers that all work on sequence chunks, or all on whole rows.
 
 A stack of recurrent layers overlaps in time: layer 2 can compute chunk t while layer 1 computes chunk t + 1.
 """
@@ -34,8 +34,9 @@ def find_streams(stages: Sequence[Sequence[Link]], time_chunks: int) -> list[boo
 def split_into_sections(links: Sequence[Link], *, streams_in: bool, streams_out: bool) -> list[StageSection]:
     """Splits a stage into sections; returns none if whole rows come in and go out.
 
-    The layers next to an end that passes chunks work on chunks, as far as they support it; all other layers
-    work on whole rows. If the stage returns whole rows, its last section does too, even without layers.
+    If chunks come in, the first layers work on chunks, up to the first layer that does not support it. If
+    chunks go out, so do the last layers. All layers in between work on whole rows. If whole rows go out, the
+    last section works on whole rows, even if it has no layers.
     """
     if not (streams_in or streams_out):
         return []

@@ -23,7 +23,10 @@ class WeightPass:
     """A pending backward pass for the gradients of some weights, the `leaves`.
 
     Attributes:
-        starts: Where the pass starts: results that depend on these weights but on no input, then the joins.
+        leaves: The weights, as nodes of autograd's graph.
+        joins: Joins from which the pass reaches these weights.
+        starts: Nodes at which the pass starts, with their gradients: results that depend on these weights but
+            on no input, then the joins.
         held: Gradients of the outputs of each join.
     """
 
@@ -108,7 +111,7 @@ def _path(inputs: Sequence[Node], results: Sequence[Node]) -> dict[Node, None]:
 def _passes(
     path: dict[Node, None], joins: Sequence[Node], apart: dict[Node, list[Start]]
 ) -> list[WeightPass]:
-    """Returns one pass for all weights that share a join or a result, directly or through other weights."""
+    """Returns the passes. Weights that share a join or a result are in one pass, also via other weights."""
     pass_of: dict[Node, WeightPass] = {}
     for start in (*joins, *apart):
         is_join = start in path

@@ -71,7 +71,7 @@ class TiedGradients:
         )
 
     def add(self, released: Collection[int] | None = None) -> None:
-        """Gives every copy the sum of all gradients, of the stages `released`. Runs on every rank."""
+        """Gives every copy the sum of the gradients of the stages `released`. Runs on every rank."""
         for tie, parameter in self._own:
             if not parameter.requires_grad:
                 continue

@@ -62,7 +62,10 @@ def forms_of(values: Values) -> Forms:
 
 
 class Wire:
-    """Sends and receives values of one rank; two ranks do so in the same order, so messages need no names."""
+    """Sends and receives one rank's values.
+
+    A rank receives values in the order in which the other rank sends them, so messages need no names.
+    """
 
     def __init__(self, collective: PointToPoint, device: torch.device) -> None:
         self._collective = collective
@@ -72,7 +75,7 @@ class Wire:
         self._keys: dict[tuple[str, int], deque[Hashable]] = {}
 
     def _learn(self, key: Hashable, forms: Forms, direction: str, peer: int) -> None:
-        """Stores the forms of a key. If there are too many keys, both sides drop the same oldest key."""
+        """Stores the shapes and dtypes for a key. If there are too many keys, both ranks drop the oldest."""
         keys = self._keys.setdefault((direction, peer), deque())
         if len(keys) == MOST_KEYS:
             del self._known[keys.popleft()]
@@ -82,7 +85,7 @@ class Wire:
     def send(self, values: Values, key: Hashable, to: int) -> Wait:
         """Starts to send values, which must not change before the wait.
 
-        The key determines the values' forms: the stage, the shapes of the arguments, and the mode.
+        `key` holds all that the values' shapes depend on: the stage, the arguments' shapes, and the mode.
         """
         forms = forms_of(values)
         waits = []
@@ -103,7 +106,7 @@ class Wire:
         return lambda: _wait_for(waits)
 
     def start_receive(self, key: Hashable, source: int) -> Callable[[], Values]:
-        """Starts to receive values, leaves of autograd's graph; returns a function that waits for them."""
+        """Starts to receive values; returns a function that waits for them. They have no autograd history."""
         if key not in self._known:
             numbers = torch.empty(_LENGTH, dtype=torch.int64)
             self._collective.start_receive(numbers, source)()

@@ -19,7 +19,7 @@ class Context(ABC):
 
     Attributes:
         takes_dropout: Whether it supports dropout of attention weights. No kernel repeats the same dropout if
-            the weights are recomputed in the backward pass, from keys of several ranks.
+            the backward pass recomputes the attention weights from keys of several ranks.
         balances: Whether each rank must have tokens from both ends of a row to balance causal attention.
     """
 
@@ -86,7 +86,7 @@ class SpanContext(Context):
     def add_gradients(
         self, gradients: SpanGradients, saved: Sequence[torch.Tensor], seq: int
     ) -> torch.Tensor:
-        """Adds the gradients of all keys; returns the gradients of this rank's keys and values, stacked."""
+        """Adds all keys' share of the gradients; returns those of this rank's keys and values, stacked."""
 
 
 class _SpanAttention(torch.autograd.Function):

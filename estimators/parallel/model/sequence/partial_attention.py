@@ -54,11 +54,11 @@ def attend_chunk(chunk: Chunk) -> PartialSoftmax:
 
 
 def differentiate_chunk(gradient: torch.Tensor, chunk: Chunk, whole: PartialSoftmax) -> Gradients:
-    """Returns the gradients of queries, keys and values that come from these queries and keys.
+    """Returns this chunk's share of the gradients of its queries, keys and values.
 
     Args:
-        gradient: Gradient of the whole mean.
-        whole: Merged result of these queries.
+        gradient: Gradient of the attention output over all keys.
+        whole: Result of these queries, merged over all keys.
     """
     query, key, value, mask, causal = chunk
     if query.device.type != "cpu":

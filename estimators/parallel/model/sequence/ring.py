@@ -1,6 +1,6 @@
 """Ring attention (Liu, Zaharia and Abbeel 2023): keys and values travel around the ranks.
 
-The backward pass sends them around again, together with their gradients, which end at their own rank.
+The backward pass sends them around again, together with their gradients, until each rank has its own back.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Ring(SpanContext):
 def shift(
     tensors: Sequence[torch.Tensor], dim: int, length: int, collective: Collective
 ) -> list[torch.Tensor]:
-    """Sends tensors to the next rank; returns the previous rank's, with `length` along `dim`."""
+    """Sends tensors to the next rank; returns the tensors of the previous rank, of `length` along `dim`."""
     shapes = [(*x.shape[:dim], length, *x.shape[dim + 1 :]) for x in tensors]
     sizes = [torch.Size(s).numel() * x.element_size() for s, x in zip(shapes, tensors, strict=True)]
     # As bytes, because dtypes may differ. All have equally many elements, so wide dtypes stay aligned.

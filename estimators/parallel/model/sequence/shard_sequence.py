@@ -1,7 +1,7 @@
 """Prepares a network for context parallelism: a rank reads whole rows and computes its tokens.
 
-Weights after `pool` compute whole rows on every rank: their gradients are divided by the number of ranks, so
-that the sum over ranks counts each row once, and `pool` multiplies its gradient by this number again.
+After `pool`, every rank computes whole rows. So these layers' gradients are divided by the number of ranks,
+and their sum over the ranks counts each row once. `pool` multiplies its own gradient by this number again.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ShardedRows(WholeRows):
         )
 
     def _total(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums over the ranks; they have equal gradients, so the gradient needs no all-reduce."""
+        """Sums `x` over the ranks. The sum has the same gradient on every rank, so it needs no all-reduce."""
         return scale_gradient(all_reduce(x, self._collective), self._collective.size)
 
 

@@ -19,9 +19,9 @@ from ringspark.estimators.parallel.model.sequence.spans import Span
 
 
 def find_visible(query: Span, key: Span, causal: bool) -> list[tuple[Span, bool]]:
-    """Returns the spans of `key` that the queries see, each with whether a query only sees keys up to itself.
+    """Returns the spans of `key` that the queries see, each with whether causal masking applies inside it.
 
-    `key` contains `query`, or has no token of it.
+    `key` contains all tokens of `query`, or none.
     """
     if query[0] == query[1] or key[0] == key[1]:
         return []
@@ -49,7 +49,7 @@ class Queries:
     def chunks(
         self, key: torch.Tensor, value: torch.Tensor, spans: Sequence[Span]
     ) -> Iterator[tuple[int, slice, slice, Chunk]]:
-        """Yields each span's number, its slice of `query`, the slice of `key` that it sees, and both."""
+        """Yields (number of a query span, its slice of `query`, the slice of `key` it sees, `Chunk`)."""
         first = 0
         for span in spans:
             begin = 0
@@ -81,7 +81,7 @@ class SpanAttention:
             self._parts[number] = merge(self._parts[number], part) if number in self._parts else part
 
     def result(self) -> PartialSoftmax:
-        """Returns the means, in the queries' dtype, and the logarithms, in fp32 or fp64."""
+        """Returns the attention output, in the queries' dtype, and the log-sum-exp, in fp32 or fp64."""
         query = self.queries.query
         batch, heads, tokens, width = query.shape
         wide = torch.promote_types(query.dtype, torch.float32)

@@ -1,7 +1,7 @@
 """The tokens of a row that each rank has: one span, or two spans that balance causal attention.
 
-In causal attention the last tokens are the most work, so each rank gets one span from the front and its
-mirror image from the back (zig-zag).
+In causal attention the last tokens need the most work. So each rank gets one span from the front of the row,
+and the mirrored span from the back (zig-zag).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Spans:
-    """The tokens of each rank of a row; with `zigzag`, one span from the front and one from the back."""
+    """Assigns a row's tokens to ranks; with `zigzag`, each gets a span of the front and one of the back."""
 
     num_ranks: int
     zigzag: bool = False

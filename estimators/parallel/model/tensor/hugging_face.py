@@ -1,7 +1,7 @@
 """The sharding plan for networks of the transformers library, which matches layers by name.
 
-A network that it fits only partly is refused: a block with some unsharded layers would compute with wrong
-shapes or partial gradients.
+The plan must match all layers of a block. If it misses some, an error is raised, because the block would
+compute with wrong shapes or partial gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PLAN: dict[str, Any] = {
 
 
 def check_heads(module: Any, num_ranks: int) -> None:
-    """Refuses a number of ranks that does not divide the heads."""
+    """Raises ValueError if the number of ranks does not divide the number of attention heads."""
     config = getattr(module, "config", None)
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
@@ -41,10 +41,10 @@ def check_heads(module: Any, num_ranks: int) -> None:
 
 
 def check_whole_blocks(module: nn.Module) -> None:
-    """Refuses a network that the plan fits only partly: it must shard all matrices of a block, or none.
+    """Raises ValueError unless the plan shards all matrices of a block, or none.
 
     The module around a column-sharded layer must have no other parameters, because each rank would train them
-    by its own outputs.
+    with different outputs.
     """
     layers = dict(module.named_modules())
     cut = {name: style for name in layers if (style := _style(name)) is not None}

@@ -20,7 +20,7 @@ AXIS = "tensor"
 
 @dataclass(frozen=True)
 class Region:
-    """What all sharded layers of one network use.
+    """Objects that all sharded layers of one network share.
 
     Attributes:
         boundary: Operations at the ends of a region.

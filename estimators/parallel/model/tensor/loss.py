@@ -62,7 +62,7 @@ def scores_of(module: nn.Module) -> ShardedScores | None:
 
 
 class ShardedCrossEntropy:
-    """`nn.CrossEntropyLoss` with reduction "none" of sharded logits. Runs on every rank."""
+    """`nn.CrossEntropyLoss` with reduction "none", for sharded logits. Runs on every rank."""
 
     def __init__(self, whole: nn.CrossEntropyLoss, scores: ShardedScores) -> None:
         assert whole.weight is None
@@ -70,7 +70,7 @@ class ShardedCrossEntropy:
         self._whole, self._scores = whole, scores
 
     def __call__(self, logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of each position, equal on all ranks, of fp32 (batch, own classes, ...)."""
+        """Returns each position's loss, equal on all ranks; `logits` are fp32 (batch, own classes, ...)."""
         scores = self._scores
         if scores.gathers or label.is_floating_point():
             whole = logits if scores.gathers else all_gather(logits, 1, scores.collective, scores.num_ids)

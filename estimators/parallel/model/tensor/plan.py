@@ -73,7 +73,7 @@ def _make_shard(style: str, layer: nn.Module, region: Region, blocks: Any) -> An
 
 
 def _check_plain(layer: nn.Module) -> None:
-    """Refuses a layer that computes or holds more than its class does, because its shard would not."""
+    """Raises ValueError if the layer has hooks or extra state, which its shard would lack."""
     hook = "a gradient hook" if has_gradient_hook(layer) else find_hook(layer)
     if hook is not None:
         raise ValueError(
@@ -128,7 +128,7 @@ def make_region(
 
 
 def check_sequence_parallel(module: nn.Module, sizes: Mapping[str, int]) -> None:
-    """Refuses a network, or other axes, that sequence parallelism does not support; needs no ranks."""
+    """Raises ValueError if sequence parallelism does not support the network or the mesh; needs no ranks."""
     name = type(module).__name__
     if not isinstance(getattr(module, "rows", None), WholeRows):
         raise ValueError(
@@ -150,7 +150,7 @@ def check_sequence_parallel(module: nn.Module, sizes: Mapping[str, int]) -> None
 
 
 def _check_unsharded_layers(module: nn.Module, region: Region) -> None:
-    """Refuses unsharded attention layers with sequence parallelism: they would get sharded tokens."""
+    """With sequence parallelism, refuses unsharded attention layers: they would get only some tokens."""
     if not isinstance(region.boundary, SequenceBoundary):
         return
     for name, layer in module.named_modules():

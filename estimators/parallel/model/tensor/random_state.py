@@ -1,7 +1,7 @@
 """Random number generators inside regions of sharded layers: one stream per rank.
 
-Outside a region all ranks must drop the same values, so they share a stream. A rank's stream follows from the
-common stream and its rank, so restoring the common stream repeats the same numbers.
+Outside a region all ranks must drop the same values, so they share a common stream. Inside, each rank seeds
+its own stream from the common stream and its rank. So restoring the common stream repeats all numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class RankRandomState:
         return self._common is not None and torch.initial_seed() == self._seed
 
     def watch(self, module: nn.Module, *, always: bool = False) -> None:
-        """Returns to the common stream after each pass; with `always`, each pass uses the rank's stream."""
+        """Switches back to the common stream after each forward pass of `module`.
+
+        `always` also switches to the rank's own stream before each pass.
+        """
 
         def begin(module: nn.Module, inputs: Any) -> None:
             if module.training:
