@@ -300,8 +300,9 @@ def _check_name(member: Member) -> None:
         return
     if problem := name_problem(member.host):
         raise ValueError(
-            f"Horovod {version} binds to the address of the host's name, and {problem}; give the name that "
-            "address in /etc/hosts, build Horovod as ringspark's set-up does, or set collective='torch'"
+            f"Horovod {version} listens at the address to which the host's name resolves, but {problem}; "
+            "enter name and address in /etc/hosts, build Horovod as ringspark's set-up does, or set "
+            "collective='torch'"
         )
 
 

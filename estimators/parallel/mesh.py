@@ -88,7 +88,9 @@ class RankMesh:
         if sizes is None:
             full["data"] = world.size
         if math.prod(full.values()) != world.size:
-            raise ValueError(f"parallelism has {math.prod(full.values())} places for {world.size} workers")
+            raise ValueError(
+                f"parallelism's axes multiply to {math.prod(full.values())}, but there are {world.size} ranks"
+            )
         here = _coordinates(full)[world.rank]
         groups = _Groups(world, full)
         if full["data"] < world.size and not hasattr(world, "part"):

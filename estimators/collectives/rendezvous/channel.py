@@ -63,7 +63,7 @@ class Marks:
         right = _mac(self._key, self._hears, struct.pack("!Q", self._heard), length, payload)
         self._heard += 1
         if not hmac.compare_digest(mac, right):
-            raise ChannelError("a message does not carry the mark of a member of this run")
+            raise ChannelError("a message has a wrong MAC, so no member of this run sent it")
         return payload
 
 

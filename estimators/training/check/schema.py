@@ -167,8 +167,8 @@ def _check_targets(config: TrainConfig, columns: dict[str, Column]) -> None:
         )
     if isinstance(column.kind, Padded):
         raise ValueError(
-            f"labelCol {name!r} is Padded, and loss and metrics would take its filling for labels; make its "
-            "arrays of one length, or take TorchEstimator with a loss that leaves the filling out"
+            f"labelCol {name!r} is Padded, and loss and metrics would take its padding for labels; make its "
+            "arrays of one length, or take TorchEstimator with a loss that leaves the padding out"
         )
 
 

@@ -20,5 +20,5 @@ def test_only_the_next_message_of_the_other_end_is_taken() -> None:
         server = Marks(KEY, serves=True)
         for frame in heard:
             _opened(server, frame)
-        with pytest.raises(ChannelError, match="does not carry the mark"):
+        with pytest.raises(ChannelError, match="has a wrong MAC"):
             _opened(server, wrong)

@@ -235,7 +235,7 @@ def test_stages_of_one_rank_hand_chunks_to_each_other() -> None:
     ("options", "message"),
     [
         ({"schedule": "zero_bubble"}, "does not support schedule 'zero_bubble'"),
-        ({"cuts": ["head"]}, "stages begin at tokens, head; set parallelism's 'cuts'"),
+        ({"cuts": ["head"]}, "stages begin at tokens, head; set Pipeline's cuts"),
     ],
 )
 def test_cuts_and_schedules_that_pass_no_chunks_are_refused(options: dict[str, Any], message: str) -> None:

@@ -69,7 +69,7 @@ COLUMNS = [
       "'uneven' is ragged, but a label or weight is one dense array", "give it of one length"),
     R("fit: filled arrays as labels",
       lambda p: unread(p, TorchRegressor, labelCol="uneven", columns={"uneven": Padded()}),
-      "labelCol 'uneven' is Padded, .* its filling for labels", "of one length, or take TorchEstimator"),
+      "labelCol 'uneven' is Padded, .* its padding for labels", "of one length, or take TorchEstimator"),
     R("fit: hashes as labels",
       lambda p: unread(p, labelCol="text", columns={"text": HashBuckets(8)}),
       "labelCol 'text' is of HashBuckets", r"take columns=\{'text': Vocabulary\(\)\}"),

@@ -59,7 +59,7 @@ MESHES = [
     R("mesh: something else between", lambda p: p.mesh(parallelism={"tensor": 2, "between": "part"}),
       "'between' must be 'whole' or 'parts', got 'part'", "set sequence_parallel=True"),
     R("mesh: parts between without tokens", lambda p: p.mesh(parallelism={"tensor": 2, "between": "parts"}),
-      "MLP does not support parallelism's 'between' \"parts\"", "set 'between'"),
+      "MLP does not support sequence_parallel=True", "set sequence_parallel=False"),
     R("mesh: heads that do not divide",
       lambda p: p.mesh(model=three_heads(), parallelism={"tensor": 2}),
       r"'tensor' must divide num_heads \(3\), got 2", "set num_heads to a multiple"),

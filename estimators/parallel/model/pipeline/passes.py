@@ -96,13 +96,13 @@ def _place_stages(
     streams = find_streams(stages, options.sequence_chunks)
     if options.sequence_chunks > 1 and not any(streams):
         raise ValueError(
-            "parallelism's 'time_chunks' needs a stage that begins between two layers that support sequence "
+            "Pipeline's sequence_chunks needs a stage that begins between two layers that support sequence "
             f"chunks, but the stages begin at {', '.join(stage[0].name for stage in stages)}; set "
-            "parallelism's 'cuts', or leave 'time_chunks' out"
+            "Pipeline's cuts, or leave sequence_chunks out"
         )
     if any(streams) and schedule.splits:
         raise ValueError(
-            f"parallelism's 'time_chunks' does not support schedule {options.schedule!r}, which splits "
+            f"Pipeline's sequence_chunks does not support schedule {options.schedule!r}, which splits "
             "backward passes; set schedule='1f1b'"
         )
     sections = [

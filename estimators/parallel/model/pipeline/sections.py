@@ -54,8 +54,8 @@ def split_into_sections(links: Sequence[Link], *, streams_in: bool, streams_out:
 def chunk_lengths(arguments: Sequence[torch.Tensor], time_chunks: int) -> list[int]:
     if arguments[0].dim() < 2:
         raise ValueError(
-            "parallelism's 'time_chunks' splits the network's first argument along its second dimension, got "
-            f"shape {tuple(arguments[0].shape)}; give rows that have one, or leave 'time_chunks' out"
+            "Pipeline's sequence_chunks splits the network's first argument along its second dimension, got "
+            f"shape {tuple(arguments[0].shape)}; give rows that have one, or leave sequence_chunks out"
         )
     length = arguments[0].shape[1]
     num = max(1, min(time_chunks, length))

@@ -53,8 +53,8 @@ def _make_shard(style: str, layer: nn.Module, region: Region, blocks: Any) -> An
         raise ValueError(f"style {style!r} takes no blocks, got {blocks}")
     if style in ("column_joined", "grid") and isinstance(region.boundary, SequenceBoundary):
         raise ValueError(
-            f"style {style!r} leaves all tokens on every worker, but 'between' \"parts\" shards the tokens; "
-            "take 'column' and 'row' in pairs, or set 'between' to \"whole\""
+            f"style {style!r} leaves all tokens on every worker, but sequence_parallel=True shards them; "
+            "take 'column' and 'row' in pairs, or set sequence_parallel=False"
         )
     if style == "vocabulary":
         # A subclass may scale its outputs. `parametrize` makes a subclass too, which `_check_plain` refuses.
@@ -132,20 +132,20 @@ def check_sequence_parallel(module: nn.Module, sizes: Mapping[str, int]) -> None
     name = type(module).__name__
     if not isinstance(getattr(module, "rows", None), WholeRows):
         raise ValueError(
-            f"model {name} does not support parallelism's 'between' \"parts\": it needs an attribute `rows`, "
+            f"model {name} does not support sequence_parallel=True: it needs an attribute `rows`, "
             "a WholeRows of ringspark.models.whole_rows that it calls for its tokens; take "
-            "transformer_classifier or transformer_lm, or set 'between' to \"whole\""
+            "transformer_classifier or transformer_lm, or set sequence_parallel=False"
         )
     counting = [key for key, layer in module.named_modules() if isinstance(layer, CountingLayer)]
     if counting:
         raise ValueError(
-            f"parallelism's 'between' \"parts\" shards the rows, but {counting[0]!r} needs whole rows for "
-            "what it adds to the loss; set 'between' to \"whole\", or take a network without experts"
+            f"sequence_parallel=True shards the rows, but layer {counting[0]!r} needs whole rows for "
+            "what it adds to the loss; set sequence_parallel=False, or take a network without experts"
         )
     if sizes["pipeline"] > 1:
         raise ValueError(
-            "parallelism has 'between' \"parts\" and 'pipeline', but a stage does not know the length of the "
-            "sharded rows that it gets; set 'between' to \"whole\", or 'pipeline' to 1"
+            "sequence_parallel=True does not work with 'pipeline', because a stage does not know the length "
+            "of the rows of which it gets shards; set sequence_parallel=False, or 'pipeline' to 1"
         )
 
 
@@ -157,8 +157,8 @@ def _check_unsharded_layers(module: nn.Module, region: Region) -> None:
         gathers = any(isinstance(part, ColumnLinear) for part in layer.modules())
         if callable(getattr(layer, "attend", None)) and not gathers:
             raise ValueError(
-                f"parallelism's 'between' \"parts\" gives layer {name!r} some of the tokens, but it needs "
-                "all of them; let 'plan' shard it too, or set 'between' to \"whole\""
+                f"sequence_parallel=True gives layer {name!r} some of the tokens, but it needs all of them; "
+                "let 'plan' shard it too, or set sequence_parallel=False"
             )
 
 
@@ -237,8 +237,8 @@ def shard_layers(module: nn.Module, region: Region, plan: Mapping[str, Any]) -> 
                     _shard_scores(module, name, part)
                 if not is_tokens and isinstance(region.boundary, SequenceBoundary):
                     raise ValueError(
-                        f"parallelism's plan shards {name!r} by ids, but 'between' \"parts\" allows only "
-                        "`tokens`; leave it out of the plan"
+                        f"parallelism's plan shards {name!r} by ids, but sequence_parallel=True allows this "
+                        "only for `tokens`; leave it out of the plan"
                     )
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, part)

@@ -69,7 +69,7 @@ class SequenceBoundary:
             raise ValueError(
                 f"a layer that 'tensor' shards got {x.shape[_TOKENS]:,} tokens of {self.length:,}, but this "
                 f"worker has {own:,}; call `rows.embedded` for the embeddings, with one length per pass, or "
-                "leave 'between' out"
+                "set sequence_parallel=False"
             )
         return all_gather_for_shards(x, _TOKENS, self.collective, self.length)
 

@@ -123,7 +123,7 @@ PAIR = {"blocks.*.up": "column", "blocks.*.down": "row"}
             Shared,
             {},
             {"down": "column"},
-            "Shared does not support parallelism's 'between' .* set 'between'",
+            "Shared does not support sequence_parallel=True: .* set sequence_parallel=False",
         ),
         (
             lambda: TransformerLM(**SIZES, experts={"num_experts": 2}),
