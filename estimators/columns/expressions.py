@@ -1,4 +1,4 @@
-"""Spark SQL for a model's inputs: the values that go to Python, and whether a row has them."""
+"""Spark SQL for a model's inputs: the values that are sent to Python, and whether a row is valid."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _texts(labels: Sequence[str]) -> Column:
 
 
 def leaf_type(data_type: DataType) -> tuple[DataType, int]:
-    """Returns the type of the numbers, and the depth of nested arrays around them."""
+    """Returns the type of the numbers, and how many levels of arrays contain them."""
     depth = 0
     while isinstance(data_type, ArrayType):
         data_type, depth = data_type.elementType, depth + 1
@@ -88,7 +88,7 @@ def holds_null(source: Column, data_type: DataType) -> Column:
 def is_valid(
     source: Column, values: Column, data_type: DataType, *, floats: bool, fills_nulls: bool
 ) -> Column:
-    """Whether a row has neither null nor NaN, judged by its `values` as they go to Python."""
+    """Whether a row has neither null nor NaN. `values` are the row's values as they are sent to Python."""
     is_vector, depth = isinstance(data_type, VectorUDT), leaf_type(data_type)[1]
     if not depth and not is_vector:
         there = F.lit(True) if fills_nulls else source.isNotNull()

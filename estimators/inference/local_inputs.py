@@ -120,7 +120,7 @@ def num_features(inputs: Sequence[ModelInput]) -> int:
 
 
 def make_row(inputs: Sequence[ModelInput], names: Sequence[str], features: Any) -> Array:
-    """Returns a Spark vector or numbers as the input of a forward pass, (1, ...) fp32 or int64."""
+    """Converts a Spark vector or numbers to the input of a forward pass, (1, ...) fp32 or int64."""
     (item, *others) = inputs
     column = item.column
     if others or item.part or not (column is None or isinstance(column.kind, Scalar | ArrayKind)):

@@ -21,8 +21,8 @@ _REMEDY = (
 class Claim:
     """The GPUs that one rank was given and the GPUs that it sees.
 
-    `addresses` come from Spark, if it manages GPUs. `visible` are the CUDA devices in PyTorch's order: UUIDs
-    if known, else indices.
+    `addresses` are the GPUs that Spark assigned, if it manages GPUs. `visible` are the CUDA devices in the
+    order of PyTorch's indices: their UUIDs if known, else their indices.
     """
 
     host: str

@@ -26,7 +26,7 @@ _STORE_SECONDS = 60
 
 
 class KeptEnds:
-    """The first and the last bytes of all added bytes, cut at whole lines."""
+    """Keeps the first and the last bytes that were added, in whole lines."""
 
     def __init__(self, head_bytes: int, tail_bytes: int) -> None:
         self._head_bytes, self._tail_bytes = head_bytes, tail_bytes

@@ -114,7 +114,7 @@ class RankNetwork:
         return sync
 
     def find_changed_buffers(self) -> tuple[str, ...]:
-        """Returns the names of changed state that a checkpoint does not hold."""
+        """Returns the names of buffers that training changed but a checkpoint does not hold."""
         before = self._start_state
         return () if before is None else tuple(find_changed_buffers(before, self.module))
 

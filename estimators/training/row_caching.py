@@ -1,4 +1,4 @@
-"""Estimates the memory of a rank's readers: rows in flight into batches, and rows that `cache` keeps."""
+"""Estimates the memory of a rank's readers: rows that wait to become batches, and rows that `cache` keeps."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def find_cached_rows(
 
 
 def estimate_reader_bytes(config: TrainConfig, manifest: ShardManifest) -> dict[str, int]:
-    """Returns the least bytes that a rank's readers hold in the middle of an epoch, by purpose."""
+    """Returns a lower bound of the bytes that a rank's readers hold in the middle of an epoch, by purpose."""
     columns = {column.name: column for column in map(manifest.column_of, config.columns)}
     held = rows_in_flight(
         list(columns.values()),

@@ -74,7 +74,7 @@ class RendezvousClient:
         return int(self._ask(b"add", self._name(key), str(amount).encode())[0] or 0)
 
     def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Sets the key if it has the expected value; returns its new value."""
+        """Sets the key to `desired` if its value is `expected`; returns the value that it then has."""
         return self._ask(b"swap", self._name(key), expected, desired)[0] or b""
 
     def delete(self, key: str) -> bool:
@@ -115,7 +115,7 @@ class RendezvousClient:
         return f"{self._prefix}{key}".encode()
 
     def _ask_until(self, seconds: float, *parts: bytes) -> tuple[bytes | None, bytes]:
-        """Repeats a request, with the waiting time as last argument, until it has a value."""
+        """Repeats a request until the reply has a value. The request's last argument is the waiting time."""
         deadline = time.monotonic() + seconds
         while True:
             left = min(max(deadline - time.monotonic(), 0.0), MAX_WAIT_SECONDS)

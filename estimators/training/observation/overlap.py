@@ -1,7 +1,8 @@
 """Measures how much of a step's communication is hidden behind its computation.
 
-As in Holistic Trace Analysis (`comm_comp_overlap`): the time in which a rank computes and communicates over
-the time in which it communicates. While it starts an operation or waits for one, it does not compute.
+The share is the time in which a rank computes and communicates, divided by the time in which it communicates,
+as in Holistic Trace Analysis (`comm_comp_overlap`). While a rank starts an operation or waits for one, it
+does not compute.
 
 Intervals are half open, [begin, end), in nanoseconds. A set of intervals is sorted and disjoint.
 """

@@ -26,7 +26,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 Clock = Callable[[], int]
-"""Returns monotonic nanoseconds from any start."""
+"""Returns the time of a monotonic clock, in nanoseconds."""
 
 
 def now_ns() -> int:

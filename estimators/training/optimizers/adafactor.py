@@ -1,7 +1,8 @@
 """Adafactor: Adam's second moment as the product of a row and a column (Shazeer and Stern 2018).
 
-A step is `lr`, at most 1 / sqrt(step), times the root mean square of the weights: 1e-2 is usual. Numbers
-equal torch.optim.Adafactor's, which waits for the device twice per parameter and cannot step on meta tensors.
+The step size is min(lr, 1 / sqrt(step)) times the root mean square of the weights; an `lr` of 1e-2 is usual.
+Results equal torch.optim.Adafactor's, which waits for the device twice per parameter and cannot step on meta
+tensors.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ TINY = 1e-30
 
 
 class SM3(DenseOptimizer):
-    """Adagrad with sums of squared gradients per row and per column; the smallest one counts for a weight."""
+    """Adagrad with sums of squared gradients per row and column; a weight uses the smallest of its sums."""
 
     settings = {"lr": 0.1, "weight_decay": 0.0}
 

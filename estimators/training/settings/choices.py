@@ -1,4 +1,4 @@
-"""The types of settings that are one of a few words."""
+"""Types of the settings whose value is one of a few fixed words."""
 
 from typing import Literal
 

@@ -34,7 +34,7 @@ class TrainConfig(ConfigValues):
                 raise ValueError(rule.message.format(**self._values(), readers=self._readers))
 
     def without_sharding(self) -> TrainConfig:
-        """Returns the config of ranks that keep all state of their network, with as many replicas."""
+        """Returns the config without sharded state; the number of replicas stays the same."""
         mesh = self.parallelism
         if mesh.shard > 1:
             mesh = replace(mesh, data=self.axes["data"] * mesh.shard, shard=1)
@@ -43,7 +43,7 @@ class TrainConfig(ConfigValues):
         )
 
     def with_workers(self, num_workers: int) -> TrainConfig:
-        """Returns the config of a gang of another size, whose 'data' axis has the remaining workers."""
+        """Returns the config for another number of workers; only the 'data' axis changes its size."""
         return replace(self, num_workers=num_workers, parallelism=replace(self.parallelism, data=None))
 
     def to_json(self) -> str:
@@ -54,7 +54,7 @@ class TrainConfig(ConfigValues):
 
     @classmethod
     def from_json(cls, text: str) -> TrainConfig:
-        """Reads a result of `to_json`, also of an earlier version; raises ValueError if it breaks a rule."""
+        """Parses a result of `to_json`, also of an earlier version. Raises ValueError if it breaks a rule."""
         values = upgrade(parse_object(text))
         if values.get("scale_learning_rate") == {"name": "none"}:
             values["scale_learning_rate"] = None
@@ -66,7 +66,7 @@ def _plain(value: Any) -> Any:
 
 
 def segment_policy(policy: str | tuple[str, ...]) -> str | int | tuple[str, ...]:
-    """Returns the setting gradientCheckpointing as `apply_activation_checkpoint` takes it."""
+    """Converts the setting gradientCheckpointing to the form that `apply_activation_checkpoint` takes."""
     return int(policy) if isinstance(policy, str) and policy.isdecimal() else policy
 
 

@@ -33,14 +33,15 @@ class Setting(Generic[T]):
     Attributes:
         name: Name of the Spark Param in camelCase, which users know.
         words: Meaning, for `explainParams()`, docs/settings.md and the jobs' `--help`.
-        kind: Type of the value; by default the default's, or "object" with `convert`.
+        kind: Type of the value. If left out, it is the type of `default`, or "object" if `convert` is set.
         default: Default value; None if the setting has none.
         field: Field of `TrainConfig` that holds the value; empty if the ranks do not need it.
         accepts: Range of a value of the right type; None if every value can be used.
         convert: Converts a user's value to the stage's, if `kind` is not enough.
         options: Class of the value, if it has options of its own.
-        may_differ_on_resume: Whether a resumed run may have another value than its start.
-        without_effect: Predicate on all settings by name: whether a set value is unused; and why.
+        may_differ_on_resume: Whether a resumed run may have another value than its first start.
+        without_effect: Function of all settings by name that says whether a set value is unused, and the
+            reason in words.
         is_for_writing: Whether it only decides how rows become shards, so `fitOnShards` ignores it.
         default_words: The default in words, if it depends on what is installed.
         empty_is_unset: Whether an empty text means the same as no value, as in Spark ML's own stages.

@@ -1,4 +1,4 @@
-"""Settings of the gang: number of workers, their devices, and how they exchange gradients."""
+"""Settings of the gang: number of workers, their devices, and how they synchronize gradients."""
 
 from __future__ import annotations
 
