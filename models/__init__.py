@@ -1,4 +1,7 @@
-"""Plain `nn.Module` networks, `ModelSpec`, and activation checkpointing; without Spark and Arrow."""
+"""Plain `nn.Module` networks, `ModelSpec` and activation checkpointing.
+
+Nothing here imports Spark or Arrow.
+"""
 
 from ringspark.models.augmentation import RandomCrop, RandomHorizontalFlip
 from ringspark.models.chain import Link

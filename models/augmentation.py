@@ -1,4 +1,4 @@
-"""Random image augmentation, for the setting `transformBatch` or as first layers of a network.
+"""Random image augmentation, for the setting `transformBatch` or for the first layers of a network.
 
 Random numbers come from torch's CPU generator, so one seed gives the same images on every device.
 """
@@ -32,11 +32,12 @@ class RandomHorizontalFlip(nn.Module):
 class RandomCrop(nn.Module):
     """Shifts an image by up to `padding` pixels each way: (batch, channels, height, width) -> the same.
 
-    Pads all four sides, and crops the old size at a random position (He et al. 2016, section 4.2, with 4).
+    Pads all four sides, then crops the original size at a random position. He et al. 2016 (section 4.2) pad
+    CIFAR images by 4 pixels.
 
     Args:
-        mode: Fill of `torch.nn.functional.pad`: "reflect", or "constant" for 0, which is black only in images
-            that are not normalized.
+        mode: Padding mode of `torch.nn.functional.pad`: "reflect", or "constant" for zeros. Zeros are black
+            only in images that are not normalized.
     """
 
     def __init__(self, padding: int, mode: str = "reflect") -> None:

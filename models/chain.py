@@ -8,9 +8,9 @@
                 Link("head", self._normed_head, ("norm", "head")),
             ]
 
-The first link takes the network's arguments; each further link takes the result of the link before it, a
-tensor or a tuple of tensors and Nones. Running the links in order must compute `forward`. Every parameter and
-buffer belongs to a link. An `nn.Sequential` needs no method.
+The first link takes the network's arguments. Each further link takes the result of the previous link: a
+tensor, or a tuple of tensors and Nones. Running the links in order must compute `forward`. Every parameter
+and buffer belongs to a link. An `nn.Sequential` needs no method `links`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ class Link:
     """One part of a network.
 
     Attributes:
-        name: Name of the link; for a submodule the submodule's name.
-        run: A submodule or a method of the network, so that a copy of the network runs its own.
-        parts: Names of the submodules and parameters that it uses.
-        over_time: (state, sequence chunk) -> (chunk of the result, state), for a link whose result depends on
-            earlier time steps alone. Chunks are (batch, time, ...). The state is a tuple of tensors; None at
-            the start of a row or if the link keeps none. It must not change its arguments in place. None if
-            the link needs whole rows.
+        name: Name of the link. If the link is a submodule, the name of the submodule.
+        run: Computes the link. A submodule, or a method bound to the network, so that in a copy of the
+            network it uses the copy's weights.
+        parts: Names of the submodules and parameters that the link uses.
+        over_time: Computes the link on one sequence chunk, (batch, time, ...): takes the state and the chunk,
+            returns the chunk's result and the new state. The state is a tuple of tensors, or None at the
+            start of a row or if the link keeps no state. The function must not change its arguments in place.
+            Only for a link that looks at earlier time steps alone; None if the link needs whole rows.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Link:
 
 
 def links_of(network: nn.Module) -> list[Link]:
-    """Returns the network's links in order. Raises ValueError if they are no complete chain."""
+    """Returns the network's links in order. Raises ValueError if they do not form a complete chain."""
     own = getattr(network, "links", None)
     if callable(own):
         links = list(own())

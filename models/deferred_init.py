@@ -1,8 +1,10 @@
 """Deferred initialization: builds a network on `meta`, and initializes one parameter at a time later.
 
-Initializing a parameter replays the constructor's operations with the recorded random state, so the values
-are bitwise the values of the network built as a whole. Not recorded: a constructor's parameter hooks, seeds,
-default dtype, tensors outside of the module, and tensors that it changes after reading them.
+Initializing a parameter replays the constructor's operations on it, from the recorded state of the random
+generator. The values are therefore bitwise the same as in a network built at once.
+
+The replay misses some effects of a constructor: hooks on parameters, its own seed or default dtype, and
+changes of tensors outside of the module or of tensors that it has already read.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ class _CannotDeferError(Exception):
 
 
 def defer_initialization(build: Callable[[], nn.Module]) -> tuple[nn.Module, InitialWeights] | None:
-    """Returns a network with parameters on `meta`, and their initial weights.
+    """Returns a network with its parameters on `meta`, and an object that computes their initial weights.
 
-    Returns None, with the random generator unchanged, for a constructor that reads values (`tensor.item()`),
-    draws from its own generators, or keeps tensors other than parameters in lists.
+    Returns None if the constructor reads a tensor's values (`tensor.item()`), uses a random generator of its
+    own, or keeps tensors other than parameters in a list. The random generator is then unchanged.
     """
     start = torch.get_rng_state()
     recorder = _Recorder(start)
@@ -45,7 +47,7 @@ def defer_initialization(build: Callable[[], nn.Module]) -> tuple[nn.Module, Ini
 
 
 class InitialWeights:
-    """Initial weights by name, with all names of tied parameters."""
+    """Computes initial weights by parameter name; a tied parameter is found under each of its names."""
 
     def __init__(self, recorder: _Recorder, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
@@ -78,7 +80,7 @@ def _fill_others(module: nn.Module, recorder: _Recorder) -> None:
 
 @dataclass
 class _RecordedOperation:
-    """Operation that made or changed tensors; it made `made` and reads or changes the storages `reads`."""
+    """An operation that created the tensors `made`, and that reads or changes the storages `reads`."""
 
     func: Any
     args: Any
@@ -89,7 +91,7 @@ class _RecordedOperation:
 
 
 class _PretendCpu(TorchFunctionMode):
-    """Reports `cpu` as the device of meta tensors, which `nn.init` would skip."""
+    """Reports `cpu` as the device of meta tensors, because `nn.init` skips meta tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.is_meta.__get__:  # type: ignore[attr-defined]
@@ -151,7 +153,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @cached_property
     def _states(self) -> dict[int, torch.Tensor]:
-        """Generator state before each random operation."""
+        """Random generator state before each random operation, by the operation's index."""
         states = {}
         torch.set_rng_state(self._start)
         for index, operation in enumerate(self._operations):
@@ -165,7 +167,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return states
 
     def replay(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the initialized tensor; changes the random generator."""
+        """Returns the initialized tensor.
+
+        The caller must restore the random generator, which this changes.
+        """
         storages: dict[int, torch.UntypedStorage] = {}
 
         def real(leaf: Any) -> Any:

@@ -1,7 +1,8 @@
 """Disk offload: reads each weight when the forward pass uses it, and drops it right after.
 
-Each module's dicts of parameters and buffers are replaced by dicts that read a tensor at every access. The
-results are bitwise the same, but a fetched buffer that prediction changes in place loses the change.
+Each module's dicts of parameters and buffers are replaced by dicts that read a tensor at every access.
+Predictions are bitwise the same. If the network changes an offloaded buffer in place, the change is lost at
+the next access.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from torch import nn
 
 class TensorSource(Protocol):
     def read(self, name: str) -> torch.Tensor:
-        """Returns the tensor on the CPU, a new one at every call."""
+        """Returns the tensor on the CPU; each call returns a new tensor."""
 
     def announce(self, name: str) -> None:
         """Starts to prefetch the whole tensor; returns at once."""
 
 
 class FetchedTensors(dict[str, Any]):
-    """Parameters or buffers of one module; `fetch` reads some of them at every access.
+    """Dict of one module's parameters or buffers. Each access to a name in `fetch` calls its function.
 
-    A tensor that the module sets itself is no longer fetched.
+    If the module assigns a new tensor to a name, that name is no longer fetched.
     """
 
     def __init__(self, known: dict[str, Any], fetch: dict[str, Callable[[], torch.Tensor]]) -> None:
@@ -61,7 +62,8 @@ def offload_to_disk(module: nn.Module, source: TensorSource, device: torch.devic
     """Makes a meta-device module fetch its meta tensors to `device` whenever it uses them.
 
     Raises:
-        ValueError: The state dict does not hold a meta tensor of the module, or holds a changed form of it.
+        ValueError: A meta tensor of the module is missing from its state dict, or a state-dict hook changed
+            it.
     """
     names = {id(tensor): name for name, tensor in module.state_dict(keep_vars=True).items()}
     replaced: list[torch.Tensor] = []
@@ -118,7 +120,10 @@ def _reader(
 
 
 class _Barred:
-    """Raises when used: torch (2.13) multiplies with a `meta` tensor and returns undefined values."""
+    """Raises an error when used.
+
+    Otherwise torch (2.13) would compute with the `meta` tensor and return undefined values.
+    """
 
     @classmethod
     def __torch_function__(cls, *_: object, **__: object) -> Any:
@@ -137,9 +142,10 @@ class _BarredParameter(_Barred, nn.Parameter):
 
 
 class _Prefetcher:
-    """Prefetches a used tensor and the tensor that followed it last time.
+    """Prefetches each tensor at its use, and the tensor that was used next after it the last time.
 
-    Otherwise a memory mapping would read and wait page by page. Few rows of an embedding table are used.
+    Without prefetching, a memory mapping reads one page at a time, and each read waits. Embedding tables are
+    not prefetched, because a batch uses few of their rows.
     """
 
     def __init__(self, source: TensorSource, embeddings: set[str]) -> None:
@@ -166,7 +172,7 @@ def _embedding_names(module: nn.Module, names: dict[int, str]) -> set[str]:
 
 
 def _fetch_per_call(layer: nn.RNNBase) -> None:
-    """Fetches a recurrent layer's weights before each call, because it keeps them in a list too."""
+    """Fetches a recurrent layer's weights before each call, because the layer also keeps them in a list."""
 
     def before(layer: nn.RNNBase, _: object) -> None:
         layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]

@@ -9,7 +9,7 @@ from ringspark.models.checks import check_dropout, check_sizes
 
 
 class EmbeddingMean(nn.Module):
-    """Embeddings of token ids, their mean per row, dropout, and a linear head; the outputs are logits.
+    """Averages the embeddings of each row's tokens, then applies dropout and a linear head; outputs logits.
 
     Args:
         vocab_size: Number of token ids; ids run from 0 to `vocab_size - 1`.

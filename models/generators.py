@@ -1,4 +1,4 @@
-"""Random generators of a rank: torch's, NumPy's and Python's; their state is saved without pickle."""
+"""A rank's random generators (of torch, NumPy and Python). Their state is saved without pickle."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def set_generator_state(tensors: Tensors, plain: dict[str, Any], device: torch.d
 
 
 def seed_rank(seed: int, step: int, rank: int) -> None:
-    """Seeds all generators of a rank that starts at `step`, each with a different stream.
+    """Seeds a rank's generators at the start from `step`; each generator gets a different stream.
 
-    torch's seed at step 0 must not change, so that old trainings are reproduced bitwise.
+    The seed for torch at step 0 must never change, so that old trainings can be reproduced bitwise.
     """
     torch.manual_seed((seed * _RANK_FACTOR + step * _STEP_FACTOR + rank) % 2**63)
     _seed_by_name(f"{seed} {step} {rank}")
@@ -71,7 +71,7 @@ def _seed_by_name(name: str) -> None:
 
 @contextmanager
 def keep_shared_generators() -> Iterator[None]:
-    """Restores NumPy's and Python's generators at the end, because the process may run other work later."""
+    """Restores NumPy's and Python's generators at the end, for other work in the same process."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     try:
         yield

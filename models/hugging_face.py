@@ -3,7 +3,7 @@
     {"transformers": "BertForSequenceClassification", "config": {...}, "attention": "sdpa",
      "dtype": "float32", "frozen": []}
 
-The class must be in the library itself, so no code comes from a model's repository.
+The class must belong to the transformers library itself, so that no code from a model's repository is run.
 """
 
 from __future__ import annotations

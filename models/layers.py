@@ -2,7 +2,8 @@
 
     {"layers": {"layer": "Sequential", "children": {"0": {"layer": "Linear", "in_features": 4, ...}}}}
 
-A network that differs in any attribute from the network rebuilt from the description has no description.
+`describe` returns None for a network if building its description gives a network with any different
+attribute.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""LoRA: trains a product of two thin matrices for each chosen linear layer; the layer's weight is frozen.
+"""LoRA: freezes the weight of each chosen linear layer, and trains the product of two thin matrices instead.
 
-Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models": a layer with weight W computes
-W x + (alpha / rank) B A x. A forward hook adds the product of the layer's own parameters, so other names of
-the state dict stay, unlike with the `peft` package (see docs/design.md).
+Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models": a layer with weight W computes W x +
+(alpha / rank) B A x. The matrices A and B are parameters of the layer itself, and a forward hook adds their
+product. All other names in the state dict therefore stay the same, unlike with the `peft` package (see
+docs/design.md).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def add_lora(
     """Adds an adapter to each linear layer whose name matches a pattern; returns the layers' names.
 
     `targets` are shell patterns such as "*.query". The product is scaled by `alpha / rank`. Raises ValueError
-    for a pattern without a layer, and for a layer that cannot have an adapter.
+    if a pattern matches no layer, or if a matching layer cannot have an adapter.
     """
     linear = linear_layers(module)
     chosen: dict[str, nn.Linear] = {}
@@ -64,7 +65,10 @@ def add_lora(
 
 
 def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
-    """Returns the linear layers by name, except in torch's own attention, which does not call its layer."""
+    """Returns the linear layers by name.
+
+    Leaves out the linear layer inside `nn.MultiheadAttention`, which uses its weight without calling it.
+    """
     return {
         name: layer
         for name, layer in module.named_modules()
@@ -113,7 +117,10 @@ def matrix_names(module: nn.Module) -> set[str]:
 
 
 def merged_state(module: nn.Module) -> State:
-    """Returns the state dict of an merged network; every rank calls it if the weights are sharded."""
+    """Returns the state dict with each adapter's product added to its layer's weight, and without adapters.
+
+    If the weights are sharded, every rank must call this.
+    """
     state: State = module.state_dict()
     for prefix, layer in find_adapters(module).items():
         first, second, weight = (f"{prefix}.{name}".lstrip(".") for name in (_A, _B, "weight"))
@@ -124,7 +131,10 @@ def merged_state(module: nn.Module) -> State:
 
 
 def _product(second: Any, first: Any, weight: Any) -> torch.Tensor:
-    """Returns B A, sharded like the weight if the weights are sharded (`DTensor`)."""
+    """Returns the product B A.
+
+    If the weights are sharded (`DTensor`), the product is sharded in the same way.
+    """
     if not hasattr(weight, "full_tensor"):
         return torch.matmul(second, first)
     from torch.distributed.tensor import distribute_tensor

@@ -1,4 +1,4 @@
-"""Modules on the `meta` device: copies without weights, which a checkpoint fills.
+"""Copies modules to the `meta` device, without weights; a checkpoint supplies the weights later.
 
 Non-persistent buffers and plain attributes keep their values, because no checkpoint holds them. Tied weights
 stay one object.
@@ -48,7 +48,7 @@ def copy_module(module: nn.Module, memo: dict[int, object] | None = None) -> nn.
 
 
 def fill(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Replaces the module's tensors by the tensors of a state dict, without a copy.
+    """Replaces the module's tensors by the tensors of a state dict, without copying their data.
 
     Each parameter stays the same object, so tied weights stay tied.
     """
@@ -73,9 +73,10 @@ def fill(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def find_changed_buffers(start: nn.Module, trained: nn.Module) -> list[str]:
-    """Returns the names of the non-persistent buffers, which no checkpoint holds, that a training changed.
+    """Returns the names of the non-persistent buffers that a training changed; no checkpoint holds them.
 
-    `start` is the module before the training, or its `copy_to_meta`, which keeps such buffers.
+    `start` is the module before the training. It may also be the module's `copy_to_meta`, which keeps the
+    values of these buffers.
     """
     before, after = _non_persistent(start), _non_persistent(trained)
     return sorted(
@@ -102,7 +103,7 @@ def _is_same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """Returns the network of `build`, on `meta`; uses no memory and no random draws for weights."""
+    """Calls `build` and returns its network on `meta`; uses no memory or random numbers for the weights."""
     mine = threading.get_ident()
     empty: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 

@@ -1,4 +1,7 @@
-"""Finds a module's hooks, which are lost or repeated if another object replaces the module or its calls."""
+"""Finds a module's hooks.
+
+Code that replaces a module or wraps its calls would lose the hooks, or run them twice.
+"""
 
 from __future__ import annotations
 

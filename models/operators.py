@@ -1,8 +1,8 @@
 """Allowlist of operators for saved programs, which may come from untrusted files.
 
-Not allowed are operators that write into their arguments, return uninitialized memory, make sparse, nested or
-quantized tensors, choose storage (`as_strided`, `set_`, `resize_`), skip checks (`_unsafe_*`,
-`native_batch_norm`), or open files.
+Operators are not allowed if they write into their arguments, return uninitialized memory, open files, skip
+checks (`_unsafe_*`, `native_batch_norm`), set a tensor's storage (`as_strided`, `set_`, `resize_`), or create
+sparse, nested or quantized tensors.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ ON_SIZES: dict[str, Callable[..., Any]] = {
 
 
 class Device:
-    """Placeholder for the device of the inputs."""
+    """Placeholder in a program for the device of its inputs."""
 
 
 def find_operator(name: str) -> Callable[..., Any]:
@@ -103,7 +103,7 @@ def find_operator(name: str) -> Callable[..., Any]:
 
 
 def check_arguments(function: Callable[..., Any], args: list[Any], named: dict[str, Any]) -> None:
-    """Refuses arguments that make other than strided tensors on the inputs' device."""
+    """Raises ValueError if an argument asks for a tensor that is not strided or not on the inputs' device."""
     schema = function._schema.arguments if isinstance(function, torch._ops.OpOverload) else []
     positional = zip((argument.name for argument in schema), args, strict=False)
     for name, value in [*positional, *named.items()]:
@@ -120,7 +120,10 @@ def _lstm(
     steps: torch.Tensor, state: list[torch.Tensor], weights: list[torch.Tensor], has_biases: bool,
     num_layers: int, dropout: float, train: bool, bidirectional: bool, batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Checks shapes as `nn.LSTM` does: torch's operator (2.13) reads past the end of smaller tensors."""
+    """Runs an LSTM after checking shapes.
+
+    Torch's operator (2.13) does not check them, and reads past the end of tensors that are too small.
+    """
     out, hidden = state[0].shape[-1], state[1].shape[-1]
     ways, batch = 2 if bidirectional else 1, steps.shape[0 if batch_first else 1]
     expected: list[tuple[int, ...]] = [(num_layers * ways, batch, size) for size in (out, hidden)]
@@ -142,7 +145,7 @@ def _lstm(
 def _embedding_bag(
     weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Checks that the bags lie within the indices: torch's operator (2.13) does not always check it."""
+    """Runs an embedding bag after checking its offsets, which torch's operator (2.13) does not always do."""
     if offsets.device.type == "cpu" and offsets.numel():
         ends = torch.cat([offsets, offsets.new_tensor([len(indices)])])
         if ends[0] < 0 or (ends.diff() < 0).any():

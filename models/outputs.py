@@ -11,9 +11,9 @@ import torch
 def as_outputs(output: object, model: str = "the model") -> tuple[torch.Tensor, ...]:
     """Returns the tensors of a module's output, in the module's order.
 
-    If a mapping or dataclass has `logits`, as in the transformers library, only they count: the rest is
-    hidden states and attentions. Otherwise all values except None count. Raises ValueError for anything but
-    tensors.
+    If a mapping or dataclass has `logits`, as in the transformers library, only the logits are returned,
+    because its other values are hidden states and attentions. Otherwise all values except None are returned.
+    Raises ValueError if a value is not a tensor.
     """
     if isinstance(output, torch.Tensor):
         return (output,)

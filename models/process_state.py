@@ -14,19 +14,19 @@ from typing import Any
 import torch
 
 PROCESS_LOCK = threading.RLock()
-"""Lock for tracing a network and for changes of torch's global state."""
+"""Lock that a thread holds while it traces a network or changes torch's global state."""
 
 
 @contextmanager
 def fork_generators(devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Restores torch's random state at the end. Other threads that call this wait until then."""
+    """Restores torch's random state at the end. Until then, other threads that call this function wait."""
     with PROCESS_LOCK, torch.random.fork_rng(devices=devices):
         yield
 
 
 @contextmanager
 def ignore_warnings(message: str = "", category: type[Warning] = Warning) -> Iterator[None]:
-    """Ignores this thread's warnings whose beginning matches the regular expression `message`."""
+    """Ignores this thread's warnings if their beginning matches the regular expression `message`."""
     thread = _ThisThread(message)
     # `catch_warnings` is not thread-safe: the last thread to leave it may restore another thread's filters.
     filters: Any = warnings.filters
@@ -59,7 +59,7 @@ def silence_thread() -> Iterator[None]:
 
 
 class _ThisThread:
-    """Recognizes the thread that created it; after `has_ended` it recognizes none."""
+    """Recognizes the thread that created this object; once `has_ended` is set, recognizes no thread."""
 
     def __init__(self, message: str = "") -> None:
         self._ident = threading.get_ident()
@@ -77,7 +77,7 @@ class _ThisThread:
 
 
 class _OtherThreads:
-    """Drops the text that the given thread writes."""
+    """Output stream that drops the given thread's text and passes on all other text."""
 
     def __init__(self, stream: Any, thread: _ThisThread) -> None:
         self._stream, self._thread = stream, thread

@@ -1,11 +1,11 @@
-"""A network as a list of operations on tensors, which predicts without the network's class.
+"""A network stored as a list of operations on tensors. It predicts without the network's class.
 
     {"format_version": 1, "torch": "2.13.0", "num_inputs": 1, "single": true, "outputs": [{"at": 3}],
      "tensors": [{"name": "fc.weight", "dtype": "float32", "shape": [2, 4], "kind": "parameter"}, ...],
      "steps": [["aten.linear.default", [{"at": 2}, {"at": 0}, {"at": 1}], {}]]}
 
-`{"at": n}` is an index into the tensors, the inputs and the results of the steps, in this order. The format
-is JSON, because `torch.export.load` (torch 2.13) evaluates code of the file.
+`{"at": n}` refers to value n. Values are numbered in this order: the tensors, the inputs, the results of the
+steps. The format is JSON, because `torch.export.load` (torch 2.13) evaluates code in the file.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _OF_TORCH: dict[str, type] = {
 
 @dataclass(frozen=True)
 class ValueRef:
-    """Index of a value among the tensors, the inputs and the results of the steps."""
+    """Refers to a value by number: the tensors come first, then the inputs, then the results of the steps."""
 
     index: int
 
 
 class Program(nn.Module):
-    """Computes the recorded network's evaluation results, in either mode.
+    """Computes what the recorded network computes in eval mode, even if this module is in training mode.
 
-    The constructor leaves weights on `meta`, to be filled as in `models.meta_device`. It raises ValueError if
-    this torch cannot run the program.
+    The constructor leaves the weights on `meta`; fill them with `models.meta_device.fill`. It raises
+    ValueError if this version of torch cannot run the program.
     """
 
     def __init__(self, text: Json) -> None:
@@ -64,7 +64,7 @@ class Program(nn.Module):
             ) from error
 
     def constants(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors that are not in checkpoints, by name."""
+        """Returns the tensors that checkpoints do not hold, by name."""
         names = [tensor["name"] for tensor in self.text["tensors"] if tensor["kind"] == "constant"]
         return {name: self.get_buffer(name) for name in names}
 
@@ -146,7 +146,10 @@ class Program(nn.Module):
 
 
 class _Values(dict[int, Any]):
-    """Values by index; the program's tensors are looked up at each use, so disk offload can drop them."""
+    """Values by index.
+
+    Each use of one of the program's tensors looks it up again, so disk offload can drop it.
+    """
 
     def __init__(self, program: Program) -> None:
         super().__init__()

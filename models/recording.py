@@ -1,4 +1,4 @@
-"""Records a network as a `Program`, for any number of rows, by `torch.export`."""
+"""Records a network as a `Program` for any number of rows, by `torch.export`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ _CONSTANT = "constant_of_program"
 
 
 class NoProgramError(ValueError):
-    """The network cannot be recorded; the message is a clause with the reason."""
+    """The network cannot be recorded.
+
+    The message gives the reason as a clause, such as "it has no output".
+    """
 
 
 def record_program(
@@ -44,12 +47,15 @@ def record_program(
     varying: Sequence[Mapping[int, Any]],
     lengths: Sequence[int] = (),
 ) -> Program:
-    """Records a network in eval mode, and compares the program with it on a few rows; both share the weights.
+    """Records a network in eval mode, and checks that the program computes the same on a few rows.
+
+    The program shares the network's weights.
 
     Args:
-        samples: (number of rows, length if any) -> inputs.
+        samples: Function that makes example inputs from a number of rows and, if inputs vary in length, a
+            length.
         varying: Dynamic dimensions of each input, as for `torch.export`.
-        lengths: Lengths to compare, for inputs that are padded to their longest row.
+        lengths: Lengths at which to compare, if inputs are padded to their longest row.
     """
     try:
         # A trace changes `nn.Module` itself, so the lock also covers `_compare`, which runs the network.
@@ -79,7 +85,7 @@ def trace_network(
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of the error; torch's explanation fills pages."""
+    """Returns only the first line of the error, because torch's explanations fill pages."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(" .;:") if lines else "no reason given"
 
@@ -227,7 +233,10 @@ def _compare(
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns nonzero values, ones for integers; every third is zero, as in a mask."""
+    """Returns test values in the shape of `tensor`.
+
+    Floats run from -1 to 1, and integers are 1. Every third value is 0, as in a mask.
+    """
     count = tensor.numel()
     numbers = torch.linspace(-1, 1, count) if tensor.is_floating_point() else torch.ones(count)
     numbers[2::3] = 0

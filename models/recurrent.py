@@ -1,7 +1,7 @@
 """Recurrent networks over sequences of numbers or token ids: GRU, LSTM or Elman layers, and a linear head.
 
-Cho et al. 2014 (GRU), Hochreiter and Schmidhuber 1997 (LSTM). Each layer accepts sequence chunks, so a
-pipeline's layers can compute different chunks at once.
+Cho et al. 2014 (GRU), Hochreiter and Schmidhuber 1997 (LSTM). Each layer can run on one sequence chunk at a
+time, so the layers of a pipeline can compute different chunks at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RecurrentLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, state: State = None) -> tuple[torch.Tensor, State]:
-        """Runs the layer on (batch, time, width), from the state after the previous chunk.
+        """Runs the layer on (batch, time, width), starting from the state that the previous chunk ended with.
 
         Returns:
             Outputs (batch, time, hidden), and the state after the last time step.
@@ -45,18 +45,20 @@ class Recurrent(nn.Module):
     Args:
         hidden: Width of each layer.
         out_features: Outputs per row.
-        in_features: Numbers per time step, for rows of (time, in_features) numbers; or
-        vocab_size: Number of token ids, for rows of ids from 0 to `vocab_size - 1`.
-        dim: Width of the ids' embeddings; None takes `hidden`.
+        in_features: Numbers per time step, if rows are (time, in_features) numbers. Give this or
+            `vocab_size`.
+        vocab_size: Number of token ids, if rows are ids from 0 to `vocab_size - 1`.
+        dim: Width of the embeddings of ids; None means `hidden`.
         depth: Number of layers.
         kind: A name in `CELLS`.
-        pool: Input of the head: the outputs at a row's "last" time step, or their "mean", without padding.
-        dropout: Dropout probability on the outputs of all layers but the last.
-        padding_id: Token id of padding at the end of rows; a mask given to `forward` replaces it.
+        pool: What the head gets of the outputs: "last" for the last time step of the row, or "mean" for the
+            mean over time steps. Padding is left out.
+        dropout: Dropout probability on the outputs of every layer except the last.
+        padding_id: Token id that pads the end of rows. Not used if `forward` gets a mask.
 
     Raises:
-        ValueError: If an argument is out of range, or not exactly one of `in_features` and `vocab_size` is
-            given.
+        ValueError: If an argument is out of range, or if both or neither of `in_features` and `vocab_size`
+            are given.
     """
 
     def __init__(
@@ -99,8 +101,8 @@ class Recurrent(nn.Module):
         """Maps (batch, time, in_features) numbers or (batch, time) ids to (batch, out_features).
 
         Args:
-            mask: (batch, time), 0 for padding at a row's end; None uses `padding_id`. The head sees zeros for
-                a row of padding alone.
+            mask: (batch, time), 0 for padding at a row's end. If it is None, `padding_id` marks the padding.
+                If a row is nothing but padding, the head gets zeros.
         """
         y, real = self._vectors(x, mask)
         for layer in self.layers:
@@ -117,7 +119,7 @@ class Recurrent(nn.Module):
         ]
 
     def _vectors(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Masked:
-        """Returns (batch, time, width), and (batch, time) booleans, False for padding."""
+        """Returns vectors (batch, time, width), and booleans (batch, time) that are False for padding."""
         real = None if mask is None else mask.bool()
         if self.tokens is None:
             return x, real

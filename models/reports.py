@@ -1,4 +1,4 @@
-"""Layers report losses and counts from inside a network, without a change of the network's outputs."""
+"""Lets layers report losses and counts from inside a network, without changing the network's outputs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from torch import nn
 
 
 class CountingLayer(nn.Module):
-    """Base of layers that count something over their rows; `num_counts` is equal on all ranks."""
+    """Base class of layers that count something over their rows; `num_counts` must be equal on all ranks."""
 
     num_counts: int
 
     @staticmethod
     def numbers(totals: Sequence[torch.Tensor]) -> dict[str, float]:
-        """Returns columns of the training history from each layer's counts, (num_counts,), over all rows."""
+        """Returns columns of the training history by name.
+
+        `totals` has one tensor per layer, (num_counts,): the layer's counts, summed over all rows.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class CountingLayerInfo:
-    """A counting layer, which may be on another rank, with its names in the network."""
+    """Describes a counting layer, which may be on another rank; `names` are all its names in the network."""
 
     names: tuple[str, ...]
     num_counts: int
@@ -61,9 +64,10 @@ def collect_reports() -> Iterator[Reports]:
 
 
 def add_loss(rows: torch.Tensor) -> None:
-    """Adds the mean of `rows`, the loss of each row, over the global batch to the training loss.
+    """Adds the mean of `rows` over the global batch to the training loss; `rows` has one loss per row.
 
-    Call it in training mode only. A loss that is not a sum over rows would depend on the number of ranks.
+    Call it in training mode only. The loss must be a sum over rows; otherwise it would depend on the number
+    of ranks.
     """
     reports = _OPEN.get()
     if reports is not None:
@@ -77,7 +81,7 @@ def num_losses() -> int:
 
 
 def add_counts(layer: CountingLayer, counts: torch.Tensor) -> None:
-    """Adds what a layer counted in this pass to the open report; without one it does nothing."""
+    """Adds a layer's counts of this pass to the report that `collect_reports` has open, if there is one."""
     reports = _OPEN.get()
     if reports is not None:
         known = reports.counts.get(layer)

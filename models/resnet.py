@@ -1,6 +1,6 @@
 """Residual networks for small images (He et al. 2016, "Deep Residual Learning", section 4.2).
 
-From the second stage on, the first block halves height and width.
+In every stage except the first, the first block halves height and width.
 """
 
 from __future__ import annotations

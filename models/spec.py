@@ -26,7 +26,7 @@ JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | Non
 
 @dataclass(frozen=True, init=False, repr=False)
 class ModelSpec:
-    """A network by name.
+    """A network, given by its name or import path and the arguments of its class.
 
     >>> spec = ModelSpec("mlp", {"in_features": 4, "hidden": [32], "out_features": 1})
     >>> sum(parameter.numel() for parameter in spec.build().parameters())  # 4 * 32 + 32, then 32 + 1
@@ -37,7 +37,7 @@ class ModelSpec:
         kwargs: Keyword arguments of the class. Tuples become lists, as they would in JSON.
 
     Raises:
-        ValueError: If the target is no known name or import path, or an argument is not JSON.
+        ValueError: If the target is neither a known name nor an import path, or an argument is not JSON.
     """
 
     target: str
@@ -91,10 +91,10 @@ class ModelSpec:
         return cls(fields["target"], fields.get("kwargs"))
 
     def check_apart(self, folder: str) -> None:
-        """Refuses a class that a file in `folder`, the saved stage, may define; imports nothing.
+        """Raises ValueError if the class may come from a file in `folder`, the folder of the saved stage.
 
-        Any folder on `sys.path` is a namespace package, so `model.weights.net` may lead into a folder of
-        data.
+        Nothing is imported. Any folder on `sys.path` can be imported as a namespace package, so a target such
+        as `model.weights.net` might run a file among the saved data.
         """
         if self.target in MODELS:
             return
@@ -146,7 +146,7 @@ def _check_target(target: str) -> None:
 
 
 def _find_module(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
-    """Returns the import spec of a module without importing its packages."""
+    """Returns the import spec of a module, without importing the packages that contain it."""
     if name in sys.modules:
         return sys.modules[name].__spec__
     for finder in sys.meta_path:
@@ -182,7 +182,7 @@ def _import_class(target: str) -> type[nn.Module]:
 
 
 def _to_json_value(value: object, where: str) -> JSON:
-    """Returns a deep copy of `value` in JSON types; errors name its position, `where`."""
+    """Returns a deep copy of `value` in JSON types. Error messages name the value `where`."""
     if value is None or isinstance(value, bool | int | str):
         # The type must match exactly: a str or int subclass (an Enum, numpy.str_) would change its type.
         if value is None or type(value) in (bool, int, str):

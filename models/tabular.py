@@ -15,23 +15,23 @@ from ringspark.models.mlp import dense_trunk, trunk_links
 
 
 def embedding_dim(cardinality: int) -> int:
-    """Returns the embedding width for n categories by fastai's rule of thumb: 1.6 n^0.56, at most 50."""
+    """Returns the embedding width for n categories: fastai's rule of thumb, 1.6 n^0.56, at most 50."""
     return max(1, min(50, round(1.6 * math.pow(cardinality, 0.56))))
 
 
 class TabularNet(nn.Module):
-    """Embeddings of K categorical columns and M numbers, dense blocks, a linear head.
+    """Embeds K categorical columns, joins them with M numbers, and applies dense blocks and a linear head.
 
     Args:
-        cardinalities: Number of indices of each categorical column. Spark's
-            `StringIndexer(handleInvalid="keep")` uses one more than it has labels.
+        cardinalities: Number of indices of each categorical column. For a column of Spark's
+            `StringIndexer(handleInvalid="keep")` this is the number of labels plus 1.
         num_numeric: Numbers per row.
         hidden: Width of each dense block.
         out_features: Outputs per row (logits or values).
-        embedding_dims: Width of each embedding; None takes `embedding_dim`.
+        embedding_dims: Width of each embedding; None means the width that `embedding_dim` returns.
         dropout: Probability of zeroing a hidden unit in training.
-        embedding_dropout: Probability of zeroing an embedded number in training. It helps against columns
-            that nearly identify the row, such as an aircraft's registration.
+        embedding_dropout: Probability of zeroing each number of an embedding in training. It reduces
+            overfitting on a column that nearly identifies the row, such as an aircraft's registration.
         activation: A name in `ringspark.models.mlp.ACTIVATIONS`.
         norm: `"none"`, `"batch"` or `"layer"`, in every dense block.
 
@@ -82,8 +82,8 @@ class TabularNet(nn.Module):
         """Maps (batch, K) indices and (batch, M) numbers to (batch, out_features).
 
         Raises:
-            ValueError: If the number of columns is wrong, or, on the CPU, an index exceeds its column's
-                cardinality.
+            ValueError: If the number of columns is wrong, or if an index exceeds its column's cardinality.
+                Indices are checked on the CPU only.
         """
         out: torch.Tensor = self.head(self.trunk(self._concatenate(categorical, numeric)))
         return out

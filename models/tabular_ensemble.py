@@ -1,7 +1,7 @@
 """A deep ensemble of tabular networks in one module.
 
 Lakshminarayanan, Pritzel and Blundell 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep
-Ensembles". A loss `..._per_member` compares each member with the label.
+Ensembles". Losses with names that end in `_per_member` compare each member with the label.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ class TabularEnsemble(nn.Module):
     """`members` independent networks of class `TabularNet` over the same columns.
 
     Args:
-        members: Number of networks; time and memory grow with it.
+        members: Number of networks. Time and memory are proportional to it.
         cardinalities, num_numeric, hidden, out_features, dropout, embedding_dropout: See `TabularNet`.
     """
 
@@ -49,5 +49,5 @@ class TabularEnsemble(nn.Module):
         return outputs if self.training else outputs.mean(1)
 
     def checkpoint_branches(self) -> Iterable[nn.Module]:
-        """Returns the networks that activation checkpointing treats separately."""
+        """Returns the member networks; activation checkpointing divides each one into segments separately."""
         return self.members

@@ -26,7 +26,7 @@ class Attention(nn.Module):
     """Multi-head self-attention: (batch, seq, dim) -> (batch, seq, dim).
 
     Attributes:
-        head_dim: Width of a head. With tensor parallelism `qkv` and `out` hold only some of the heads.
+        head_dim: Width of a head. With tensor parallelism `qkv` and `out` hold only this rank's heads.
         attend: Attention function; context parallelism replaces it.
     """
 
@@ -40,7 +40,10 @@ class Attention(nn.Module):
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Attends where `mask`, (batch, 1, 1, seq) booleans, is True; everywhere if it is None."""
+        """Attends to the keys for which `mask` is True; to all keys if it is None.
+
+        `mask` is (batch, 1, 1, seq) booleans.
+        """
         # Not `view`, which cannot infer -1 without rows or tokens.
         heads = self.qkv(x).unflatten(-1, (3, -1, self.head_dim))
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (batch, heads, seq, head_dim)
@@ -50,7 +53,7 @@ class Attention(nn.Module):
 
 
 class _AttentionBlock(nn.Module):
-    """Base of blocks: attention, to which a subclass adds a second sublayer on `mlp_norm`."""
+    """Base class of transformer blocks: has the attention sublayer; a subclass adds the second sublayer."""
 
     def __init__(
         self, dim: int, num_heads: int, dropout: float, attention_dropout: float, causal: bool
@@ -80,7 +83,7 @@ class TransformerBlock(_AttentionBlock):
 
 
 class MixtureBlock(_AttentionBlock):
-    """A transformer block with a mixture of experts as its perceptron."""
+    """A transformer block with a mixture of experts in place of the perceptron."""
 
     def __init__(
         self,
@@ -98,12 +101,12 @@ class MixtureBlock(_AttentionBlock):
     def forward(
         self, x: torch.Tensor, mask: torch.Tensor | None = None, tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Maps (batch, seq, dim) to the same.
+        """Maps (batch, seq, dim) to the same shape.
 
         Args:
             mask: See `Attention`.
-            tokens: (batch, seq) booleans of whole rows, False for padding, or the result of `WholeRows.told`;
-                None uses `mask`.
+            tokens: (batch, seq) booleans over all tokens of the rows, False for padding; or the result of
+                `WholeRows.told`. If it is None, `mask` is used.
         """
         if tokens is None and mask is not None:
             tokens = mask[:, 0, 0]
@@ -149,7 +152,10 @@ class _Trunk(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def tensor_plan(self, num_ranks: int) -> dict[str, Any]:
-        """Returns the tensor plan: attention by heads, linear layers in pairs, the embedding by token ids."""
+        """Returns how tensor parallelism shards the layers.
+
+        Attention is sharded by heads, the linear layers in pairs, and the embedding by token ids.
+        """
         heads = next(layer.num_heads for layer in self.modules() if isinstance(layer, Attention))
         if heads % num_ranks:
             raise ValueError(
@@ -172,7 +178,10 @@ class _Trunk(nn.Module):
                 nn.init.normal_(module.weight, std=INIT_STD)
 
     def _features(self, ids: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Maps (batch, seq) ids to (batch, own seq, dim); attends where `tokens`, (batch, seq), is True."""
+        """Maps (batch, seq) ids to (batch, own seq, dim).
+
+        `tokens` is (batch, seq) booleans; attention ignores tokens for which it is False.
+        """
         x = self._embed(ids)
         mask = self.rows.mask(_attention_mask(tokens), ids.shape[1])
         for block in self.blocks:
@@ -209,17 +218,18 @@ class TransformerClassifier(_Trunk):
     Args:
         vocab_size: Number of token ids; ids run from 0 to `vocab_size - 1`.
         max_seq_len: Largest number of tokens per row.
-        dim: Width between the blocks.
+        dim: Width of the embeddings and of each block's input and output.
         depth: Number of blocks.
         num_heads: Number of attention heads; it must divide `dim`.
         out_features: Outputs per row.
-        mlp_dim: Width inside the blocks; None means 4 * dim.
+        mlp_dim: Width of the hidden layer of each block's perceptron; None means 4 * dim.
         dropout: Dropout probability on embeddings and on the output of each sublayer.
         attention_dropout: Dropout probability on attention weights.
-        padding_id: Token id of padding, which attention and the mean ignore. A mask given to `forward`
-            replaces it.
+        padding_id: Token id of padding, which attention and the mean ignore. Not used if `forward` gets a
+            mask.
         experts: Options of `MixtureOfExperts`, such as {"num_experts": 8}. The mixture replaces the
-            perceptron in every second block, or in every n-th with {"every": n}. None: no mixtures.
+            perceptron in every second block; {"every": n} changes this to every n-th block. None means no
+            mixtures.
 
     Raises:
         ValueError: If an argument is out of range, or in `forward` a row is too long.
@@ -254,7 +264,7 @@ class TransformerClassifier(_Trunk):
     def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Maps (batch, seq) token ids to (batch, out_features).
 
-        `mask` is (batch, seq), 0 for padding; None uses `padding_id`.
+        `mask` is (batch, seq), 0 for padding. If it is None, `padding_id` marks the padding.
         """
         tokens = self._real_tokens(ids, mask)
         return self._pooled_head(self._features(ids, tokens), tokens, ids.shape[1])
@@ -263,7 +273,7 @@ class TransformerClassifier(_Trunk):
         return self._links(self._embed_with_mask, "head")
 
     def _real_tokens(self, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns (batch, seq) booleans, False for padding; None if there is none."""
+        """Returns (batch, seq) booleans, False for padding; None without a mask and without `padding_id`."""
         if mask is not None:
             return mask.bool()
         return None if self.padding_id is None else ids != self.padding_id
@@ -285,10 +295,11 @@ def scores(x: torch.Tensor, tokens: nn.Embedding) -> torch.Tensor:
 
 
 class TransformerLM(_Trunk):
-    """A causal decoder: logits of the next token at every position. The head shares the embedding's weights.
+    """A causal decoder that returns logits of the next token at every position.
 
-    The label column is the ids shifted by one, -100 where there is no next token. The outputs are
-    (batch, vocab_size, seq), the order that torch's cross entropy expects.
+    The head shares the embedding's weights. The label column must be the ids shifted by one position, with
+    -100 at positions without a next token. The outputs are (batch, vocab_size, seq), the order that torch's
+    cross entropy expects.
 
     Args:
         vocab_size, max_seq_len, dim, depth, num_heads, mlp_dim, dropout, attention_dropout, experts: See
@@ -352,7 +363,7 @@ class _MaskedBlock:
 
 
 def _attention_mask(tokens: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns a (batch, 1, 1, seq) boolean attention mask for real tokens, (batch, seq)."""
+    """Turns (batch, seq) booleans, True for real tokens, into an attention mask (batch, 1, 1, seq)."""
     if tokens is None:
         return None
     mask = tokens[:, None, None, :]

@@ -1,6 +1,7 @@
 """The interface between a network over tokens and context parallelism.
 
-Context parallelism replaces a network's attribute `rows` and the attribute `attend` of its modules.
+To shard rows over ranks, context parallelism replaces a network's attribute `rows` and the attribute `attend`
+of its modules.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from torch.nn import functional as F
 
 
 class WholeRows:
-    """Rows whose tokens are all on this rank. The methods document sequence-sharded rows too.
+    """Rows that have all their tokens on this rank. Context parallelism overrides the methods.
 
-    Between `pool` and `alike` all ranks of a row compute the same values, so they must draw the same random
-    numbers. `tokens` are (batch, seq) booleans, False for padding; None without padding. `seq` counts all
-    tokens.
+    The methods' docstrings also describe sequence-sharded rows, in which a rank has only some of a row's
+    tokens. Between the calls of `pool` and `alike`, all ranks of a row compute the same values, so they must
+    draw the same random numbers.
+
+    The argument `tokens` is (batch, seq) booleans, False for padding; None if there is no padding. `seq` is
+    the number of all tokens of a row.
     """
 
     is_spread = False
@@ -25,42 +29,45 @@ class WholeRows:
         return x
 
     def embedded(self, table: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        """Embeds this rank's tokens: (batch, own tokens, dim). The first call of a forward pass."""
+        """Embeds this rank's tokens: (batch, own tokens, dim). A forward pass must call this method first."""
         found: torch.Tensor = table(self.own(ids, 1))
         return found
 
     def mask(self, mask: torch.Tensor | None, seq: int) -> torch.Tensor | None:
-        """Returns the mask for `attend`, over all tokens; sequence-sharded rows always have one.
+        """Returns the mask for `attend`, over all tokens. With sequence-sharded rows it is never None.
 
         `mask` is (batch, 1, 1, seq) booleans, False for tokens to ignore.
         """
         return mask
 
     def told(self, tokens: torch.Tensor | None, seq: int) -> torch.Tensor | None:
-        """Returns a tensor from which later links, which see no ids, `read` real tokens and the length."""
+        """Packs `tokens` and `seq` into a tensor for later links, which do not see the ids; see `read`."""
         return tokens
 
     def pool(self, x: torch.Tensor, tokens: torch.Tensor | None, seq: int) -> torch.Tensor:
-        """Returns the mean of `x`, (batch, own tokens, dim), over all tokens: (batch, dim)."""
+        """Returns the mean of `x` over all tokens: (batch, own tokens, dim) -> (batch, dim)."""
         if tokens is None:
             return x.mean(1)
         real = tokens.unsqueeze(-1).to(x.dtype)  # (batch, seq, 1)
         return (x * real).sum(1) / real.sum(1).clamp(min=1)
 
     def alike(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Marks outputs that every rank of a row computed from `pool`, so that their gradients count once."""
+        """Marks outputs that every rank of a row computes alike, so that their gradients count only once.
+
+        Such outputs are computed from the result of `pool`.
+        """
         return outputs
 
     def joined(self, x: torch.Tensor, dim: int, seq: int) -> torch.Tensor:
-        """All-gathers dimension `dim`, which has this rank's tokens, to all `seq` tokens in order."""
+        """All-gathers this rank's tokens along `dim`; returns all `seq` tokens in order."""
         return x
 
 
 def read(known: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor | None, int]:
-    """Returns the real tokens, (batch, seq) booleans or None without padding, and the number of all tokens.
+    """Returns (batch, seq) booleans that are False for padding, and seq, the number of all tokens.
 
-    `known` is a result of `WholeRows.told`; its shape (0, seq) gives only the length. `x` is (batch, own
-    tokens, ...).
+    The booleans are None if there is no padding. `known` is a result of `WholeRows.told`. If its shape is (0,
+    seq), it gives only the number of tokens. `x` is (batch, own tokens, ...).
     """
     if known is None:
         return None, x.shape[1]
@@ -77,7 +84,8 @@ def attend(
 ) -> torch.Tensor:
     """Computes scaled dot-product attention of (batch, heads, seq, head_dim) tensors.
 
-    `mask` is (batch, 1, 1, seq) booleans, False for keys to ignore. `causal` ignores later keys.
+    `mask` is (batch, 1, 1, seq) booleans, False for keys to ignore. If `causal` is True, a query also ignores
+    later keys.
     """
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal

@@ -1,6 +1,6 @@
-"""A mixture of experts: several perceptrons; a few of them compute each token.
+"""A mixture of experts: several perceptrons (experts), of which only a few compute each token.
 
-Expert parallelism shards the first dimension of each parameter, along which the experts are stacked.
+The experts' weights are stacked along the first dimension, which expert parallelism shards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Dispatch = Callable[["Experts", torch.Tensor, list[int]], torch.Tensor]
 
 
 class Experts(nn.Module):
-    """Two-layer perceptrons; each expert's slice of a weight is laid out as in `nn.Linear`."""
+    """Two-layer perceptrons with stacked weights; each expert's slice has the layout of `nn.Linear`."""
 
     def __init__(self, num_experts: int, dim: int, mlp_dim: int) -> None:
         super().__init__()
@@ -48,7 +48,10 @@ class Experts(nn.Module):
             nn.init.uniform_(bias, -bound, bound)
 
     def forward(self, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Maps (rows, dim) to (rows, dim); the first `sizes[0]` rows belong to this rank's first expert."""
+        """Maps (rows, dim) to (rows, dim).
+
+        Rows are ordered by expert: the first `sizes[0]` rows belong to this rank's first expert, and so on.
+        """
         chunks = torch.split(rows, list(sizes))
         # An expert without rows runs too, so its gradient is zeros on any number of ranks.
         return torch.cat([self.run(chunk, own) for chunk, own in zip(chunks, self.each(), strict=True)])
@@ -64,14 +67,16 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(CountingLayer):
-    """A mixture of experts: (batch, seq, dim) -> (batch, seq, dim), to be added to its input.
+    """A mixture of experts: (batch, seq, dim) -> (batch, seq, dim). The caller adds the output to the input.
 
-    In training it adds each row's balance loss and z loss to the network's loss. Evaluation has no noise, and
-    drops tokens like training. A dropped token's output is zeros.
+    In training, it adds each row's balance loss and z loss to the network's loss. In evaluation, the router
+    gets no noise. Both drop tokens that exceed an expert's capacity; the output of a dropped token is zeros.
 
     Attributes:
-        dispatch: Computes rows by experts that may be on other ranks; None if this rank has all experts.
-        rows: See `WholeRows`. With sequence-sharded rows each rank routes all tokens of a row.
+        dispatch: Sends rows to experts on other ranks and returns the experts' outputs. None if this rank has
+            all experts.
+        rows: See `WholeRows`. With sequence-sharded rows, each rank computes the routing of all tokens of a
+            row.
     """
 
     rows = WholeRows()
@@ -99,11 +104,14 @@ class MixtureOfExperts(CountingLayer):
             router: A name in `routing.ROUTERS`.
             capacity_factor: See `routing.CapacityRule`; None drops no token.
             min_capacity: Smallest capacity of an expert per row.
-            balance_weight: Factor of the balance loss.
-            z_weight: Factor of the z loss.
-            jitter: In training the router's input is multiplied by numbers between 1 - jitter and 1 + jitter.
-            random_second: Whether training requests `gshard`'s second choice at random, see `CapacityRule`.
-            causal: Whether routing ignores later tokens of a row. Earlier tokens then get capacity first.
+            balance_weight: Factor of the balance loss in the training loss.
+            z_weight: Factor of the z loss in the training loss.
+            jitter: In training, the router's input is multiplied by random numbers between 1 - jitter and 1 +
+                jitter.
+            random_second: Whether training requests the second choice of `gshard` at random; see
+                `CapacityRule`.
+            causal: Whether the routing of a token must not depend on later tokens of the row. If so, earlier
+                tokens get capacity first.
         """
         super().__init__()
         _check_router(num_experts, router, capacity_factor, causal, random_second)
@@ -128,8 +136,8 @@ class MixtureOfExperts(CountingLayer):
 
         Args:
             x: (batch, own tokens, dim).
-            real: (batch, seq) booleans of whole rows, False for padding, which uses no capacity; or the
-                result of `WholeRows.told`. None without padding.
+            real: (batch, seq) booleans over all tokens of the rows; False for padding, which uses no
+                capacity. Or the result of `WholeRows.told`. None if there is no padding.
         """
         if torch.compiler.is_dynamo_compiling():
             # The number of rows per expert is known only at run time.
@@ -175,7 +183,7 @@ class MixtureOfExperts(CountingLayer):
             return F.linear(x, self.router.weight.to(x.dtype))
 
     def _select_own(self, routing: Routing, seq: int) -> Routing:
-        """Renumbers the assignments of this rank's tokens; all other tokens get no expert."""
+        """Keeps the assignments of this rank's tokens, renumbered; all other tokens get no expert."""
         own = self.rows.own(torch.arange(seq, device=routing.tokens.device), 0)
         places = torch.full((seq,), -1, device=own.device).index_copy(
             0, own, torch.arange(len(own), device=own.device)
@@ -207,7 +215,7 @@ class MixtureOfExperts(CountingLayer):
         return counts
 
     def _compute_all(self, flat: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Computes every token by every expert: the same result, and no shape depends on values."""
+        """Computes every token with every expert: the result is the same, but no shape depends on values."""
         places = routing.tokens * (self.num_experts + 1) + routing.experts
         num_tokens = flat.shape[0]  # not `len`, which would be a constant of an exported program
         factors = routing.weights.new_zeros(num_tokens * (self.num_experts + 1))
@@ -229,12 +237,12 @@ class MixtureOfExperts(CountingLayer):
 
     @staticmethod
     def numbers(totals: Sequence[torch.Tensor]) -> dict[str, float]:
-        """Returns the columns of the history over all mixtures of a network.
+        """Returns columns of the training history, over all mixtures of a network.
 
-        - `dropped_share`: Dropped assignments per requested assignment.
-        - `expert_balance`: Share of the busiest expert times the number of experts, the largest over all
-          mixtures; 1 is even.
-        - `balance_loss`, `z_loss`: Means over rows and mixtures, before their factors.
+        - `dropped_share`: Share of the requested assignments that were dropped.
+        - `expert_balance`: Load of the busiest expert divided by the mean load; 1 is even. The largest
+          value over all mixtures.
+        - `balance_loss`, `z_loss`: Means over rows and mixtures, before multiplication by their weights.
         """
         ends = torch.stack([counts[-5:] for counts in totals]).sum(0)
         asked, dropped, balance, z, rows = ends.tolist()
@@ -275,7 +283,10 @@ def _check_router(
 
 
 def mixture_options(given: Mapping[str, Any], depth: int) -> tuple[int, dict[str, Any]]:
-    """Returns the distance of mixtures, in blocks, and their options, from a network's argument `experts`."""
+    """Splits a network's argument `experts` into `every` and the options of `MixtureOfExperts`.
+
+    If `every` is n, each n-th block has a mixture.
+    """
     if not isinstance(given, Mapping):
         raise ValueError(f"experts must be a dict such as {{'num_experts': 8}}, got {given!r}")
     options = dict(given)

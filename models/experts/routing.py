@@ -1,7 +1,7 @@
-"""Assigns tokens to experts: pure functions on fp32 logits.
+"""Assigns tokens to experts, by pure functions of fp32 logits.
 
-Tokens of one row compete for an expert's capacity, so the result depends neither on the batch nor on the
-number of ranks. Of equal experts or tokens, the first wins.
+Only the tokens of one row compete for an expert's capacity, so the result does not depend on the batch or on
+the number of ranks. If two experts or tokens are equal, the first wins.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityRule:
-    """Number of tokens of a row that an expert takes, and their order.
+    """How many tokens of a row each expert takes, and which tokens come first.
 
     Attributes:
-        capacity_factor: Capacity of all experts together, as a multiple of the assignments that a row's
-            tokens request; None for no limit.
-        min_capacity: Smallest capacity of an expert.
-        in_order: Whether all choices of earlier tokens come first, as a causal network needs. If not, all
-            first choices come first, as in GShard.
-        random_second: Whether a second choice is requested with a probability of twice its weight.
-        chances: Draws numbers from 0 to 1 for random second choices, shaped like its argument.
+        capacity_factor: Capacity of all experts together, divided by the number of assignments that a row's
+            tokens request. None means no limit.
+        min_capacity: Smallest capacity of an expert, in tokens per row.
+        in_order: Whether all choices of an earlier token come before those of later tokens, as a causal
+            network needs. If False, all first choices come before all second choices, as in GShard.
+        random_second: Whether a token requests its second choice at random, with twice the choice's weight as
+            probability.
+        chances: Returns random numbers from 0 to 1 in the shape of its argument; used for random second
+            choices.
     """
 
     capacity_factor: float | None = 1.25
@@ -34,10 +36,10 @@ class CapacityRule:
     chances: Callable[[torch.Tensor], torch.Tensor] = torch.rand_like
 
     def capacity(self, tokens: torch.Tensor, num_experts: int, choices: int) -> torch.Tensor:
-        """Returns max(min_capacity, ceil(choices * tokens / num_experts * capacity_factor)), (batch,).
+        """Returns max(min_capacity, ceil(choices * tokens / num_experts * capacity_factor)) for each row.
 
-        `tokens` is the number of tokens of each row, (batch,) int64; `choices` the experts that a token
-        requests.
+        `tokens` and the result are (batch,) int64: the numbers of tokens and of places per expert. `choices`
+        is the number of experts that a token requests.
         """
         over, under = self._ratio(num_experts, choices)
         return ((tokens * over + under - 1) // under).clamp(min=self.min_capacity)
@@ -59,15 +61,16 @@ class Routing:
     """Assignments of tokens to experts, and statistics of each row.
 
     Attributes:
-        tokens: Index of each token in (batch * seq), (assignments,) int64.
-        experts: Expert of each assignment, (assignments,) int64; `num_experts` if nothing is computed, for
-            padding, second choices that were not requested, and dropped tokens.
-        weights: Factor of the expert's output, (assignments,) fp32, with the gradient of the router.
-        load: Tokens that requested each expert, (batch, num_experts) fp32.
-        asked: Requested assignments, (batch,) fp32; with expert choice, tokens.
-        dropped: Requested assignments beyond the capacity, (batch,) fp32.
-        balance: Switch's balance loss of each row, (batch,) fp32: `num_experts` times the sum over experts of
-            the share of first choices times the mean probability.
+        tokens: Token of each assignment, (assignments,) int64: its index after (batch, seq) is flattened.
+        experts: Expert of each assignment, (assignments,) int64. The value `num_experts` means no expert: for
+            padding, dropped tokens, and second choices that were not requested.
+        weights: Factor for the expert's output, (assignments,) fp32. The router's gradient flows through it.
+        load: Number of tokens that requested each expert, (batch, num_experts) fp32.
+        asked: Number of requested assignments, (batch,) fp32. With expert choice, the number of tokens.
+        dropped: Number of requested assignments beyond the capacity, (batch,) fp32. With expert choice, the
+            number of tokens that no expert took.
+        balance: Balance loss of the Switch paper for each row, (batch,) fp32. It is `num_experts` times a sum
+            over experts: the share of tokens with this expert as first choice, times its mean probability.
     """
 
     tokens: torch.Tensor
@@ -83,7 +86,7 @@ Router = Callable[[torch.Tensor, torch.Tensor, CapacityRule], Routing]
 
 
 def switch(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule) -> Routing:
-    """Each token requests its best expert (Fedus et al. 2021, "Switch Transformers").
+    """Lets each token request its best expert (Fedus et al. 2021, "Switch Transformers").
 
     Args:
         logits: (batch, seq, num_experts) fp32.
@@ -93,14 +96,17 @@ def switch(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule) -> Rout
 
 
 def gshard(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule) -> Routing:
-    """Each token requests its two best experts (Lepikhin et al. 2020, "GShard"). Arguments as in `switch`."""
+    """Lets each token request its two best experts (Lepikhin et al. 2020, "GShard").
+
+    Takes the arguments of `switch`.
+    """
     return _tokens_choose(logits, real, rule, 2)
 
 
 def expert_choice(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule) -> Routing:
-    """Each expert takes the tokens of a row with the highest probabilities (Zhou et al. 2022).
+    """Lets each expert take the tokens of a row with the highest probabilities (Zhou et al. 2022).
 
-    A token may have several experts, or none. The load is even, so the balance loss is 0.
+    A token may get several experts, or none. The load is even, so the balance loss is 0.
     """
     batch, seq, num_experts = logits.shape
     probabilities = logits.softmax(-1)
@@ -131,9 +137,9 @@ ROUTERS: dict[str, Router] = {"switch": switch, "gshard": gshard, "expert_choice
 
 
 def z_loss(logits: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Returns each row's mean of the squared log-sum-exp of its tokens' logits, (batch,).
+    """Returns the z loss per row, (batch,): the mean of the squared log-sum-exp of its tokens' logits.
 
-    Zoph et al. 2022, "ST-MoE": large logits round badly.
+    It keeps logits small, because large logits have large rounding errors (Zoph et al. 2022, "ST-MoE").
     """
     return _mean(logits.logsumexp(-1).square(), real)
 
@@ -185,18 +191,18 @@ def _best(probabilities: torch.Tensor, choices: int) -> torch.Tensor:
 
 
 def _queue(values: torch.Tensor, in_order: bool) -> torch.Tensor:
-    """Flattens (batch, seq, choices) in the order in which capacity is given."""
+    """Flattens (batch, seq, choices) to (batch, seq * choices), in the order of claims to capacity."""
     return (values if in_order else values.transpose(1, 2)).flatten(1)
 
 
 def _row_starts(logits: torch.Tensor) -> torch.Tensor:
-    """Returns the index of each row's first token in (batch * seq), (batch, 1, 1)."""
+    """Returns, as (batch, 1, 1), the index of each row's first token after (batch, seq) is flattened."""
     batch, seq, _ = logits.shape
     return (torch.arange(batch, device=logits.device) * seq)[:, None, None]
 
 
 def _mean(values: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Returns the mean of (batch, seq, ...) over each row's tokens, (batch, ...); 0 without tokens."""
+    """Returns the mean of `values`, (batch, seq, ...), over a row's real tokens; 0 if there are none."""
     weights = real.to(values.dtype)
     if values.dim() > 2:
         weights = weights[..., None]

@@ -1,8 +1,8 @@
 """Activation checkpointing: drops activations in the forward pass, and recomputes them in the backward pass.
 
-Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost": only the inputs of about sqrt(n) segments
-of n blocks are stored. Only the instance attribute `forward` of the chosen modules is replaced, so types,
-state-dict keys and hooks stay. On the CPU results are bitwise the same.
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost": n blocks are divided into about sqrt(n)
+segments, and only the input of each segment is stored. Only the instance attribute `forward` of the chosen
+modules is replaced, so types, state-dict keys and hooks stay. On the CPU results are bitwise the same.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ def apply_activation_checkpoint(net: Net, policy: str | int | Sequence[str]) -> 
     """Changes `net` in place so that the backward pass recomputes some activations, and returns it.
 
     Args:
-        net: The network. Its chain is the `nn.Sequential` or `nn.ModuleList` with the most blocks, including
-            the network itself; the outermost if several have as many. A block is an item with parameters; in
-            a list it must have several layers. Tensors that a loop makes between two blocks are kept.
-        policy: `"none"`; `"all"` recomputes every block separately; `"sqrt"` or a number from 2 divides the
-            chain into that many segments of consecutive blocks, of which the last keeps its activations,
-            because the backward pass starts with it; names of submodules to recompute.
+        net: The network. Its chain is the `nn.Sequential` or `nn.ModuleList` with the most blocks, which may
+            be the network itself; of equally long ones, the outermost. A block is an item that has
+            parameters; in a list it must also have several layers. If the network's loop over a list makes
+            tensors between two blocks, these tensors are kept.
+        policy: `"none"`; `"all"` recomputes every block separately; a number from 2 divides the chain into
+            that many segments of consecutive blocks; `"sqrt"` chooses the number; a list names the submodules
+            to recompute. The last segment keeps its activations, because the backward pass starts with it.
 
     Raises:
-        ValueError: If the policy is unknown, there is no chain, or a policy was applied before.
+        ValueError: If the policy is unknown, if there is no chain, or if a policy was already applied.
     """
     if policy == "none":
         return net
@@ -70,9 +71,10 @@ def block_names(net: nn.Module) -> list[str]:
 
 
 def compile_segments(net: nn.Module, mode: str | None) -> bool:
-    """Compiles every recomputed module by torch.compile; returns whether there is one.
+    """Compiles every recomputed module with torch.compile; returns whether there is one.
 
-    A module with recomputed submodules is not compiled, because a segment must see their calls.
+    A module that contains recomputed submodules is not compiled: compiled code would bypass the Python calls
+    of the submodules, in which recomputation is set up.
     """
     forwards = [vars(module).get("forward") for module in net.modules()]
     recomputed = [forward for forward in forwards if isinstance(forward, _Recompute)]
@@ -84,7 +86,7 @@ def compile_segments(net: nn.Module, mode: str | None) -> bool:
 
 
 def segment_bounds(num_blocks: int, num_segments: int) -> list[tuple[int, int]]:
-    """Divides a chain into segments of nearly equal length; longer segments come first."""
+    """Returns (start, stop) of segments of nearly equal length; the longer segments come first."""
     size, extra = divmod(num_blocks, num_segments)
     starts = [i * size + min(i, extra) for i in range(num_segments + 1)]
     return list(itertools.pairwise(starts))
@@ -184,9 +186,9 @@ class _Pass:
         self._segment: Segment | None = None
 
     def segment_of(self, module: nn.Module, places: Sequence[int | None]) -> Segment | None:
-        """Returns the segment of a call of `module`; None in the last segment, which keeps everything.
+        """Returns the segment of a call of `module`; None for the last segment, which keeps everything.
 
-        Several occurrences of a module in the chain are assumed to be called in this order.
+        If the module occurs several times in the chain, its calls are assumed to come in the chain's order.
         """
         place = places[self._calls[id(module)] % len(places)]
         self._calls[id(module)] += 1
@@ -216,7 +218,7 @@ class _ReplacedForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """Forward without recomputation, for `inspect.signature`."""
+        """The forward function without recomputation; `inspect.signature` reads it."""
         return self.plain_forward()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -237,8 +239,8 @@ class _MarkPass(_ReplacedForward):
 class _Recompute(_ReplacedForward):
     """Recomputes the module's calls, separately or with the other calls of a segment.
 
-    `places` has the segment number of each occurrence of the module in the chain; None for the last segment.
-    It is empty if each call is recomputed separately.
+    `places` has one entry for each occurrence of the module in the chain: the segment's number, or None for
+    the last segment. If it is empty, each call is recomputed separately.
     """
 
     def __init__(self, module: nn.Module, places: Sequence[int | None] = ()) -> None:

@@ -1,4 +1,4 @@
-"""States of all random generators, so that a rerun of a forward pass draws the same numbers."""
+"""Saves and restores all random generators, so that a rerun of a forward pass draws the same numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Cuda = dict[torch.device, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class RandomState:
-    """States of the generators of `random`, NumPy and torch; None for a generator that needs no restoring."""
+    """States of the generators of `random`, NumPy and torch.
+
+    None means that the state need not be restored.
+    """
 
     python: tuple[Any, ...] | None
     numpy: tuple[Any, ...] | None
@@ -25,7 +28,7 @@ class RandomState:
     cuda: Cuda | None
 
     def since(self, other: RandomState | None) -> RandomState:
-        """Returns this state without the states that are the same object in `other`."""
+        """Returns this state; a generator's state is None if `other` holds the same object for it."""
         if other is None:
             return self
         names = ("python", "numpy", "cpu", "cuda")
@@ -73,7 +76,10 @@ def keep_random_state(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def _torch_state(devices: Iterable[torch.device], last: RandomState | None) -> tuple[torch.Tensor, Cuda]:
-    """Returns the state of torch's generators; the objects of `last` if it has not changed."""
+    """Returns the states of torch's generators.
+
+    Returns the same objects as in `last` if nothing has changed.
+    """
     cpu, cuda = torch.get_rng_state(), {device: torch.cuda.get_rng_state(device) for device in devices}
     if last is not None and last.cpu is not None and _same_tensors(last.cpu, cpu):
         cpu = last.cpu
@@ -83,11 +89,11 @@ def _torch_state(devices: Iterable[torch.device], last: RandomState | None) -> t
 
 
 def _numpy_state() -> tuple[Any, ...]:
-    """Returns NumPy's state; the same object if it has not changed.
+    """Returns NumPy's state. Returns the same object as before if nothing has changed.
 
-    NumPy takes some 100 us to copy its state, so the raw memory is compared first. The memory does not show
-    whether the second of a pair of normal numbers is cached, so a state with a cached number is always
-    copied.
+    Copying NumPy's state takes some 100 us, so the raw memory is compared first. NumPy draws normal numbers
+    in pairs and caches the second one, which the raw memory does not show. A state with a cached number is
+    therefore always copied.
     """
     global _latest_numpy_bytes
     generator = np.random.mtrand.get_bit_generator()

@@ -1,10 +1,11 @@
-"""A segment: calls of modules that keep only their inputs, and run again in the backward pass.
+"""A segment: a group of module calls that stores only its inputs, and runs again in the backward pass.
 
-As in `torch.utils.checkpoint` (non-reentrant), a rerun only supplies the saved tensors of the forward pass's
-autograd graph, so the network's own code between two calls is not run again. Every argument from outside the
-segment is kept through autograd, so that outer hooks (offload, compression) see it and a change in place
-raises. Nothing in the graph refers to a later part of it, so a graph without a backward pass is freed at
-once.
+As in `torch.utils.checkpoint` (non-reentrant), a rerun only computes again the tensors that the forward pass
+saved for its autograd graph. The network's own code between two calls is not run again.
+
+Autograd saves every argument that comes from outside the segment. Outer hooks (offload, compression)
+therefore see it, and a change in place raises an error. No node refers to a later node of the graph, so a
+graph that is never used for a backward pass is freed at once.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ Values = dict[Key, torch.Tensor]
 
 
 class MovingBuffers:
-    """Learns which buffers a module's forward pass changes, and copies only these before each pass.
+    """Learns which buffers a module's forward pass changes, and copies only these buffers before each pass.
 
-    Autograd's version counter shows a change. Batch normalization does not increase it, but in training it
-    does not read its buffers, so a rerun needs no copies.
+    A change shows in autograd's version counter. Batch normalization changes its buffers without increasing
+    the counter. In training it does not read them, so a rerun needs no copies of them.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class MovingBuffers:
 
     @contextlib.contextmanager
     def record(self, module: nn.Module) -> Iterator[Values]:
-        """Wraps a forward pass; the yielded dict holds the old values of changed buffers at the end."""
+        """Context of a forward pass; at its end, the yielded dict has the old values of changed buffers."""
         recorded: Values = {}
         before = _buffers(module)
         versions = {key: buffer._version for key, buffer in before.items()}
@@ -61,9 +62,9 @@ class MovingBuffers:
 
 @contextlib.contextmanager
 def replace_buffers(module: nn.Module, recorded: Values) -> Iterator[None]:
-    """Wraps a rerun: replaces all buffers by copies of their recorded or else their present values.
+    """Context of a rerun: replaces each buffer by a copy of its recorded or else its present value.
 
-    Writing in place would fail autograd's version check on saved tensors.
+    The buffers are replaced, because writing into them would fail autograd's version check on saved tensors.
     """
     kept = [(path, owner, dict(owner._buffers)) for path, owner in module.named_modules() if owner._buffers]
     for path, owner, buffers in kept:
@@ -89,7 +90,7 @@ def _buffers(module: nn.Module) -> Values:
 
 @dataclass(frozen=True)
 class _Slot:
-    """Placeholder of a tensor among the arguments of a call."""
+    """Placeholder for a tensor among the arguments of a call."""
 
     number: int
 
@@ -99,10 +100,11 @@ class _Call:
     """A recorded call of a module.
 
     Attributes:
-        arguments: Leaves of (args, kwargs), with slots for tensors.
-        random: Generator states before the call, without states that the previous call left.
-        autocast: (device type, enabled, dtype) for each device type.
-        outputs: Slot of each leaf of the return value; None for a leaf that is not a tensor.
+        arguments: Flattened (args, kwargs), with a slot in place of each tensor.
+        random: States of the random generators before the call. A state is None if it is the state at the end
+            of the previous call.
+        autocast: (device type, enabled, dtype) of autocast for each device type.
+        outputs: Slot number of each leaf of the return value; None for a leaf that is not a tensor.
     """
 
     module: nn.Module
@@ -116,7 +118,7 @@ class _Call:
 
 
 class _Holder:
-    """Placeholder of a saved tensor in the graph."""
+    """Placeholder in the autograd graph for a saved tensor."""
 
     __slots__ = ("__weakref__", "segment", "value")
 
@@ -237,7 +239,7 @@ _AGAIN: ContextVar[tuple[nn.Module, Forward] | None] = ContextVar("_AGAIN", defa
 
 
 def take_rerun(module: nn.Module) -> Forward | None:
-    """Returns the function that the forward of `module` must call in a rerun; None if this is no rerun."""
+    """Returns the function that `module`'s forward must call if this is a rerun; otherwise None."""
     pending = _AGAIN.get()
     if pending is None or pending[0] is not module:
         return None
@@ -254,11 +256,11 @@ def _unpack(holder: _Holder) -> torch.Tensor:
 
 
 class _AllRefilled(Exception):  # noqa: N818
-    """Ends a rerun after the last saved tensor; the rest of the module need not run."""
+    """Ends a rerun once all saved tensors are recomputed, because the rest of the module need not run."""
 
 
 class _Refill:
-    """Puts the tensors that a rerun saves into the holders that the first forward pass left, in order."""
+    """Fills the placeholders of the first forward pass, in order, with the tensors that a rerun saves."""
 
     def __init__(self, holders: Sequence[weakref.ref[_Holder]], saved: Sequence[tuple[Any, ...]]) -> None:
         self._holders = list(holders)
@@ -297,7 +299,7 @@ class _Refill:
 
 
 class _Keep(torch.autograd.Function):
-    """Saves a tensor like an operation, so that outer hooks and the version check see it."""
+    """Saves a tensor for backward, as an operation does, so that outer hooks and the version check see it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -308,7 +310,8 @@ class _Keep(torch.autograd.Function):
 def _keep(tensor: torch.Tensor) -> torch.Tensor:
     """Returns an empty tensor whose `grad_fn` saves `tensor`.
 
-    Before torch 2.13, a node frees its saved tensors once no tensor refers to it, even if Python still does.
+    Before torch 2.13, a node frees its saved tensors once no tensor refers to the node, even if a Python
+    variable still does. The caller therefore keeps this tensor.
     """
     # Detached: otherwise the segment and the graph between its calls would refer to each other.
     anchor = torch.empty(0, requires_grad=True)
