@@ -1,1 +1,4 @@
-"""Techniques that few trainings use; the registries of the core name them by their import paths."""
+"""Techniques that few trainings use.
+
+The core's registries name them by import path, so they are imported on use.
+"""

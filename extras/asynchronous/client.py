@@ -1,4 +1,4 @@
-"""A worker's connections to all servers: push and pull by the index of a parameter.
+"""A worker's connections to all parameter servers; pushes and pulls name a parameter by its index.
 
 client.push(index, gradient)      # in the current step
 client.tick()                     # ends the step
@@ -20,11 +20,11 @@ _NOT_SENT = ("params", "initial_lr", "foreach", "fused", "capturable", "differen
 
 
 class ParameterClient:
-    """One worker's connections to all servers, which are in rank order.
+    """One worker's connections to all servers, in the order of the servers' ranks.
 
     Attributes:
-        clock: Number of steps that this worker has ended.
-        progress: Called at each step of a worker for which this one waits.
+        clock: Number of steps that this worker has finished.
+        progress: Function called at each step of a worker that this worker waits for.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class ParameterClient:
         """Stores its arguments.
 
         Args:
-            pieces: For each server, its slices by the parameter's index, in its own order.
-            optimizer: Its group settings, such as the learning rate, travel with each push.
+            pieces: For each server, the slices that it holds, by the parameter's index.
+            optimizer: Each push sends its group settings, such as the learning rate.
             bound: See `Asynchronous.bound`.
         """
         self.clock = 0
@@ -69,12 +69,12 @@ class ParameterClient:
         self.push_step({})
 
     def push_step(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Sends all gradients of a step, and ends the step."""
+        """Sends all gradients of a step and ends the step."""
         self._send(gradients, ends_step=True)
         self.clock += 1
 
     def pull_all(self, bound: int | None) -> None:
-        """Overwrites the worker's parameters with their current values; waits like `pull`."""
+        """Overwrites the worker's parameters with the servers' current values; waits like `pull`."""
         self._read(None, bound, dict(enumerate(self._parameters)))
 
     def await_all(self) -> None:

@@ -1,8 +1,9 @@
 """Hogwild: the ranks of one host train the same weights in shared memory, without a lock.
 
-Recht et al. 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent". Two ranks
-that write one element at the same time may lose an update. A step uses the mean gradient of the rank's own
-rows, with the rate divided by the number of ranks. Servers without parameters keep the ranks' clocks.
+Recht et al. 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent". If two ranks
+write the same element at the same time, one update may be lost. A rank's step uses the mean gradient of its
+own rows, and the learning rate is divided by the number of ranks. The servers hold no parameters here; they
+only count each rank's steps.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ class HogwildStrategy:
 
 
 def share_memory(parameters: Sequence[nn.Parameter], collective: Collective, timeout_seconds: float) -> None:
-    """Moves equal parameters to memory that all ranks map, until they leave. Runs on every rank.
+    """Moves parameters to memory that all ranks share, until they leave the training. Runs on every rank.
 
-    The memory is in no file system, so a killed rank leaves no file. Every rank raises ValueError if one
-    cannot map it.
+    The parameters must be equal on all ranks. The memory belongs to no file system, so a killed rank leaves
+    no file. If a rank cannot map the memory, every rank raises ValueError.
     """
     starts, end = [], _ALIGNMENT
     for parameter in parameters:
@@ -104,7 +105,7 @@ def share_memory(parameters: Sequence[nn.Parameter], collective: Collective, tim
 
 
 def _open_memory(num_bytes: int, collective: Collective, timeout_seconds: float) -> mmap.mmap | None:
-    """Returns memory that rank 0 makes and sends to the other ranks; None on failure."""
+    """Returns memory that rank 0 creates and shares with the other ranks; None on failure."""
     with ExitStack() as stack:
         memory: mmap.mmap | None = None
         descriptor, door, link = -1, None, None

@@ -1,4 +1,4 @@
-"""A worker's connection to one server: a call for its own server, a socket for other servers."""
+"""A worker's connection to one server: function calls to its own server, sockets to other servers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Question = dict[str, Any]
 
 
 class ServerLink(Protocol):
-    """A connection to one server; raises `CollectiveError` if the training has lost a worker."""
+    """A connection to one server. Its methods raise `CollectiveError` if the training has lost a worker."""
 
     def push(self, gradients: Gradients, groups: Groups, *, ends_step: bool) -> int:
         """Sends gradients; returns the bytes sent."""
 
     def ask(self, indices: Sequence[int] | None, clock: int, bound: int | None) -> None:
-        """Starts a pull."""
+        """Starts to pull parameters."""
 
     def answer(self, progress: Callable[[], None]) -> list[torch.Tensor]:
-        """Waits for the values of the pull."""
+        """Waits for the values of the pull that `ask` started, and returns them."""
 
     def close(self) -> None: ...
 
@@ -66,7 +66,7 @@ class RemoteLink:
 
     Args:
         address: Host and port of the server of rank `server`.
-        like: Number of elements and dtype of its slices, by the parameter's index.
+        like: Number of elements and dtype of each slice on that server, by the parameter's index.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""A parameter server whose shards run in the workers: every rank is a worker and serves its shard.
+"""A parameter server that is sharded over the workers: every rank trains, and serves one shard.
 
-Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server". With a bound of 0 all copies
-of the weights are equal after each step; otherwise they differ until `settle`.
+Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server". With a staleness bound of 0,
+all workers have the same weights after each step. Otherwise their weights differ until `settle`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TOKEN_BYTES = 32
 
 
 class ParameterServerStrategy:
-    """Deals the parameters out to servers on all ranks."""
+    """Assigns each rank a shard of the parameters, which the rank serves to all workers."""
 
     takes_sparse = False
 
@@ -109,7 +109,10 @@ class ServedSync(GradientSync):
         client: ParameterClient,
         collective: Collective,
     ) -> None:
-        """Stores its arguments; only the group settings of the optimizer `settings` are used."""
+        """Stores its arguments.
+
+        The optimizer `settings` takes no steps; it only holds the settings that are sent.
+        """
         super().__init__(network, settings)
         self.client = client
         self.table = table
@@ -142,7 +145,7 @@ class ServedSync(GradientSync):
         return {i: flatten_memory(parameters[i].data)[p.start : p.stop].clone() for i, p in own.items()}
 
     def _send_changes(self) -> None:
-        """Sends this rank's server the changes that callbacks made since the last read."""
+        """Hands this rank's server the changes that callbacks made to its slices since the last read."""
         now = self._copy_own()
         changed = {i: (before, now[i]) for i, before in self._read.items() if not before.equal(now[i])}
         if changed:

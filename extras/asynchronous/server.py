@@ -1,7 +1,7 @@
 """Serves one rank's table to the other workers, in threads of the rank's process.
 
-Each worker has one connection, so a pull sees its earlier pushes. A peer that does not know the run's token
-is disconnected. A worker whose connection ends has left.
+Each worker has one connection, so a pull sees the worker's own earlier pushes. A peer that does not know the
+run's token is disconnected. When a connection ends, its worker counts as gone.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class ShardServer:
 
     Args:
         host: Address to bind to.
-        token: Secret of the workers of this training.
-        rank: The worker in this process, which uses the table directly.
+        token: Secret that the workers of this training share.
+        rank: Rank of the worker in this process, which uses the table directly.
     """
 
     def __init__(self, table: ParameterTable, host: str, token: bytes, rank: int, size: int) -> None:
@@ -108,7 +108,11 @@ class ShardServer:
         self._close_port()
 
     def _has_room(self) -> bool:
-        """Disconnects the oldest peer without a proof, after `CROWDED_SECONDS`, if there is no room."""
+        """Returns whether there is room for another connection.
+
+        If there is none, it disconnects the oldest peer that has not proved that it knows the token, once the
+        peer has been connected for `CROWDED_SECONDS`.
+        """
         if len(self._unproved) + len(self._workers) < len(self._expected) + MAX_STRANGERS:
             return True
         oldest, since = next(iter(self._unproved.items()))

@@ -1,11 +1,13 @@
 """One server's shard of the parameters, its optimizer, and the workers' clocks. Thread-safe.
 
-With a staleness bound of 0 the pushes of all workers are summed in rank order and applied as one step, which
-equals training with the sum of the gradients, bitwise. Otherwise each push, the mean gradient of the worker's
-rows, is applied on arrival as its own step, and the learning rate is divided by the number of workers.
+With a staleness bound of 0, the pushes of all workers are summed in rank order and applied as one step. This
+is bitwise equal to training with the sum of the gradients. With another bound, each push is applied as a step
+of its own when it arrives. A push then holds the mean gradient of the worker's rows, and the learning rate is
+divided by the number of workers.
 
-For late gradients the learning rate may also be divided by the staleness: the steps of other workers since
-the worker's last read (Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning").
+The learning rate of a late gradient may also be divided by its staleness: the number of steps that other
+workers have taken since the worker's last read (Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed
+Deep Learning").
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ class WorkerLeftError(RuntimeError):
 class Clocks:
     """Each worker's number of pushed steps.
 
-    Stale synchronous parallel: a reader at clock c with a bound s may read only if every worker has pushed at
-    least c - s steps. Clocks never decrease, so a worker that has read is at most s steps ahead.
+    Stale synchronous parallel: a worker that has pushed c steps may read only if every worker has pushed at
+    least c - s steps, where s is the bound. A worker is therefore at most s steps ahead when it reads.
     """
 
     def __init__(self, size: int) -> None:
@@ -51,7 +53,7 @@ class Clocks:
         return bound is None or self.slowest >= clock - bound
 
     def towards(self, clock: int) -> int:
-        """Returns a number that grows with each step of a worker towards `clock`."""
+        """Returns a number that grows with each worker's steps until the worker has reached `clock`."""
         return sum(min(pushed, clock) for pushed in self.pushed)
 
     def behind(self, clock: int) -> list[int]:
@@ -65,8 +67,8 @@ class ParameterTable:
     """The slices of parameters that one server holds.
 
     Attributes:
-        staleness: Staleness, in steps of other workers -> number of pushes.
-        failure: Error of the optimizer in a step.
+        staleness: Maps the staleness of a push, in steps of other workers, to the number of such pushes.
+        failure: Error that the optimizer raised in a step, or None.
     """
 
     def __init__(
@@ -80,9 +82,10 @@ class ParameterTable:
         """Stores the slices.
 
         Args:
-            held: The optimizer's 1-D slice of each parameter on this server, by index.
-            optimizer: Optimizer of the slices; None for a table that only keeps clocks.
-            timeout_seconds: The longest wait for a worker that takes no step.
+            held: The slice of each parameter that this server holds and its optimizer updates, 1-D, by the
+                parameter's index.
+            optimizer: Updates the slices; None for a table that only counts steps.
+            timeout_seconds: How long to wait for a worker that takes no step.
         """
         self.held = dict(held)
         self.clocks = Clocks(size)
@@ -100,7 +103,7 @@ class ParameterTable:
         self._moves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def push(self, worker: int, gradients: Gradients, groups: Groups, *, ends_step: bool) -> None:
-        """Takes a worker's gradients of its current step, without parameters that have none."""
+        """Takes a worker's gradients of its current step. Parameters without a gradient are left out."""
         with self._changed:
             if self._sync.in_step:
                 self._keep(worker, gradients, groups)
@@ -129,7 +132,7 @@ class ParameterTable:
         Args:
             indices: Parameters to read; None for all.
             clock: Number of steps that the reader has pushed.
-            progress: Called at each step of a worker for which this call waits.
+            progress: Function called at each step of a worker that this call waits for.
         """
         while True:
             with self._changed:
@@ -154,9 +157,10 @@ class ParameterTable:
                 self.held[index].copy_(value)
 
     def move(self, changes: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Applies a callback's changes, index -> (values when they were read, values now).
+        """Applies a callback's changes: parameter index -> (values when they were read, values now).
 
-        With staleness 0 the next step applies them, because a slow worker may still read the current values.
+        With staleness 0 the changes wait for the next step, because a slow worker may still have to read the
+        current values.
         """
         with self._changed:
             self._moves = dict(changes)
@@ -210,7 +214,7 @@ class ParameterTable:
                 self._step(sums, of_clock[min(of_clock)][1], 1.0)
 
     def _step(self, gradients: Gradients, groups: Groups, rate_share: float) -> None:
-        """Takes a step of the optimizer; parameters without a gradient do not change."""
+        """Takes an optimizer step; parameters without a gradient do not change."""
         assert self._optimizer is not None
         for index, tensor in self.held.items():
             gradient = gradients.get(index)

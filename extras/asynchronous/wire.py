@@ -1,7 +1,10 @@
-"""Messages between a worker and a server: type (1 byte), lengths of header (4) and payload (8), then both.
+"""Messages between a worker and a server.
 
-The header is JSON and the payload tensors as bytes, so nothing is unpickled. The peers have authenticated
-before.
+A message is its type (1 byte), the length of its header (4 bytes), the length of its payload (8 bytes), the
+header and the payload.
+
+The header is JSON, and the payload is the bytes of tensors, so nothing is unpickled. Peers authenticate
+before the first message.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ _ALIGNMENT = 16
 def send(
     connection: socket.socket, kind: int, header: dict[str, Any], tensors: Sequence[torch.Tensor] = ()
 ) -> int:
-    """Sends one message with 1-D tensors on the CPU; returns the bytes of its payload."""
+    """Sends one message with 1-D CPU tensors as its payload; returns the payload's number of bytes."""
     text = json.dumps(header).encode()
     ends = _ends([tensor.nbytes for tensor in tensors])
     total = ends[-1] if ends else 0
@@ -40,7 +43,10 @@ def send(
 
 
 def receive(connection: socket.socket, most_bytes: int) -> tuple[int, dict[str, Any], torch.Tensor]:
-    """Returns type, header and payload, 1-D bytes, of the next message of at most `most_bytes`."""
+    """Reads the next message; returns its type, header and payload (1-D uint8).
+
+    Raises ConnectionError if the payload is longer than `most_bytes`.
+    """
     kind, header_bytes, payload_bytes = _HEAD.unpack(_read(connection, _HEAD.size).numpy().tobytes())
     if header_bytes > _MAX_HEADER_BYTES or payload_bytes > most_bytes:
         raise ConnectionError(
@@ -55,7 +61,7 @@ def receive(connection: socket.socket, most_bytes: int) -> tuple[int, dict[str, 
 
 
 def split_payload(payload: torch.Tensor, like: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-    """Returns the tensors of a payload, as views; `like` has each tensor's number of elements and dtype."""
+    """Splits a payload into tensors without a copy; `like` has each tensor's number of elements and dtype."""
     sizes = [number * dtype.itemsize for number, dtype in like]
     ends = _ends(sizes)
     expected = ends[-1] if ends else 0

@@ -1,7 +1,8 @@
-"""GradiVeQ: principal components of gradients, which can be all-reduced (Yu et al. 2018).
+"""GradiVeQ: all-reduces only some principal components of the gradients (Yu et al. 2018).
 
-Slices of one tensor's gradient vary together. In a few steps gradients are sent whole, which shows the
-directions along which the slices vary most. Later only components along these directions are all-reduced.
+Slices of one tensor's gradient are correlated. In a few sampling steps, gradients are all-reduced
+uncompressed, which shows the directions along which the slices vary most. In the following steps, only the
+components along these directions are all-reduced.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from ringspark.extras.compressors.packing import in_buckets
 
 
 class GradiVeQCompressor(Compressor):
-    """Sends `components` numbers for each slice, except in the steps that look for the directions.
+    """Sends `components` numbers per slice; sends whole slices in the steps that determine the directions.
 
-    Rank 0 broadcasts the directions, because other processors may round differently.
+    Rank 0 broadcasts the directions, because the ranks' processors may round differently.
     """
 
     def __init__(self, shapes: list[torch.Size], seed: int, options: GradiVeQ) -> None:

@@ -1,4 +1,4 @@
-"""Splits numbers into buckets, and packs codes of a few bits into bytes."""
+"""Splits numbers into buckets, and packs codes of a few bits each into bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def in_buckets(values: torch.Tensor, bucket: int) -> torch.Tensor:
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Packs integers of `bits` bits, (elements,) of uint8, into bytes, from the lowest bits on."""
+    """Packs uint8 integers, each below 2^bits, into bytes; the first one goes into the lowest bits."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     return (codes.view(-1, 8 // bits) << shifts).sum(1, dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""QSGD: a few levels per number, with unbiased random rounding (Alistarh et al. 2017)."""
+"""QSGD: rounds each number at random to one of a few levels; unbiased (Alistarh et al. 2017)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BUCKET = 512
 
 
 class _Levels:
-    """2 s + 1 levels from -s to s, scaled by the bucket's largest magnitude."""
+    """Codes numbers as 2 s + 1 levels from -s to s, scaled by the largest magnitude in the bucket."""
 
     def __init__(self, bits: int) -> None:
         self._bits = bits
@@ -44,7 +44,7 @@ class _Levels:
 
 
 class QsgdCompressor(Compressor):
-    """Sends a number as one of 2^bits - 1 levels; unbiased."""
+    """Sends each number as one of 2^bits - 1 levels; unbiased."""
 
     unbiased = True
 

@@ -1,4 +1,4 @@
-"""Random-k: a random subset of elements, equal on all ranks, so that values can be all-reduced."""
+"""Random-k: sends a random subset of elements, the same on all ranks, so the values can be all-reduced."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ringspark.estimators.collectives.compressors.base import Compressor, Sent
 
 
 class RandomKCompressor(Compressor):
-    """A random share of the numbers, at the same places on all ranks (Stich et al. 2018).
+    """Sends a random share of the numbers, from the same positions on all ranks (Stich et al. 2018).
 
-    Without feedback, values are divided by the share, which makes them unbiased.
+    Without error feedback, values are divided by the share, which makes them unbiased.
     """
 
     unbiased = True

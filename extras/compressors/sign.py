@@ -1,4 +1,7 @@
-"""Signs: one bit per number, scaled by its bucket's mean magnitude (Karimireddy et al. 2019, "EF-SGD")."""
+"""Signs: sends one bit per number, scaled by the mean magnitude in its bucket (Karimireddy et al.
+
+2019, EF-SGD).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ class _Signs:
 
 
 class SignCompressor(Compressor):
-    """Sends one bit per number. Without feedback it may go the wrong way: it ignores rare large gradients."""
+    """Sends the sign of each number.
+
+    Without error feedback the training may go the wrong way, because rare large gradients lose their size.
+    """
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         random = generator_for(vector)

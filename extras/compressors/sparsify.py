@@ -1,4 +1,7 @@
-"""Random sparsification: the probability to send a number grows with its magnitude (Wangni et al. 2018)."""
+"""Random sparsification: sends a number with a probability that grows with its magnitude (Wangni et al.
+
+2018).
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,10 @@ _ROUNDS = 4
 
 
 class SparsifyCompressor(Compressor):
-    """Sends number g as g / p with probability p = min(1, lambda |g|): unbiased, with the least variance.
+    """Sends a number g as g / p with probability p = min(1, lambda |g|): unbiased, with the least variance.
 
-    With feedback it sends g instead: the residual of g / p may be larger than g, so residuals would grow
-        without
-    bound.
+    With error feedback it sends g itself: the residual of g / p may be larger than g, so the residuals would
+    grow without bound.
     """
 
     unbiased = True
@@ -32,7 +34,7 @@ class SparsifyCompressor(Compressor):
 
 
 def chances_for(vector: torch.Tensor, share: float) -> torch.Tensor:
-    """Returns the probability to send each number, with a mean of about `share`; 0 for zeros."""
+    """Returns each number's probability to be sent, 0 for zeros; the mean is about `share`."""
     sizes = vector.abs()
     largest = sizes.max()
     if not bool(largest > 0):

@@ -1,7 +1,8 @@
-"""Local SGD: every few steps all ranks' weights are replaced by their average.
+"""Local SGD: every few steps, the weights of all ranks are replaced by their average.
 
-Stich 2019, "Local SGD Converges Fast and Communicates Little"; after synchronous steps it is post-local SGD
-(Lin et al. 2020), and with the period "training" one-shot averaging (Zinkevich et al. 2010).
+Stich 2019, "Local SGD Converges Fast and Communicates Little". If synchronous steps come first, this is
+post-local SGD (Lin et al. 2020). If the period is the whole training, it is one-shot averaging (Zinkevich et
+al. 2010).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ringspark.extras.local_sgd.rank_optimizer import average_state
 
 
 class AveragedWeights(LocalSync):
-    """Weights are bitwise equal on all ranks after each synchronization."""
+    """Averages weights; after each synchronization they are bitwise equal on all ranks."""
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, collective: Collective, settings: LocalSGD

@@ -1,8 +1,8 @@
 """Averages a vector over the ranks with 32, 16 or 8 bits per element.
 
-For 16 and 8 bits the elements are scaled by the largest magnitude m of each parameter over all ranks. With n
-ranks, the error of the average is at most m n / 4,096 for fp16, and m / (2 floor(127 / n)) for int8, whose
-sum of n integers must stay within 127. A value that is not finite makes its whole parameter NaN.
+With 16 or 8 bits, the elements of each parameter are divided by m, their largest magnitude over all ranks.
+With n ranks, the error of the average is at most m n / 4,096 for fp16, and m / (2 floor(127 / n)) for int8,
+because the sum of n integers must stay within 127. If a value is not finite, its whole parameter becomes NaN.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def start_average(
     """Starts to average 1-D `values`, which it overwrites, over all ranks. Runs on every rank.
 
     Args:
-        sizes: Number of elements of each parameter, which has its own scale.
-        form: "fp32" (which keeps fp64), "fp16" or "int8".
+        sizes: Number of elements of each parameter in `values`; each parameter has its own scale.
+        form: "fp32", "fp16" or "int8". With "fp32", fp64 values stay fp64.
 
     Returns:
-        A function that waits and returns the average; bitwise equal on all ranks.
+        A function that waits for the average and returns it; the result is bitwise equal on all ranks.
     """
     count = collective.size
     if form == "fp32":
@@ -67,7 +67,7 @@ def start_average(
 
 
 def _as_bytes(values: torch.Tensor, levels: int) -> torch.Tensor:
-    """Maps values from -`levels` to `levels` to integers from 0 to 2 `levels`, four per int32."""
+    """Rounds values from -`levels` to `levels`, adds `levels`, and packs four such bytes into an int32."""
     padded = torch.zeros(-(-len(values) // _PER_INT32) * _PER_INT32, dtype=torch.uint8, device=values.device)
     # A value that is not finite becomes any number here; the scale makes its parameter NaN.
     padded[: len(values)] = values.nan_to_num_(0.0, 0.0, 0.0).round_().add_(levels).to(torch.uint8)

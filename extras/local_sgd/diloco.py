@@ -1,9 +1,11 @@
-"""DiLoCo: the change of the weights in a period is the gradient of an outer optimizer.
+"""DiLoCo: an outer optimizer uses the change of the weights over a period as its gradient.
 
-Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models". Streaming
-(Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"): one of F fragments of the
-parameters synchronizes every H / F steps. Its outer gradient is sent tau steps before it is used. Then each
-rank's weights become alpha * its own + (1 - alpha) * the outer optimizer's.
+Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models".
+
+Streaming (Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"): the parameters are split
+into F fragments, and every H / F steps one fragment synchronizes. Its outer gradient is sent tau steps before
+it is used. Each rank's weights then become alpha * its own weights + (1 - alpha) * the outer optimizer's
+weights.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from ringspark.extras.local_sgd.local_sync import LocalStrategy, LocalSync
 def outer_step(
     start: torch.Tensor, momentum: torch.Tensor, gradient: torch.Tensor, rate: float, decay: float
 ) -> None:
-    """Takes one step of SGD with Nesterov momentum, in place on `start` and `momentum`, all (weights,)."""
+    """Takes one SGD step with Nesterov momentum; changes `start` and `momentum` in place.
+
+    All are (weights,).
+    """
     momentum.mul_(decay).add_(gradient)
     start.sub_(gradient + decay * momentum, alpha=rate)
 
@@ -37,8 +42,9 @@ class Fragment:
     """Parameters that synchronize together, with the state of their outer optimizer.
 
     Attributes:
-        is_settled: Whether the ranks' weights are `start`.
-        pending: Waits for the outer gradient in flight and returns it.
+        is_settled: Whether the weights of all ranks equal `start`.
+        pending: Function that waits for the outer gradient in flight and returns it; None if none is in
+            flight.
     """
 
     weights: FlatWeights
@@ -113,7 +119,10 @@ class OuterSync(LocalSync):
         )
 
     def _receive(self, number: int, alpha: float) -> None:
-        """Takes the outer step of a fragment, unless a resume with other ranks has dropped its gradient."""
+        """Waits for a fragment's outer gradient and takes its outer step.
+
+        Does nothing if no gradient is in flight, as after a resume with another number of ranks.
+        """
         fragment = self._fragments[number]
         if fragment.pending is None:
             return

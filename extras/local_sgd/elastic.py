@@ -1,7 +1,10 @@
-"""Elastic averaging: the ranks and a centre, which is the model, attract each other every few steps.
+"""Elastic averaging: every few steps, the ranks' weights and a central copy move towards each other.
 
-Zhang, Choromanska and LeCun 2015, "Deep learning with Elastic Averaging SGD", synchronous: with d_i = x_i -
-c for rank i's weights x_i and the centre c, x_i becomes x_i - alpha d_i and c becomes c + alpha sum(d_i).
+The central copy is the trained model.
+
+Zhang, Choromanska and LeCun 2015, "Deep learning with Elastic Averaging SGD", in its synchronous form. Rank i
+has weights x_i, the centre is c, and d_i = x_i - c. At each synchronization x_i becomes x_i - alpha d_i, and
+c becomes c + alpha sum(d_i).
 """
 
 from __future__ import annotations

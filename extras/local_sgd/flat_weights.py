@@ -1,6 +1,6 @@
-"""Copies the trained parameters of a network to one vector and back, whole or in fragments.
+"""Copies the trained parameters of a network, or of a fragment of it, to one vector and back.
 
-The vector has 32 bits per element, or 64 if a parameter has. A complex number is two elements.
+The vector is fp32, or fp64 if any parameter is. A complex number is two elements.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Base of local training: local steps, and synchronous steps before them.
+"""Base of local training: optional synchronous steps, then local steps.
 
-A rank's loss is divided by the rows of the whole batch, and multiplied by the number of ranks. So the average
-of the ranks' gradients is the gradient of the synchronous step, also with uneven shards.
+In local steps, a rank's loss is the sum over its rows, divided by the rows of the whole batch and multiplied
+by the number of ranks. The average of the ranks' gradients is therefore the gradient of a synchronous step,
+even if ranks have different numbers of rows.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from ringspark.extras.local_sgd.rank_optimizer import load_tensors, state_tensor
 class Statistics:
     """Averages floating-point buffers over the ranks, such as running statistics of batch normalization.
 
-    Only buffers that changed on some rank since the last time are averaged, because rounding must not change
-    constants, such as a mask with infinities.
+    A buffer is averaged only if it has changed on some rank since the last call, because the rounding of an
+    average must not change constants. An example is a mask with infinities.
     """
 
     def __init__(self, network: nn.Module, collective: Collective) -> None:
@@ -49,7 +50,7 @@ class Statistics:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Runs on every rank."""
+        """Averages the buffers. Runs on every rank."""
         if not self._seen:
             return
         buffers = dict(self._network.named_buffers())
@@ -80,7 +81,7 @@ class Statistics:
 
 
 class LocalSync(GradientSync):
-    """Base class; subclasses implement the end of a local step and of an epoch."""
+    """Base class; subclasses implement what happens after a local step and at the end of an epoch."""
 
     def __init__(
         self,
@@ -123,10 +124,10 @@ class LocalSync(GradientSync):
             self._equal = self._weights.read()
 
     def _begin_local(self) -> None:
-        """Stores the common weights before the first local step."""
+        """Stores the weights, which are equal on all ranks, before the first local step."""
 
     def _after_step(self) -> None:
-        """Runs after a local step, which `_position` has counted."""
+        """Runs after a local step; `_position` already counts the step."""
         raise NotImplementedError
 
     def _end_epoch(self) -> None:
@@ -165,12 +166,15 @@ class LocalSync(GradientSync):
             self._equal = self._weights.read()
 
     def _show(self, values: torch.Tensor) -> None:
-        """Sets the network's weights to `values` until the next step."""
+        """Sets the network's weights to `values` until the next step.
+
+        The next step continues from the rank's own weights.
+        """
         self._own = self._weights.read()
         self._weights.write(values)
 
     def _apply_change(self, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Applies a callback's change of the common weights to this rank's other vectors."""
+        """Applies a callback's change of the shared weights to the other weight vectors of this rank."""
         if self._own is not None:
             self._own = apply_change(self._own, before, after)
 
@@ -191,14 +195,14 @@ class LocalSync(GradientSync):
     # ------------------------------------------------------------------ checkpoints
 
     def _shared_state(self) -> dict[str, torch.Tensor]:
-        """Returns state that is equal on all ranks, which rank 0 saves."""
+        """Returns the state that is equal on all ranks; rank 0 saves it."""
         return {}
 
     def _load_shared(self, state: Mapping[str, torch.Tensor], *, is_same: bool) -> None:
-        """Restores `_shared_state`."""
+        """Restores the result of `_shared_state`."""
 
     def _average_weights(self, ranks: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Returns the average of the ranks' weights, from which another number of ranks resumes."""
+        """Returns the average of the ranks' weights; a resume with another number of ranks starts from it."""
         rest, count = iter(ranks), 1
         total = next(rest)
         for own in rest:

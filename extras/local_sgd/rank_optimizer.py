@@ -1,4 +1,4 @@
-"""A rank's own optimizer state: as tensors for a checkpoint, and averaged over the ranks."""
+"""Converts a rank's optimizer state to tensors for a checkpoint, and averages it over the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PREFIX = "optimizer/"
 
 
 def state_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Returns copies of the whole state on the CPU; numbers and texts become the bytes of a JSON text."""
+    """Returns a copy of the optimizer state on the CPU; stores numbers and strings as the bytes of JSON."""
     tensors: dict[str, torch.Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
     for name, own in state_by_name(network, optimizer).items():
@@ -52,7 +52,7 @@ def average_state(
 ) -> None:
     """Averages momentum and second moments over the ranks. Runs on every rank.
 
-    The state of a parameter that never had a gradient on some rank is not averaged.
+    A parameter's state is left as it is if the parameter never had a gradient on some rank.
     """
     device = parameters[0].device
     has = torch.tensor([float(bool(optimizer.state.get(p))) for p in parameters], device=device)

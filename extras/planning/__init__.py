@@ -1,4 +1,4 @@
-"""Predicts how a training scales over workers, from calibration runs or given numbers."""
+"""Predicts how a training scales with the number of workers, from calibration runs or from given numbers."""
 
 from ringspark.extras.planning.exchange_time import Link
 from ringspark.extras.planning.fit import FORMS, ScalingFit, fit_scaling

@@ -1,7 +1,7 @@
-"""Calibration run: measures steps and all-reduces of two sizes on a few processes of this machine.
+"""Calibration run: measures training steps and all-reduces of two sizes each, on a few local processes.
 
-A step is the trainer's own pass and update on random rows, on all ranks at the same time, without
-communication. Rank 0 returns the medians.
+A step runs the trainer's own forward pass, backward pass and update on random rows. All ranks run it at the
+same time, without communication. Rank 0 returns the median times.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ WARM_UPS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Work of each rank of the calibration run.
+    """What each rank of the calibration run does.
 
     Attributes:
         objects: Pickled `UserObjects`.
-        rows: Two numbers of rows per step.
-        sizes: Two numbers of bytes per all-reduce.
+        rows: Numbers of rows of the two step sizes.
+        sizes: Numbers of bytes of the two all-reduces.
     """
 
     config: TrainConfig
@@ -110,7 +110,7 @@ def _example(column: BatchColumn, rows: int, device: torch.device) -> torch.Tens
 
 
 def calibrate(calibration: Calibration, num_ranks: int) -> tuple[dict[int, float], Link]:
-    """Returns rows -> seconds of a step, and the link between `num_ranks` processes of this machine.
+    """Returns the seconds of a step by its number of rows, and the link between `num_ranks` local processes.
 
     Raises:
         WorkerError: A rank failed.

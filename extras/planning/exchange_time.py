@@ -1,4 +1,4 @@
-"""Time of an all-reduce, from a link's latency and its seconds per byte, which include the additions.
+"""Predicts the time of an all-reduce from a link's latency and its time per byte, which includes additions.
 
 Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH".
 """
@@ -33,7 +33,7 @@ class Link:
 
 
 def ring_seconds(num_ranks: int, num_bytes: float, link: Link) -> float:
-    """Returns the time of a ring all-reduce: 2(n-1) messages of 1/n of the bytes."""
+    """Returns the time of a ring all-reduce over n ranks: 2(n-1) messages with 1/n of the bytes each."""
     return 2 * (num_ranks - 1) * (link.alpha + num_bytes / num_ranks * link.beta)
 
 
@@ -45,10 +45,11 @@ def hierarchical_seconds(
     between: Link,
     compression: float = 1.0,
 ) -> float:
-    """Returns the time of a hierarchical all-reduce, with a compression ratio between hosts.
+    """Returns the time of a hierarchical all-reduce; messages between hosts are compressed by `compression`.
 
-    The ranks of a host reduce-scatter, each rank all-reduces its shard with its peers on the other hosts, and
-    the ranks of a host all-gather. All hosts except the last are full.
+    The ranks of each host reduce-scatter. Then each rank all-reduces its shard with the same ranks of other
+    hosts, and the ranks of each host all-gather. All hosts except perhaps the last have `ranks_per_host`
+    ranks.
     """
     local = min(num_ranks, ranks_per_host)
     hosts = -(-num_ranks // ranks_per_host)
@@ -58,7 +59,7 @@ def hierarchical_seconds(
 
 
 def solve_link(num_ranks: int, small: tuple[float, float], large: tuple[float, float]) -> Link:
-    """Returns the link that explains two measured all-reduces, each as (bytes, seconds)."""
+    """Returns the link that explains two measured all-reduces, each given as (bytes, seconds)."""
     (few, quick), (many, slow) = small, large
     steps = 2 * (num_ranks - 1)
     beta = max(0.0, (slow - quick) / (many - few) * num_ranks / steps)

@@ -2,9 +2,9 @@
 
     T(n) = (C + K f(n)) / n
 
-With constant rows per worker and step, n workers take 1/n of the steps. C is the computation, and K the
-communication, which grows by a form f. Two times fit every form exactly, so measure a third time, or choose
-the form by the communication algorithm.
+The number of rows per worker and step is constant, so n workers need 1/n of the steps. C is the time of
+computation. K is the time of communication, which grows with n as the function f says. Any f fits two
+measured times exactly, so measure a third time, or choose f by the algorithm of the all-reduce.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ _HEADER = ("workers", "time", "efficiency", "measured", "error")
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingFit:
-    """A fitted form; times have the unit of the measured times.
+    """A fitted function f; times have the unit of the measured times.
 
     Attributes:
-        form: Key of `FORMS`.
-        compute: C, the time of one worker.
-        exchange: K, the communication time of two workers for all of one worker's steps.
+        form: Name of f, a key of `FORMS`.
+        compute: C, the time that one worker needs for the work.
+        exchange: K, the time that two workers would spend on communication in as many steps as one worker
+            takes.
         measured: Number of workers -> measured time.
     """
 
@@ -78,20 +79,19 @@ class ScalingFit:
 
 
 def fit_scaling(measured: Mapping[int, float], form: str = "ring") -> ScalingFit:
-    """Fits measured times of a training.
+    """Fits f to measured times of a training.
 
     >>> fit = fit_scaling({1: 399, 2: 214}, form="tree")  # minutes per epoch
     >>> round(fit.time(8)), round(fit.efficiency(8), 2)
     (61, 0.82)
 
     Args:
-        measured: Number of workers -> time of the same work, with a constant number of rows per worker and
-            step; at least two.
-        form: Key of `FORMS`.
+        measured: Number of workers -> time of the same work, for at least two numbers of workers. The number
+            of rows per worker and step must be the same in all measurements.
+        form: Name of f, a key of `FORMS`.
 
     Raises:
-        ValueError: The form is unknown, there are fewer than two times, or the times grow faster than the
-            form.
+        ValueError: The form is unknown, fewer than two times are given, or the times grow faster than f.
     """
     check_name("form", form, FORMS)
     for workers, time in measured.items():

@@ -1,8 +1,8 @@
-"""Work and depth of each layer, counted in one forward pass on meta tensors.
+"""Counts each layer's work and depth in one forward pass on meta tensors.
 
-Work is the number of operations, depth the longest chain of dependent operations, and work / depth the
-largest useful number of processors. Source: Ben-Nun and Hoefler 2019, "Demystifying Parallel and Distributed
-Deep Learning".
+Work is the number of operations. Depth is the length of the longest chain of operations that depend on each
+other. Work / depth is the largest number of processors that can be useful. Source: Ben-Nun and Hoefler 2019,
+"Demystifying Parallel and Distributed Deep Learning".
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _VIEWS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
-    """One layer in one forward pass.
+    """Work and depth of one layer in one forward pass.
 
     Attributes:
         name: Name in the network; "" for operations outside of the layers.
-        work: Operations for all rows.
-        depth: Operations of its longest dependency chain.
+        work: Number of operations, over all rows.
+        depth: Number of operations in the layer's longest chain of dependent operations.
         parameters: Number of trained values.
     """
 
@@ -48,19 +48,22 @@ class LayerWork:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkWork:
-    """All layers, and the depth of the whole network, which is below their sum if the network branches."""
+    """Work and depth of all layers, and the depth of the whole network.
+
+    If the network branches, its depth is less than the sum of its layers' depths.
+    """
 
     layers: tuple[LayerWork, ...]
     depth: int
 
     @property
     def work(self) -> int:
-        """Operations of one forward pass."""
+        """Number of operations of one forward pass."""
         return sum(layer.work for layer in self.layers)
 
 
 class _Count(TorchDispatchMode):
-    """Tracks each tensor's depth, and adds work to the innermost running layer."""
+    """Tracks each tensor's depth, and adds an operation's work to the innermost layer that is running."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -121,7 +124,7 @@ def _log(terms: int) -> int:
 
 
 def count_layers(module: nn.Module, inputs: Sequence[torch.Tensor]) -> NetworkWork:
-    """Counts one forward pass of a copy on `meta`; `inputs` are its arguments, on any device."""
+    """Counts one forward pass of a copy on `meta`; `inputs` are the network's arguments, on any device."""
     copy = deepcopy(module).to("meta").train()
     count = _Count()
     for name, layer in copy.named_modules():

@@ -10,7 +10,7 @@ _UNITS = ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))
 
 
 def draw_chart(plan: MemoryPlan, path: str) -> None:
-    """Writes stacked bars as PNG: the parts at the peak of a plan and of its suggestions.
+    """Writes a PNG that shows the parts of the peak memory, for a plan and for each of its suggestions.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -2,8 +2,10 @@
 
     step(n) = crowding(n) * (fixed + rows(n) * row + exposed exchange(n))
 
-`crowding` is the number of ranks per core of a host. Not predicted: reading, validation, checkpoints,
-stragglers.
+`fixed` and `row` are the seconds of a step without rows and per row, `rows(n)` is the number of rows per
+worker, and the exposed exchange is the time of the all-reduce that the backward pass does not hide.
+`crowding` is the number of ranks per core of a host, at least 1. The prediction leaves out reading,
+validation, checkpoints and stragglers.
 """
 
 from __future__ import annotations
@@ -59,22 +61,26 @@ def plan_scaling(
     A calibration run on `gangSize` processes of this machine measures everything that is not given.
 
     Args:
-        model: A spec, or a module, which is not changed.
+        model: A spec or a module; a module is not changed.
         batch: (inputs, labels) of one worker, as for `plan_memory`.
-        rows: Rows per worker and step; None for the columns' own.
+        rows: Rows per worker and step; None takes the number of rows in `batch`.
         batchSize: Rows per step over all workers; None gives each worker `rows`.
         optimizer: Name or factory, as for the estimators.
-        loss: As for the estimators; "auto" is cross entropy for integer labels, else mean squared error.
-        stepSeconds: Rows -> seconds of a step on one worker, for at least two numbers of rows; None measures.
-        link: Link between the ranks of a host, or between all ranks without `hostLink`; None measures.
-        workersPerHost: Workers per host; None for all.
-        coresPerHost: Workers that a host runs at full speed, its cores or devices; None for all.
-        hierarchical: Whether the ranks of a host reduce first; otherwise one ring connects all ranks.
-        compression: Compression ratio; between hosts only if `hierarchical`.
-        overlap: Share of the all-reduce that the backward pass hides, 0 to 1, at most the backward pass's
-            time. A training measures it: `communication_hidden` in `summary.history`.
-        pricePerWorkerHour: Price in any currency; None counts worker-seconds.
-        repeats: Measured rounds; the median counts.
+        loss: As for the estimators; "auto" is cross entropy for integer labels, otherwise mean squared error.
+        stepSeconds: Seconds of a step on one worker, by its number of rows, for at least two numbers; None
+            measures them.
+        link: Link between the ranks of a host, or between all ranks if there is no `hostLink`; None measures
+            it.
+        workersPerHost: Workers per host; None puts all workers on one host.
+        coresPerHost: Number of workers that a host runs at full speed: its cores or devices. None means all.
+        hierarchical: Whether the ranks of a host reduce among themselves first; otherwise one ring connects
+            all ranks.
+        compression: Compression ratio of all messages, or only of messages between hosts if `hierarchical`.
+        overlap: Share of the all-reduce, 0 to 1, that runs during the backward pass; the hidden time is at
+            most the backward pass's time. A training measures the share: `communication_hidden` in
+            `summary.history`.
+        pricePerWorkerHour: Price in any currency. If it is None, costs are in worker-seconds.
+        repeats: Number of measurements; their median is used.
 
     Raises:
         ValueError: An argument is wrong.
@@ -99,7 +105,7 @@ def plan_scaling(
         )
     if hierarchical and (hostLink is None or workersPerHost is None):
         raise ValueError(
-            "hierarchical=True needs hostLink and workersPerHost, because one host has one level"
+            "hierarchical=True needs hostLink and workersPerHost; without them, all workers count as one host"
         )
     config, objects = make_config(
         model, inputs, labels, optimizer, loss, precision=precision, collective=collective
@@ -169,7 +175,7 @@ def plan_scaling(
 
 
 def _fit_line(step_seconds: Mapping[int, float]) -> tuple[float, float]:
-    """Returns the fixed seconds and the seconds per row, neither below 0."""
+    """Returns the seconds of a step without rows, and the seconds per row; neither is below 0."""
     # The line goes through the most rows, whose time is the most precise.
     few, many = min(step_seconds), max(step_seconds)
     slope = max(0.0, (step_seconds[many] - step_seconds[few]) / (many - few))

@@ -1,4 +1,4 @@
-"""Makes the config of a planned training from a network and a batch."""
+"""Makes a training's config for a planner, from a network and a batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def make_config(
     loss: Any,
     **settings: Any,
 ) -> tuple[TrainConfig, UserObjects]:
-    """Returns the config of one worker, with the columns' rows as the batch; `settings` are other fields.
+    """Returns the config of one worker; the batch has as many rows as the columns.
+
+    `settings` are other fields of the config.
 
     Raises:
         ValueError: A setting is wrong.

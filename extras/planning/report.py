@@ -1,4 +1,4 @@
-"""`ScalingPlan`: predicted times over numbers of workers, as numbers and tables."""
+"""`ScalingPlan`: predicted times for several numbers of workers, as numbers and tables."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Predicted:
 
     Attributes:
         rows: Rows per worker and step.
-        compute_seconds: Time of both passes and the update per step.
-        exchange_seconds: Time of the all-reduce per step, whether it is hidden or not.
-        exposed_seconds: Time of the all-reduce that the backward pass does not hide.
-        efficiency: Rows per second of a worker, relative to one worker alone.
-        cost: Price of a million rows; worker-seconds without a price.
+        compute_seconds: Time of forward pass, backward pass and update per step.
+        exchange_seconds: Time of the all-reduce per step, including the part that the backward pass hides.
+        exposed_seconds: Time of the part of the all-reduce that the backward pass does not hide.
+        efficiency: Rows per second and worker, relative to a training on one worker.
+        cost: Price of training on a million rows; in worker-seconds if no price was given.
     """
 
     workers: int
@@ -50,8 +50,8 @@ class ScalingPlan:
     """Prediction of how a training scales.
 
     Attributes:
-        step_seconds: Rows -> measured or given seconds of a step on one worker.
-        fixed_seconds, row_seconds: Seconds of a step without rows, and per row.
+        step_seconds: Measured or given seconds of a step on one worker, by its number of rows.
+        fixed_seconds, row_seconds: Seconds of a step without rows, and seconds per row.
         link, host_link: Link between the ranks of a host, and between hosts.
         gradient_bytes: Bytes that the ranks all-reduce in each step.
         network: Work and depth of the layers; None if they could not be counted.

@@ -3,7 +3,8 @@
     from ringspark.extras.report import report
     report(run_uri, "page.html")
 
-Running, failed and finished runs get the same report. `model.summary.report` adds results on held-out rows.
+The report looks the same for running, failed and finished runs. `model.summary.report` adds results on
+held-out rows.
 """
 
 from ringspark.estimators.lazy_imports import make_getattr

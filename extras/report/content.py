@@ -1,4 +1,4 @@
-"""Content of a report: the facts, and the blocks of the sections, which the template turns into HTML."""
+"""Content of a report: facts about the run, and the blocks that the template turns into HTML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringspark.extras.report.held_out.findings import HeldOut
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """A run, and its model's results on held-out rows; None if no rows were given."""
+    """A run, and the model's results on held-out rows; the results are None if no rows were given."""
 
     run: RunFacts
     held_out: HeldOut | None = None
@@ -24,13 +24,13 @@ class Block:
 
     @property
     def kind(self) -> str:
-        """Part of the template that shows the block."""
+        """Name of the template's part that shows the block."""
         return type(self).__name__.lower()
 
 
 @dataclass(frozen=True)
 class Text(Block):
-    """A paragraph, highlighted if `warns`."""
+    """A paragraph; it is highlighted if `warns` is True."""
 
     text: str
     warns: bool = False
@@ -38,7 +38,7 @@ class Text(Block):
 
 @dataclass(frozen=True)
 class Cards(Block):
-    """Names and values of a few figures."""
+    """A few figures, each with its name."""
 
     entries: Sequence[tuple[str, str]]
 
@@ -48,9 +48,9 @@ class Table(Block):
     """A table of text.
 
     Attributes:
-        words: Numbers of the left-aligned columns; other columns are right-aligned.
-        note: Omitted rows, or how to read the table.
-        marked: Numbers of the highlighted rows.
+        words: Indexes of the columns that are left-aligned; all other columns are right-aligned.
+        note: Text below the table, such as which rows are omitted or how to read the table.
+        marked: Indexes of the rows that are highlighted.
     """
 
     header: Sequence[str]
@@ -63,7 +63,7 @@ class Table(Block):
 
 @dataclass(frozen=True)
 class Chart(Block):
-    """A drawing as SVG, and a caption that describes it."""
+    """An SVG drawing with a caption that describes it."""
 
     svg: str
     caption: str
@@ -79,7 +79,7 @@ class Section:
 
 
 def show(value: Any) -> str:
-    """Formats a value for people: 12,345, 0.01234, 1.2e-07, "" for None."""
+    """Formats a value for people, such as 12,345 or 0.01234 or 1.2e-07; None becomes ""."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -97,7 +97,7 @@ def show(value: Any) -> str:
 
 
 def seconds(value: float) -> str:
-    """Formats a time: "4.21 s" or "1 h 02 min"."""
+    """Formats a time, such as "4.21 s" or "1 h 02 min"."""
     if value < 60:
         return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
     minutes = round(value / 60)
@@ -107,7 +107,7 @@ def seconds(value: float) -> str:
 
 
 def first_and_last(count: int, most: int) -> list[int]:
-    """Returns at most `most` of `count` indexes: a fifth from the start, the rest from the end."""
+    """Returns `count` indexes, but at most `most`: a fifth of them from the start, the rest from the end."""
     if count <= most:
         return list(range(count))
     first = most // 5

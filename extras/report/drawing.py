@@ -1,6 +1,6 @@
 """Draws the charts: figures without pyplot, and SVG for an HTML page.
 
-The SVG has no address that a browser would load. Letters stay letters, so pages are small and searchable.
+The SVG contains no address that a browser would load. Text stays text, so pages are small and searchable.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _STYLE: Any = {
 
 
 def plain(text: str, most: int = 40) -> str:
-    """Escapes a user's text for matplotlib and limits its length; two dollar signs would begin a formula."""
+    """Escapes dollar signs in a user's text, which would mark a formula in matplotlib, and shortens it."""
     text = "".join(c if c.isprintable() else " " for c in text)
     text = shorten(text, most)
     return text.replace("\\", "\\\\").replace("$", r"\$") if "$" in text else text
 
 
 def figure_of(draw: Callable[[Figure], None], height: float) -> Figure:
-    """Returns the figure that `draw` draws, with a height in inches."""
+    """Returns the figure that `draw` fills; `height` is in inches."""
     import matplotlib as mpl
 
     # Unlike pyplot, the class leaves no state in the process.
@@ -66,7 +66,7 @@ def figure_of(draw: Callable[[Figure], None], height: float) -> Figure:
 
 
 def draw_svg(draw: Callable[[Figure], None], height: float) -> str:
-    """Returns the figure that `draw` draws, as SVG."""
+    """Returns the figure that `draw` fills, as SVG."""
     import matplotlib as mpl
 
     with mpl.rc_context(_STYLE), warnings.catch_warnings():
@@ -80,14 +80,14 @@ def draw_svg(draw: Callable[[Figure], None], height: float) -> str:
 
 
 def line(axes: Axes, x: Sequence[float], y: Sequence[float], label: str, color: str, **more: Any) -> None:
-    """Draws a line through at most `MOST_POINTS` means; values that are not finite are gaps."""
+    """Draws a line through at most `MOST_POINTS` points; values that are not finite leave gaps."""
     xs, ys = thin_points(np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64))
     marker: dict[str, Any] = {"marker": "o", "markersize": 4} if len(xs) <= 40 else {}
     axes.plot(xs, ys, color=color, label=label, linewidth=1.5, **(marker | more))
 
 
 def thin_points(x: Numbers, y: Numbers, most: int = MOST_POINTS) -> tuple[Numbers, Numbers]:
-    """Returns at most `most` points: means of neighbours, over their finite values."""
+    """Reduces points to at most `most`, each the mean of neighbours; ignores values that are not finite."""
     y = np.where(np.isfinite(y), y, np.nan)
     if len(x) <= most:
         return x, y

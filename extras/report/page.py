@@ -49,7 +49,7 @@ SECTIONS: tuple[Section, ...] = (
 
 
 def report(run_uri: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Writes the page about the run in the folder `run_uri` to the file `path`, on any store, without Spark.
+    """Writes the report of the run in the folder `run_uri` to the file `path`, on any store, without Spark.
 
     Raises:
         ImportError: jinja2 or matplotlib is not installed.
@@ -59,7 +59,10 @@ def report(run_uri: str | os.PathLike[str], path: str | os.PathLike[str]) -> Non
 
 
 def report_summary(summary: Any, path: str | os.PathLike[str], held_out: HeldOut | None = None) -> None:
-    """Writes the page about a `TrainingSummary` and its run folder to a file; raises like `write_report`."""
+    """Writes the report of a `TrainingSummary` and its run folder to a file.
+
+    Raises the errors of `write_report`.
+    """
     write_report(Facts(run=run_of_summary(summary), held_out=held_out), path)
 
 
@@ -78,7 +81,7 @@ def write_report(facts: Facts, path: str | os.PathLike[str]) -> None:
 
 
 def check_packages(subject: str = "a report", names: Sequence[str] = ("jinja2", "matplotlib")) -> None:
-    """Raises ImportError with the remedy if a package is not installed; `subject` needs the packages."""
+    """Raises ImportError, with the command to install them, if `subject` needs packages that are missing."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise ImportError(

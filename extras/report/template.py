@@ -1,6 +1,6 @@
-"""The page as a jinja2 template, in Python code so that the wheel and the zip hold it.
+"""The page as a jinja2 template. It is a Python string, so that the wheel and the zip file contain it.
 
-jinja2 escapes all text except our SVG. The page forbids the browser to load anything from the network.
+jinja2 escapes all text except our own SVG. The page tells the browser to load nothing from the network.
 """
 
 PAGE = """<!DOCTYPE html>

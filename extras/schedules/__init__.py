@@ -1,1 +1,1 @@
-"""Pipeline schedules without a flush, and pipelines that pass sequence chunks."""
+"""Pipeline schedules without a flush, and pipelines that exchange sequence chunks."""

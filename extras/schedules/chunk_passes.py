@@ -1,7 +1,8 @@
-"""A stage's passes over one micro-batch in sequence chunks, section by section.
+"""Runs a stage's passes over one micro-batch in sequence chunks, one section of the stage after the other.
 
-Each chunk of each section has its own graph, with its inputs and initial states as leaves, so its gradients
-can be sent before the backward pass of the previous chunk. Chunks run backward in reverse order.
+Each chunk of each section has its own autograd graph, whose leaves are the chunk's inputs and initial states.
+The chunk's input gradients can therefore be sent before the backward pass of the previous chunk. In the
+backward pass the last chunk comes first.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ Gradients = Iterable[list[torch.Tensor]]
 
 @dataclass
 class ChunkPass:
-    """A section's tensors of one chunk between its forward and its backward pass.
+    """Tensors of one chunk of a section, kept between its forward and its backward pass.
 
     Attributes:
-        inputs: Inputs that require gradients, leaves.
-        results: Results that get gradients.
-        states: Each differentiable state after the chunk, with the leaf from which the next chunk starts.
+        inputs: Inputs that require gradients; leaves of the graph.
+        results: Results that receive gradients.
+        states: Each differentiable state after the chunk, and its copy, a leaf of the graph of the next
+            chunk.
     """
 
     inputs: list[torch.Tensor]
@@ -57,13 +59,13 @@ def run_forward(
     streams_in: bool,
     span: Span,
 ) -> list[list[ChunkPass]]:
-    """Runs a stage forward.
+    """Runs a stage's forward pass.
 
     Args:
-        arriving: The stage's inputs, leaves, in chunks or as whole rows.
-        give: Called with the results of the last section.
+        arriving: The stage's inputs, leaves of the graph, as chunks or as whole rows.
+        give: Function called with each result of the last section.
         streams_in: Whether the inputs arrive in chunks.
-        span: Makes the context of each computation, without waits.
+        span: Returns a context for each computation; waiting for inputs is outside of it.
     """
     kept: list[list[ChunkPass]] = [[] for _ in sections]
     chunks, is_chunked = arriving, streams_in
@@ -88,9 +90,10 @@ def run_backward(
     streams_in: bool,
     span: Span,
 ) -> Iterator[list[torch.Tensor]]:
-    """Runs a stage backward; yields gradients of the stage's inputs, the last chunk's first.
+    """Runs a stage's backward pass; yields gradients of the stage's inputs, for the last chunk first.
 
-    With `streams_in` the previous stage needs chunks.
+    If `streams_in` is True, yields a chunk's gradients at a time, as the previous stage needs them; otherwise
+    whole rows.
     """
     for number in range(len(sections) - 1, -1, -1):
         found = _section_backward(kept[number], gradients, span)
@@ -198,7 +201,10 @@ def _leaves(values: Values) -> Values:
 
 
 def _detach_state(state: State, kept: list[tuple[torch.Tensor, torch.Tensor]]) -> State:
-    """Returns the state as leaves for the next chunk; appends differentiable states to `kept`."""
+    """Returns the detached state for the next chunk.
+
+    Appends (tensor, detached tensor) to `kept` for each tensor of the state that requires a gradient.
+    """
     if state is None:
         return None
     leaves = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in state)

@@ -102,7 +102,7 @@ class ChunkedExecutor(Executor):
     ) -> list[list[ChunkPass]]:
         """Runs a stage's forward pass and returns its sections, each with one pass per sequence chunk.
 
-        Stage 0 gets `arguments`; later stages get the values that arrive from the stage before.
+        Stage 0 takes `arguments`; a later stage takes the values that the previous stage sends.
         """
         streams_in, lengths = self._place.streams_in(stage), self._exchange.lengths(micro)
         if stage == 0:

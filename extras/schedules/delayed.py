@@ -1,15 +1,16 @@
-"""Schedules without a flush: a step's last backward passes run in the next step, and no rank waits.
+"""Schedules without a flush: a step's last backward passes run in the next step, so no rank waits for them.
 
-Gradients are late: with f_t the mean loss of step t's rows and w_t the weights after t steps, stage s steps
+Gradients are applied late. Let f_t be the mean loss of step t's rows, w_t the weights after t steps, and d
+the delay of the stage. The stage updates its weights by
 
-    w_{t+1} = w_t - rate * gradient of f_{t-d} at w_{t-d},   d = d_s
+    w_{t+1} = w_t - rate * gradient of f_{t-d} at w_{t-d}
 
 - `2bw` (Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training"): d = 1 on every stage. No
-  rank waits if a step has at least p - 1 micro-batches.
-- `pipedream` (Narayanan et al. 2019, "PipeDream", weight stashing): the smallest possible delay of each
-  stage. With m micro-batches per step, stage s of p has d = ceil((p - 1 - s) / m).
+  rank waits if a step has at least p - 1 micro-batches, where p is the number of stages.
+- `pipedream` (Narayanan et al. 2019, "PipeDream", weight stashing): each stage has the smallest possible
+  delay. With m micro-batches per step, stage s has d = ceil((p - 1 - s) / m).
 
-A stage keeps d + 1 versions of its weights, and during a step one more, on which the step's passes run.
+A stage keeps d + 1 versions of its weights. During a step it keeps one more, which the step's own passes use.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class DelayedStep:
     """One step of all stages.
 
     Attributes:
-        orders: Actions of each stage.
-        micros: Numbers of the step's own micro-batches.
-        released: Stage -> step whose gradients are complete on the stage.
-        finished: Micro-batches whose last backward pass runs in this step.
+        orders: Actions of each stage, in order.
+        micros: Numbers of the micro-batches that start in this step.
+        released: For a stage, the step whose gradients are complete after this step.
+        finished: Numbers of the micro-batches whose last backward pass runs in this step.
     """
 
     orders: Orders
@@ -49,7 +50,7 @@ def late_by_depth(num_ranks: int, num_micro: int) -> list[int]:
 
 
 class Backlog:
-    """Tracks the micro-batches in flight, equally on every rank."""
+    """Tracks the micro-batches in flight. Every rank computes the same result."""
 
     def __init__(self, delays: list[int]) -> None:
         self._delays = delays
@@ -61,7 +62,7 @@ class Backlog:
 
     @property
     def steps_left(self) -> int:
-        """Number of steps without rows after which all gradients are released."""
+        """Number of further steps, without new rows, until all gradients are applied."""
         if self._last_step is None:
             return 0
         return max(0, self._last_step + max(self._delays) + 1 - self._next_step)

@@ -1,4 +1,4 @@
-"""Passes of the schedules without a flush, whose gradients belong to earlier steps; see `delayed`."""
+"""Runs the passes of schedules without a flush, whose gradients belong to earlier steps; see `delayed`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ringspark.extras.schedules.delayed import Backlog, DelayedStep, late_by_dep
 
 
 class StashedWeights:
-    """A copy of a module's parameters at one step, which also collects the gradients of its micro-batches.
+    """Copy of a module's parameters at one step; it also collects the gradients of the step's micro-batches.
 
-    Weight stashing (Narayanan et al. 2019, "PipeDream"): a backward pass uses the weights of its forward
-    pass.
+    Weight stashing (Narayanan et al. 2019, "PipeDream"): a micro-batch's backward pass uses the same weights
+    as its forward pass.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -40,7 +40,7 @@ class StashedWeights:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Sets the module's parameters to the copies; in backward passes too, for recomputed layers."""
+        """Makes the module use the copies. Backward passes need this too, for layers that are recomputed."""
         for owner, name, _, copy in self._places:
             setattr(owner, name, copy)
         try:
@@ -56,7 +56,7 @@ class StashedWeights:
 
 
 class DelayedPasses(PipelinePasses):
-    """The passes of one rank; each step has its own version of the weights."""
+    """Passes of one rank; each step has its own copy of the weights."""
 
     @staticmethod
     @abstractmethod
@@ -131,7 +131,7 @@ class DelayedPasses(PipelinePasses):
 
 
 class PipeDream(DelayedPasses):
-    """Delays each stage as much as its depth requires."""
+    """Delays each stage only as much as its position in the pipeline requires."""
 
     delays = staticmethod(late_by_depth)
 

@@ -1,6 +1,6 @@
-"""Hyperparameter search: concurrent trainings on one write of the data.
+"""Hyperparameter search: trainings run concurrently, and the data is written once for all of them.
 
-Each name is imported on first use; only `OptunaSearch` needs optuna.
+Each name is imported when it is first used. Only `OptunaSearch` needs optuna.
 """
 
 from typing import TYPE_CHECKING

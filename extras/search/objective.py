@@ -1,4 +1,4 @@
-"""The value by which a search compares trials: `monitor`, or an evaluator's metric for held-out rows."""
+"""The value by which a search compares trials: `monitor`, or an evaluator's metric on held-out rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Objective:
         evaluator: Any,
         held_out: DataFrame | None,
     ) -> Objective:
-        """Resolves `monitor` as a training would. Raises ValueError if the history will lack it."""
+        """Determines `monitor` as a training does. Raises ValueError if the history would not contain it."""
         # A pretrained checkpoint has no effect here; each trial resolves its folder.
         config = replace(fit.config, shards_uri=manifest.uri, keep="best", pretrained=None)
         if monitor is not None:
@@ -73,7 +73,7 @@ class Objective:
         return self.turn(record.value(self.monitor))
 
     def turn(self, value: float) -> float:
-        """Converts a value of `monitor` to the pruner's direction, or back: at most its sign changes."""
+        """Changes the sign of a value of `monitor` if the pruner's direction is opposite, or undoes that."""
         return value if self.is_larger_better == self.monitor_is_larger_better else -value
 
     def of_trial(self, model: Any) -> float:

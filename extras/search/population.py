@@ -1,7 +1,9 @@
-"""Decisions of population based training (Jaderberg et al. 2017): who copies whom, and what changes.
+"""Decisions of population based training (Jaderberg et al.
 
-They depend only on the seed, the round, the member's number and the values of the previous round, so a killed
-search makes the same decisions again.
+2017): which member copies which, and new settings.
+
+The decisions depend only on the seed, the round, the member's number and the values of the previous round. A
+search that continues after its driver was killed therefore makes the same decisions again.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ REDRAW_SHARE = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A member in one round.
+    """Settings of a member in one round.
 
-    It resumes from the previous round's checkpoint of the member `copied_from`; None in the first round.
+    The member resumes from the checkpoint that member `copied_from` wrote in the previous round;
+    `copied_from` is None in the first round.
     """
 
     number: int
@@ -49,9 +52,9 @@ class Population:
         ]
 
     def after(self, number: int, members: Sequence[Member], values: Sequence[float | None]) -> list[Member]:
-        """Returns the members of the round after round `number`, from their values in it.
+        """Returns the members of the round after round `number`, in which `members` had `values`.
 
-        A failed member has the value None, which is worse than any other.
+        A failed member's value is None, which is worse than any other.
         """
         ranked = self.ranked(values)
         if not ranked:
@@ -71,7 +74,7 @@ class Population:
         return found
 
     def ranked(self, values: Sequence[float | None]) -> list[int]:
-        """Returns the members that did not fail, the best first; of equal members, the lower number first."""
+        """Returns the numbers of the members that did not fail, best first; ties are ordered by number."""
         sign = -1.0 if self.is_larger_better else 1.0
         rated = [(sign * value, number) for number, value in enumerate(values) if value is not None]
         return [number for _, number in sorted(rated)]
@@ -91,7 +94,7 @@ class Population:
 
 
 class _Draws:
-    """Draws uniformly for a range, like an optuna trial, but from a generator."""
+    """Draws values for a range as an optuna trial does, but uniformly and from a given generator."""
 
     def __init__(self, generator: np.random.Generator) -> None:
         self._generator = generator

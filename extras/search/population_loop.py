@@ -1,7 +1,7 @@
-"""The rounds of a population: all members train, then the worst resume from the best.
+"""Runs the rounds of a population: all members train, then the worst resume from the best.
 
-Each member trains each round in its own folder, which begins with a copy of a checkpoint of the previous
-round. A killed driver's unsaved round is resumed.
+In each round, each member trains in a new folder, which starts with a copy of a checkpoint of the previous
+round. If the driver was killed, the round that it had not saved is resumed.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Trained:
     """A member's result in a round; `value` is None if it failed.
 
     Attributes:
-        steps: Optimizer steps over all rounds so far; names the checkpoint that the next round resumes from.
-        epochs: Epochs over all rounds so far.
+        steps: Optimizer steps in all rounds so far. The next round resumes from the checkpoint of this step.
+        epochs: Epochs in all rounds so far.
         reason: Error message; empty if it did not fail.
     """
 
@@ -65,7 +65,7 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class _State:
-    """Content of `population.json`: settings that a resumed search must repeat, and finished rounds."""
+    """Content of `population.json`: finished rounds, and settings that a resumed search must repeat."""
 
     about: dict[str, str]
     rounds: tuple[tuple[Trained, ...], ...]
@@ -98,7 +98,7 @@ class PopulationLoop:
         self._rounds: list[list[Trained]] = self._read_rounds()
 
     def run(self, parallelism: int) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
-        """Trains the missing rounds; returns the best model, its settings, and the table's rows."""
+        """Trains the missing rounds; returns the best model, its settings, and the rows of `trials`."""
         self._search_folder.claim()
         members, rows = self._population.first(), []
         num_rounds = math.ceil(self._epochs / self._epochs_per_round)

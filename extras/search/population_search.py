@@ -1,4 +1,4 @@
-"""`PopulationSearch`: an estimator that changes another estimator's settings while it trains."""
+"""`PopulationSearch`: an estimator that trains another estimator and changes its settings in the process."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ class PopulationSearch(_PopulationParams, SearchStage):
         model = search.fit(df)
         model.trials  # a line per round and member
 
-    The estimator's `epochs` cover all rounds, so its schedule spans the whole training. Members start from
-    the same weights and see the rows in the same order. A copied checkpoint is complete: weights, the
-    optimizer's state, random states, the history. Callbacks start and end with each round.
+    The estimator's `epochs` are the epochs of all rounds together, so a learning-rate schedule spans the
+    whole training. All members start from the same weights and see the rows in the same order. A checkpoint
+    is copied completely: weights, optimizer state, random states and history. Callbacks start and end with
+    each round.
 
     The keywords of the constructor are the Params: see `explainParams()`.
     """
@@ -96,7 +97,7 @@ class PopulationSearch(_PopulationParams, SearchStage):
 
 
 def _check_changeable(space: Space, estimator: Any) -> None:
-    """Refuses settings that a training resumed from a checkpoint cannot change."""
+    """Raises ValueError for settings that cannot change when a training resumes from a checkpoint."""
     if space.varies("learningRate") and not space.ranges:
         raise ValueError("space of a PopulationSearch must be a dict from Params to ranges, got a callable")
     own_rate = not isinstance(estimator.getOrDefault("optimizer"), str)

@@ -1,6 +1,6 @@
-"""Ranges of a search's space, from which optuna draws a trial's values.
+"""Ranges of a search's space; optuna draws a trial's values from them.
 
-A range of plain data has a JSON form, so a search is saved without pickle.
+A range that holds only plain data has a JSON form, so a search can be saved without pickle.
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ from typing import Any, Protocol
 
 class SearchRange(Protocol):
     def suggest(self, trial: Any, name: str) -> Any:
-        """Returns the trial's value; optuna draws it at the first call."""
+        """Returns the trial's value for `name`; at the first call optuna draws it."""
 
     def scaled(self, value: Any, factor: float) -> Any:
-        """Returns the value times a factor, within the range; unchanged if it is not a number."""
+        """Returns the value times a factor, limited to the range; returns other values unchanged."""
 
     def ends(self) -> list[Any]:
-        """Returns values that are checked instead of the whole range."""
+        """Returns the values that stand for the whole range when it is checked."""
 
     def to_json(self) -> dict[str, Any] | None:
-        """Returns the JSON form; None if there is none."""
+        """Returns the JSON form, or None if there is none."""
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """Real numbers from `low` to `high`; `log` draws uniformly in the logarithm, `step` on a grid."""
+    """Real numbers from `low` to `high`.
+
+    If `log` is True, the logarithm is uniform. If `step` is given, the numbers are `low` plus multiples of
+    it.
+    """
 
     low: float
     high: float
@@ -90,7 +94,7 @@ class IntRange:
 
 
 def _count_steps(old: float, new: float, step: float) -> int:
-    """Returns the distance in multiples of `step`, rounded; 1 or -1 for different values that round to 0."""
+    """Returns the difference as a rounded number of steps; at least one step unless the values are equal."""
     return round((new - old) / step) or (new > old) - (new < old)
 
 
@@ -108,7 +112,7 @@ def _check(given: Uniform | IntRange) -> None:
 
 @dataclass(frozen=True, init=False)
 class Choice:
-    """One of several values of any type that the Param accepts: numbers, texts, lists, ModelSpecs."""
+    """One of several values, of any type that the Param accepts: numbers, strings, lists, ModelSpecs."""
 
     values: tuple[Any, ...]
 
@@ -135,7 +139,7 @@ class Choice:
         return {"choice": {"values": list(self.values)}} if is_plain else None
 
     def _labels(self) -> list[Any]:
-        """Returns the label of each value in optuna's records: the value itself, if they can hold it."""
+        """Returns a label for each value in optuna's records: the value itself if optuna can store it."""
         labels: list[Any] = []
         for number, value in enumerate(self.values):
             label = value if value is None or type(value) in (bool, int, float, str) else _text(value)

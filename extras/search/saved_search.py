@@ -1,4 +1,4 @@
-"""Saves stages that hold other stages, each in a subfolder: `estimator`, `evaluator`, `best-model`."""
+"""Saves a stage that contains other stages, each in a subfolder: `estimator`, `evaluator`, `best-model`."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _OURS = ("ringspark.estimators.", "ringspark.extras.")
 
 
 def load_part(uri: str, name: str) -> Any:
-    """Loads a part of a saved stage; returns None if there is none.
+    """Loads one of the stages inside a saved stage; returns None if it is missing.
 
-    Refuses a class that is neither from ringspark nor an evaluator of Spark ML, unless the user allowed other
-    code.
+    Raises ValueError if the class is neither from ringspark nor an evaluator of Spark ML, unless the user has
+    allowed other code.
     """
     folder = storage.join(uri, name)
     if not storage.exists(storage.join(folder, METADATA)):

@@ -46,16 +46,17 @@ class SearchModel(DeclaredParams, Model, MLWritable, MLReadable["SearchModel"]):
 
     @property
     def bestParams(self) -> dict[str, Any]:
-        """Values of the best training, by name."""
+        """Values that the search chose for the best training, by name."""
         return dict(self._best_params)
 
     @property
     def trials(self) -> pd.DataFrame:
-        """One line per training: its state, value, parameters, seconds, epochs, and why it failed.
+        """One line per training: its state, value, parameters, seconds, epochs, and the reason if it failed.
 
         The state is "complete", "pruned" or "failed". The value of a pruned trial is `monitor` after the last
-        epoch that the pruner saw, even if an evaluator rates complete trials. `OptunaSearch` numbers its
-        trials. For `PopulationSearch` a line is one member in one round, with the member that it copied.
+        epoch that the pruner saw, even if an evaluator rates complete trials. With `OptunaSearch` a line is a
+        trial, with its number. With `PopulationSearch` a line is one member in one round, with the number of
+        the member that it copied.
         """
         return table_of(self._rows)
 

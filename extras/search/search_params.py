@@ -97,7 +97,7 @@ _PERTURBATION = _setting(
 
 
 def named_pruner(values: dict[str, Any]) -> dict[str, Any]:
-    """Replaces a pruner of None, which Spark treats as the default, by "none"."""
+    """Replaces the pruner None by "none", because Spark would treat None as the default."""
     return values | ({"pruner": "none"} if "pruner" in values and values["pruner"] is None else {})
 
 

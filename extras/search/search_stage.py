@@ -1,4 +1,4 @@
-"""The common part of the searches as Spark ML stages."""
+"""Base class of the searches as Spark ML stages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
         return self
 
     def copy(self: S, extra: Any = None) -> S:
-        """Returns a copy with a copy of the estimator, which takes its Params of `extra`."""
+        """Returns a copy of the search and of its estimator; each takes its own Params from `extra`."""
         extra = dict(extra or {})
         own = {param: value for param, value in extra.items() if param.parent == self.uid}
         made: S = super().copy(own)
@@ -91,9 +91,9 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
         return self.getOrDefault(self.space)
 
     def _checked_run(self, dataset: DataFrame, *known: str) -> str | None:
-        """Returns the folder of the search, created if needed; None if the user named none.
+        """Returns the search's folder and creates it if needed; None if the user set none.
 
-        `known` are prefixes of the names in the folder of a search to resume.
+        `known` are prefixes of the names that a folder of this kind of search contains.
         """
         given = self.getRunUri()
         if given is None:
@@ -115,7 +115,7 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
         return run_uri
 
     def _check_store(self, run_uri: str) -> None:
-        """Raises ValueError for a folder in a store that the search cannot use."""
+        """Raises ValueError if the folder is in a store that the search cannot use."""
 
     @contextmanager
     def _split(self, dataset: DataFrame, fit: CheckedFit) -> Iterator[tuple[DataFrame, DataFrame | None]]:

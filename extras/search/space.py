@@ -1,4 +1,4 @@
-"""The space of a search: the estimator's Params that vary, and their ranges.
+"""The space of a search: the estimator's Params that the search varies, and the range of each.
 
 A name is a Param, or "model.x" for the argument x of the estimator's ModelSpec.
 """
@@ -29,7 +29,7 @@ _SPEC = "model."
 
 
 def as_param(given: Any) -> Any:
-    """Returns a space in the Param's form: ranges by name, in JSON if they have a JSON form."""
+    """Returns a space as the Param stores it: ranges by name, as JSON if they have a JSON form."""
     if callable(given):
         return given
     if not isinstance(given, Mapping) or not given:
@@ -81,7 +81,7 @@ class Space:
         return dict(self._ranges)
 
     def fixed_settings(self, fit: CheckedFit, manifest: ShardManifest) -> dict[str, str]:
-        """Returns the settings and the model that all trainings share, as text by name."""
+        """Returns what all trainings share, settings and model, as text by name."""
         if self._draw is not None:
             return {}  # a callable may change any setting
         config = replace(fit.config, shards_uri=manifest.uri)
@@ -98,7 +98,7 @@ class Space:
         return self._draw is not None or name in self._ranges
 
     def values(self, trial: Any) -> dict[str, Any]:
-        """Returns the values of an optuna trial by name; draws values that the trial lacks."""
+        """Returns an optuna trial's values by name; draws the values that the trial does not have yet."""
         if self._draw is None:
             return {name: found.suggest(trial, name) for name, found in self._ranges.items()}
         drawn = self._draw(trial)

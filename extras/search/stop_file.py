@@ -1,4 +1,7 @@
-"""A file in a trial's run folder stops the trial, as an error of user code would: no process is killed."""
+"""Stops a trial by a file in its run folder.
+
+The training then ends with an error, like an error of user code; no process is killed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ class TrialStoppedError(RuntimeError):
 
 
 class StopFile(Callback):
-    """Ends the training when the driver has written the file. Only rank 0 checks."""
+    """Ends the training once the driver has written the file. Only rank 0 looks for it."""
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
@@ -49,6 +52,6 @@ def ask_to_stop(uri: str) -> None:
 
 
 def forget_stop(uri: str) -> None:
-    """Removes an earlier driver's file."""
+    """Removes the file of an earlier driver."""
     with suppress(FileNotFoundError):
         storage.remove(uri)

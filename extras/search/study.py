@@ -1,7 +1,7 @@
-"""The optuna part of a search: samplers and pruners by name, and the study with its journal.
+"""The part of a search that uses optuna: samplers and pruners by name, and the study with its journal.
 
-Each trial has its own sampler, seeded by the search's seed and the trial's number, so a search continues
-equally after its driver was killed.
+Each trial has its own sampler, seeded from the search's seed and the trial's number. A search therefore
+continues in the same way if its driver is killed and started again.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def pruner_of(pruner: Any, epochs: int | None) -> Any:
 
 
 def open_study(run_uri: str | None, is_larger_better: bool, pruner: Any, about: dict[str, str]) -> Any:
-    """Returns the study: from the journal in the search's folder on a disk, or a new one.
+    """Opens the study from the journal in the search's folder on a disk, or creates a study.
 
-    `about` are settings, as text, that a resumed search must repeat.
+    `about` holds settings, as text, that must be the same in a resumed search.
     """
     optuna = import_optuna()
     verbosity = optuna.logging.get_verbosity()

@@ -1,4 +1,4 @@
-"""The common part of both search loops: one training, threads of trainings, and the folder of a search."""
+"""What both search loops share: one training, threads that run trainings, and the folder of a search."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def train_in(
     data: TrialData,
     begin: Callable[[CheckedFit, str], TrainConfig],
 ) -> Any:
-    """Trains in a folder, unless the training is finished; returns the model.
+    """Trains in a folder and returns the model; if the training there is finished, only returns its model.
 
-    `begin` gets the settings and the file that stops the gang; it returns the settings to train with.
+    `begin` takes the settings and the path of the file that stops the training. It returns the settings to
+    train with.
     """
     stop_uri = storage.join(run.uri, run_layout.STOP)
     with run.guarded():
@@ -55,10 +56,10 @@ def run_in_threads(
     watch: Callable[[], None],
     end: Callable[[BaseException], None],
 ) -> None:
-    """Runs `work`, which must not raise, in threads until all have ended, even after an error or interrupt.
+    """Runs `work` in several threads, and returns when all have ended, even after an error or interrupt.
 
-    The calling thread calls `watch` every `POLL_SECONDS`; `end` receives its error, and makes `work` return
-    soon.
+    `work` must not raise errors. The calling thread calls `watch` every `POLL_SECONDS`. If `watch` raises an
+    error, the calling thread passes it to `end`, which must make `work` return soon.
     """
     kind = threading.Thread if is_remote(spark) else InheritableThread
     threads = [kind(target=work, name=f"ringspark-search-{i}", daemon=True) for i in range(number)]
@@ -80,7 +81,7 @@ def run_in_threads(
 
 
 class SearchFolder:
-    """The folder that one driver at a time may write; `uri` is None for a search without a folder."""
+    """Folder of a search, which only one driver at a time may write; `uri` is None if there is no folder."""
 
     def __init__(self, uri: str | None) -> None:
         self.uri = uri
@@ -91,7 +92,7 @@ class SearchFolder:
             write_owner(self.uri, self._token, 0)
 
     def check_owner(self) -> None:
-        """Raises RuntimeError if another driver has taken over the search, so that nothing counts twice."""
+        """Raises RuntimeError if another driver has taken over the search, so that no trial counts twice."""
         if self.uri is None:
             return
         owner = read_owner(self.uri)

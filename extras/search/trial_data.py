@@ -1,6 +1,6 @@
 """The rows of a search, written once for all trials that read the same rows.
 
-A search with a folder keeps them there; a resumed search compares its DataFrame with them.
+If a search has a folder, the rows stay there. A resumed search compares its DataFrame with them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TrialData:
         self._written: dict[FitData, ShardManifest] = {}
 
     def manifest(self, data: FitData) -> ShardManifest:
-        """Returns the shards of a fit; writes them at the first call. Thread-safe."""
+        """Returns the shards of a fit; the first call writes them. Thread-safe."""
         with self._lock:
             if data not in self._written:
                 if self._run_uri is None:

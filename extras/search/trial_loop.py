@@ -1,6 +1,6 @@
-"""The trials of one search: concurrent gangs, started by threads, with one thread that watches them all.
+"""Runs the trials of a search: threads train concurrently, and one thread watches all trials.
 
-A killed driver's unreported trial is resumed. Only the best trial keeps its folder.
+If a driver was killed, its unfinished trials are resumed. Only the best trial keeps its folder.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ _logger = logging.getLogger(__name__)
 
 
 class RunningTrial:
-    """The driver's view of one training. Thread-safe.
+    """What the driver knows of a running trial. Thread-safe.
 
-    The decision to prune depends only on the values of the epochs, not on when the driver read them.
+    Whether the trial is pruned depends only on its values per epoch, not on the time when the driver reads
+    them.
     """
 
     def __init__(self, trial: Any, run_uri: str, stop_uri: str, epochs: int, objective: Objective) -> None:
@@ -122,7 +123,10 @@ class TrialLoop:
             raise self._errors[0]
 
     def best(self) -> tuple[Any, dict[str, Any]]:
-        """Returns the best trial's model and values; reads an earlier driver's model from its folder."""
+        """Returns the best trial's model and values.
+
+        If an earlier driver ran the trial, its folder has the model.
+        """
         number = self._best_number()
         if number is None:
             ended = [t for t in self._study.get_trials(deepcopy=False) if t.user_attrs.get(REASON)]
@@ -166,7 +170,7 @@ class TrialLoop:
             self._end(error)
 
     def _next(self, num_trials: int) -> tuple[Any, dict[str, Any]] | None:
-        """Returns a trial to run and its values: an earlier driver's unfinished trial, or a new one."""
+        """Returns the next trial and its values: an unfinished trial of an earlier driver, or a new one."""
         number = len(self._study.get_trials(deepcopy=False))
         if self._unfinished:
             frozen = self._unfinished.pop(0)
@@ -256,7 +260,7 @@ class TrialLoop:
             discard(last[2])
 
     def _best_number(self) -> int | None:
-        """Returns the best trial so far; of equal trials the one with the lowest number."""
+        """Returns the number of the best trial so far; the lowest number if several are equally good."""
         states = import_optuna().trial.TrialState
         done = [t for t in self._study.get_trials(deepcopy=False) if t.state == states.COMPLETE]
         if not done:

@@ -36,7 +36,7 @@ def rows_of(study: Any, objective: Objective) -> list[dict[str, Any]]:
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """Returns a line per row, a column per entry, and one per parameter instead of "params"."""
+    """Returns a table with a line per row; "params" becomes one column per parameter."""
     names = list(dict.fromkeys(name for row in rows for name in row["params"]))
     lines = []
     for row in rows:

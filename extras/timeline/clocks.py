@@ -1,7 +1,8 @@
 """Measures the clock offsets of the ranks, so that their spans share one time axis.
 
-In one all-gather each rank sends the time T before its call, and records the time R after it. A message is
-received after it was sent, so the offset d of rank r's clock to rank 0's clock has two bounds:
+The ranks repeat an all-gather. In each one, every rank sends the time T at which it starts the call, and
+notes the time R at which the call returns. No rank receives a message before it was sent, which bounds the
+offset d between rank r's clock and rank 0's clock:
 
     T_r - R_0  <=  d  <=  R_r - T_0
 
@@ -23,7 +24,7 @@ ROUNDS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMoment:
-    """One moment by both clocks of rank 0: the clock of its spans, and nanoseconds since 1970."""
+    """The same moment on two clocks of rank 0: the clock of its spans, and nanoseconds since 1970."""
 
     clock_ns: int
     unix_ns: int
@@ -31,10 +32,10 @@ class SharedMoment:
 
 @dataclass(frozen=True, kw_only=True)
 class ClockOffset:
-    """A rank's clock minus rank 0's clock, measured at `at_ns` by the rank's clock.
+    """Difference of a rank's clock and rank 0's clock, measured at `at_ns` on the rank's clock.
 
     Attributes:
-        error_ns: Bound of the absolute error.
+        error_ns: Upper bound of the error of `offset_ns`, in either direction.
     """
 
     at_ns: int
@@ -45,7 +46,7 @@ class ClockOffset:
 def measure_offset(
     world: Collective, clock: Clock = now_ns, rounds: int = ROUNDS
 ) -> tuple[ClockOffset, SharedMoment]:
-    """Returns this rank's offset, and a moment that all ranks share. Runs on every rank."""
+    """Returns this rank's clock offset, and a moment that is the same on all ranks. Runs on every rank."""
     lows: list[int] = []
     highs: list[int] = []
     sent, received = 0, 0
@@ -69,7 +70,7 @@ def measure_offset(
 
 
 def interpolate_offset(offsets: tuple[ClockOffset, ...], at_ns: int) -> int:
-    """Returns the offset at a time of the rank's clock, interpolated between two measurements."""
+    """Returns the clock offset at a time on the rank's clock, interpolated between two measurements."""
     before = [known for known in offsets if known.at_ns <= at_ns]
     after = [known for known in offsets if known.at_ns > at_ns]
     if not before or not after:

@@ -1,7 +1,8 @@
-"""Records the timeline of a rank: one span for each part of a step, and its collective operations.
+"""Records a rank's timeline: a span for each part of a step, and the collective operations.
 
-On a GPU the host only queues work, so most spans also have device times. Beyond `MOST_SPANS`, every second
-recorded step is dropped and the recording interval doubles, so a file covers the whole training evenly.
+On a GPU the host only queues work, so most spans also have times measured by the GPU. If a file would hold
+more than `MOST_SPANS` spans, every second recorded step is dropped and the recording interval doubles. A file
+therefore covers the whole training evenly.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 @dataclass(kw_only=True)
 class DeviceStep:
-    """CUDA events of one step on the compute stream: one at the step's begin, and two per span."""
+    """CUDA events of one step, on the compute stream: one at the start of the step, and two per span."""
 
     begin: torch.cuda.Event
     spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]]
@@ -59,8 +60,9 @@ class DeviceStep:
 class DeviceClock:
     """Converts times of CUDA events to the host's clock.
 
-    CUDA returns the fp32 milliseconds between two events, which are exact only over seconds. So each step's
-    time is relative to the previous step, and the first step's time to a synchronized event.
+    CUDA returns the time between two events as fp32 milliseconds, which are exact only if the events are a
+    few seconds apart. Each step is therefore timed from the previous step. The first step is timed from an
+    event that was synchronized with the host's clock.
     """
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
@@ -70,13 +72,13 @@ class DeviceClock:
         self._last_ns = float(clock())
 
     def mark(self) -> torch.cuda.Event:
-        """Records an event after all work queued so far."""
+        """Records an event that follows all work queued so far."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def read_spans(self, step: DeviceStep) -> list[Span] | None:
-        """Returns the spans of the next step by the host's clock; None if some have not ended."""
+        """Returns the spans of the next step on the host's clock; None if a span has not ended yet."""
         events = [step.begin, *(end for _, _, end in step.spans)]
         if not all(event.query() for event in events):  # type: ignore[no-untyped-call]
             return None
@@ -101,9 +103,9 @@ class _OpenStep:
 
 
 class RankTimeline(Timeline):
-    """Records every `every`-th step of this rank, and all checkpoints and validations, in a file.
+    """Writes a file with every `every`-th step of this rank, and with all checkpoints and validations.
 
-    The constructor compares the clocks, so it runs on every rank.
+    The constructor compares the ranks' clocks, so every rank must call it.
     """
 
     def __init__(
@@ -254,7 +256,7 @@ def _num_spans(step: StepSpans) -> int:
 
 
 class _StepSpan:
-    """Adds a span to a step; a class, because a generator is slower."""
+    """Context that adds a span to a step. It is a class, because a generator would be slower."""
 
     __slots__ = ("_begin", "_clock", "_device", "_kind", "_mark", "_step")
 

@@ -1,6 +1,6 @@
 """File of one rank's spans: `timeline/rank-<k>-<start>.json` in the run folder.
 
-All times are nanoseconds by the rank's own clock. The file has the clock's offsets to rank 0's clock.
+All times are nanoseconds on the rank's own clock. The file also holds the offset of this clock to rank 0's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Span = tuple[str, int, int]
 """Kind, begin and end of a span."""
 
 OperationSpan = tuple[str, int, int, int]
-"""Name of a collective operation; times when its data was ready, when it began, and when it ended."""
+"""Name of a collective operation, and the times when its data was ready, when it began and when it ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,12 @@ class StepSpans:
     """One step of one rank.
 
     Attributes:
-        epoch, step: Numbers in the training, from 1.
-        rows: This rank's rows of the step.
-        begin_ns: Time of the request for the step's batch.
-        spans: Spans by the host's clock.
-        device_spans: Spans by the GPU's events; empty on a CPU, or if they had not ended.
-        operations: Collective operations, in order of their begin; empty in old files.
+        epoch, step: Numbers of the epoch and the step, counted from 1.
+        rows: Number of rows that this rank had in the step.
+        begin_ns: Time at which the trainer requested the step's batch.
+        spans: Spans on the host's clock.
+        device_spans: Spans timed by the GPU; empty on a CPU, or if the GPU had not finished them.
+        operations: Collective operations, ordered by their start; empty in files of older versions.
     """
 
     epoch: int
@@ -47,7 +47,7 @@ class StepSpans:
 
 @dataclass(frozen=True, kw_only=True)
 class RareSpan:
-    """A checkpoint or a validation after `step`; all are recorded."""
+    """A checkpoint or a validation after `step`. All of them are recorded."""
 
     kind: str
     epoch: int
@@ -58,14 +58,14 @@ class RareSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpans:
-    """Spans of one rank from one start of the gang to its end.
+    """Spans of one rank, from one launch of the training to its end.
 
     Attributes:
         every: Recording interval in steps.
-        taken_steps: Steps of the rank, recorded or not.
+        taken_steps: Number of steps that the rank has taken, recorded or not.
         left_out: Number of spans that were not recorded, because a step had too many.
-        moment: A moment by the clocks of rank 0; equal on all ranks of one start.
-        offsets: Clock offsets, in order of time.
+        moment: A moment on both clocks of rank 0; the same on all ranks of a launch.
+        offsets: Measured clock offsets, ordered by time.
     """
 
     rank: int
@@ -82,11 +82,11 @@ class RankSpans:
 
     @property
     def start(self) -> int:
-        """Start of the gang in milliseconds since 1970; equal on all ranks."""
+        """Time of the training's launch, in milliseconds since 1970; the same on all ranks."""
         return start_number(self.moment)
 
     def unix_ns(self, at_ns: int) -> int:
-        """Converts a time of the rank's clock to rank 0's nanoseconds since 1970."""
+        """Converts a time on the rank's clock to nanoseconds since 1970 on rank 0's clock."""
         by_rank_0 = at_ns - interpolate_offset(self.offsets, at_ns)
         return by_rank_0 - self.moment.clock_ns + self.moment.unix_ns
 
@@ -102,7 +102,7 @@ class RankSpans:
 
     @classmethod
     def from_json(cls, data: bytes) -> RankSpans:
-        """Reads the result of `to_json`; raises ValueError if it is damaged or has another version."""
+        """Reads the result of `to_json`. Raises ValueError if it is damaged or has another format version."""
         return record(cls, versioned(data, FORMAT_VERSION))
 
 
@@ -115,7 +115,10 @@ def span_file_uri(run_uri: str, rank: int, start: int) -> str:
 
 
 def read_spans(run_uri: str) -> list[RankSpans]:
-    """Returns the spans of all starts and ranks, in this order. Raises ValueError if a file is damaged."""
+    """Returns the spans of all launches and ranks, ordered by launch, then rank.
+
+    Raises ValueError if a file is damaged.
+    """
     folder = storage.join(storage.normalize(run_uri), run_layout.TIMELINE)
     # A killed `write_atomic` leaves a temporary file, whose name begins with a dot.
     names = [n for n in storage.list_names(folder) if n.startswith("rank-") and n.endswith(".json")]

@@ -1,7 +1,8 @@
-"""Puts the spans of all ranks of a run on one time axis, and computes shares of time.
+"""Puts the spans of all ranks of a run on one time axis, and computes how ranks spend their time.
 
-`wait` is the part of an `exchange` before the last rank began its own, if it is longer than the error of the
-two ranks' clocks. Communication between ranks that arrived earlier counts as `wait` too.
+A `wait` is the part of an `exchange` in which the last rank had not begun its own `exchange` yet. It is shown
+only if it is longer than the error of the two ranks' clocks. If ranks that arrive earlier already communicate
+with each other, this time also counts as `wait`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ringspark.extras.timeline.span_file import RankSpans, Span, StepSpans, read
 from ringspark.pipelines import storage
 
 OTHER = "other"
-"""The rest of a step: the loop itself, the epoch's sums, callbacks."""
+"""Kind for the rest of a step: the training loop itself, sums for the epoch's metrics, and callbacks."""
 
 _Key = tuple[int, int, int]  # start of the gang, number of the step, number of earlier runs of the step
 _Arrivals = dict[_Key, list[tuple[int, int]]]
@@ -27,11 +28,11 @@ class TraceSlice:
     """One span of one rank on the common time axis.
 
     Attributes:
-        kind: As in `observation.timeline`, or `wait`, or `step <n>` for a whole step.
-        begin_ns, end_ns: Nanoseconds since 1970 by the clock of rank 0.
-        is_whole: Whether it is a whole recorded step, which encloses its parts.
-        is_on_device: Whether the GPU measured the times.
-        lane: Thread of a collective operation, from 1; 0 for the rank's own work.
+        kind: A kind of `observation.timeline`, or `wait`, or `step <n>` for a whole step.
+        begin_ns, end_ns: Nanoseconds since 1970 on the clock of rank 0.
+        is_whole: Whether the slice is a whole recorded step, which encloses the slices of its parts.
+        is_on_device: Whether the GPU measured the slice's times.
+        lane: Row of a collective operation in the picture, from 1; 0 for the rank's own work.
         ready_ns: Time when the data of a collective operation was ready.
     """
 
@@ -51,7 +52,7 @@ class TraceSlice:
 
 
 def make_slices(ranks: Sequence[RankSpans]) -> list[TraceSlice]:
-    """Returns all slices ordered by rank and time; a `wait` is inside its `exchange`."""
+    """Returns all slices, ordered by rank and time; each `wait` lies inside an `exchange`."""
     arrivals = _last_arrivals(ranks)
     found = [piece for spans in ranks for piece in _slice_rank(spans, arrivals)]
     return sorted(found, key=lambda piece: (piece.rank, piece.begin_ns, -piece.end_ns))
@@ -60,8 +61,8 @@ def make_slices(ranks: Sequence[RankSpans]) -> list[TraceSlice]:
 def chrome_trace(run_uri: str) -> dict[str, Any]:
     """Returns a run's trace in the JSON format of Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-    It has a process per host and a thread per rank. Collective operations have separate threads. `start`
-    in a slice's arguments counts the starts of the gang.
+    The trace has a process per host and a thread per rank; collective operations have threads of their own.
+    `start` in a slice's arguments is the number of the training's launch.
 
     Raises:
         ValueError: The run has no timeline, or a file is damaged.
@@ -120,15 +121,16 @@ def chrome_trace(run_uri: str) -> dict[str, Any]:
 
 
 def write_trace(run_uri: str, path: str) -> str:
-    """Writes the trace of a run to a file on any store; returns the path. Raises like `chrome_trace`."""
+    """Writes a run's trace to a file on any store; returns the path. Raises the errors of `chrome_trace`."""
     storage.write_atomic(storage.normalize(path), json.dumps(chrome_trace(run_uri)).encode())
     return path
 
 
 def time_shares(run_uri: str) -> dict[int, dict[str, float]]:
-    """Returns rank -> kind -> share of the training's time, estimated from the recorded steps.
+    """Returns, for each rank, the share of the training's time per kind, estimated from the recorded steps.
 
-    A rank's shares, including `other`, sum to 1. Device times replace host times. Raises like `chrome_trace`.
+    A rank's shares, including `other`, sum to 1. If a step has device times, they replace its host times.
+    Raises the errors of `chrome_trace`.
     """
     ranks = load_spans(run_uri)
     arrivals = _last_arrivals(ranks)
@@ -170,7 +172,7 @@ def _sum_seconds(spans: RankSpans, arrivals: _Arrivals) -> dict[str, float]:
 
 
 def load_spans(run_uri: str) -> list[RankSpans]:
-    """Returns the spans of all ranks; raises ValueError if the run has no timeline, or a file is damaged."""
+    """Returns the spans of all ranks. Raises ValueError if the run has no timeline or a file is damaged."""
     found = read_spans(run_uri)
     if not found:
         raise ValueError(
@@ -218,7 +220,7 @@ def _slice_rank(spans: RankSpans, arrivals: _Arrivals) -> Iterator[TraceSlice]:
 
 
 def _slice_operations(spans: RankSpans, step: StepSpans, of_step: dict[str, Any]) -> Iterator[TraceSlice]:
-    """Yields the collective operations of a step, each in the first free lane."""
+    """Yields the collective operations of a step, each in the first lane that is free."""
     busy_until: list[int] = []
     for name, ready_ns, begin_ns, end_ns in step.operations:
         lane = next((n for n, until in enumerate(busy_until) if until <= begin_ns), len(busy_until))
@@ -234,7 +236,10 @@ def _slice_operations(spans: RankSpans, step: StepSpans, of_step: dict[str, Any]
 
 
 def _key_steps(spans: RankSpans) -> Iterator[tuple[_Key, StepSpans]]:
-    """Yields the steps with keys that are equal on all ranks; after a rollback a step runs again."""
+    """Yields each step with a key that is the same on all ranks.
+
+    The key also counts repetitions, because a step runs again after a rollback.
+    """
     times: defaultdict[int, int] = defaultdict(int)
     for step in spans.steps:
         yield (spans.start, step.step, times[step.step]), step
@@ -242,9 +247,9 @@ def _key_steps(spans: RankSpans) -> Iterator[tuple[_Key, StepSpans]]:
 
 
 def _last_arrivals(ranks: Sequence[RankSpans]) -> _Arrivals:
-    """Returns when the last rank began each exchange of each step, and the error of that rank's clock.
+    """Returns, for each exchange, the time when the last rank began it, and the error of that rank's clock.
 
-    Skips steps with missing ranks, or with different numbers of exchanges.
+    Leaves out steps that some ranks have not recorded, or in which ranks have different numbers of exchanges.
     """
     begins: defaultdict[_Key, list[list[tuple[int, int]]]] = defaultdict(list)
     sizes: dict[int, int] = {}

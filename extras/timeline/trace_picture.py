@@ -1,6 +1,6 @@
 """Draws a few recorded steps of all ranks: one bar per rank, one color per kind of span.
 
-Other steps, of ranks that are ahead or behind, are drawn pale.
+Neighbouring steps, in which ranks that are ahead or behind may be, are drawn in pale colors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def trace_picture(run_uri: str, path: str, *, first_step: int | None = None, num
 
     Args:
         path: File ending in `.png` or `.svg`.
-        first_step: Number of the first step; None for the middle of the last start.
+        first_step: Number of the first step. None chooses steps from the middle of the training's last
+            launch.
 
     Raises:
         ValueError: The run has no timeline, or no such step.
@@ -85,7 +86,10 @@ def trace_picture(run_uri: str, path: str, *, first_step: int | None = None, num
 def _choose(
     pieces: Sequence[TraceSlice], first_step: int | None, num_steps: int
 ) -> tuple[list[TraceSlice], set[int]]:
-    """Returns the slices of some steps of the last start and their neighbours, and the chosen steps."""
+    """Returns the slices to draw, and the numbers of the chosen steps.
+
+    The slices are those of the chosen steps and their neighbours, all from the training's last launch.
+    """
     last = max((piece.start for piece in pieces), default=0)
     own = [piece for piece in pieces if piece.start == last]
     steps = sorted({piece.step for piece in own if piece.is_whole})

@@ -1,4 +1,4 @@
-"""Tools that choose settings: folds, a learning rate, a batch size. They complement `pyspark.ml.tuning`.
+"""Tools to choose settings, in addition to `pyspark.ml.tuning`: folds, a learning rate, a batch size.
 
 Each name is imported on first use.
 """

@@ -1,7 +1,8 @@
 """`advise_batch_size`: recommends a batch size from a training's gradient noise.
 
-McCandlish et al. 2018, "An Empirical Model of Large-Batch Training". With noise scale N, batches of B rows
-need 1 + N / B times the steps of infinite batches, and 1 + B / N times the rows of the smallest batches.
+McCandlish et al. 2018, "An Empirical Model of Large-Batch Training". To reach the same loss with noise scale
+N, batches of B rows need 1 + N / B times as many steps as infinitely large batches, and 1 + B / N times as
+many rows as the smallest batches.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class BatchAdvice:
 
     Attributes:
         batch_size: Batch size of the training.
-        noise_scale: Critical batch size in rows, averaged over the last steps of the last epoch.
-        by_epoch: Noise scale after each epoch; None if noise hid the gradient.
-        suggestion: Power of two next to the critical batch size.
+        noise_scale: Critical batch size N in rows, averaged over the last steps of the last epoch.
+        by_epoch: Noise scale after each epoch; None if the noise was too large to measure the gradient.
+        suggestion: The power of two nearest to the critical batch size.
     """
 
     batch_size: int
@@ -36,15 +37,15 @@ class BatchAdvice:
     suggestion: int
 
     def efficiency(self, batch_size: int) -> float:
-        """Returns the progress per row, as a share of the progress per row in the smallest batches."""
+        """Returns the progress per row, relative to the progress per row with the smallest batches."""
         return 1 / (1 + batch_size / self.noise_scale)
 
     def steps(self, batch_size: int) -> float:
-        """Returns the steps to the same loss, as a multiple of the steps with the current batch size."""
+        """Returns the number of steps to the same loss, relative to the current batch size."""
         return (1 + self.noise_scale / batch_size) / (1 + self.noise_scale / self.batch_size)
 
     def rows(self, batch_size: int) -> float:
-        """Returns the rows to the same loss, as a multiple of the rows with the current batch size."""
+        """Returns the number of rows to the same loss, relative to the current batch size."""
         return self.efficiency(self.batch_size) / self.efficiency(batch_size)
 
     @property
@@ -98,15 +99,15 @@ class BatchAdvice:
 def advise_batch_size(model: Any) -> BatchAdvice:
     """Recommends a batch size from the gradient noise in a trained model's history.
 
-    The noise grows while the loss falls, so the advice holds for the end of the training; early epochs need
-    fewer rows per step. The measure assumes SGD-like steps with a well-chosen rate; for Adam and networks
-    with batch norm it is right within a factor of a few.
+    The noise grows while the loss falls, so the advice is right for the end of the training; earlier epochs
+    need fewer rows per step. The measurement assumes SGD-like steps with a well-chosen learning rate. For
+    Adam, or networks with batch normalization, it may be wrong by a factor of a few.
 
     Args:
         model: A model that was trained with `noiseScale=True`.
 
     Raises:
-        ValueError: Its history has no noise scale, or the noise hid the gradient in every epoch.
+        ValueError: The model's history has no noise scale, or no epoch in which the noise was small enough.
     """
     return advice_of(getattr(getattr(model, "summary", None), "epochs", ()))
 

@@ -31,14 +31,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFit:
-    """A batch that fits.
+    """A division of the batch into micro-batches that fits.
 
     Attributes:
         estimator: Copy of the estimator with the `gradientAccumulation` that was found.
         gradient_accumulation: Micro-batches per optimizer step.
-        rows: Rows of a micro-batch on the worker with the most rows.
-        tries: One row per try: "gradient_accumulation", "rows", "planned_bytes" (None without a budget), and
-            "outcome": "fits", or why it does not.
+        rows: Rows of a micro-batch, on the worker with the most rows.
+        tries: One row per try: "gradient_accumulation", "rows", "planned_bytes" (None without a budget) and
+            "outcome", which is "fits" or the reason why the micro-batch does not fit.
     """
 
     estimator: Any
@@ -56,21 +56,21 @@ class BatchFit:
 
 
 def batch_that_fits(estimator: Any, df: DataFrame, budget: int | str | None = None) -> BatchFit:
-    """Finds the fewest micro-batches with which a worker's memory holds the estimator's largest batch.
+    """Finds the fewest micro-batches for which the estimator's largest batch fits a worker's memory.
 
-    First plans: micro-batches whose step needs more than the budget are not tried. Then trains two steps on a
-    sample of the rows, on the estimator's workers, and doubles the number of micro-batches each time memory
-    runs out, with a line in the log. Leaves no folder behind and does not change the estimator.
+    A number of micro-batches whose planned memory exceeds the budget is not tried. Otherwise the estimator's
+    workers train two steps on a sample of the rows. Each time memory runs out, the number of micro-batches
+    doubles and a line is logged. The function leaves no folder behind and does not change the estimator.
 
-    A batch split into micro-batches has the same gradient, except for layers that combine rows, such as batch
-    norm, which see one micro-batch. The sample may lack the longest rows of a table, and other processes may
-    take memory later. A worker that its system kills raises no error, so its memory is unknown: set a budget
-    on such hosts.
+    Splitting a batch into micro-batches keeps its gradient, except for layers that combine rows. Batch
+    normalization, for example, sees one micro-batch at a time. The sample may lack the longest rows of a
+    table, and other processes may take memory later. If the system kills a worker that uses too much memory,
+    no error says so; set a budget on such hosts.
 
     Args:
         estimator: An estimator of ringspark. Its `gradientAccumulation` is tried first.
-        budget: Bytes per worker, as an int or a Spark size ("4g"); None takes the estimator's `memoryBudget`,
-            and plans nothing without one.
+        budget: Bytes per worker, as an int or a Spark size ("4g"). None takes the estimator's `memoryBudget`;
+            if that is unset too, no memory is planned.
 
     Raises:
         ValueError: An argument is invalid, or the smallest micro-batch does not fit.
@@ -153,7 +153,7 @@ def _plan_bytes(fit: CheckedFit, manifest: ShardManifest, parts: int) -> int | N
 
 
 def _try_training(trial: Any, sample: DataFrame, manifest: ShardManifest, parts: int) -> str:
-    """Trains with a number of micro-batches; returns how memory ran out, or an empty text."""
+    """Trains with `parts` micro-batches; returns how memory ran out, or "" if it sufficed."""
     fit = CheckedFit.of(trial.copy({trial.gradientAccumulation: parts}), sample)
     run = RunFolder.new(fit.data.root)
     try:

@@ -21,9 +21,9 @@ def cross_validate(
 ) -> pd.DataFrame:
     """Fits an estimator on each fold, one after the other, and evaluates its model on the validation rows.
 
-    Models and the folders of their runs are not kept. Spark's searches leave the folders of models that they
-    did not choose in the estimator's storageUri. For a search over settings with folds, pass the column of
-    `stratified_folds` or `grouped_folds` to Spark's `CrossValidator` as `foldCol`.
+    Models and their run folders are not kept. Spark's own searches leave the folders of rejected models in
+    the estimator's storageUri. To search over settings with folds, pass the column of `stratified_folds` or
+    `grouped_folds` as `foldCol` to Spark's `CrossValidator`.
 
     Args:
         estimator: Any Spark ML estimator, including a `Pipeline` or a search.

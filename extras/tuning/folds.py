@@ -1,7 +1,8 @@
 """Folds as a column of numbers 0..k-1, for Spark's `CrossValidator(foldCol=...)` and `fold_pairs`.
 
-A row's fold depends only on the rows and the seed. Rows are dealt out in the order of a hash, so two folds
-differ at most by one row per class in `stratified_folds`, and by the largest group in `grouped_folds`.
+A row's fold depends only on the rows and the seed. Rows are assigned to folds in the order of a hash. The
+sizes of two folds differ by at most one row per class in `stratified_folds`, and by at most the largest group
+in `grouped_folds`.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ def stratified_folds(
     keyCols: Sequence[str] | None = None,
     foldCol: str = FOLD,
 ) -> DataFrame:
-    """Adds a column of folds in which every class has the same share, up to one row.
+    """Adds a column of folds; the numbers of rows of a class in two folds differ by at most one.
 
     Runs one job, which counts the classes.
 
     Args:
-        df: The rows. If each computation gives other rows, the folds differ too.
+        df: The rows. If Spark computes different rows each time, the folds differ too.
         k: Number of folds, at least 2.
-        keyCols: Columns whose hash orders the rows, such as an id: then rows keep their folds when other
-            columns are added, if the key is unique. None takes all columns.
+        keyCols: Columns whose hash orders the rows, such as an id. If the key is unique, a row keeps its fold
+            when other columns are added. None takes all columns.
         foldCol: Name of the new column, of integers from 0.
 
     Raises:
@@ -84,7 +85,7 @@ def grouped_folds(df: DataFrame, groupCol: str, k: int, seed: int = 0, *, foldCo
     Runs one job, which counts the groups.
 
     Args:
-        df: The rows. If each computation gives other rows, the folds differ too.
+        df: The rows. If Spark computes different rows each time, the folds differ too.
         k: Number of folds, at least 2.
         foldCol: Name of the new column, of integers from 0.
 

@@ -1,7 +1,7 @@
-"""Folds of a time series: each validates on rows after all its training rows, with a gap.
+"""Folds of a time series: each fold validates on rows that are later than its training rows, after a gap.
 
-The k + 1 blocks of time have about the same number of rows. Fold i trains on the blocks up to the i-th and
-validates on the next one.
+Time is divided into k + 1 blocks with about equally many rows. Fold i trains on blocks 0 to i and validates
+on block i + 1, counted from 0.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Fold(NamedTuple):
 
 
 def fold_pairs(df: DataFrame, k: int, foldCol: str = FOLD) -> list[Fold]:
-    """Returns the folds of a column of `stratified_folds`, of `grouped_folds` or of your own.
+    """Returns the folds that a column defines, from `stratified_folds`, `grouped_folds` or your own code.
 
-    The rows keep the column. Fold i validates on the rows with number i and trains on all other rows.
+    The column stays in the rows. Fold i validates on the rows with number i and trains on all other rows.
 
     Raises:
-        ValueError: The column is missing, holds null or a number outside 0 to k-1, or lacks one of these
-            numbers.
+        ValueError: The column is missing, a row has null or a number outside 0 to k-1, or one of these
+            numbers does not occur.
     """
     check_frame(df, "fold_pairs")
     check_count("fold_pairs", k)
@@ -50,18 +50,19 @@ def fold_pairs(df: DataFrame, k: int, foldCol: str = FOLD) -> list[Fold]:
 
 
 def time_folds(df: DataFrame, timeCol: str, k: int, gap: float | timedelta = 0) -> list[Fold]:
-    """Splits a time series into k folds, each with its training rows before its validation rows.
+    """Splits a time series into k folds; in each fold the training rows come before the validation rows.
 
-    Runs two jobs. Rows with equal times stay together. The splits are exact quantiles of the times, so they
-    depend on neither order nor partitions; Spark collects one count per distinct time.
+    Runs two jobs. Rows with equal times stay together. The blocks end at exact quantiles of the times, so
+    they depend neither on the order of the rows nor on partitions. For this, Spark collects one count per
+    distinct time.
 
     Args:
         timeCol: A column of numbers, dates or timestamps.
-        gap: Least distance between training and validation, in the column's unit; a `timedelta` for dates and
-            timestamps.
+        gap: Smallest time between the last training row and the first validation row, in the column's unit; a
+            `timedelta` for dates and timestamps.
 
     Returns:
-        The folds, the earliest first.
+        The folds, earliest first.
 
     Raises:
         ValueError: An argument or the rows are invalid.
@@ -106,7 +107,7 @@ def _conditions(time: Column, cuts: Sequence[float], width: float) -> list[tuple
 
 
 def _number(name: str, data_type: DataType) -> Column:
-    """Returns the column's times as doubles: microseconds, days, or the numbers themselves."""
+    """Returns times as doubles: microseconds for timestamps, days for dates, numbers as they are."""
     column = F.col(quote(name))
     if isinstance(data_type, TimestampType):
         return F.unix_micros(column).cast("double")

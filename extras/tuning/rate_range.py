@@ -1,7 +1,7 @@
 """`lr_range_test`: one short training whose learning rate rises from step to step (Smith 2015).
 
-The sweep is an ordinary `fit` with its own schedule and the loss recorded after every step. Its epochs are
-short, because a training ends early only between epochs.
+The test is an ordinary `fit` with its own schedule, which records the loss after every step. Its epochs are
+short, because a training can end early only after an epoch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REASON = "the loss diverged"
 
 @dataclass(frozen=True)
 class Sweep:
-    """Schedule of the sweep: from `first` in step 0 to 1 in the last step, by the same factor per step."""
+    """Schedule: a factor that grows by the same ratio per step, from `first` to 1 in the last step."""
 
     first: float
 
@@ -39,7 +39,7 @@ class Sweep:
 
 
 class StopsDiverged(Callback):
-    """Ends the sweep when an epoch's mean loss, which is equal on every rank, is far above the lowest."""
+    """Ends the training when an epoch's mean loss, which is equal on all ranks, is far above the lowest."""
 
     def on_epoch_end(self, state: TrainingState) -> None:
         losses = [record.train_loss for record in state.history]
@@ -53,11 +53,11 @@ class RateRange:
     """The result of a learning-rate range test.
 
     Attributes:
-        table: One row per step: "step", "learning_rate", "train_loss" over all workers (NaN if the step was
-            skipped because it was not finite) and "smoothed", its moving mean.
+        table: One row per step: "step", "learning_rate", "train_loss" over all workers, and "smoothed", its
+            moving mean. The loss is NaN in a step that was skipped because it was not finite.
         suggestion: Rate at which the smoothed loss fell most steeply; None if it never fell.
-        diverges_at: Last rate at which the smoothed loss was at most twice its lowest, if it diverged after
-            that; None if it did not diverge up to the highest rate.
+        diverges_at: The last rate before the loss diverged: the smoothed loss was then still at most twice
+            its minimum. None if it did not diverge.
     """
 
     table: pd.DataFrame
@@ -65,7 +65,7 @@ class RateRange:
     diverges_at: float | None
 
     def plot(self, ax: Any = None) -> Any:
-        """Plots loss over rate with matplotlib, on `ax` or a new figure; returns the axes."""
+        """Plots the loss over the learning rate on `ax`, or on new matplotlib axes; returns the axes."""
         if ax is None:
             from matplotlib.figure import Figure
 
@@ -85,14 +85,14 @@ def lr_range_test(
 ) -> RateRange:
     """Runs a short training with a rising learning rate, and suggests a rate.
 
-    Trains on a sample of the rows, with the estimator's batch, optimizer and workers. Ends early if the loss
-    diverges. Leaves no folder behind and does not change the estimator.
+    Trains on a sample of the rows, with the estimator's batch size, optimizer and workers. Ends early if the
+    loss diverges. Leaves no folder behind and does not change the estimator.
 
     Args:
         estimator: An estimator of ringspark whose `optimizer` is a name.
         lowest: Rate of the first step.
         highest: Rate of the last step.
-        steps: Optimizer steps of the sweep, rounded to whole epochs.
+        steps: Number of optimizer steps, rounded to whole epochs.
 
     Raises:
         ValueError: An argument is invalid.
@@ -126,10 +126,10 @@ def lr_range_test(
 
 
 def rate_range(rates: list[float], losses: list[float], has_diverged: bool = False) -> RateRange:
-    """Evaluates the losses of a sweep.
+    """Evaluates the losses of a range test.
 
-    A loss that is not finite is ignored, or is divergence if no finite loss follows. With `has_diverged`
-    divergence ended the sweep early, maybe before the smoothed loss shows it.
+    A loss that is not finite is ignored if a finite loss follows; otherwise it is the start of divergence.
+    `has_diverged` says that divergence ended the training early, perhaps before the smoothed loss shows it.
     """
     loss = np.asarray(losses, float)
     table = pd.DataFrame({"step": range(1, len(rates) + 1), "learning_rate": rates, "train_loss": loss})

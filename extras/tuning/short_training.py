@@ -1,4 +1,4 @@
-"""Short trials of an estimator's training, without the settings that only a full training needs."""
+"""Makes short trial trainings of an estimator, without the settings that only a full training needs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_estimator(estimator: Any, function: str) -> None:
 
 
 def plain_copy(estimator: Any) -> Any:
-    """Returns a copy without folder, checkpoints, validation, warm-up, trackers and progress."""
+    """Returns a copy without run folder, checkpoints, validation, warm-up, trackers and progress output."""
     made = estimator.copy()
     for setting in _CLEARED:
         if made.hasParam(setting.name):

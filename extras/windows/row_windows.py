@@ -1,8 +1,8 @@
-"""Windows over the rows of a series, in Spark SQL: each row's last values, and the next ones.
+"""Windows over the rows of a series, in Spark SQL: the last values of each row, and the values that follow.
 
-Three steps use one ordering (the keys, then the time), so Spark shuffles and sorts once: they number the rows
-of each series, find the start of each unbroken run, and collect the values. `collect_list` over a frame of
-rows was twice as fast as an array of lags.
+Spark shuffles and sorts only once, because three steps use the same order (by keys, then time): numbering the
+rows of each series, finding where each unbroken run starts, and collecting the values. `collect_list` over a
+frame of rows was twice as fast as an array of lags.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ _SINGLE = ("byte", "short", "float", "boolean")
 
 @dataclass(frozen=True, kw_only=True)
 class RowWindows:
-    """The windows over a DataFrame's rows; all columns belong to that DataFrame.
+    """Definition of windows over a DataFrame's rows; all columns belong to that DataFrame.
 
     Attributes:
-        values: Columns of the history.
-        target: Column of the values after the window; None if windows have no target.
-        stride: Rows between the ends of two windows of one run.
-        max_gap: Largest distance between two rows of one run, in units of `time` (microseconds, days).
-        gap_days: Calendar days in `max_gap`, which may last 25 hours in the session's time zone.
-        skips_invalid: Whether windows with a null, and rows without key or time, are dropped.
-        keeps_unlabeled: Whether windows without all their targets are kept.
+        values: Columns whose last `steps` values a window holds.
+        target: Column whose values after the window are the targets; None for no targets.
+        stride: Number of rows from the end of a window to the end of the next window in the same run.
+        max_gap: Largest difference in time between two rows of the same run: in microseconds or days, or in
+            the unit of a numeric `time`.
+        gap_days: Number of calendar days in `max_gap`. A calendar day may have 25 hours in the session's time
+            zone.
+        skips_invalid: Whether to drop windows that hold a null, and rows without key or time.
+        keeps_unlabeled: Whether to keep windows that lack some of their targets.
     """
 
     keys: tuple[StructField, ...]
@@ -60,10 +62,10 @@ class RowWindows:
     keeps_unlabeled: bool
 
     def over(self, frame: DataFrame, outputs: dict[str, Column], targets: dict[str, Column]) -> DataFrame:
-        """Returns the rows that end a window, with additional columns; lazy.
+        """Returns the rows at which a window ends, with additional columns. Runs no Spark job.
 
-        `outputs` are expressions for one row, collected into an array of the last `steps` rows; `targets` are
-        expressions over `label` and `end`.
+        `outputs` are expressions for one row; each becomes an array of its values in the last `steps` rows.
+        `targets` are expressions that may use `label` and `end`.
         """
         histories = {
             name: F.collect_list(value).over(self._order.rowsBetween(1 - self.steps, 0))
@@ -78,7 +80,7 @@ class RowWindows:
         )
 
     def counts(self, frame: DataFrame) -> DataFrame:
-        """Counts rows by the reason why they end no window; null for rows that end one."""
+        """Counts rows by the reason why no window ends at them; null if a window ends."""
         rows = self._judged(frame, {}).groupBy(F.col(_REASON).alias("reason")).count()
         if not self.skips_invalid:
             return rows
@@ -92,9 +94,9 @@ class RowWindows:
         return F.col(_END)
 
     def _judged(self, frame: DataFrame, more: dict[str, Column]) -> DataFrame:
-        """Adds row numbers, the last break and null before each row, `more`, the targets, and `_REASON`.
+        """Adds row numbers, the last break and null up to each row, `more`, the targets and `_REASON`.
 
-        `_REASON` says why a row ends no window; it is null if the row ends one.
+        `_REASON` is the reason why no window ends at the row; it is null if a window ends there.
         """
         if self.skips_invalid:
             frame = frame.where(~self._unplaced())
@@ -153,7 +155,10 @@ class RowWindows:
         return continues & (F.size(_TARGETS) == self.horizon)
 
     def _reason(self) -> Column:
-        """Returns why a row ends no window, or null; raises an error for rows that no series can hold."""
+        """Returns the reason why no window ends at a row, or null.
+
+        The expression raises an error in Spark for rows that cannot belong to a series.
+        """
         position = F.col(_NUMBER) - F.col(_START) + 1  # in the run, from 1
         rules = []
         if not self.skips_invalid:

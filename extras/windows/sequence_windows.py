@@ -1,4 +1,4 @@
-"""`SequenceWindows`: a stage that turns rows of a table into sequences for a network, in lazy Spark SQL."""
+"""`SequenceWindows`: a Spark ML stage that turns rows of a table into sequences for a network, lazily."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _NUMBERS = {"bigint": LongType(), "float": FloatType(), "double": DoubleType()}
 class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["SequenceWindows"]):
     """Creates windows over the rows of a table; the keywords of the constructor are the Params.
 
-    The row that ends a window stays, with all its columns, and `outputCol` (or `outputCols`) and `labelCol`
-    are added. A row that ends no window is dropped; `countWindows` counts them by reason.
+    A row at which a window ends stays, with all its columns; `outputCol` (or `outputCols`) and `labelCol` are
+    added. Other rows are dropped; `countWindows` counts them by reason.
 
         SequenceWindows(keyCols=["origin"], timeCol="time_hour", valueCols=["flights", "temp"], steps=48,
                         targetCol="flights", maxGap="1 hour")
@@ -59,10 +59,11 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
         return self
 
     def countWindows(self, dataset: DataFrame) -> dict[str, int]:
-        """Counts rows that end a window, and rows that do not, by reason. Runs one or two Spark jobs.
+        """Counts the rows at which a window ends, and all other rows by reason. Runs one or two Spark jobs.
 
-        The reasons: "short" (fewer than `steps` rows since the series began or had a gap), "stride", "null"
-        (in the window, key or time), "unlabeled" (targets are missing).
+        The reasons are "short" (fewer than `steps` rows since the start of the series or the last gap),
+        "stride" (between two windows), "null" (in the window, the key or the time) and "unlabeled" (targets
+        are missing).
 
         Raises:
             ValueError: As `transform`.
@@ -183,7 +184,7 @@ def _check_values(fields: Sequence[StructField]) -> None:
 
 
 def _ticks(gap: str | int | None, time: StructField) -> tuple[int | None, int]:
-    """Returns `maxGap` in the unit in which times are compared, and the number of calendar days in it."""
+    """Returns `maxGap` in the unit in which times are compared, and its number of calendar days."""
     name = time.dataType.typeName()
     if name not in (*WHOLE, "date", "timestamp", "timestamp_ntz"):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Params of `SequenceWindows`, and the parser of its durations."""
+"""Params of `SequenceWindows`, and a parser for durations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`parallelism="auto"`: chooses the mesh on the driver, before any worker starts.
+"""`parallelism="auto"`: chooses the mesh on the driver before any worker starts.
 
-A small network uses data parallelism without a plan. For other networks all meshes are planned, with a
-measured step if it takes at most a few seconds on this machine, otherwise with an estimate.
+A small network uses data parallelism without planning. For other networks all meshes are planned. The plan
+uses a measured step if a step takes at most a few seconds on this machine, otherwise an estimate.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _NETWORK = Link.of_network(gigabits_per_second=10, milliseconds=0.05)
 
 @dataclass(frozen=True)
 class ChosenMesh:
-    """A config with a mesh, and the reason for it: a sentence, or the planner's table."""
+    """A config with the chosen mesh, and the reason for the choice: a sentence, or the planner's table."""
 
     config: TrainConfig
     explanation: str
@@ -73,13 +73,14 @@ def choose_parallelism(
     """Returns the config with the chosen mesh. Runs on the driver.
 
     Args:
-        begun: Settings of the resumed run; the same number of workers keeps its mesh.
-        budget: Memory of a worker for tensors in bytes, if the user set it; otherwise `limits` count.
+        begun: Settings of the run to resume. If its number of workers is the same, its mesh is kept.
+        budget: Memory of a worker for tensors, in bytes, if the user set it. If it is None, the smallest of
+            `limits` is used.
         chooses_micro: Whether to choose `gradientAccumulation` too.
-        is_here: Whether the workers run on this machine.
+        is_here: Whether the workers run on the driver's machine.
 
     Raises:
-        ValueError: No mesh fits; the message says how much memory the smallest needs.
+        ValueError: No mesh fits. The message says how much memory the smallest mesh needs.
     """
     choice = _keep_mesh(config, begun) if begun is not None else None
     if choice is None:
@@ -169,7 +170,7 @@ def _choose(
 
 
 def _explain_without_plan(training: Training, manifest: ShardManifest, memory: int | None) -> str:
-    """Returns why data parallelism is chosen without a plan; "" if a plan is needed."""
+    """Returns the reason why no plan is needed and data parallelism is used; "" if a plan is needed."""
     config = training.settings
     meshes = candidates(config, training.network, config.num_workers)
     others = [mesh for mesh in meshes if mesh.options or "tensor" in mesh.sizes]
@@ -188,13 +189,16 @@ def _explain_without_plan(training: Training, manifest: ShardManifest, memory: i
 def _columns(
     config: TrainConfig, manifest: ShardManifest, rows: int
 ) -> tuple[list[BatchColumn], list[BatchColumn]]:
-    """Returns `rows` rows of the inputs and of the labels."""
+    """Returns the input columns and the label columns, with `rows` rows each."""
     inputs = [column_of(manifest, name, rows) for name in config.input_columns]
     return inputs, [column_of(manifest, name, rows) for name in config.label_columns]
 
 
 def _is_worth_measuring(training: Training, work: StepWork, workers: int) -> bool:
-    """Returns whether to measure a step: on CPUs, if it is not too long and fits into this machine."""
+    """Returns whether to measure a step on this machine.
+
+    True on CPUs if a step is short enough and its memory fits into this machine.
+    """
     config = training.config
     if config.use_gpu or ASSUMED.seconds(work(config.batch_size)) > MOST_SECONDS:
         return False

@@ -1,4 +1,4 @@
-"""Lists all meshes of a number of workers, each with the reason why a network cannot use it, if any."""
+"""Lists all meshes of a number of workers. If a network cannot use a mesh, the mesh has the reason."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _has_experts(network: nn.Module) -> bool:
 
 
 def _shard_refusal(config: TrainConfig, network: nn.Module, sizes: Mapping[str, int]) -> str:
-    """Returns why the network cannot be sharded along all these axes together, or ""."""
+    """Returns the reason why the network cannot be sharded along all these axes together; "" if it can."""
     full = dict.fromkeys(AXIS_RULES, 1) | dict(sizes)
     return _error_of(check_shardable, copy_to_meta(network), full, config.parallelism)
 
@@ -82,11 +82,11 @@ def _error_of(check: Callable[..., object], *arguments: object) -> str:
 def candidates(
     config: TrainConfig, network: nn.Module, workers: int, *, interleaves: bool = True
 ) -> list[MeshPlan]:
-    """Returns all meshes over the planned axes, data parallelism first; memory and time are not set yet.
+    """Returns all meshes over the planned axes, without memory and time; data parallelism comes first.
 
     Args:
-        config: The settings; `batch_size` counts the rows of a step over all workers.
-        interleaves: Whether to try pipelines with several stages per worker, to fill bubbles.
+        config: The settings. `batch_size` is the number of rows of a step over all workers.
+        interleaves: Whether to try also pipelines with several stages per worker, which have smaller bubbles.
     """
     # With sharded weights, 'shard' replaces 'data': the weights are sharded over all ranks with different
     # rows.
@@ -118,7 +118,7 @@ def candidates(
 
 
 def micro_batches(mesh: MeshPlan, rows: int, given: int | None) -> list[int]:
-    """Returns the numbers of micro-batches to try for `rows` rows per replica; `given` is the user's."""
+    """Returns the numbers of micro-batches to try for `rows` rows per replica; the user may set `given`."""
     if given is not None:
         return [given] if given <= rows else []
     least = max(1, min(mesh.sizes.get("pipeline", 1), rows))
@@ -129,7 +129,7 @@ def micro_batches(mesh: MeshPlan, rows: int, given: int | None) -> list[int]:
 def with_mesh(
     config: TrainConfig, workers: int, parallelism: Mapping[str, Any], num_micro: int
 ) -> TrainConfig:
-    """Returns the config with a mesh; raises ValueError if settings exclude each other."""
+    """Returns the config with a mesh; raises ValueError if a setting excludes the mesh."""
     return replace(
         config,
         num_workers=workers,

@@ -1,7 +1,7 @@
-"""Shards a network on `meta` as a mesh does, for each rank of one replica.
+"""Shards a network on `meta` as a mesh does: for each rank of one replica.
 
-Rank 0 has the largest shards along 'tensor' and 'sequence', so it represents all ranks of these axes. Along
-'expert' it represents an even load of tokens, because the real load depends on values.
+Along 'tensor' and 'sequence', rank 0 has the largest shards, so only its shards are computed. Along 'expert',
+every rank is assumed to get the same number of tokens, because the real numbers depend on values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ringspark.models.meta_device import copy_to_meta
 
 @dataclass(frozen=True, kw_only=True)
 class RankPart:
-    """The stages and shards of one rank of a pipeline, on `meta`; without a pipeline, stage 0."""
+    """The network's stages on one rank of a pipeline, on `meta`; without a pipeline there is only stage 0."""
 
     module: nn.Module
     stages: tuple[int, ...]
@@ -41,11 +41,11 @@ class RankPart:
 
 @dataclass(frozen=True, kw_only=True)
 class CutNetwork:
-    """One replica of a network on its ranks.
+    """One replica of a network, sharded over its ranks.
 
     Attributes:
-        whole: The network with sharded tensors and all stages.
-        owners: Rank of each stage.
+        whole: The network with all stages and with sharded tensors.
+        owners: For each stage, the rank that has it.
         firsts: Name of each stage's first layer; "" without a pipeline.
         fakes: Fake process group of each axis that communicates inside the network.
     """
@@ -64,10 +64,10 @@ class CutNetwork:
 def cut_network(
     empty: nn.Module, sizes: Mapping[str, int], options: Mesh, inputs: Sequence[BatchColumn]
 ) -> CutNetwork:
-    """Shards a network on `meta` as `shard_network` does on every rank.
+    """Shards a network on `meta` in the way in which `shard_network` shards it on every rank.
 
     Raises:
-        ValueError: The network cannot be sharded that way.
+        ValueError: The network cannot be sharded in this way.
     """
     whole = copy_to_meta(empty)
     fakes = {a: FakeCollective(0, sizes[a]) for a in ("tensor", "expert", "sequence") if sizes[a] > 1}
@@ -110,6 +110,6 @@ def cut_network(
 
 
 def link_costs(empty: nn.Module, inputs: Sequence[BatchColumn], rows: int) -> list[float]:
-    """Returns the cost of each layer for `rows` rows, by which a pipeline divides the network."""
+    """Returns each layer's cost for `rows` rows; a pipeline divides the network by these costs."""
     sample = [torch.empty((rows, *c.shape[1:]), dtype=c.dtype, device="meta") for c in inputs]
     return measure_costs(empty, links_of(empty), sample)

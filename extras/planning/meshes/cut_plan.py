@@ -1,4 +1,4 @@
-"""Plans the memory of a step on each rank of a sharded network; the rank that needs most counts."""
+"""Plans the memory of a step on each rank of a sharded network, and takes the rank that needs most."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ringspark.extras.planning.meshes.rank_step import LEAVING, RankBytes, measu
 
 @dataclass(frozen=True, kw_only=True)
 class CutPlan:
-    """Peak memory and measurements of the rank that needs most."""
+    """Peak memory and measurements of the rank that needs most memory."""
 
     peak: Peak
     rank: RankBytes
@@ -38,14 +38,15 @@ def plan_cut(
     inputs: Sequence[BatchColumn],
     labels: Sequence[BatchColumn],
 ) -> CutPlan:
-    """Plans the memory of a step on the rank that needs most.
+    """Plans the memory of a step on the rank that needs most memory.
 
     Args:
         empty: The network on `meta`; not changed.
-        inputs: Arguments of `forward`, for all rows of one replica in a step.
+        inputs: Arguments of `forward`, with all rows that one replica has in a step.
 
     Raises:
-        Exception: Like `measure_step`; ValueError if the network cannot be sharded that way.
+        Exception: Any error that `measure_step` raises. ValueError also if the network cannot be sharded in
+            this way.
     """
     if config.axes["expert"] > 1 and config.sync.sharding != "none":
         raise ValueError(
@@ -68,16 +69,19 @@ def plan_cut(
 
 
 def steps_of(config: TrainConfig, owners: Sequence[int], num_micro: int) -> list[Steps]:
-    """Returns the actions of each rank in a step, with the arrivals of values; raises like `orders_of`."""
+    """Returns each rank's actions in a step and the arrivals of values from other ranks.
+
+    Raises ValueError like `orders_of`.
+    """
     orders = orders_of(config, num_micro)
     return [list(orders[0])] if len(owners) == 1 else with_arrivals(orders, owners)
 
 
 def orders_of(config: TrainConfig, num_micro: int) -> Orders:
-    """Returns the actions of each rank of a pipeline in a step.
+    """Returns each rank's actions in a step of a pipeline.
 
     Raises:
-        ValueError: The schedule has no flush, so its steps overlap.
+        ValueError: The schedule has no flush, so one step overlaps with the next.
     """
     num_ranks, way = config.axes["pipeline"], config.parallelism.pipeline
     if num_ranks == 1:
@@ -92,10 +96,10 @@ def orders_of(config: TrainConfig, num_micro: int) -> Orders:
 
 
 def peak_of_steps(rank: RankBytes, steps: Steps, config: TrainConfig) -> Peak:
-    """Returns the peak of a rank's step; the config has the whole mesh.
+    """Returns the peak memory of a rank's step; `config` has the whole mesh.
 
-    At any moment a rank holds the saved tensors of micro-batches between their two passes, received values,
-    unsent gradients, and the temporaries of the running pass.
+    At any moment a rank holds the tensors that forward passes saved for later backward passes, received
+    values, gradients that are not sent yet, and the temporary tensors of the running pass.
     """
     sharding = config.sync.sharding
     peaks_of = LEAVING if reduces_during_backward(config) else sharding

@@ -1,4 +1,4 @@
-"""Makes the hardware profile of a prediction: measured on this machine, or from given numbers."""
+"""Makes the hardware profile for a prediction: measures this machine, or takes given numbers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def make_machine(
     workers_per_host: int | None = None,
     cores_per_host: int | None = None,
 ) -> tuple[Machine, str]:
-    """Returns a machine with given numbers, and a sentence about them.
+    """Returns a machine with the given numbers, and a sentence that describes them.
 
     Args:
-        rates: With `step_seconds`, only their ratios count.
-        step_seconds: Rows -> seconds of a step of the whole network on one worker; None uses the rates.
+        rates: Speeds of operators. If `step_seconds` is given, only the ratio of the speeds is used.
+        step_seconds: Seconds of a step of the whole network on one worker, by its number of rows. If it is
+            None, `rates` predict the time.
     """
     if step_seconds is not None:
         rates = rates.fit({rows: (work(rows), seconds) for rows, seconds in step_seconds.items()})
@@ -55,7 +56,7 @@ def measure_machine(
     workers_per_host: int | None = None,
     cores_per_host: int | None = None,
 ) -> tuple[Machine, str]:
-    """Measures the missing numbers on this machine; raises WorkerError if a process failed."""
+    """Measures on this machine the numbers that are not given. Raises WorkerError if a process failed."""
     ranks = min(workers, workers_per_host or workers)
     cores = cores_per_host or count_cores()
     rows = () if step_seconds is not None else calibration_rows(training.config.batch_size)
@@ -80,7 +81,7 @@ def measure_machine(
 
 
 def calibration_rows(rows: int) -> tuple[int, int]:
-    """Returns the rows of the two measured steps, for a step of `rows` rows over all workers."""
+    """Returns the numbers of rows of the two measured steps; a step has `rows` rows over all workers."""
     return max(1, rows // 8), max(2, rows // 2)
 
 

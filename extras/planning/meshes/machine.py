@@ -12,7 +12,7 @@ from ringspark.extras.planning.meshes.work import Work
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorRates:
-    """Speed of one rank with its own core or device.
+    """Speed of one rank that has a core or a device to itself.
 
     Attributes:
         launch: Seconds per operator.
@@ -28,13 +28,13 @@ class OperatorRates:
         return work.launches * self.launch + self.rest(work)
 
     def rest(self, work: Work) -> float:
-        """Returns the seconds without launches, which grow with the rows."""
+        """Returns the part of the time that grows with the rows: everything except launching operators."""
         return work.flops * self.flop + work.num_bytes * self.byte
 
     def fit(self, measured: Mapping[float, tuple[Work, float]]) -> OperatorRates:
-        """Returns rates that explain the measured steps of two sizes: rows -> work and seconds.
+        """Returns rates that explain two measured steps: rows -> (work, seconds).
 
-        The ratio of `flop` and `byte` stays, because two steps cannot separate them.
+        The ratio of `flop` and `byte` stays the same, because two steps are too few to separate them.
         """
         (few, quick), (many, slow) = measured[min(measured)], measured[max(measured)]
         grown = self.rest(many) - self.rest(few)
@@ -48,13 +48,14 @@ class OperatorRates:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Ranks on hosts.
+    """Hosts with several ranks each, and the links between ranks.
 
     Attributes:
-        inside: Number of communicating ranks -> their link on one host, with the planned `crowding`.
-        between: Link between hosts; None for one host.
-        wire: Link of a point-to-point send between two ranks of a host.
-        cores_per_host: Ranks that a host runs at full speed.
+        inside: Links between ranks of one host, by the number of ranks that communicate. They include the
+            slowdown by the planned `crowding`.
+        between: Link between hosts; None if there is one host.
+        wire: Link for a point-to-point send between two ranks of a host.
+        cores_per_host: Number of ranks that a host runs at full speed.
     """
 
     rates: OperatorRates
@@ -65,20 +66,20 @@ class Machine:
     cores_per_host: int
 
     def crowding(self, workers: int) -> float:
-        """Returns the number of ranks per core."""
+        """Returns the number of ranks per core, at least 1."""
         return max(1.0, min(workers, self.ranks_per_host) / self.cores_per_host)
 
     def hosts(self, workers: int) -> int:
         return -(-workers // self.ranks_per_host)
 
     def link(self, size: int, reach: int) -> Link:
-        """Returns the link of `size` ranks within `reach` consecutive ranks."""
+        """Returns the link for a collective operation of `size` ranks within `reach` consecutive ranks."""
         if reach > self.ranks_per_host and self.between is not None:
             return self.between
         return self.inside[min(self.inside, key=lambda known: abs(known - size))]
 
     def exchange(self, messages: Iterable[Message], size: int, reach: int) -> float:
-        """Returns the seconds of collective operations over `size` ranks of an axis."""
+        """Returns the seconds that collective operations over `size` ranks of an axis take."""
         link = self.link(size, reach)
         return sum(_seconds(message, size, link) for message in messages)
 

@@ -1,7 +1,7 @@
-"""Calibration run of a mesh: measures steps, operators and links on processes of this machine.
+"""Calibration run for meshes: measures steps, operators and links with processes on this machine.
 
-All ranks run at the same time, so they share cores and memory as in a training. Matrix products and vector
-sums separate FLOPs from bytes.
+All ranks run at the same time, so they share cores and memory as in a training. A matrix product gives the
+time per FLOP, and a vector sum the time per byte.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class HardwareProfile:
     """Operator and link speeds measured by a calibration run.
 
     Attributes:
-        step_seconds: Rows -> seconds of a step without communication.
-        rates: Speed of operators, before the fit to the steps.
-        inside: Number of ranks in an all-reduce -> their link.
-        wire: Link of a point-to-point send.
+        step_seconds: Seconds of a step without communication, by its number of rows.
+        rates: Speeds of a matrix product and of a vector sum, not yet scaled to the measured steps.
+        inside: Links for an all-reduce, by its number of ranks.
+        wire: Link for a point-to-point send.
         num_ranks: Number of ranks that ran at the same time.
     """
 
@@ -55,7 +55,7 @@ class HardwareProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshCalibration(Calibration):
-    """Work of each rank of the calibration run; measures no steps if `rows` is empty."""
+    """What each rank of the calibration run does; it measures no steps if `rows` is empty."""
 
     def __call__(self, collective: Collective, device: str, status: Status) -> str:
         torch.manual_seed(0)
@@ -92,10 +92,10 @@ def calibrate_mesh(
     workers: int,
     repeats: int,
 ) -> HardwareProfile:
-    """Measures on `workers` processes of this machine, at most `MOST_RANKS`.
+    """Measures with `workers` processes on this machine, but at most `MOST_RANKS`.
 
     Args:
-        rows: Two numbers of rows of a step, ascending; () measures no steps.
+        rows: Numbers of rows of two steps, ascending; () measures no steps.
 
     Raises:
         WorkerError: A rank failed.

@@ -1,4 +1,4 @@
-"""`plan_parallelism`: predicts memory and time of every mesh of a number of workers, and chooses one."""
+"""`plan_parallelism`: predicts memory and time for every mesh of a number of workers, and chooses a mesh."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plan_parallelism(
     coresPerHost: int | None = None,
     repeats: int = 5,
 ) -> ParallelismPlan:
-    """Predicts memory and time of a step for every mesh of a number of workers.
+    """Predicts a step's memory and time for every mesh of a number of workers.
 
     >>> from ringspark.models import ModelSpec
     >>> spec = ModelSpec("mlp", {"in_features": 32, "hidden": [4096] * 4, "out_features": 1})
@@ -56,29 +56,30 @@ def plan_parallelism(
     {'tensor': 2}
 
     The axes are 'data', 'tensor', 'pipeline', 'sequence' and 'expert'. A calibration run on up to 8 processes
-    of this machine measures everything that is not given. Memory is as in `plan_memory`, on the worker that
-    needs most.
+    of this machine measures everything that is not given. Memory is counted as in `plan_memory`, on the
+    worker that needs most.
 
     Args:
-        model: A spec, for which no memory is allocated, or a module, which is not changed.
-        batch: (inputs, labels) of one step over all workers, as for `plan_memory`.
-        memory: Memory of a worker for tensors, in bytes or as Spark's sizes ("4g"); None for no limit.
-        link: Link between the workers of a host: a `Link`, or its "alpha" and "beta"; None measures.
-        rows: Rows per step; None for the columns' own.
+        model: A spec or a module. For a spec no memory is allocated; a module is not changed.
+        batch: (inputs, labels) of one step over all workers, in the form that `plan_memory` takes.
+        memory: Memory of a worker for tensors, in bytes or as a Spark size ("4g"); None means no limit.
+        link: Link between the workers of a host: a `Link`, or a dict of its "alpha" and "beta"; None measures
+            it.
+        rows: Rows per step over all workers; None takes the number of rows in `batch`.
         optimizer: Name or factory, as for the estimators.
-        loss: As for the estimators; "auto" is cross entropy for integer labels, else mean squared error.
-        gradientAccumulation: Micro-batches per step; None chooses for each mesh.
-        tensorPlan: Plan of tensor parallelism, for a network without its own.
-        stepSeconds: Rows -> seconds of a step of the whole network on one worker, for two numbers of rows;
-            None measures.
-        hostLink: Link between hosts; None for one host.
-        workersPerHost: Workers per host; None for all.
-        coresPerHost: Workers that a host runs at full speed, its cores or devices; None for this machine's
-            cores, or for all workers if everything is given.
-        repeats: Measured rounds; the median counts.
+        loss: As for the estimators; "auto" is cross entropy for integer labels, otherwise mean squared error.
+        gradientAccumulation: Micro-batches per step; None chooses the number for each mesh.
+        tensorPlan: Plan of tensor parallelism, for a network that has no plan of its own.
+        stepSeconds: Seconds of a step of the whole network on one worker, by its number of rows, for two
+            numbers; None measures them.
+        hostLink: Link between hosts; None if there is one host.
+        workersPerHost: Workers per host; None puts all workers on one host.
+        coresPerHost: Number of workers that a host runs at full speed: its cores or devices. None takes the
+            cores of this machine, or all workers if nothing is measured.
+        repeats: Number of measurements; their median is used.
 
     Raises:
-        ValueError: An argument is wrong, or the network does not run without data.
+        ValueError: An argument is wrong, or the network cannot run on tensors without data.
         WorkerError: A process of the calibration run failed.
     """
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:

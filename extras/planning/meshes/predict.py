@@ -1,4 +1,4 @@
-"""Plans every mesh of a training with its fastest number of micro-batches that fits."""
+"""Plans every mesh of a training, with the number of micro-batches that is fastest among those that fit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ringspark.extras.planning.meshes.step_time import predict_step_time
 def plan_meshes(
     training: Training, workers: int, machine: Machine, memory: int | None, num_micro: int | None
 ) -> tuple[MeshPlan, ...]:
-    """Plans all meshes, in the order of `ParallelismPlan.meshes`.
+    """Plans all meshes; the result has the order of `ParallelismPlan.meshes`.
 
     Args:
-        memory: Memory of a worker for tensors in bytes; None for no limit.
-        num_micro: Micro-batches per step; None chooses.
+        memory: Memory of a worker for tensors, in bytes; None means no limit.
+        num_micro: Micro-batches per step; None chooses the number for each mesh.
     """
     planner = _Planner(training, workers, machine, memory)
     best: dict[tuple[tuple[str, int], ...], MeshPlan] = {}
@@ -49,7 +49,7 @@ class _Planner:
     memory: int | None
 
     def plan(self, mesh: MeshPlan, num_micro: int | None) -> MeshPlan:
-        """Returns a candidate with its best number of micro-batches."""
+        """Plans one mesh, with its best number of micro-batches."""
         if mesh.refusal:
             return mesh
         try:
@@ -89,7 +89,7 @@ class _Planner:
         return self._with_peak(plan, profile.peak(config, rows))
 
     def _config(self, mesh: MeshPlan, num_micro: int) -> tuple[TrainConfig, int]:
-        """Returns the config with a mesh, and the rows of its micro-batches."""
+        """Returns the config with the mesh, and the number of rows of its largest micro-batch."""
         config = with_mesh(self.training.settings, self.workers, {**mesh.sizes, **mesh.options}, num_micro)
         return config, -(-config.batch_size // (config.num_copies * num_micro))
 

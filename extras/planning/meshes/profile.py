@@ -1,7 +1,9 @@
-"""Work, messages and memory of each rank of one replica, interpolated between two measured numbers of rows.
+"""Predicts work, messages and memory of each rank of one replica for any number of rows.
 
-Work, messages and kept bytes are linear in the rows. The peak is the largest of several linear sums, so
-between the two measured numbers of rows the interpolation is never below it.
+Two numbers of rows are measured, and all others are interpolated.
+
+Work, messages and the bytes that stay after a pass are linear in the rows. The peak is the maximum of several
+linear functions. Between the two measured numbers of rows, the interpolated peak is therefore never too low.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ StepWork = Callable[[int], Work]
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """One replica of a network on its ranks.
+    """Measurements of one replica of a network, by rank.
 
     Attributes:
-        config: Config of the measurement.
+        config: Config of the training that was measured.
         rows: The two measured numbers of rows of a micro-batch, ascending.
-        few, many: Measurements of each rank with the smaller and the larger number.
+        few, many: Measurements of each rank with the smaller and with the larger number of rows.
     """
 
     config: TrainConfig
@@ -52,7 +54,7 @@ class Profile:
     many: Sequence[RankBytes]
 
     def work(self, rank: int, stage: int, is_forward: bool, rows: float) -> Work:
-        """Returns the work of a pass."""
+        """Returns the work of one stage's forward or backward pass."""
         few, many = (side[rank].passes[stage, is_forward].work for side in (self.few, self.many))
         return Work(
             launches=many.launches,
@@ -61,7 +63,7 @@ class Profile:
         )
 
     def messages(self, rank: int, stage: int, is_forward: bool, rows: float) -> dict[str, list[Message]]:
-        """Returns the communication inside the network in a pass, by axis."""
+        """Returns the messages that a pass sends inside the network, by axis."""
         few, many = (side[rank].passes[stage, is_forward].messages for side in (self.few, self.many))
         return {
             axis: [
@@ -72,11 +74,14 @@ class Profile:
         }
 
     def arriving(self, rank: int, stage: int, rows: float) -> float:
-        """Returns the bytes per micro-batch that a stage receives from another rank."""
+        """Returns the bytes that a stage receives from another rank per micro-batch."""
         return self._at(self.few[rank].arriving[stage], self.many[rank].arriving[stage], rows)
 
     def peak(self, config: TrainConfig, rows: int) -> Peak:
-        """Returns the peak of the rank that needs most, with the mesh of `config`; `rows` per micro-batch."""
+        """Returns the peak of the rank that needs most memory; micro-batches have `rows` rows.
+
+        `config` has the mesh.
+        """
         peaks = []
         by_rank = steps_of(config, self.network.owners, config.gradient_accumulation)
         for few, many, steps in zip(self.few, self.many, by_rank, strict=True):
@@ -91,13 +96,13 @@ class Profile:
 
 
 class Training:
-    """A training to plan; measures each sharding of its network once, on meta tensors.
+    """A training to plan. It measures each sharding of its network once, on meta tensors.
 
     Args:
-        settings: The given settings; `batch_size` counts the rows of a step over all workers.
+        settings: The user's settings. `batch_size` is the number of rows of a step over all workers.
 
     Attributes:
-        config: The settings for one worker.
+        config: The settings, changed to one worker.
         network: The network on `meta`.
     """
 
@@ -124,13 +129,19 @@ class Training:
         self._exact: dict[tuple[int, int], Profile] = {}
 
     def step_work(self) -> StepWork:
-        """Returns the work of a step on one worker; raises if the network does not run on meta tensors."""
+        """Returns a function from rows to the work of a step on one worker.
+
+        Raises an error if the network does not run on meta tensors.
+        """
         alone = self.profile({})
         update = alone.many[0].update_work
         return lambda rows: alone.work(0, 0, True, rows) + alone.work(0, 0, False, rows) + update
 
     def cuts(self, sizes: Mapping[str, int], options: Mapping[str, Any]) -> list[str]:
-        """Returns the first links of all stages except the first, balanced by the links' costs."""
+        """Returns the names of the links at which stages begin, without the first stage's.
+
+        Links are divided so that the stages' costs are balanced.
+        """
         stages = sizes.get("pipeline", 1) * options.get("virtual", 1)
         if stages == 1:
             return []
@@ -142,7 +153,8 @@ class Training:
         """Returns the profile of a mesh.
 
         Raises:
-            Exception: Like `measure_ranks`; ValueError if the network cannot be sharded that way.
+            Exception: Any error that `measure_ranks` raises. ValueError also if the network cannot be sharded
+                in this way.
         """
         options = options or {}
         if self.config.sync.sharding == "none":
@@ -154,7 +166,7 @@ class Training:
         return self._found[key]
 
     def exact_peak(self, profile: Profile, config: TrainConfig, rows: int) -> Peak:
-        """Returns the result of `profile.peak`, measured with `rows` rows instead of interpolated."""
+        """Returns `profile.peak`, measured with a micro-batch of `rows` rows instead of interpolated."""
         if rows in profile.rows:
             return profile.peak(config, rows)
         if (id(profile), rows) not in self._exact:

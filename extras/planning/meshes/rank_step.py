@@ -1,6 +1,6 @@
-"""Measures memory, work and messages of each rank of a sharded network, on fake tensors.
+"""Measures each rank's memory, work and messages in a sharded network, on fake tensors.
 
-Every stage runs alone, with values and gradients of the right shapes.
+Every stage runs alone; its input values and gradients are fake tensors of the right shapes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LEAVING = "leaving"
 
 @dataclass(frozen=True, kw_only=True)
 class PassBytes:
-    """One pass of one stage on one micro-batch.
+    """Forward or backward pass of one stage on one micro-batch.
 
     Attributes:
-        peaks: Sharding -> peak, without other micro-batches.
-        kept: Growth of memory in bytes; below 0 for a backward pass.
+        peaks: Peak memory by the setting `sharding`, without memory that other micro-batches hold.
+        kept: Bytes by which memory has grown after the pass; negative for a backward pass.
         messages: Communication inside the network, by axis.
     """
 
@@ -49,7 +49,7 @@ class PassBytes:
 
 
 Passes = dict[tuple[int, bool], PassBytes]
-"""(stage, whether it is the forward pass) -> pass."""
+"""Maps (stage, whether it is the forward pass) to the pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +58,14 @@ class RankBytes:
 
     Attributes:
         module: The rank's part of the network on `meta`.
-        parts: Name in `plan_memory` -> bytes: parameters, gradients, optimizer state.
-        first: Passes of a step's first micro-batch, which allocates the gradients.
-        passes: Passes of a later micro-batch, which adds to the gradients.
+        parts: Bytes of parameters, gradients and optimizer state, under their names in `plan_memory`.
+        first: Passes of a step's first micro-batch, in which the gradients are allocated.
+        passes: Passes of any later micro-batch, in which gradients are added up.
         update: The optimizer's step.
         batch: Bytes of the rows of one micro-batch.
-        arriving: Stage -> bytes of the values that it receives from another rank.
-        returning: Stage -> bytes of the gradients of the values that it sends to another rank.
+        arriving: Bytes that each stage receives from another rank in the forward pass of a micro-batch.
+        returning: Bytes of gradients that each stage receives from another rank in the backward pass of a
+            micro-batch.
     """
 
     module: nn.Module
@@ -86,11 +87,13 @@ def measure_ranks(
     labels: Sequence[BatchColumn],
     known: Sequence[RankBytes] | None = None,
 ) -> list[RankBytes]:
-    """Measures one micro-batch and one update on each rank of a pipeline; raises like `measure_step`.
+    """Measures one micro-batch and one update on each rank of a pipeline.
+
+    Raises the errors of `measure_step`.
 
     Args:
-        config: The columns' rows count, not its `batch_size`.
-        known: Result of an earlier call with other rows, to save the updates.
+        config: The settings. The rows of the columns determine the size of the micro-batch, not `batch_size`.
+        known: Result of an earlier call with another number of rows; its updates are not measured again.
     """
     initialize_lazy_layers(network.whole, inputs, objects)
     forms = _forms(config, objects, network, inputs) if network.is_pipeline else {}
@@ -163,7 +166,10 @@ class _Rank:
         return RankBytes(module=self._part.module, parts=parts, update=update, update_work=half, **measured)
 
     def _bytes_before(self, stage: int, *, has_gradient: bool = False) -> int:
-        """Returns the bytes that a stage receives; with `has_gradient`, only of values with gradients."""
+        """Returns the bytes that `stage` receives from another rank in a forward pass.
+
+        With `has_gradient`, counts only the values that need gradients.
+        """
         owners = self._network.owners
         if not 0 < stage < len(owners) or owners[stage - 1] == owners[stage]:
             return 0
@@ -185,7 +191,7 @@ class _Rank:
         return found
 
     def _forward(self, stage: int, batch: Batch) -> tuple[list[torch.Tensor], Any, Any]:
-        """Runs a stage; returns the tensors to differentiate, the outputs to keep, and the stage's values."""
+        """Runs a stage; returns tensors to differentiate, outputs to keep alive, and the stage's values."""
         step, module = self._step, self._step.module
         recipe, keeps = step.recipe, bool(self._config.metrics)
         if not self._network.is_pipeline:

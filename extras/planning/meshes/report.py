@@ -1,4 +1,4 @@
-"""`ParallelismPlan`: memory and time of each mesh, as numbers and a table, and the chosen mesh."""
+"""`ParallelismPlan`: predicted memory and time of each mesh, and the chosen mesh."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class MeshPlan:
     """Prediction for one mesh.
 
     Attributes:
-        sizes: Workers along each axis with more than one.
-        options: Options of the pipeline; empty without one.
-        num_micro: Micro-batches per step, for `gradientAccumulation`.
-        peak: Bytes of tensors of the worker that needs most; 0 if it could not be planned.
-        at_peak: Name of a part -> bytes at the peak.
-        exposed_seconds: Seconds per step in which workers communicate and do not compute.
-        bubble: Share of the passes in which a worker of a pipeline waits.
-        refusal: Why the mesh is not possible, or "".
+        sizes: Number of workers along each axis, without axes of one worker.
+        options: Options of the pipeline; empty if there is no pipeline.
+        num_micro: Micro-batches per step, a value for the setting `gradientAccumulation`.
+        peak: Peak bytes of tensors on the worker that needs most; 0 if it could not be planned.
+        at_peak: Bytes of each part, such as "parameters", at the peak.
+        exposed_seconds: Seconds per step in which workers only communicate.
+        bubble: Share of the time of the passes in which a worker of the pipeline waits.
+        refusal: Reason why the mesh is not possible, or "".
     """
 
     sizes: Mapping[str, int]
@@ -48,7 +48,7 @@ class MeshPlan:
 
     @property
     def cuts_network(self) -> bool:
-        """Whether a worker has less than the whole network."""
+        """Whether a worker has only a part of the network."""
         return bool(self.sizes.keys() - {"data", "shard"})
 
     @property
@@ -70,9 +70,9 @@ class ParallelismPlan:
 
     Attributes:
         rows: Rows per step over all workers.
-        meshes: First the meshes that fit, fastest first; then meshes that need too much memory, smallest
-            first; then impossible meshes.
-        memory: Memory of a worker for tensors in bytes; None if unknown.
+        meshes: Meshes that fit come first, the fastest first; then meshes that need too much memory, the
+            smallest first; then impossible meshes.
+        memory: Memory of a worker for tensors, in bytes; None if unknown.
         facts: A sentence with the measured or given numbers behind the prediction.
     """
 
@@ -95,7 +95,7 @@ class ParallelismPlan:
 
     @property
     def best(self) -> dict[str, Any]:
-        """Value for `parallelism`; `chosen.num_micro` is the value for `gradientAccumulation`.
+        """Value for the setting `parallelism`; `chosen.num_micro` is the value for `gradientAccumulation`.
 
         Raises:
             ValueError: No mesh fits.

@@ -1,7 +1,7 @@
-"""Predicts the time of a step over a mesh: schedule + all-reduce of gradients + update.
+"""Predicts the time of a step on a mesh: the schedule, the all-reduce of gradients and the update.
 
-The schedule includes communication inside the network. Ranks that share cores fill each other's bubbles. Not
-predicted: reading, validation, checkpoints, stragglers.
+The schedule's time includes the communication inside the network. If ranks share cores, one rank can compute
+while another waits. The prediction leaves out reading, validation, checkpoints and stragglers.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _WEIGHTS_AND_GRADIENTS = 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Time of a step.
+    """Predicted time of a step.
 
     Attributes:
         total: Seconds of the whole step.
-        exposed: Seconds in which ranks communicate and do not compute.
-        bubble: Share of the passes in which a rank of a pipeline waits.
+        exposed: Seconds in which ranks only communicate.
+        bubble: Share of the time of the passes in which a rank of a pipeline waits.
     """
 
     total: float
@@ -46,7 +46,7 @@ class StepTime:
 
 
 def predict_step_time(config: TrainConfig, profile: Profile, machine: Machine) -> StepTime:
-    """Predicts a step of `config`, which has the mesh and the number of micro-batches."""
+    """Predicts the time of a step; `config` has the mesh and the number of micro-batches."""
     workers, sizes = config.num_workers, config.axes
     crowding = machine.crowding(workers)
     orders = orders_of(config, config.gradient_accumulation)
@@ -98,7 +98,7 @@ def predict_step_time(config: TrainConfig, profile: Profile, machine: Machine) -
 def _simulate(
     orders: Orders, num_stages: int, slots: float, cost: Callable[[Action], float]
 ) -> tuple[float, float]:
-    """Returns the seconds of a schedule, and the utilization of the cores."""
+    """Returns a schedule's time in seconds, and the share of the cores' time that is used."""
 
     @cache  # all micro-batches cost the same
     def cost_of(kind: PassType, stage: int) -> float:
@@ -115,10 +115,10 @@ def _simulate(
 def simulate_makespan(
     orders: Orders, num_stages: int, cost: Callable[[Action], float], slots: float
 ) -> float:
-    """Returns the end of a schedule's last action on ranks that share cores, in the unit of the costs.
+    """Returns the time at which a schedule's last action ends, if its ranks share cores.
 
-    All running actions share the cores equally. `slots` of them run at full speed together; below 1, a single
-    action is slower too.
+    The time has the unit of the costs. All running actions share the cores equally. Up to `slots` actions run
+    at full speed together. If `slots` is below 1, even a single action runs more slowly.
     """
     progress = CompletedActions(num_stages)
     next_of = [0] * len(orders)
@@ -144,7 +144,7 @@ def simulate_makespan(
 
 
 def _all_reduce_seconds(config: TrainConfig, gradients: list[tuple[int, int]], machine: Machine) -> float:
-    """Returns the seconds of the gradients' all-reduce on the slowest rank."""
+    """Returns the seconds of the gradients' all-reduce on the rank that takes longest."""
     size = data_parallel_size(config)
     if size == 1:
         return 0.0
@@ -172,7 +172,7 @@ def _update_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> 
 
 
 def _gradient_bytes(profile: Profile) -> list[tuple[int, int]]:
-    """Returns the bytes of each rank's gradients, and of its experts' gradients."""
+    """Returns, for each rank, the bytes of all its gradients and of its experts' gradients."""
     found = []
     for part in profile.network.parts:
         trained = {name: p for name, p in part.module.named_parameters() if p.requires_grad}

@@ -1,4 +1,4 @@
-"""Counts the computations and memory traffic of operators, to predict their time on any machine."""
+"""Counts the computation and memory traffic of operators, to predict their time on any machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ATTENTION = {
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Work of some operators.
+    """Work of one or several operators.
 
     Attributes:
         launches: Number of operators that compute something.
@@ -46,7 +46,7 @@ class Work:
 
 
 class WorkCount(TorchDispatchMode):
-    """Counts the operators that run while it is entered."""
+    """Counts the work of all operators that run while this mode is active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """Groups the values of a network's inputs into features.
 
-A feature is one number of a row if a column has few numbers, otherwise the whole column with its values,
-lengths and null mask, which are shuffled together.
+If a column has few numbers per row, each number is a feature. Otherwise the whole column is one feature: its
+values, lengths and null mask are shuffled together.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ MOST_FEATURES = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """One feature.
+    """A part of a network's inputs whose importance is measured.
 
     Attributes:
-        inputs: Indexes of its input arrays.
-        entry: Index of the number in a row of its only array; None for the whole row.
+        inputs: Indexes of the input arrays that belong to the feature.
+        entry: Index of the feature's number in a row of its only array; None if the feature is the whole row.
     """
 
     name: str
@@ -37,7 +37,7 @@ def features_of(
     Args:
         columns: Column name of each array.
         arrays: The inputs, each (rows, ...).
-        names: Names of the numbers in a row of each array, or no names.
+        names: For each array, the names of the numbers in a row; empty if they have no names.
     """
     found: list[Feature] = []
     for column in dict.fromkeys(columns):

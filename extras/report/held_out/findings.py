@@ -18,16 +18,17 @@ CONFIDENCE_BINS = 15
 
 @dataclass(frozen=True, kw_only=True)
 class ClassFindings:
-    """A classification of the sample.
+    """Results of a classifier on the sample.
 
     Attributes:
-        confusion: (true class, predicted class) -> rows.
-        confidence: Rows, sum of confidences, and correct rows per bin; (bins, 3). For two classes, the
-            probability of class 1 is the confidence, and rows of class 1 are the correct rows.
-        roc: Rates of false and true positives, from the highest threshold to the lowest; None for more than
-            two classes, or if the rows hold only one class.
-        skipped: Rows without a prediction or a counted label.
-        has_thresholds: Whether the model's thresholds decided the predicted class.
+        confusion: Number of rows for each pair (true class, predicted class).
+        confidence: Number of rows, sum of confidences, and number of correct rows, per bin of confidence;
+            (bins, 3). With two classes, the confidence is the probability of class 1, and rows of class 1
+            count as correct.
+        roc: False and true positive rates, from the highest threshold to the lowest. None if there are more
+            than two classes, or if all rows have the same class.
+        skipped: Number of rows that have no prediction, or a label that does not count.
+        has_thresholds: Whether the predicted class was decided by the model's thresholds.
     """
 
     num_classes: int
@@ -50,18 +51,18 @@ class ClassFindings:
 
     @property
     def expected_calibration_error(self) -> float:
-        """Mean distance of confidence and accuracy over bins, weighted by rows (Naeini et al., 2015)."""
+        """Mean difference between confidence and accuracy per bin, weighted by rows (Naeini et al., 2015)."""
         rows, confidence, right = self.confidence.T
         total = rows.sum()
         return float(np.abs(confidence - right).sum() / total) if total else math.nan
 
     def name(self, number: int) -> str:
-        """Returns the name of a class; without names, its number."""
+        """Returns the name of a class; its number if classes have no names."""
         return self.names[number] if number < len(self.names) else str(number)
 
     @property
     def roc_auc(self) -> float:
-        """Area under the ROC curve; equal scores count half. NaN without a curve."""
+        """Area under the ROC curve; pairs with equal scores count as half. NaN if there is no curve."""
         if self.roc is None:
             return math.nan
         false, true = self.roc
@@ -70,14 +71,15 @@ class ClassFindings:
 
 @dataclass(frozen=True, kw_only=True)
 class NumberFindings:
-    """A regression of the sample; over all numbers if labels have several per row.
+    """Results of a regression on the sample. If labels have several numbers per row, all numbers are counted.
 
     Attributes:
-        total_squares: Sum of squared distances of the labels from their mean.
+        total_squares: Sum of the labels' squared differences from their mean.
         residual_edges, residual_counts: Histogram of prediction minus label.
-        bin_predicted, bin_true: Mean prediction and mean label in bins of the prediction.
-        sample: Prediction and label of some random numbers; (numbers, 2).
-        skipped: Rows without a prediction.
+        bin_predicted, bin_true: Mean prediction and mean label in each bin; predictions are divided into bins
+            by size.
+        sample: Prediction and label of randomly chosen numbers; (numbers, 2).
+        skipped: Number of rows that have no prediction.
     """
 
     numbers: int
@@ -116,7 +118,7 @@ class Attribution:
 
     Attributes:
         method: "permutation" or "integrated_gradients".
-        spread: Standard deviation of each value over the repetitions; empty without repetitions.
+        spread: Standard deviation of each value over repetitions; empty if nothing was repeated.
         unit: Unit of the values.
     """
 

@@ -1,4 +1,4 @@
-"""Integrated gradients with captum: how much each feature moves the output, compared with the mean row.
+"""Integrated gradients, computed by captum: how much each feature moves the output away from the mean row's.
 
 Sundararajan, Taly and Yan, Axiomatic Attribution for Deep Networks (2017).
 """
@@ -26,11 +26,12 @@ def integrated_gradients(
 ) -> Attribution:
     """Returns the mean absolute attribution of each feature with real-valued inputs.
 
-    Explains the logit of the predicted class; for a regression, the sum of a row's predictions.
+    The explained output is the logit of the predicted class. For a regression it is the sum of a row's
+    predictions.
 
     Args:
-        module: In eval mode, on the CPU, with one output.
-        arrays: The inputs, each (rows, ...); whole numbers stay unchanged.
+        module: The network in eval mode, on the CPU, with one output.
+        arrays: The inputs, each (rows, ...). Inputs of whole numbers are not varied.
     """
     from captum.attr import IntegratedGradients
 
@@ -85,7 +86,7 @@ def integrated_gradients(
 
 
 def _factors(outputs: torch.Tensor, is_classifier: bool) -> torch.Tensor:
-    """Returns the weight of each output number in the explained sum, per row."""
+    """Returns factors for the outputs of each row; the explained value is the sum of the weighted outputs."""
     if not is_classifier:
         return torch.ones_like(outputs)
     # A single logit counts for class 1 and against class 0.

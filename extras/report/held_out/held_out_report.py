@@ -1,6 +1,8 @@
-"""A model's results on held-out rows, for its report: the driver predicts a bounded random sample.
+"""Computes a model's results on held-out rows, for its report.
 
-One Spark job collects the inputs and the labels. The same seed on the same DataFrame gives the same sample.
+The driver predicts a random sample of limited size.
+
+One Spark job collects the sample's inputs and labels. The same seed and DataFrame give the same sample.
 """
 
 from __future__ import annotations
@@ -41,12 +43,12 @@ _ORDER = "__ringspark_order"
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A model and the settings of its evaluation.
+    """A model, its inputs, and how its predictions are evaluated.
 
     Attributes:
-        fields: The DataFrame's column of each input.
-        classes: Form of a classifier's predictions; None for a regression.
-        names: Names of the classes; empty if they are numbers.
+        fields: For each input, the field of the DataFrame that holds it.
+        classes: Converts outputs of a classifier to classes; None for a regression.
+        names: Names of the classes; empty if classes only have numbers.
     """
 
     predictor: Predictor
@@ -88,11 +90,11 @@ class HeldOutReport:
         label: Column,
         **question: Any,
     ) -> None:
-        """Predicts a sample of the rows, and writes the page.
+        """Predicts a sample of the rows and writes the report.
 
         Args:
             columns: The predictor's inputs, as for `prediction_expression`.
-            question: The attributes of `Question`.
+            question: Attributes of `Question`.
 
         Raises:
             ValueError: There are no rows, or the labels do not fit the predictions.
@@ -214,7 +216,10 @@ def _pack(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _entry_names(item: ModelInput, field: StructField) -> list[str]:
-    """Returns the names of the numbers of a row: of a struct's fields, or from a VectorAssembler."""
+    """Returns names for the numbers in a row of an input; empty if there are none.
+
+    The names are those of a struct's fields, or come from a VectorAssembler.
+    """
     if item.column is not None and isinstance(item.column.kind, Struct):
         return [join_path((field.name, *path)) for path in item.column.kind.fields]
     groups: Any = (field.metadata or {}).get("ml_attr", {}).get("attrs", {})

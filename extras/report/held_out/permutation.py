@@ -1,7 +1,7 @@
 """Permutation importance: how much the loss grows when one feature is shuffled among the rows.
 
-Breiman, Random Forests (2001); Fisher, Rudin and Dominici (2019). Two features with the same information
-replace each other, and both look unimportant.
+Breiman, Random Forests (2001); Fisher, Rudin and Dominici (2019). If two features carry the same information,
+the model can use either, so both look unimportant.
 """
 
 from __future__ import annotations

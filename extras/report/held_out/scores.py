@@ -52,7 +52,7 @@ def class_findings(
 
 
 def log_loss(probabilities: Numbers, labels: Counts) -> float:
-    """Returns the mean negative logarithm of the true classes' probabilities; NaN without rows."""
+    """Returns the mean negative logarithm of the probability of the true class; NaN if there are no rows."""
     if not len(labels):
         return float("nan")
     of_true = probabilities[np.arange(len(labels)), labels]
@@ -62,7 +62,7 @@ def log_loss(probabilities: Numbers, labels: Counts) -> float:
 def roc_curve(
     scores: Numbers, is_positive: np.ndarray[tuple[int], np.dtype[np.bool_]]
 ) -> tuple[Numbers, Numbers] | None:
-    """Returns the rates of false and true positives per threshold; None for only one class."""
+    """Returns false and true positive rates per threshold; None if all rows have the same class."""
     positives = int(is_positive.sum())
     if not 0 < positives < len(scores):
         return None
@@ -105,7 +105,7 @@ def number_findings(
 
 
 def _range(values: Numbers) -> tuple[float, float]:
-    """Returns the ends of a histogram, which are wider apart if the values differ only by rounding."""
+    """Returns the range of a histogram; it is widened if the values differ only by rounding errors."""
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
     least = 2 * RESIDUAL_BINS * float(np.spacing(max(abs(low), abs(high))))
     if high - low > least:

@@ -1,4 +1,4 @@
-"""Importance of the features, over a sample of the held-out rows."""
+"""Importance of the features, measured on a sample of the held-out rows."""
 
 from __future__ import annotations
 

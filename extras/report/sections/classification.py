@@ -1,4 +1,4 @@
-"""A classifier on held-out rows: confusion matrix, ROC curve, calibration."""
+"""Results of a classifier on held-out rows: confusion matrix, ROC curve, calibration."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _rows_of_classes(found: ClassFindings) -> Counter[int]:
 
 
 def _shown_matrix(found: ClassFindings) -> tuple[list[str], Matrix]:
-    """Returns names and confusion matrix [true, predicted]; the smaller classes share the last entry."""
+    """Returns class names and the confusion matrix [true, predicted]; small classes share the last entry."""
     sizes = _rows_of_classes(found)
     kept = list(range(found.num_classes))
     if found.num_classes > MOST_CLASSES + 1:

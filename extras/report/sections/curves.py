@@ -127,7 +127,7 @@ def _finish(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _gaps(run: RunFacts) -> list[str]:
-    """Returns a sentence for each loss with values that are not finite."""
+    """Returns a sentence about each loss that has values that are not finite."""
     found = []
     for name, title in (("train_loss", "training loss"), ("validation_loss", "validation loss")):
         values = [r.value(name) for r in run.history if getattr(r, name) is not None]

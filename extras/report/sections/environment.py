@@ -1,4 +1,4 @@
-"""Versions, hosts and devices of the last start; one line per earlier start."""
+"""Versions, hosts and devices of the last launch of the training; one line for each earlier launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of a run: restarts, failed checkpoints, steps that were not finite."""
+"""Faults of a run: restarts, failed checkpoints, and steps with losses or gradients that were not finite."""
 
 from __future__ import annotations
 

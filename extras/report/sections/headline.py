@@ -1,4 +1,4 @@
-"""The summary: whether the run finished, its size, and its results."""
+"""Summary: whether the run finished, its size, and its results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_METRICS = 40
 
 
 def entries_of(run: RunFacts) -> list[str]:
-    """Returns the losses and metrics of the history, in its order."""
+    """Returns the names of the losses and metrics in the history, in the history's order."""
     found = {"train_loss": None}
     if any(record.validation_loss is not None for record in run.history):
         found["validation_loss"] = None

@@ -1,4 +1,4 @@
-"""A regression on held-out rows: predictions against labels, residuals."""
+"""Results of a regression on held-out rows: predictions against labels, and residuals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of the last start and their defaults, from the table that declares them."""
+"""Settings of the last launch, next to their defaults from the table that declares all settings."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _make(facts: Facts) -> Sequence[Block]:
 
 
 def _wrap(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Puts the rows of a long narrow table into fewer and wider rows, ordered column by column."""
+    """Reshapes a long narrow table to fewer, wider rows; reading down the columns keeps the order."""
     height = -(-len(rows) // SETTINGS_PER_ROW)
     padded = [*rows, *([["", ""]] * (height * SETTINGS_PER_ROW - len(rows)))]
     return [[cell for row in padded[place::height] for cell in row] for place in range(height)]

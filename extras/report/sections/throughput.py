@@ -1,4 +1,4 @@
-"""Trained rows per second, by epoch and between the records of steps."""
+"""Rows per second in training, per epoch and between two recorded steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rates_by_epoch(run: RunFacts) -> list[tuple[int, float]]:
 
 
 def rates_by_step(run: RunFacts) -> list[tuple[int, float]]:
-    """Returns (step, rows per second since the previous record)."""
+    """Returns (step, rows per second since the previous recorded step)."""
     found = []
     for before, after in pairwise(run.steps):
         took = after.seconds - before.seconds
@@ -56,7 +56,7 @@ def _make(facts: Facts) -> Sequence[Block]:
 
 
 def _describe_communication(run: RunFacts) -> str:
-    """Returns a sentence about the epochs with measured communication; "" if there are none."""
+    """Returns a sentence about the epochs in which communication was measured; "" if there are none."""
     costs = [r.cost for r in run.history if r.cost is not None and r.cost.communication_seconds is not None]
     total = sum(cost.communication_seconds or 0.0 for cost in costs)
     if not total:

@@ -1,4 +1,4 @@
-"""Each rank's time by kind of work; omitted without a timeline."""
+"""How each rank spent its time. The section is omitted without a timeline."""
 
 from __future__ import annotations
 
