@@ -1,6 +1,6 @@
-"""Shared code of the jobs: options, one-line errors, the Spark session, rates.
+"""Shared code of the jobs: options, one-line errors, the Spark session, rows per second.
 
-Spark is imported only when a job needs it, so `--help` and wrong options answer at once.
+Spark is imported only when a job needs it, so `--help` and errors in options appear at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class JobParser(argparse.ArgumentParser):
-    """Options of one job: the help shows defaults; a wrong option prints one line and exits with code 2."""
+    """Parses the options of a job.
+
+    The help shows defaults; a wrong option prints one line and exits with code 2.
+    """
 
     def __init__(self, prog: str | None = None, description: str | None = None, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", _HelpFormatter)
@@ -66,10 +69,10 @@ def main(
     *,
     refused: int = 1,
 ) -> int:
-    """Parses the options and runs the job. Returns the exit code.
+    """Parses the options, runs the job, and returns the exit code.
 
-    The code is `refused` if the job cannot use its input (ValueError, OSError, ImportError; printed as one
-    line). Any other exception is a defect and keeps its traceback.
+    The code is `refused` if the job cannot use its input: a ValueError, OSError or ImportError, which is
+    printed as one line. Any other exception is a bug and keeps its traceback.
     """
     args = parser.parse_args(argv)
     try:
@@ -94,7 +97,10 @@ def option_name(setting: Setting[Any]) -> str:
 
 
 def add_setting(parser: Any, setting: Setting[Any], default: Any = None) -> None:
-    """Adds the option of an estimator's setting. `default` is the job's; None for the setting's."""
+    """Adds an option for an estimator's setting.
+
+    The job may have its own `default`; None takes the setting's.
+    """
     kwargs: dict[str, Any] = {
         "dest": setting.name,
         "default": setting.default if default is None else default,
@@ -133,10 +139,10 @@ def fraction(text: str) -> float:
 
 @contextlib.contextmanager
 def spark(app_name: str, master: str | None = None, *, is_short: bool = False) -> Iterator[SparkSession]:
-    """Yields a session, and stops it at the end unless it was running before, as in a notebook.
+    """Yields a Spark session; stops it at the end, unless it was running before, as in a notebook.
 
-    Without `master`, spark-submit, SPARK_REMOTE or `DEFAULT_MASTER` decides. `is_short` tunes a local session
-    for about a minute of work.
+    If `master` is None, spark-submit, SPARK_REMOTE or `DEFAULT_MASTER` determines it. `is_short` tunes a
+    local session for about a minute of work.
     """
     running = _running_session()
     if running is not None:

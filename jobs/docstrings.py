@@ -22,7 +22,7 @@ def frame(spark: SparkSession, packages: int = 20) -> DataFrame:
 
 
 def rows(packages: int = 20) -> list[tuple[str, str]]:
-    """Returns (package, docstring) of the `packages` largest packages, each text once, in a fixed order."""
+    """Returns (package, docstring) of the `packages` largest packages: a fixed order, no duplicate texts."""
     owners: dict[str, str | None] = {}
     for package, text in _docstrings(Path(sysconfig.get_paths()["stdlib"])):
         # A text of two packages has no label.

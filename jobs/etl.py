@@ -3,8 +3,9 @@
     python jobs/etl.py --output artifacts/flights
     spark-submit --py-files dist/ringspark-0.1.0.zip jobs/etl.py --output s3a://bucket/flights
 
-Writes below `--output`: `features`, the pipeline fitted on the training months; `test`, the last months, not
-encoded; `shards`, the encoded training and validation rows. The manifest of the shards is written last.
+Writes three folders below `--output`. `features` is the pipeline fitted on the training months. `test` has
+the last months, not encoded. `shards` has the encoded training and validation rows; their manifest is written
+last.
 """
 
 from __future__ import annotations

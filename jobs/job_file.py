@@ -1,6 +1,6 @@
-"""Reads a job file, YAML or JSON, into a dataclass; errors are one sentence with line and key.
+"""Reads a job file, YAML or JSON, into a dataclass. An error is one sentence that names the line and the key.
 
-YAML is version 1.2: only `true` and `false` are booleans, `1e-3` is a number, and a date is a string.
+YAML is read as version 1.2: only `true` and `false` are booleans, `1e-3` is a number, and a date is a string.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TYPES = {"str": "a string", "int": "a whole number", "bool": "true or false", "
 
 @dataclass(frozen=True)
 class JobFile:
-    """The content of a job file, with the line of each key and the paths that `set_value` changed."""
+    """Content of a job file, with the line of each key, and the paths that `set_value` has changed."""
 
     name: str
     tree: Any
@@ -61,7 +61,7 @@ class JobFile:
         return _parse_yaml(name, text)
 
     def error(self, path: Path, sentence: str) -> ValueError:
-        """Returns an error with the line of `path`, or of the nearest enclosing key."""
+        """Returns an error with the line of `path`, or of the nearest key that encloses it."""
         for change in self.changes:
             if path[: len(change)] == change:
                 return ValueError(f"--set {'.'.join(map(str, change))}: {sentence}")
@@ -71,9 +71,9 @@ class JobFile:
         return ValueError(f"{self.name}: {sentence}")
 
     def set_value(self, assignment: str) -> JobFile:
-        """Returns the file with one value changed by KEY=VALUE, such as "params.epochs=3".
+        """Returns the file with one value changed; `assignment` is KEY=VALUE, such as "params.epochs=3".
 
-        Raises ValueError if this is no assignment, or an enclosing value has no keys.
+        Raises ValueError if the text is not an assignment, or if a part of the path has no keys.
         """
         dotted, equals, text = assignment.partition("=")
         keys = dotted.split(".")
@@ -148,7 +148,7 @@ def _parse_yaml(name: str, text: str) -> JobFile:
         ) from None
 
     class Loader(yaml.SafeLoader):
-        """Reads the scalars of YAML 1.2's core schema only."""
+        """Reads plain values by YAML 1.2's core schema only."""
 
     Loader.yaml_implicit_resolvers = {}
     _add_resolvers(Loader)
@@ -234,7 +234,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_value(text: str) -> Any:
-    """Parses the value of an assignment: JSON, or else the text itself."""
+    """Parses the value of an assignment as JSON; if it is not JSON, returns the text itself."""
     try:
         value = json.loads(text)
     except ValueError:

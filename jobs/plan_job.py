@@ -2,7 +2,8 @@
 
     ringspark plan job.yaml --budget 2g
 
-For shards, the manifest has the columns and no Spark starts. Of other rows a sample is read.
+For shards, the columns come from the manifest, and Spark does not start. For other rows, Spark reads a
+sample.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Hyperparameters of the flights example: the network, and gradient boosting as its baseline.
+"""Hyperparameters of the flights example: of the network, and of gradient boosting as its baseline.
 
-tests/benchmarks/flights_tuning.py chose both in equal time by the validation month.
+tests/benchmarks/flights_tuning.py chose both sets on the validation month, with equal time for both.
 """
 
 from __future__ import annotations

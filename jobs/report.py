@@ -33,7 +33,7 @@ class Epoch(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """One model's probabilities of class 1, and the labels 0 and 1, shape (rows,) each."""
+    """Labels (0 or 1) and one model's probabilities of class 1, each of shape (rows,)."""
 
     name: str
     labels: npt.NDArray[np.int64]

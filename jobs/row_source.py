@@ -1,4 +1,4 @@
-"""Input rows of a job: a table of Spark's catalog, files of a format, or shards."""
+"""Input rows of a job: a table in Spark's catalog, files of some format, or shards."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _LOCATIONS = ("table", *FORMATS, "shards")
 
 @dataclass(frozen=True, kw_only=True)
 class RowSource:
-    """Rows of a job, at exactly one location.
+    """Input rows of a job; exactly one location must be set.
 
     Attributes:
         table: Name of a table in Spark's catalog.
-        parquet, delta, csv, json, orc: Files of this format.
+        parquet, delta, csv, json, orc: Path of files in this format.
         shards: Folder that `write_shards` wrote.
         options: Options of Spark's reader, such as `header` for CSV.
-        where: SQL filter of the rows.
+        where: SQL condition that the rows must meet.
         inPlace: Whether the workers read the Parquet or Delta files without copying them to shards.
-        version: Version of the Delta table; None for the newest.
+        version: Version of the Delta table; None for the newest version.
     """
 
     table: str | None = None
@@ -46,16 +46,16 @@ class RowSource:
 
     @property
     def location(self) -> tuple[str, str]:
-        """The key of the rows and its value, such as ("parquet", "/data/rows")."""
+        """Key and value of the location that is set, such as ("parquet", "/data/rows")."""
         ((kind, uri),) = [
             (name, getattr(self, name)) for name in _LOCATIONS if getattr(self, name) is not None
         ]
         return kind, uri
 
     def find_problem(self, *, trains: bool = False) -> str:
-        """Returns a sentence without subject that says what is wrong; empty if the source can be used.
+        """Returns a clause that says what is wrong, without its subject; "" if the source can be used.
 
-        Only rows for training (`trains`) can be shards or read in place.
+        Only training rows (`trains`) can be shards or be read in place.
         """
         given = [name for name in _LOCATIONS if getattr(self, name) is not None]
         if len(given) != 1:
@@ -73,7 +73,7 @@ class RowSource:
             unused = [name for name in ("where", "options") if getattr(self, name)]
             if unused:
                 subject = "shards are" if kind == "shards" else "a table inPlace is"
-                return f"cannot have {unused[0]!r}, because {subject} read whole; remove it"
+                return f"cannot have {unused[0]!r}, because {subject} read without Spark; remove it"
         if self.version is not None and kind != "delta":
             return "can have a version only with delta"
         return ""
@@ -112,7 +112,7 @@ class RowSource:
 
 
 def check_apart(spark: SparkSession, output: str, uri: str, what: str) -> None:
-    """Raises ValueError if `output` is, contains or lies in `uri`; `what` names the content of `uri`."""
+    """Raises ValueError if `output` equals, contains or lies in `uri`; `what` says what `uri` holds."""
     from ringspark.pipelines import storage
     from ringspark.pipelines.spark_paths import resolve
 

@@ -4,8 +4,8 @@
     ringspark runs show /data/runs/one
     ringspark runs remove /data/runs/one
 
-A path without a scheme is on this machine. `ringspark shards runs` removes leftovers of fits without
-`runUri`.
+A path without a scheme is on this machine. `ringspark shards runs` removes what fits without `runUri` have
+left behind.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python jobs/score.py --data artifacts/flights
     spark-submit --py-files dist/ringspark-0.1.0.zip jobs/score.py --data s3a://bucket/flights
 
-Reads `model`, `test`, `shards` and `history.json` below `--data`; writes `predictions` (Parquet) and
+Reads `model`, `test`, `shards` and `history.json` below `--data`. Writes `predictions` (Parquet) and
 `report.png`. The baseline is trained on the same encoded rows.
 """
 
@@ -139,9 +139,10 @@ def train_boosting(recipe: recipes.BoostingRecipe, rows: dict[str, npt.NDArray[A
 
 
 def boosting_matrix(rows: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
-    """Concatenates the columns as numbers, shape (rows, features).
+    """Concatenates the columns to one matrix of numbers, shape (rows, features).
 
-    Category indices are numbers too: on the validation month this beat boosting's own handling of categories.
+    Category indices are used as numbers too. On the validation month, this was better than boosting's own
+    handling of categories.
     """
     return np.hstack([rows["categorical"].astype(np.float32), rows["numeric"]])
 

@@ -6,7 +6,7 @@
     python -m ringspark.jobs.shards remove /data/cache 3f2a
     python -m ringspark.jobs.shards runs /data/storage --remove-older-than 24
 
-The job starts no Spark: a path without a scheme is on this machine.
+The job does not start Spark, so a path without a scheme is on this machine.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Trains the flights network on the shards of jobs/etl.py, and saves it as one pipeline with the features.
+"""Trains the flights network on the shards of jobs/etl.py; saves features and network as one pipeline.
 
     python jobs/train.py --data artifacts/flights
     spark-submit --py-files dist/ringspark-0.1.0.zip jobs/train.py --data s3a://bucket/flights
     python jobs/train.py job.yaml
 
-Reads `shards` and `features` below `--data`; writes `model`, a Spark ML PipelineModel, and `history.json`.
-After a failure, `--resume` continues from the last checkpoint and `--no-resume` starts again.
+Reads `shards` and `features` below `--data`. Writes `model`, a Spark ML PipelineModel, and `history.json`.
+After a failure, `--resume` continues from the last checkpoint, and `--no-resume` starts again.
 """
 
 from __future__ import annotations

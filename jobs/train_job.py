@@ -1,4 +1,4 @@
-"""Trains by a job file: data, stage and its Params, output, evaluation.
+"""Trains by a job file, which gives the data, the stage and its Params, the output and the evaluation.
 
 ringspark train job.yaml
 ringspark train job.yaml --print
@@ -39,7 +39,7 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSection:
-    """Rows for an evaluation by the Param `metrics`; `output` is a JSON file for the results."""
+    """Rows on which the Param `metrics` is computed after the training; `output` is a JSON file."""
 
     data: RowSource
     output: str | None = None
@@ -47,11 +47,11 @@ class EvaluationSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob:
-    """The content of a job file.
+    """Content of a job file.
 
     Attributes:
         stage: Class name of the estimator.
-        features: Column name -> SQL expression; the saved model includes them.
+        features: SQL expression of each additional column, by its name; the saved model includes them.
         params: The estimator's settings by name.
     """
 
@@ -119,7 +119,7 @@ def read_job(uri: str, changes: Sequence[str] = ()) -> tuple[JobFile, TrainJob]:
 def make_estimator(file: JobFile, job: TrainJob) -> Any:
     """Returns the job's estimator with its Params. Needs no Spark session.
 
-    Raises ValueError if a Param is unknown, has a wrong value, or excludes another one.
+    Raises ValueError if a Param is unknown, has a wrong value, or conflicts with another Param.
     """
     from ringspark import estimators
 
@@ -180,7 +180,7 @@ def _check(file: JobFile, job: TrainJob) -> None:
     if job.features and (job.data.shards is not None or job.data.inPlace):
         subject = "shards are" if job.data.shards is not None else "a table inPlace is"
         raise file.error(
-            ("features",), f"features cannot be computed, because {subject} read whole; remove them"
+            ("features",), f"features cannot be computed, because {subject} read without Spark; remove them"
         )
     for name, expression in job.features.items():
         if not isinstance(expression, str):
@@ -198,7 +198,7 @@ def _check(file: JobFile, job: TrainJob) -> None:
 
 
 def _from_file(name: str, value: Any) -> Any:
-    """Converts a value of the file to a Param's value: networks and column types from plain data."""
+    """Converts a value of the file to a Param's value; networks and column types are given as plain data."""
     import torch
 
     from ringspark.estimators.training.settings.data import COLUMNS
@@ -298,7 +298,7 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
 
 
 def _check_rows(spark: SparkSession, job: TrainJob, estimator: Any, features: list[Transformer]) -> None:
-    """Raises ValueError if the training will refuse the rows; reads no row."""
+    """Raises ValueError if the training would refuse the rows; does not read any row."""
     from ringspark.estimators.checked_fit import CheckedFit
     from ringspark.pipelines import ShardManifest
     from ringspark.pipelines.spark_paths import resolve

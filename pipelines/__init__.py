@@ -1,7 +1,7 @@
 """From a Spark DataFrame to batches of NumPy columns, without torch.
 
-`write_shards` writes shards, or `table_manifest` describes an external table; `plan_epoch` orders their rows,
-and `open_reader` reads them. Importing this package imports neither pyspark nor petastorm.
+`write_shards` writes shards, or `table_manifest` describes an external table. `plan_epoch` decides the order
+of the rows, and `open_reader` reads them. Importing this package imports neither pyspark nor petastorm.
 """
 
 from ringspark.pipelines.columns import Column

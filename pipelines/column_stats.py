@@ -1,4 +1,4 @@
-"""Statistics of a column, collected by the tasks that write it and kept in the manifest."""
+"""Statistics of a column. The tasks that write the column collect them, and the manifest stores them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnStats:
-    """Counts and range of one column of one split; arrays are counted by element.
+    """Counts and range of one column in one split. For arrays, every element counts.
 
     Attributes:
-        nulls: Rows that were null or held a null; the other counts exclude their fill values.
-        values: Elements, including NaN and infinite ones.
-        fractional: Finite values that are not whole numbers; counted for scalar columns.
-        minimum: Smallest finite element (an int for integers); None without finite elements.
+        nulls: Number of rows that were null or held a null. The other counts leave out the values that
+            replace nulls.
+        values: Number of elements, including NaN and infinite ones.
+        fractional: Number of finite values that are not whole numbers; counted for scalar columns only.
+        minimum: Smallest finite element (an int for integers); None if there is none.
         mean: Mean of the finite elements.
         deviations: Sum of squared deviations of the finite elements from their mean; None if unknown.
     """
@@ -48,7 +49,7 @@ class ColumnStats:
 
     @property
     def std(self) -> float | None:
-        """Standard deviation of the finite elements (divisor n - 1); None for fewer than two."""
+        """Standard deviation of the finite elements (divisor n - 1); None if there are fewer than two."""
         if self.finite < 2 or self.deviations is None:
             return None
         return math.sqrt(self.deviations / (self.finite - 1))
@@ -74,7 +75,7 @@ class ColumnStats:
         )
 
     def without_overflows(self) -> ColumnStats:
-        """Returns a copy with overflowed moments set to None, because JSON has no infinities."""
+        """Returns a copy in which moments that have overflowed are None, because JSON has no infinities."""
         mean = self.mean if self.mean is not None and math.isfinite(self.mean) else None
         deviations = self.deviations
         if deviations is not None and not (math.isfinite(deviations) and mean == self.mean):

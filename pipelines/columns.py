@@ -1,6 +1,6 @@
-"""The columns of a set of shards, derived from a Spark schema.
+"""Columns of a set of shards, derived from a Spark schema.
 
-Numbers are never cast: the int64 16,777,217 of the DataFrame is also the int64 16,777,217 of the batch. Only
+Numbers keep their type: an int64 of the DataFrame, such as 16,777,217, is the same int64 in the batch. Only
 vectors become float32, unless the user asks for `Vector("float64")`.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
 
 MASK = ".isnull"
-"""Suffix of the boolean column that `write_shards` adds after a column with kept nulls."""
+"""Suffix of the boolean column that `write_shards` adds for a column whose nulls are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class Column:
     """One column of a set of shards.
 
     Attributes:
-        name: Name in the DataFrame, and prefix of the column's arrays in a batch.
+        name: Name of the column in the DataFrame, and prefix of its arrays in a batch.
         kind: Column type: how the column is stored and read.
-        source: Spark's simple type string.
+        source: The column's type in Spark, as a simple type string.
     """
 
     name: str
@@ -43,17 +43,17 @@ class Column:
 
     @property
     def is_dense(self) -> bool:
-        """Whether a batch has the column as one array called `name` with an entry per row."""
+        """Whether a batch holds the column as a single array called `name`, with an entry per row."""
         return self.name in self.kind.batch_names(self.name)
 
     @property
     def dtype(self) -> str:
-        """NumPy dtype name of a dense column in a batch."""
+        """NumPy dtype name of the column in a batch, if it is dense."""
         return self.kind.arrays(self.name)[self.name].dtype
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of one row of a dense column."""
+        """Shape of one row in a batch, if the column is dense."""
         return self.kind.arrays(self.name)[self.name].shape
 
     def to_json(self) -> dict[str, Any]:
@@ -67,15 +67,15 @@ class Column:
 
 
 def columns_from_spark(schema: StructType, choices: Mapping[str, Kind] | None = None) -> tuple[Column, ...]:
-    """Maps a Spark schema to columns, on the driver and without a job.
+    """Derives columns from a Spark schema, on the driver and without a job.
 
     Args:
         schema: The DataFrame's schema.
-        choices: Column name -> column type that the user chose.
+        choices: Column types that the user chose, by column name.
 
     Raises:
-        ValueError: A type is unusable or needs a choice, a choice does not fit or names no column, or names
-            repeat.
+        ValueError: A type cannot be used or needs a choice, a choice does not fit or names no column, or two
+            columns have the same name.
     """
     choices = dict(choices or {})
     for name, kind in choices.items():
@@ -127,7 +127,7 @@ def check_frame(value: Any, subject: str) -> None:
 
 
 def quote(name: str) -> str:
-    """Quotes a column name for Spark, which otherwise reads a dot as a struct field."""
+    """Quotes a column name for Spark, because Spark takes a dot for access to a struct field."""
     return "`" + name.replace("`", "``") + "`"
 
 

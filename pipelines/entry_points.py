@@ -1,6 +1,6 @@
-"""Finds classes of other installed packages, such as readers, by their entry points.
+"""Finds classes that other installed packages declare as entry points, such as readers.
 
-The search reads a file of every installed package, so built-in names are looked up first.
+The search reads a file of every installed package, so callers look up built-in names first.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ def list_entry_points(group: str) -> list[str]:
 def load_entry_point(
     group: str, setting: str, name: str, known: Collection[str], needed: Collection[str]
 ) -> Any:
-    """Returns the class that a package declares under a name.
+    """Returns the class that an installed package declares under a name.
 
     Args:
-        setting: Param that holds the name.
+        setting: Param that holds the name, for messages.
         known: Built-in names, for messages.
         needed: Attributes that the class must have.
 
     Raises:
-        ValueError: No package or several packages declare it, its import fails, or it lacks an attribute.
+        ValueError: No package or several packages declare the name, the import fails, or the class lacks an
+            attribute.
     """
     found = {point.value: point for point in entry_points(group=group, name=name)}
     if not found:

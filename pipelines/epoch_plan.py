@@ -1,11 +1,12 @@
-"""Plans which rows every shard reads in every step of an epoch. Pure: no files, no clock.
+"""Plans which rows every shard reads in every step of an epoch, without files or a clock.
 
-Row groups are shuffled by (seed, epoch), and rows within a group by (seed, epoch, group). `shuffle` deals
-this sequence of rows to batches and shards:
+Row groups are shuffled by (seed, epoch), and the rows of a group by (seed, epoch, group). This gives the
+epoch's sequence of rows. The module `shuffle` distributes it over batches and shards:
 
-* Every row is in one batch of an epoch. The last batch may be short but is never dropped.
-* The rows of a batch do not depend on the number of shards, so it may change within an epoch.
-* A shard reads a contiguous range, each row group once, and holds about 96 / num_shards row groups.
+- Every row is in one batch of an epoch. The last batch may be short but is never dropped.
+- The rows of a batch do not depend on the number of shards, so this number may change within an epoch.
+- A shard reads a contiguous part of the sequence and each row group once. It holds about 96 / num_shards
+  row groups at a time (48 streams, two row groups each).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _GROUP_ORDER, _ROW_ORDER = 0, 1
 
 @dataclass(frozen=True)
 class StreamSlice:
-    """Rows `start` to `stop` of a stream, counting only the shard's rows, that come from one row group."""
+    """A shard's own rows in a stream, counted from `start` to `stop`, that come from one row group."""
 
     stream: int
     start: int
@@ -36,11 +37,11 @@ class StreamSlice:
 
 @dataclass(frozen=True)
 class RowGroupRead:
-    """One row group (an index into the plan's `row_groups`) that a shard reads, once per epoch.
+    """A row group that a shard reads once per epoch; `row_group` is an index into the plan's `row_groups`.
 
     Attributes:
-        sequence_start: Position of its first row in the epoch's sequence.
-        first_step: First step whose batch needs it.
+        sequence_start: Position of the row group's first row in the epoch's sequence.
+        first_step: First step whose batch needs a row of the group.
     """
 
     row_group: int
@@ -52,7 +53,7 @@ class RowGroupRead:
 # Plans are compared and hashed by identity, so nobody compares arrays of a million sizes by accident.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EpochPlan:
-    """The batches of one epoch, made by `plan_epoch`. All shards share its read-only arrays."""
+    """Batches of one epoch, made by `plan_epoch`. The plans of all shards share its read-only arrays."""
 
     row_groups: Int64Array
     num_shards: int
@@ -79,16 +80,16 @@ class EpochPlan:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps, equal on all shards."""
+        """Number of steps; the same on all shards."""
         return -(-self.num_rows // self.batch_size)
 
     def global_rows(self, step: int) -> int:
-        """Returns the rows of a step over all shards."""
+        """Returns the number of rows of a step over all shards."""
         start, stop = self._positions(step)
         return stop - start
 
     def shard_rows(self, step: int, shard: int) -> int:
-        """Returns the rows of a step on one shard; may be 0."""
+        """Returns the number of rows of a step on one shard; it may be 0."""
         start, stop = self._positions(step)
         deal = self.shard(shard).deal
         return deal.rank(stop) - deal.rank(start)
@@ -108,7 +109,7 @@ class EpochPlan:
 
     @cached_property
     def group_starts(self) -> Int64Array:
-        """Position of each row group of `group_order` in the sequence, then the number of rows."""
+        """Position in the sequence of each row group of `group_order`, and at the end the number of rows."""
         starts = np.zeros(len(self.row_groups) + 1, dtype=np.int64)
         np.cumsum(self.row_groups[self.group_order], out=starts[1:])
         return _read_only(starts)
@@ -140,7 +141,7 @@ class ShardPlan:
         )
 
     def reads(self, start_step: int = 0) -> RowGroupReads:
-        """Returns the row groups to read from `start_step` on, in the order of first use."""
+        """Returns the row groups that steps from `start_step` on need, in the order of their first use."""
         start_position = min(start_step * self.plan.batch_size, self.plan.num_rows)
         parts = [self._stream_slices(stream, start_position) for stream in range(len(self.deal.streams))]
         slots, positions, starts, stops = map(np.concatenate, zip(*parts, strict=True))
@@ -148,7 +149,7 @@ class ShardPlan:
         return RowGroupReads(self.plan, slots, positions, streams, starts, stops)
 
     def rows(self, read: RowGroupRead) -> list[Int64Array]:
-        """Returns the rows within the row group for each slice of `read`."""
+        """Returns, for each slice of `read`, the indexes of its rows within the row group."""
         places = [self._places(read, span) for span in read.slices]
         if not self.plan.shuffle:
             return [place if isinstance(place, np.ndarray) else np.r_[place] for place in places]
@@ -164,9 +165,9 @@ class ShardPlan:
         return self.deal.rows(span.stream, span.start, span.stop) + offset
 
     def _stream_slices(self, index: int, start_position: int) -> tuple[Int64Array, ...]:
-        """Returns (slot, first position, first row, row after the last) of each slice of a stream.
+        """Returns (slot, first position, first row, stop row) of each slice of a stream.
 
-        A slot is an index into `group_order`. Rows before `start_position` are left out.
+        A slot is an index into `group_order`. Rows in positions before `start_position` are left out.
         """
         stream, group_starts = self.deal.streams[index], self.plan.group_starts
         low = max(0, int(np.searchsorted(group_starts, stream.start, side="right")) - 1)
@@ -183,15 +184,15 @@ class ShardPlan:
         return kept + low, positions, starts, stops[kept]
 
     def bounds(self, start_step: int, stop_step: int) -> list[int]:
-        """Returns the shard's number of rows before each of the steps, and after the last."""
+        """Returns how many of the shard's rows come before each of the steps, and after the last step."""
         size, total = self.plan.batch_size, self.plan.num_rows
         return [self.deal.rank(min(step * size, total)) for step in range(start_step, stop_step + 1)]
 
 
 class RowGroupReads:
-    """One shard's reads in the order of first use.
+    """The row groups that a shard reads, in the order of their first use.
 
-    They are kept as arrays: objects would take ten times the memory and most of the planning time.
+    They are stored as arrays. As objects they would take ten times the memory, and most of the planning time.
     """
 
     def __init__(
@@ -248,7 +249,7 @@ def plan_epoch(
     seed: int,
     shuffle: bool = True,
 ) -> EpochPlan:
-    """Plans one epoch over row groups of the given sizes.
+    """Plans one epoch; `row_groups` gives the sizes of the row groups.
 
     >>> sizes = [8, 8, 8, 4, 8, 8, 6]
     >>> plan = plan_epoch(sizes, num_shards=3, batch_size=16, epoch=0, seed=7)
@@ -256,12 +257,12 @@ def plan_epoch(
     [[7, 6, 3], [6, 3, 7], [3, 7, 6], [1, 1, 0]]
 
     Args:
-        row_groups: Number of rows of each row group; may be 0. A read-only int64 array is not copied.
-        num_shards: Number of workers that share the batches; may exceed the row groups or rows.
+        row_groups: Number of rows of each row group, which may be 0. A read-only int64 array is not copied.
+        num_shards: Number of workers that share the batches. It may exceed the number of row groups or rows.
         batch_size: Rows per step over all shards.
-        epoch: Number of the epoch, from 0.
-        seed: Any whole number. (seed, epoch) and `row_groups` determine the batches.
-        shuffle: False keeps the order of the files; each shard then has a slice of every batch.
+        epoch: Number of the epoch, counted from 0.
+        seed: Any whole number. The seed, the epoch and `row_groups` determine the batches.
+        shuffle: False keeps the rows in the order of the files. Each shard then has a slice of every batch.
 
     Raises:
         ValueError: A count is not a whole number, or is out of range.

@@ -1,7 +1,6 @@
-"""The manifest describes a set of shards, and readers accept nothing else.
+"""The manifest: describes a set of shards. Readers read only files that it names.
 
-`manifest.json` is written last and atomically, so its presence is the commit. Readers ignore files that it
-does not name.
+`manifest.json` is written last and atomically, so the shards are committed once it exists.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class ShardFile:
 
     Attributes:
         path: Path relative to the manifest's folder.
-        sha256: SHA-256 in hexadecimal; empty for a file of an external table, see `state`.
+        sha256: SHA-256 in hexadecimal. Empty for a file of an external table, which has a `state` instead.
         row_groups: Number of rows of each row group, in order.
-        table: More about a file of an external table; None for shards.
+        table: Further properties of a file of an external table; None for shards.
     """
 
     path: str
@@ -66,12 +65,12 @@ class ShardFile:
 
     @property
     def state(self) -> str:
-        """Time, version or checksum of an external table's file; empty for shards."""
+        """Time, version or checksum of a file of an external table; empty for shards."""
         return "" if self.table is None else self.table.state
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Number of rows of each group that is read at once: a row group, or a window of one."""
+        """Number of rows of each group that is read at once: a row group, or a window of a row group."""
         if self.table is None:
             return self.row_groups
         return tuple(stop - start for _, start, stop in self.table.windows(self.row_groups))
@@ -95,9 +94,9 @@ class ShardManifest:
         uri: Absolute URI of the folder.
         columns: Columns of a batch, in the order of the DataFrame.
         files: Parquet files in reading order.
-        stats: Split -> column name -> statistics.
+        stats: Statistics by split, then by column name.
         skipped_rows: Number of rows that were left out because they held a null.
-        table: External table that holds the files; None for shards of `write_shards`.
+        table: External table that the files belong to; None for shards of `write_shards`.
     """
 
     uri: str
@@ -114,7 +113,7 @@ class ShardManifest:
 
     @property
     def row_groups(self) -> tuple[int, ...]:
-        """Number of rows of every group, in the order of the files; the input of `plan_epoch`."""
+        """Number of rows of every group, in the order of the files, as `plan_epoch` takes it."""
         return tuple(rows for file in self.files for rows in file.groups)
 
     @property
@@ -145,14 +144,14 @@ class ShardManifest:
         return self.column(name)
 
     def array(self, name: str) -> BatchArray:
-        """Describes the array `name` of a batch. Raises ValueError if it has no entry per row."""
+        """Describes the array `name` of a batch. Raises ValueError if there is none with an entry per row."""
         array = self.described(name)
         if not array.per_row:
             raise self._no_array(name)
         return array
 
     def described(self, name: str) -> BatchArray:
-        """Describes the array `name` of a batch, or raises ValueError."""
+        """Describes the array `name` of a batch, or raises ValueError if there is none."""
         column = self.column_of(name)
         array = column.kind.arrays(column.name).get(name)
         if array is None:
@@ -172,7 +171,7 @@ class ShardManifest:
         raise ValueError(f"the shards in {self.uri!r} have no column {name!r}; known: {known}")
 
     def range_of(self, name: str) -> tuple[float, float] | None:
-        """Returns the smallest and largest number over all splits; None if unknown."""
+        """Returns the smallest and the largest number over all splits; None if they are unknown."""
         stats = self._stats_of(name)
         ranges = [(s.minimum, s.maximum) for s in stats if s.minimum is not None and s.maximum is not None]
         if not ranges or len(ranges) < sum(1 for s in stats if s.rows):
@@ -190,14 +189,14 @@ class ShardManifest:
         return [columns[name] for columns in self.stats.values() if name in columns]
 
     def select(self, split: Split) -> ShardManifest:
-        """Returns a view with the files and statistics of one split."""
+        """Returns a manifest with only the files and statistics of one split."""
         if split not in SPLITS:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
         files = tuple(file for file in self.files if file.split == split)
         return replace(self, files=files, stats={key: val for key, val in self.stats.items() if key == split})
 
     def locate(self) -> tuple[tuple[ShardFile, int], ...]:
-        """Returns (file, group within the file) for every index into `row_groups`."""
+        """Returns, for every index into `row_groups`, the file and the number of the group within it."""
         return tuple((file, group) for file in self.files for group in range(len(file.groups)))
 
     @property
@@ -226,11 +225,17 @@ class ShardManifest:
         return title
 
     def verify_files(self) -> None:
-        """Compares every footer with the manifest. Raises ValueError if a file is missing or differs."""
+        """Compares every file's footer with the manifest.
+
+        Raises ValueError if a file is missing or differs.
+        """
         self._check_files(self._footer_problem)
 
     def verify(self) -> None:
-        """Reads every byte, and raises ValueError if a file differs."""
+        """Reads every file completely.
+
+        Raises ValueError if a file is missing or differs from the manifest.
+        """
         self._check_files(lambda file: self._footer_problem(file) or self._digest_problem(file))
 
     def save(self, *, overwrite: bool = True) -> None:
@@ -244,7 +249,7 @@ class ShardManifest:
 
     @staticmethod
     def load(uri: str | os.PathLike[str]) -> ShardManifest:
-        """Reads the manifest of the folder `uri`, which may have moved since the write.
+        """Reads the manifest in the folder `uri`. The folder may have moved since it was written.
 
         A path without a scheme is on the local disk. Raises ValueError if the manifest is missing or damaged.
         """
@@ -349,7 +354,7 @@ def _check_consistent(manifest: ShardManifest) -> None:
 
 
 def row_group_problem(file: ShardFile, metadata: Any) -> str | None:
-    """Returns how a Parquet footer differs from the manifest's entry; None if it does not."""
+    """Returns a clause that says how a Parquet footer differs from the manifest; None if it is equal."""
     row_groups = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
     if row_groups == file.row_groups:
         return None

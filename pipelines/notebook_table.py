@@ -1,4 +1,4 @@
-"""Builds the HTML table of an object for notebooks: bounded in length, with all text escaped."""
+"""Shows an object as an HTML table in notebooks; limits the number of rows and escapes all text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ MOST_LETTERS = 200
 def notebook_table(
     title: str, header: Sequence[str], rows: Sequence[Sequence[object]], note: str = ""
 ) -> str:
-    """Returns the HTML of a table, for a `_repr_html_`; counts the rows beyond `MOST_ROWS`."""
+    """Returns a table as HTML, for a `_repr_html_`.
+
+    Beyond `MOST_ROWS` rows it shows only how many there are.
+    """
     body = "".join(_row(map(str, row), "td") for row in rows[:MOST_ROWS])
     more = len(rows) - MOST_ROWS
     notes = [note, f"{more:,} more are not shown." if more > 0 else ""]

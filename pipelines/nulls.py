@@ -13,7 +13,7 @@ from ringspark.pipelines.kinds.base import is_list
 
 
 def null_rows(values: Any) -> npt.NDArray[np.bool_] | None:
-    """Returns, per row of an Arrow array, whether it is null or holds a null; None if no row does."""
+    """Returns booleans that are True for rows that are null or hold a null; None if there is no such row."""
     found: npt.NDArray[np.bool_] | None = None
     if values.null_count:
         found = values.is_null().to_numpy(zero_copy_only=False)
@@ -31,7 +31,7 @@ def null_rows(values: Any) -> npt.NDArray[np.bool_] | None:
 
 
 def fill_nulls(values: Any) -> Any:
-    """Replaces nulls by zeros, empty strings or empty lists; keeps the type."""
+    """Replaces nulls by zeros, empty strings or empty lists; the type stays the same."""
     if is_list(values.type):
         leaf = values.flatten()
         lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)

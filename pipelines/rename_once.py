@@ -1,4 +1,4 @@
-"""Renames a local file only if the new name is free: of several concurrent writers, exactly one succeeds."""
+"""Renames a local file only if the new name is free. Of several concurrent writers, exactly one succeeds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DEAD_CLAIM_SECONDS = 600.0
 
 
 def rename_once(temporary: str, path: str) -> None:
-    """Renames a local file, or raises FileExistsError if the new name exists or is claimed."""
+    """Renames a local file. Raises FileExistsError if the new name exists, or if another writer claims it."""
     try:
         # Unlike a rename, a link does not replace an existing file.
         os.link(temporary, path)
@@ -34,10 +34,11 @@ def rename_once(temporary: str, path: str) -> None:
 
 
 def _claim(temporary: str, path: str) -> list[str]:
-    """Takes the exclusive right to create `path`. Raises FileExistsError if another writer has it.
+    """Claims `path`: only the holder of the last claim may create it.
 
-    Returns the claims of writers that were killed, then the new claim. A dead claim is not replaced, because
-    two writers might replace it at once; the next number is claimed instead.
+    Raises FileExistsError if another writer that may be alive holds a claim. Returns the claims of writers
+    that were killed, and finally the new claim. The claim of a killed writer is not replaced, because two
+    writers might replace it at the same time. Instead the next number is claimed.
     """
     parent, name = os.path.split(path)
     claims: list[str] = []

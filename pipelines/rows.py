@@ -1,7 +1,7 @@
-"""Rows of one column in memory, dense or of varying length: the form that readers shuffle.
+"""Rows of one column in memory, as readers shuffle them: of equal or of varying length.
 
-Dense rows are one NumPy array. Rows of varying length (lists, sparse vectors, files) are concatenated values
-with offsets.
+Rows of equal length are one NumPy array. Rows of varying length (lists, sparse vectors, files) are
+concatenated values with offsets.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class RaggedRows:
     """Rows of varying length.
 
     Attributes:
-        offsets: Non-decreasing int64, (rows + 1,): row i is `part[offsets[i]:offsets[i + 1]]`. They may start
-            above 0, because a slice is a view.
-        parts: Arrays of values that share the offsets.
+        offsets: Int64, (rows + 1,): row i is `part[offsets[i]:offsets[i + 1]]`. They may start above 0,
+            because a slice of rows is a view.
+        parts: Arrays of values, to which the same offsets apply.
     """
 
     offsets: npt.NDArray[np.int64]
@@ -33,7 +33,7 @@ class RaggedRows:
         return RaggedRows(self.offsets[start : stop + 1], self.parts)
 
     def compact(self) -> RaggedRows:
-        """Returns the same rows with offsets from 0 and no other values."""
+        """Returns the same rows with offsets from 0, and without values that belong to no row."""
         first, last = int(self.offsets[0]), int(self.offsets[-1])
         return RaggedRows(self.offsets - first, tuple(part[first:last] for part in self.parts))
 

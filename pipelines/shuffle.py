@@ -1,17 +1,19 @@
-"""Shuffles an epoch: permutations, and how its rows are dealt to batches and shards. Pure arithmetic.
+"""Shuffles an epoch: computes permutations, and distributes rows over batches and shards.
 
-Only raw bits of Philox are used (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011),
-because NumPy keeps these equal in all versions, but not `Generator.permutation`.
+Random numbers are the raw bits of the Philox generator (Salmon et al., "Parallel random numbers: as easy as
+1, 2, 3", SC 2011). NumPy keeps these the same in all versions, unlike `Generator.permutation`.
 
-The epoch's sequence of rows is split into `NUM_STREAMS` contiguous streams, which are dealt like cards:
-position i is row i // NUM_STREAMS of the stream of class i % NUM_STREAMS. Batch s of size B is positions [s *
-B, (s + 1) * B) for any number of shards.
+The epoch's sequence of rows is split into `NUM_STREAMS` contiguous streams, and batches take rows from the
+streams in turn. Position i of the epoch, counted over all batches, is row i // NUM_STREAMS of the stream with
+class i % NUM_STREAMS. A batch s of size B has the positions from s * B to (s + 1) * B, for any number of
+shards.
 
-With R shards, row k of a stream belongs to unit k * stride % R, and each shard owns 48 of the 48 * R units,
-in neighbouring streams. Classes map to streams, and rows to units, by multiples of the golden ratio (Weyl,
-1916), so every batch is spread evenly over all shards.
+With R shards, each stream has R units, and row k of the stream is in unit k * stride % R. The units of all
+streams are numbered, stream by stream, and each shard owns 48 consecutive ones of the 48 * R units. The
+classes of the streams and the stride follow the golden ratio (Weyl, 1916), which spreads every batch evenly
+over all shards.
 
-An epoch in file order has one stream, and a shard owns a slice of every batch.
+An epoch in file order has one stream, and each shard owns a slice of every batch.
 """
 
 from __future__ import annotations
@@ -27,11 +29,16 @@ import numpy.typing as npt
 Int64Array = npt.NDArray[np.int64]
 
 MAX_LENGTH = 1 << 40
-"""In a longer permutation, fewer than 24 of the 64 bits of a sort key would be random."""
+"""Largest length of a permutation.
+
+In a longer one, fewer than 24 of the 64 bits of a sort key would be random.
+"""
 
 NUM_STREAMS = 48
-"""A constant of the data order: another value gives other batches.
-With 48 streams, 1, 2, 3, 4, 6, 8, 12, 16, 24 and 48 shards share no stream."""
+"""Number of streams. It must not change, because another number gives other batches.
+
+With 48 streams, no two shards read the same stream if there are 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48 shards.
+"""
 
 _MASK64 = (1 << 64) - 1
 
@@ -45,8 +52,8 @@ _STREAM_TO_CLASS = np.argsort(np.arange(NUM_STREAMS) * _CLASS_STRIDE % NUM_STREA
 def permutation(length: int, *key: int) -> Int64Array:
     """Returns a permutation of `range(length)` that depends only on `length` and the numbers in `key`.
 
-    Every index gets a random 64-bit sort key with the index in its low bits. So all keys differ, and every
-    sorting algorithm gives the same order.
+    Every index gets a 64-bit sort key: random high bits, and the index in the low bits. All keys are
+    different, so every sorting algorithm gives the same order.
 
     >>> permutation(8, 7, 0).tolist()  # seed 7, epoch 0: on every machine, by every version of NumPy
     [2, 3, 7, 5, 4, 1, 0, 6]
@@ -70,9 +77,9 @@ def permutation(length: int, *key: int) -> Int64Array:
 
 
 def _order_by_high_bits(bits: npt.NDArray[np.uint64]) -> Int64Array | None:
-    """Returns the order of 64-bit keys by their upper 32 bits; None if two of these are equal.
+    """Returns the order of 64-bit keys by their upper 32 bits; None if two keys have the same upper bits.
 
-    Two radix sorts of 16-bit halves take half the time of one sort.
+    Two radix sorts of 16 bits each take half the time of one sort.
     """
     high = (bits >> np.uint64(32)).astype(np.uint32)
     order = np.argsort((high & np.uint32(0xFFFF)).astype(np.uint16), kind="stable")
@@ -83,9 +90,9 @@ def _order_by_high_bits(bits: npt.NDArray[np.uint64]) -> Int64Array | None:
 
 @dataclass(frozen=True)
 class ShuffleStream:
-    """A contiguous range of the epoch's sequence: `length` rows from `start` on.
+    """A contiguous range of the epoch's sequence: `length` rows from `start`.
 
-    Row k has position `position + k * step`.
+    Row k of the stream is in position `position + k * step` of the epoch.
     """
 
     start: int
@@ -106,14 +113,14 @@ def split_streams(num_rows: int) -> tuple[ShuffleStream, ...]:
 
 
 class Deal(ABC):
-    """The positions that one shard owns, and their rows in the streams.
+    """The positions of the epoch that one shard owns, and the rows in them.
 
-    The shard's rows of a stream are numbered from 0; these are its local rows.
+    The rows of a stream that the shard owns are numbered from 0; these numbers are called local rows.
 
     Attributes:
-        streams: Streams that hold rows of this shard, in the order of the sequence.
-        stream_cycle: Owned position number i takes the next row of `streams[stream_cycle[i %
-            len(stream_cycle)]]`.
+        streams: Streams in which the shard owns rows, in the order of the sequence.
+        stream_cycle: Repeating order of streams: the i-th owned position takes the next row of
+            `streams[stream_cycle[i % len(stream_cycle)]]`.
     """
 
     streams: tuple[ShuffleStream, ...]
@@ -121,15 +128,15 @@ class Deal(ABC):
 
     @abstractmethod
     def rank(self, position: int) -> int:
-        """Returns the number of owned positions before `position`."""
+        """Returns how many owned positions come before `position`."""
 
     @abstractmethod
     def counts(self, stream: int, rows: Int64Array) -> Int64Array:
-        """Returns the number of owned rows before each of `rows` of `streams[stream]`."""
+        """Returns how many owned rows come before each of `rows` in `streams[stream]`."""
 
     @abstractmethod
     def rows_at(self, stream: int, local: Int64Array) -> Int64Array:
-        """Converts local rows to rows of `streams[stream]`."""
+        """Converts local rows to row numbers of `streams[stream]`."""
 
     def count(self, stream: int, row: int) -> int:
         return int(self.counts(stream, np.asarray([row], dtype=np.int64))[0])
@@ -183,9 +190,9 @@ class ShuffledDeal(Deal):
 
 
 class OrderedDeal(Deal):
-    """One shard's slices of batches in file order.
+    """The positions that one shard owns if the rows keep the order of the files: a slice of every batch.
 
-    Shard r of R owns rows [r * b // R, (r + 1) * b // R) of a batch of b rows.
+    In a batch of b rows, shard r of R owns rows r * b // R to (r + 1) * b // R.
     """
 
     def __init__(self, num_rows: int, num_shards: int, shard: int, batch_size: int) -> None:
@@ -223,7 +230,7 @@ class OrderedDeal(Deal):
 
 
 def _shortest_cycle(cycle: Int64Array) -> Int64Array:
-    """Returns the shortest prefix that gives the whole cycle when repeated."""
+    """Returns the shortest prefix of `cycle` that gives the whole cycle if it is repeated."""
     return next(
         cycle[:length]
         for length in range(1, len(cycle) + 1)
@@ -232,7 +239,7 @@ def _shortest_cycle(cycle: Int64Array) -> Int64Array:
 
 
 def _golden_stride(length: int) -> int:
-    """Returns the number next to 0.618 * length that is coprime to `length`."""
+    """Returns the number nearest to 0.618 * length that is coprime to `length`."""
     target = round(length * (math.sqrt(5) - 1) / 2)
     return next(
         stride

@@ -1,4 +1,4 @@
-"""Turns Spark failures with a known cause into one sentence."""
+"""Explains a failed Spark job in one sentence if the cause is known."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 MARK = "ringspark: "
-"""Prefix of a task's error message, so that the driver finds it in Spark's report."""
+"""Prefix of error messages from tasks, by which the driver finds the message in Spark's report."""
 
 _TASK_ERROR = re.compile(rf"RuntimeError: {MARK}(.*)")
 
@@ -20,11 +20,11 @@ _MISSING_MODULE = re.compile(r"No module named '(ringspark|pyarrow|pandas|numpy|
 
 @contextmanager
 def explain_worker_errors() -> Iterator[None]:
-    """Wraps a Spark job that runs our code in Python workers, and explains its known failures.
+    """Context of a Spark job that runs our code in Python workers; explains failures with a known cause.
 
     Raises:
-        RuntimeError: A worker lacks a package, or a task failed within `report_task_errors`.
-        ValueError: The plan found rows that it refuses.
+        RuntimeError: A worker lacks a package, or a task failed inside `report_task_errors`.
+        ValueError: An expression in the plan refused a row.
     """
     try:
         yield
@@ -45,7 +45,7 @@ def explain_worker_errors() -> Iterator[None]:
 
 @contextmanager
 def report_task_errors(sentence: str) -> Iterator[None]:
-    """Turns an OSError of a task into one sentence that reaches the driver."""
+    """Context in a task: turns an OSError into one sentence that reaches the driver."""
     try:
         yield
     except OSError as error:

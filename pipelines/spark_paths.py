@@ -1,8 +1,8 @@
-"""Resolves what a path means to Spark, so that a user's path has one meaning for every writer and reader.
+"""Resolves a user's path in the same way as Spark, so that every writer and reader means the same place.
 
-A path without a scheme is in Hadoop's default file system (`fs.defaultFS`), or on the local disk without a
-session. Spark Classic asks Hadoop in the JVM. A Spark Connect server names it in an error message about a
-missing file.
+A path without a scheme is in Hadoop's default file system (`fs.defaultFS`); without a Spark session it is on
+the local disk. With Spark Classic, the JVM's Hadoop is queried. A Spark Connect server shows its default file
+system in an error message about a missing file.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def is_remote(spark: SparkSession) -> bool:
 
 
 def is_local(conf: Mapping[str, str]) -> bool:
-    """Returns whether driver and executor are one process, by the conf of the application."""
+    """Returns whether driver and executor are one process, judged by the application's configuration."""
     master = conf.get("spark.master", "")
     return master == "local" or master.startswith("local[")
 
 
 def resolve(spark: SparkSession, path: str | os.PathLike[str]) -> str:
-    """Returns the URI of Spark's meaning of `path`, valid for Spark and fsspec. Runs on the driver.
+    """Returns the URI of the place that Spark means by `path`; the URI is valid for Spark and for fsspec.
 
-    On Databricks, "/dbfs/x" is the mount of "dbfs:/x". Raises ValueError if this process cannot reach the
-    path.
+    Runs on the driver. On Databricks, "/dbfs/x" is the mount of "dbfs:/x". Raises ValueError if this process
+    cannot reach the place.
     """
     text = os.fspath(path)
     storage.refuse_secrets(text)
@@ -72,7 +72,7 @@ def resolve(spark: SparkSession, path: str | os.PathLike[str]) -> str:
 
 
 def to_spark_uri(spark: SparkSession, uri: str) -> str:
-    """Spells a URI of `storage.normalize` so that Spark reads it the same way."""
+    """Converts a URI of `storage.normalize` to the spelling that means the same place to Spark."""
     is_volume = uri.startswith("/Volumes/") and "DATABRICKS_RUNTIME_VERSION" in os.environ
     if not storage.is_local(uri) or is_volume or _default_file_system(spark).startswith("file:"):
         return uri
@@ -103,7 +103,7 @@ def _may_be_there(uri: str) -> bool:
 
 
 def _default_file_system(spark: Any) -> str:
-    """Returns the root URI of Hadoop's default file system; "" if a server does not report it."""
+    """Returns the root URI of Hadoop's default file system; "" if Spark Connect does not report it."""
     if not is_remote(spark):
         conf = spark._jsc.hadoopConfiguration()
         return str(spark._jvm.org.apache.hadoop.fs.FileSystem.getDefaultUri(conf).toString())

@@ -1,8 +1,8 @@
-"""Files behind a URI, through fsspec: local disks, object stores, HDFS.
+"""Reads and writes files by URI, through fsspec: on local disks, object stores and HDFS.
 
-A file written by `write_atomic` is absent, or has the old bytes or the new bytes, so a manifest can be the
-commit. Errors of a store's client become OSError. Clients retry small requests; `readers.retry` retries
-reads.
+A reader never sees a part of a file that `write_atomic` writes: there is no file, or the file has the old or
+the new bytes. So the manifest can serve as the commit. Errors of a store's client become OSError. The client
+itself repeats small requests; `readers.retry` repeats reads.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def redact_text(text: str) -> str:
 
 
 def refuse_secrets(uri: str) -> None:
-    """Raises ValueError for a URI with a password or token, which would end up in logs and saved stages."""
+    """Raises ValueError if a URI holds a password or token, which would end up in logs and saved stages."""
     if redact(uri) != uri:
         raise ValueError(
             f"a storage URI must not hold a password or token, got {redact(uri)!r}; give the credentials in "
@@ -59,8 +59,8 @@ def refuse_secrets(uri: str) -> None:
 def normalize(uri: str | os.PathLike[str]) -> str:
     """Returns the canonical spelling of `uri`: absolute, without a trailing slash.
 
-    Local paths and `file://` URIs become absolute paths, in which "%" is literal; `dbfs:/` becomes the
-    `/dbfs` mount if it exists. Raises ValueError if `uri` is empty, or holds a password or token.
+    Local paths and `file://` URIs become absolute paths, in which "%" is an ordinary character; `dbfs:/`
+    becomes the mount `/dbfs` if it exists. Raises ValueError if `uri` is empty, or holds a password or token.
     """
     text = os.fspath(uri)
     refuse_secrets(text)
@@ -79,7 +79,7 @@ def normalize(uri: str | os.PathLike[str]) -> str:
     if is_local(text):
         if scheme := _HOSTLESS.match(text):
             raise ValueError(
-                f"{text!r} leaves the host of its store to Hadoop's configuration; add it, as in "
+                f"{text!r} does not name the host of its store, which only Hadoop knows; add it, as in "
                 f"{scheme[1] + '//host' + text[len(scheme[1]) :]!r}, or pass a folder that is mounted here"
             )
         return os.path.abspath(os.path.expanduser(text))
@@ -100,7 +100,7 @@ def join(uri: str, *parts: str) -> str:
 
 
 def check_inside(folder: str, name: str) -> None:
-    """Raises ValueError if a link leads out of the local folder, or `name` cannot be a file name."""
+    """Raises ValueError if `name` cannot be a file name, or is a link that leads out of the local folder."""
     if not is_local(folder):
         return
     try:
@@ -128,9 +128,9 @@ def filesystem(uri: str) -> tuple[Any, str]:
 
 @contextmanager
 def store_errors(subject: str) -> Iterator[None]:
-    """Converts errors of a store's client into an OSError that names the request.
+    """Context that converts errors of a store's client into an OSError; its message names `subject`.
 
-    s3fs passes on some errors of botocore and aiohttp, e.g. EndpointConnectionError, and a timeout has no
+    s3fs passes on some errors of botocore and aiohttp, such as EndpointConnectionError, and a timeout has no
     message.
     """
     try:
@@ -146,7 +146,7 @@ def store_errors(subject: str) -> Iterator[None]:
 
 
 class UnclaimedError(FileNotFoundError):
-    """Another process removed the folder into which this process writes; see `only_where`."""
+    """Another process has removed the folder into which this process writes; see `only_where`."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(f"{folder!r} was removed, so nothing more is written into it")
@@ -158,9 +158,9 @@ _claims: dict[str, str] = {}
 
 @contextmanager
 def only_where(folder: str, name: str) -> Iterator[None]:
-    """Lets this process write below a folder only while the file `name` is in it.
+    """Context in which this process can write below a folder only while the folder has the file `name`.
 
-    Otherwise writes raise UnclaimedError, so a folder that another process removed stays removed.
+    Without the file, writes raise UnclaimedError. If another process removes the folder, it stays removed.
     """
     _claims[folder] = name
     try:
@@ -206,7 +206,7 @@ def read_bytes(uri: str) -> bytes:
 
 
 def exists(uri: str) -> bool:
-    """Returns whether a file or folder exists now; uses no cached listing."""
+    """Returns whether a file or folder exists now; does not use cached listings."""
     fs, path = filesystem(uri)
     fs.invalidate_cache()
     with store_errors(uri):
@@ -237,7 +237,7 @@ def make_dirs(uri: str) -> None:
 
 
 def list_names(uri: str) -> list[str]:
-    """Returns the sorted names directly inside a folder; none if it is missing."""
+    """Returns the sorted names of a folder's entries; an empty list if the folder is missing."""
     fs, path = filesystem(uri)
     fs.invalidate_cache()
     try:
@@ -266,7 +266,7 @@ def remove_if_empty(uri: str) -> None:
 
 
 def newest_change(uri: str) -> float | None:
-    """Returns the time of a folder's latest write, in seconds since 1970; None if it holds no files."""
+    """Returns the time of the last write in a folder, in seconds since 1970; None if it has no files."""
     fs, path = filesystem(uri)
     fs.invalidate_cache()
     with store_errors(uri):
@@ -279,16 +279,17 @@ def newest_change(uri: str) -> float | None:
 def write_atomic(uri: str, data: bytes, *, overwrite: bool = True, durable: bool = True) -> None:
     """Writes a small file so that no reader ever sees a part of it.
 
-    A local file is flushed under a temporary name and renamed. On object stores a put is atomic. Elsewhere
-    (HDFS) the old file is removed before the rename.
+    A local file is written under a temporary name, flushed and renamed. On object stores a put is atomic. On
+    other stores (HDFS) the old file is removed before the new one is renamed.
 
     Args:
-        durable: Whether the file survives a crash of the machine; false skips the flush of the local disk.
+        durable: Whether the file must survive a crash of the machine. False saves the flush to the local
+            disk.
 
     Raises:
-        FileExistsError: The file exists and `overwrite` is false. Of concurrent writers one succeeds: the
-            first, or the last on a store without conditional puts. A writer that finds its own bytes has
-            succeeded.
+        FileExistsError: The file exists and `overwrite` is false. If several processes write at the same
+            time, one of them succeeds: the first, or the last on a store without conditional puts. If the
+            file already has this writer's bytes, the writer has succeeded.
     """
     fs, path = filesystem(uri)
     parent, _, name = path.rpartition("/")
@@ -339,7 +340,7 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True, durable: bool
 
 
 class BrokenOffError(OSError):
-    """The old file is gone, and the new file still has a temporary name."""
+    """The old file is removed, but the new file could not be renamed and has a temporary name."""
 
 
 def _put(fs: Any, path: str, data: bytes, overwrite: bool) -> None:
@@ -362,7 +363,7 @@ def _put(fs: Any, path: str, data: bytes, overwrite: bool) -> None:
 
 
 def check_writable(uri: str) -> None:
-    """Writes, reads and removes a probe file. Raises ValueError if this fails."""
+    """Writes, reads and removes a small test file. Raises ValueError if this fails."""
     probe = join(uri, f".ringspark-probe-{uuid.uuid4().hex}")
     try:
         existed = exists(uri)

@@ -1,4 +1,4 @@
-"""Manifest entries about an external table, which is read in place."""
+"""Entries of a manifest about an external table, which is read in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Number = bool | int | float
 
 
 class Window(NamedTuple):
-    """Rows `start` to `stop` of a row group, which are read and shuffled together."""
+    """Rows `start` to `stop` of a row group, which a reader reads at once and shuffles together."""
 
     row_group: int
     start: int
@@ -23,7 +23,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TableSource:
-    """The external table that a manifest describes; `version` is for Delta tables."""
+    """The external table that a manifest describes; `version` is set for Delta tables."""
 
     uri: str
     format: str = "parquet"
@@ -35,9 +35,9 @@ class TableFile:
     """Properties of an external table's file.
 
     Attributes:
-        state: Time, version or checksum of the file, as reported by its store.
+        state: Time, version or checksum of the file, as its store reports it.
         window_rows: Rows per window; 0 reads every row group whole.
-        values: Partition column name -> the file's value.
+        values: The file's value of each partition column, by the column's name.
     """
 
     state: str
@@ -50,11 +50,11 @@ class TableFile:
 
     @property
     def most_rows(self) -> int:
-        """Most rows that readers accept, because each window takes memory in their plans."""
+        """Largest number of rows that readers accept; it limits the number of windows, which take memory."""
         return (self.window_rows << 27) or (1 << 62)
 
     def windows(self, row_groups: Sequence[int]) -> tuple[Window, ...]:
-        """Splits row groups of these sizes into windows, if they have at least twice the rows of a window."""
+        """Splits row groups of these sizes into windows; keeps a row group smaller than two windows whole."""
         size = self.window_rows
         return tuple(
             Window(group, start, min(start + step, rows))
@@ -65,9 +65,9 @@ class TableFile:
 
 
 def changed_problem(files: Sequence[FileState]) -> str | None:
-    """Returns a sentence about a file that differs from its manifest; None if all are equal.
+    """Returns a sentence about the first file that differs from its manifest; None if no file does.
 
-    `files` are (URI, bytes, state), as in the manifest. Raises OSError if a file cannot be reached.
+    `files` are (URI, number of bytes, state), as in the manifest. Raises OSError if a file cannot be reached.
     """
     for (uri, *known), (_, *now) in zip(files, path_states([uri for uri, _, _ in files]), strict=True):
         if known != now:

@@ -1,4 +1,4 @@
-"""`train_tokenizer`: trains a tokenizer on the driver from a bounded sample of texts."""
+"""`train_tokenizer`: trains a tokenizer on the driver, on a sample of texts of limited size."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ SAMPLED_CHARACTERS = 4_000
 
 
 def train_tokenizer(df: DataFrame, column: str, vocab_size: int = 8_000, rows: int = 20_000) -> Any:
-    """Returns a lower-case byte-pair encoding over bytes, trained on texts. Runs on the driver.
+    """Trains a byte-pair encoding over the bytes of lower-cased texts. Runs on the driver.
 
-    Every byte has an id, so no text is unknown; "[PAD]" is 0. Equal rows give an equal tokenizer.
+    Every byte has an id, so the tokenizer can encode any text. The padding "[PAD]" has id 0. The same rows
+    always give the same tokenizer.
 
     Args:
-        df: Texts to train on: only training rows.
+        df: Texts to train on; pass only training rows.
         column: Name of the column of texts.
         vocab_size: Largest number of ids, at least 257.
-        rows: Largest number of texts, chosen by hash; only the first 4,000 characters of each are used.
+        rows: Largest number of texts, chosen by a hash. Only the first 4,000 characters of each text are
+            used.
 
     Returns:
         A `tokenizers.Tokenizer`, for `Tokens.of`.

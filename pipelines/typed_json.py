@@ -1,6 +1,6 @@
-"""Reads untrusted JSON into a dataclass whose fields have the declared types, or raises ValueError.
+"""Reads untrusted JSON into a dataclass; raises ValueError unless every field has its declared type.
 
-A nested dataclass is read by its `from_values` if it has one, otherwise like the outer dataclass.
+A nested dataclass is read by its method `from_values` if it has one, otherwise like the outer one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 
 def added(default: T) -> T:
-    """Declares a dataclass field that older files of the same format lack."""
+    """Declares a dataclass field that is missing in older files of the same format; gives its default."""
     return field(default=default, metadata={"added": True})
 
 
 def parse(text: str | bytes, *, allow_nan: bool = False) -> Any:
-    """Reads JSON. Raises ValueError if it is wrong; `allow_nan` accepts NaN and infinities."""
+    """Parses JSON, or raises ValueError; `allow_nan` accepts NaN and infinities."""
     try:
         return json.loads(text, parse_constant=None if allow_nan else _refuse_constant)
     except RecursionError:
@@ -37,13 +37,13 @@ def parse_object(text: str | bytes, *, allow_nan: bool = False) -> dict[str, Any
 
 
 class OtherFormatError(ValueError):
-    """Another version of ringspark wrote the file; the message names the remedy."""
+    """Another version of ringspark wrote the file. The message says what to do."""
 
 
 def versioned(text: str | bytes, known: int, *, allow_nan: bool = False) -> dict[str, Any]:
-    """Returns a JSON object whose `format_version` is `known`.
+    """Parses a JSON object whose `format_version` must be `known`.
 
-    Raises OtherFormatError if the version differs, ValueError if the text is not such an object.
+    Raises OtherFormatError if the version differs, and ValueError if the text is not such an object.
     """
     values = parse_object(text, allow_nan=allow_nan)
     if "format_version" not in values:
@@ -64,7 +64,7 @@ def versioned(text: str | bytes, known: int, *, allow_nan: bool = False) -> dict
 def record(cls: type[T], values: object) -> T:
     """Creates an instance of the dataclass `cls` from a JSON object.
 
-    Raises ValueError with the field's name if it is missing, unknown or of another type than declared.
+    Raises ValueError if a field is missing, unknown or not of the declared type; the message names the field.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"an object is expected, got {_kind(values)}")

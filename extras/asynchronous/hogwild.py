@@ -90,8 +90,8 @@ def share_memory(parameters: Sequence[nn.Parameter], collective: Collective, tim
     able = collective.all_gather(torch.tensor([int(memory is not None)]))
     if memory is None or not all(int(flag) for flag in able):
         raise ValueError(
-            f"sync=Hogwild() needs {end:,} bytes of memory that all workers share; run them in one "
-            f"container or without any, with that much memory, or {_REMEDY}"
+            f"sync=Hogwild() needs {end:,} bytes of memory that all workers share; run all workers in one "
+            f"container with that much memory, or none in a container, or {_REMEDY}"
         )
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     for parameter, start in zip(parameters, starts, strict=True):

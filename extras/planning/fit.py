@@ -113,9 +113,9 @@ def fit_scaling(measured: Mapping[int, float], form: str = "ring") -> ScalingFit
         compute, exchange = float(weights.sum() / np.square(weights).sum()), 0.0
     if compute <= 0:
         raise ValueError(
-            f"form {form!r} leaves no time for the computation: from {min(counts)} to {max(counts)} workers "
-            f"the times go from {measured[min(measured)]:g} to {measured[max(measured)]:g}, more than this "
-            "form grows; measure one worker too, or choose another form"
+            f"form {form!r} does not fit the times, which go from {measured[min(measured)]:g} with "
+            f"{min(counts)} workers to {measured[max(measured)]:g} with {max(counts)}: they would leave no "
+            "time for the computation; measure one worker too, or choose another form"
         )
     known = {int(workers): float(time) for workers, time in measured.items()}
     return ScalingFit(form=form, compute=float(compute), exchange=float(exchange), measured=known)

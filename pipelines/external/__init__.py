@@ -1,1 +1,1 @@
-"""External tables: Parquet and Delta tables of other writers, read in place through a manifest."""
+"""External tables: Parquet and Delta tables that other programs wrote, read in place with a manifest."""

@@ -1,7 +1,7 @@
 """Converts the columns of an external Parquet file to the rows that `write_shards` would have stored.
 
-A file's Arrow array becomes the array that Spark passes to the writer, and goes through the same
-`Kind.encode`, so the numbers are equal bit for bit.
+A file's Arrow array is converted to the array that Spark would pass to the writer, and then goes through the
+same `Kind.encode`. The numbers are therefore bitwise the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_kind(name: str, kind: Kind) -> None:
 
 
 def decode_column(values: Any, kind: Kind) -> Rows:
-    """Returns the rows of a file's column (one Arrow array without nulls), or raises ValueError."""
+    """Returns the rows of a file's column, given as one Arrow array without nulls, or raises ValueError."""
     values = convert_like_spark(values, kind)
     # The bytes of images were checked one by one when the table was measured.
     stored = [values.cast(pa.binary())] if isinstance(kind, Binary) else kind.encode(values).arrays
@@ -40,7 +40,7 @@ def decode_column(values: Any, kind: Kind) -> Rows:
 
 
 def convert_like_spark(values: Any, kind: Kind) -> Any:
-    """Returns a file's Arrow array, which may hold nulls, as Spark would pass it to `Kind.encode`.
+    """Converts a file's Arrow array, which may hold nulls, to the array that Spark passes to `Kind.encode`.
 
     Raises ValueError if the values do not fit the column type.
     """
@@ -64,7 +64,7 @@ def convert_like_spark(values: Any, kind: Kind) -> Any:
 
 
 def hash_buckets(strings: Any, num_buckets: int, seed: int) -> npt.NDArray[np.int64]:
-    """Returns Spark SQL's `pmod(xxhash64(seed, string), num_buckets)` of an Arrow array without nulls."""
+    """Returns Spark SQL's `pmod(xxhash64(seed, string), num_buckets)` for an Arrow array without nulls."""
     # Imported here, because a cluster may lack the package until a table has such a column.
     from xxhash import xxh64_intdigest
 
@@ -92,7 +92,7 @@ def _with_leaf(data_type: Any, dtype: str) -> Any:
 
 
 def _doubles(decimals: Any) -> Any:
-    """Returns decimals of up to 15 digits as the nearest float64, which Arrow's cast may miss."""
+    """Converts decimals of up to 15 digits to the nearest float64, which Arrow's own cast may miss."""
     if not pa.types.is_decimal128(decimals.type):
         decimals = decimals.cast(pa.decimal128(decimals.type.precision, decimals.type.scale))
     words = np.frombuffer(decimals.buffers()[1], "<i8").reshape(-1, 2)
@@ -103,7 +103,7 @@ def _doubles(decimals: Any) -> Any:
 
 
 def _vectors(values: Any, dtype: str) -> Any:
-    """Returns Spark ML vectors, as Spark stores them, in the form of `vector_struct`."""
+    """Converts vectors from Spark's storage format to the form of `vector_struct`."""
     names = [field.name for field in values.type] if pa.types.is_struct(values.type) else []
     if not {"size", "indices", "values"} <= set(names):
         raise ValueError(f"should hold vectors, but the data is {values.type}")

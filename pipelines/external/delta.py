@@ -1,4 +1,4 @@
-"""Lists the files of one version of a Delta table, with the package `deltalake`."""
+"""Lists the files of a version of a Delta table, using the package `deltalake`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def list_delta(spark: SparkSession, uri: str, version: int | None = None) -> Listing:
-    """Lists the files of a version of a Delta table, by default the newest.
+    """Lists the files of a version of a Delta table; the newest version by default.
 
     Raises:
-        ValueError: The table or version does not exist, a file was removed, it has deletion vectors or column
-            mapping, or `deltalake` is not installed.
+        ValueError: The table or the version does not exist, a file was removed, the table has deletion
+            vectors or column mapping, or `deltalake` is not installed.
     """
     from pyspark.sql.types import StructType
 

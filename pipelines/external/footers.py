@@ -1,4 +1,4 @@
-"""Reads the footers of an external table's files and checks that they hold the columns in one form."""
+"""Reads the footers of an external table's files, and checks that a column has the same type in all files."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ _SHORT_BYTES = {"INT_8": 1, "UINT_8": 2, "INT_16": 2}  # as Spark reads them
 
 @dataclass(frozen=True, kw_only=True)
 class Footer:
-    """A file's footer about some columns.
+    """What a file's footer says about some columns.
 
     Attributes:
-        types: Arrow type of each column, as text; "" if the file lacks it.
-        num_bytes: Decoded bytes of these columns per row group; for strings, a lower bound.
-        list_bytes: Decoded bytes of the lists among them.
-        cuts: Whether the rows of each page are known, per row group.
+        types: Arrow type of each column, as text; "" if the file does not have the column.
+        num_bytes: Bytes of these columns in memory, per row group. For strings this is a lower bound.
+        list_bytes: Bytes of the lists among these columns in memory, per row group.
+        cuts: For each row group, whether it is known which rows each page holds, so that the row group can be
+            split.
         rebase: Calendar of each column's dates and timestamps: "LEGACY" (Julian), "CORRECTED" (Gregorian), or
-            the name of the Spark setting that decides.
-        problem: Why the file cannot be read, or "".
+            the name of the Spark setting that determines it.
+        problem: Reason why the file cannot be read, or "".
     """
 
     row_groups: tuple[int, ...] = ()
@@ -52,7 +53,7 @@ class Footer:
 
 
 def read_footers(spark: SparkSession, uris: Sequence[str], names: Sequence[str]) -> list[Footer]:
-    """Reads the footers of all files. Raises ValueError if one cannot be read, or its columns differ."""
+    """Reads the footers of all files. Raises ValueError if one cannot be read, or if columns differ."""
     if len(uris) <= _ON_DRIVER:
         with ThreadPoolExecutor(min(_THREADS, len(uris)), thread_name_prefix="ringspark-footer") as pool:
             footers = list(pool.map(partial(read_footer, names=names), uris))
@@ -106,7 +107,7 @@ def read_footer(uri: str, names: Sequence[str]) -> Footer:
 
 
 def _rebase(metadata: Any, leaves: Sequence[int]) -> str:
-    """Follows the rules of Spark's `DataSourceUtils.getRebaseSpec`."""
+    """Returns the calendar of a column, by the rules of Spark's `DataSourceUtils.getRebaseSpec`."""
     is_int96 = any(metadata.schema.column(leaf).physical_type == "INT96" for leaf in leaves)
     since, mark = (b"3.1.0", b"legacyINT96") if is_int96 else (b"3.0.0", b"legacyDateTime")
     notes = metadata.metadata or {}
@@ -116,7 +117,7 @@ def _rebase(metadata: Any, leaves: Sequence[int]) -> str:
 
 
 def _decoded_bytes(metadata: Any, group: int, leaf: int) -> int:
-    """Returns bytes in memory: dictionaries and runs take far fewer in the file."""
+    """Returns the bytes of a column chunk in memory; encoded in the file, it may take far fewer."""
     chunk, converted = metadata.row_group(group).column(leaf), metadata.schema.column(leaf).converted_type
     value_bytes = _SHORT_BYTES.get(converted, _VALUE_BYTES.get(chunk.physical_type))
     return int(chunk.total_uncompressed_size if value_bytes is None else chunk.num_values * value_bytes)

@@ -31,13 +31,13 @@ _OTHER_FORMATS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """A table at one moment.
+    """The content of a table at one moment.
 
     Attributes:
-        source: URI, format and version.
+        source: URI, format and version of the table.
         schema: All columns, including partition columns.
-        files: (path relative to the table, bytes, state) of every non-empty file, sorted by path.
-        folder_columns: Partition column name -> Arrow array with the value of each file.
+        files: (path relative to the table, number of bytes, state) of every non-empty file, sorted by path.
+        folder_columns: For each partition column, an Arrow array with its value for each file.
     """
 
     source: TableSource
@@ -98,7 +98,7 @@ def list_parquet(spark: SparkSession, uri: str) -> Listing:
 
 
 def _is_hidden(name: str) -> bool:
-    """Spark skips "_metadata" and ".a=b", but not "_a=b.parquet"."""
+    """Returns whether Spark skips a file: it skips "_metadata" and ".a=b", but not "_a=b.parquet"."""
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
@@ -107,7 +107,7 @@ def _escape_glob(path: str) -> str:
 
 
 def _unescape(name: str) -> str:
-    """Decodes escapes as Spark does: they are characters, not bytes of UTF-8."""
+    """Decodes percent escapes as Spark does: each one is a character, not a byte of UTF-8."""
     return re.sub("%([0-9A-Fa-f]{2})", lambda found: chr(int(found[1], 16)), name)
 
 
@@ -122,7 +122,7 @@ def _folder_columns(spark: SparkSession, schema: StructType, paths: Sequence[str
 def _cast_folder_names(
     spark: SparkSession, fields: Sequence[StructField], texts: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """Casts folder names to Arrow arrays of Spark types, by Spark and in one job."""
+    """Converts folder names to Arrow arrays of the columns' types; Spark casts them all in one job."""
     from pyspark.sql import functions as F
 
     distinct = {name: sorted(set(values) - {NULL_FOLDER}) for name, values in texts.items()}

@@ -1,7 +1,8 @@
-"""Reads some rows of a large row group, by decoding only the pages that hold them.
+"""Reads some rows of a large row group, and decodes only the pages that contain them.
 
-The page index or the page headers tell where pages are. The pages with the wanted rows are copied, after the
-column's dictionary, into a Parquet file in memory with a new footer, and Arrow reads that file.
+The position of each page comes from the page index, or from the page headers. The pages with the wanted rows,
+and the column's dictionary, are copied into a Parquet file in memory with a new footer. Arrow then reads this
+file.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from ringspark.pipelines.external.thrift_compact import (
 _MAGIC = b"PAR1"
 _DATA_PAGE, _DATA_PAGE_V2 = 0, 3
 _BY_DICTIONARY = (2, 8)
-"""Encodings of pages that need the dictionary; Arrow would also decode it for other pages."""
+"""Page encodings that use the dictionary.
+
+For other pages it is left out, because Arrow would decode it too.
+"""
 # Most headers take less than 100 bytes, but they may hold the smallest and the largest string.
 _HEADER_BYTES = 256
 _LARGEST_HEADER = 1 << 20
@@ -45,7 +49,7 @@ def has_page_rows(metadata: Any, row_group: int, leaves: Sequence[int]) -> bool:
 
 
 def find_leaves(metadata: Any) -> dict[str, list[int]]:
-    """Returns the leaf columns of each top-level column."""
+    """Returns the indexes of the leaf columns of each top-level column."""
     schema = metadata.schema
     names = set(schema.to_arrow_schema().names)
 
@@ -62,12 +66,12 @@ def find_leaves(metadata: Any) -> dict[str, list[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pages:
-    """The data pages of one column chunk.
+    """Positions of the data pages of one column chunk.
 
     Attributes:
-        first_rows: First row of each page, and the number of rows; (pages + 1,).
-        starts: Offset of each page in the file, and the end of the last page; (pages + 1,).
-        dictionary: (start, stop) of the dictionary page; empty if there is none.
+        first_rows: First row of each page, and at the end the number of rows; (pages + 1,).
+        starts: Offset of each page in the file, and the offset at which the last page ends; (pages + 1,).
+        dictionary: (start, stop) of the dictionary page; an empty range if there is none.
     """
 
     first_rows: npt.NDArray[np.int64]
@@ -79,7 +83,7 @@ _Chunk = tuple[str, int, int]  # the file, the row group and the leaf
 
 
 class KeptPages:
-    """Page positions and dictionaries of files, valid while the files do not change."""
+    """Cache of page positions and dictionaries of files; valid as long as the files do not change."""
 
     def __init__(self) -> None:
         self.places: dict[_Chunk, _Pages] = {}
@@ -98,7 +102,7 @@ class KeptPages:
 
 
 class PageReader:
-    """Reads rows of the row groups of one open, seekable file; `path` names the file in `kept`."""
+    """Reads rows of one open, seekable file; `path` is the file's name in the cache `kept`."""
 
     def __init__(self, source: Any, metadata: Any, kept: KeptPages | None = None, path: str = "") -> None:
         self._source = source
@@ -110,9 +114,11 @@ class PageReader:
         self._leaves: dict[str, list[int]] = {}
 
     def read(self, row_group: int, names: Sequence[str], start: int, stop: int) -> Any:
-        """Returns rows `start` to `stop` of a row group as an Arrow table of the top-level columns `names`.
+        """Returns rows `start` to `stop` of a row group as an Arrow table with the columns `names`.
 
-        Raises ValueError if the file is damaged, or the rows of its pages are unknown.
+        Names are those of top-level columns.
+
+        Raises ValueError if the file is damaged, or if it is unknown which rows its pages hold.
         """
         try:
             return self._read(row_group, names, start, stop)
@@ -137,7 +143,7 @@ class PageReader:
         return pa.table({name: _join_leaves(columns) for name, columns in parts.items()})
 
     def _span(self, row_group: int, leaf: int, start: int, stop: int) -> tuple[int, int]:
-        """Returns the first row and the row after the last of the pages that hold the wanted rows."""
+        """Returns the range of rows that the pages with the wanted rows hold."""
         first_rows = self._pages_of(row_group, leaf).first_rows
         first = int(np.searchsorted(first_rows, start, side="right")) - 1
         last = int(np.searchsorted(first_rows, stop, side="left"))
@@ -275,7 +281,7 @@ class PageReader:
 
 
 def _strip_footer(footer: Struct) -> Struct:
-    """Keeps only the parts of a footer that page reads need, because statistics may be large."""
+    """Removes the parts of a footer that are not needed to read pages, because statistics may be large."""
     groups: list[Struct] = []
     for group in footer[4][1][1]:
         chunks: list[Struct] = []
@@ -331,7 +337,7 @@ def _values_of(header: Struct) -> tuple[int, int]:
 
 
 def _check_pages(pages: _Pages, begin: int, end: int) -> _Pages:
-    """Refuses impossible positions, because they decide what is read, and how much."""
+    """Raises ValueError if page positions are impossible; they determine what is read, and how much."""
     places = np.concatenate([[begin], pages.starts, [end]])
     if pages.first_rows[0] != 0 or (np.diff(pages.first_rows) < 0).any() or (np.diff(places) < 0).any():
         raise ValueError("its index of pages is damaged")

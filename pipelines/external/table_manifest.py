@@ -1,7 +1,7 @@
-"""Creates the manifest of an external table over its own files: nothing is copied.
+"""Creates the manifest of an external table, which refers to the table's own files; nothing is copied.
 
-One pass over the rows, in Spark tasks, collects the statistics that `fit` checks. Large row groups are split
-into windows, which readers and `plan_epoch` treat like row groups.
+A Spark job reads all rows once and collects the statistics that `fit` checks. Large row groups are divided
+into windows, which readers and `plan_epoch` handle like row groups.
 """
 
 from __future__ import annotations
@@ -39,10 +39,13 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 WINDOW_ROWS = 20_000
-"""Most rows of a page of parquet-mr and Arrow, so windows of this size match whole pages."""
+"""Rows per window, at most.
+
+Pages of parquet-mr and Arrow have at most as many rows, so windows match pages.
+"""
 
 MAX_UNSPLIT_BYTES = 2 << 30
-"""Most bytes that all readers together may hold of row groups that cannot be split."""
+"""Limit for the bytes that all readers together hold of row groups that cannot be divided."""
 
 # The streams of an epoch, with two row groups each (see `epoch_plan`).
 _GROUPS_IN_USE = 96
@@ -59,16 +62,19 @@ def table_manifest(
     kinds: Mapping[str, Kind] | None = None,
     validation_col: str | None = None,
 ) -> ShardManifest:
-    """Returns the manifest of an external table, not yet saved. Runs on the driver, with a job over all rows.
+    """Creates the manifest of an external table, without saving it.
+
+    Runs on the driver, and starts a Spark job that reads all rows.
 
     Args:
         listing: The table, from `list_parquet` or `list_delta`.
-        columns: Names of the columns; all by default.
-        kinds: Column name -> column type, as in `write_shards`.
-        validation_col: Partition column with values 0 and 1; files with 1 are the "validation" split.
+        columns: Names of the columns to use; all by default.
+        kinds: Column types by column name, as in `write_shards`.
+        validation_col: Partition column with the values 0 and 1; files with 1 are the "validation" split.
 
     Raises:
-        ValueError: A column cannot be trained on or holds nulls, files differ, or row groups are too large.
+        ValueError: A column cannot be trained on or holds nulls, files have different columns, or row groups
+            are too large.
     """
     found = _columns(spark, listing, columns, kinds or {}, validation_col)
     in_files = [column for column in found if column.name not in listing.folder_columns]
@@ -139,9 +145,9 @@ def _columns(
 
 
 def _check_zone(spark: SparkSession, listing: Listing, column: Column) -> None:
-    """Refuses timestamp partitions of a Delta table if Spark's time zone is not UTC.
+    """Raises ValueError if a Delta table is partitioned by timestamps and Spark's time zone is not UTC.
 
-    `deltalake` reads the timestamps of a Delta log in UTC, but Spark in the session's time zone.
+    `deltalake` reads the timestamps in a Delta log as UTC, but Spark reads them in the session's time zone.
     """
     zone = str(spark.conf.get("spark.sql.session.timeZone"))
     is_partition = listing.source.format == "delta" and column.name in listing.folder_columns
@@ -167,7 +173,7 @@ def _add_folder_columns(
 
 
 def _check_types(columns: Sequence[Column], footer: Footer, uri: str) -> None:
-    """Refuses time columns that Spark reads as numbers, because Arrow counts in other units."""
+    """Raises ValueError for time columns that Spark reads as numbers, because Arrow uses another unit."""
     times = ("date", "time", "duration")
     for column, stored in zip(columns, footer.types, strict=True):
         if stored.startswith(times) and not column.source.startswith(times):
@@ -216,7 +222,7 @@ def _measure_table(
 def _check_calendar(
     spark: SparkSession, listing: Listing, footers: Sequence[Footer], measured: ShardManifest
 ) -> None:
-    """Refuses dates and timestamps of the Julian calendar, because Spark and Arrow read different numbers."""
+    """Raises ValueError for times in the Julian calendar, which Spark and Arrow read differently."""
     for index, column in enumerate(measured.columns):
         lowest = measured.range_of(column.name)
         if column.source not in _FIRST_EQUAL or lowest is None or lowest[0] >= _FIRST_EQUAL[column.source]:
@@ -271,7 +277,7 @@ def _describe_nulls(name: str, nulls: int, rows: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _FolderColumn:
-    """A partition column: its number in each file, and its statistics per split."""
+    """A partition column, its number for each file, and its statistics per split."""
 
     column: Column
     values: list[bool | int | float]

@@ -1,7 +1,6 @@
-"""Thrift's compact protocol, the format of Parquet footers, page headers and page indexes.
+"""Reads and writes Thrift's compact protocol, the format of Parquet footers, page headers and page indexes.
 
-Structs are dicts of field number -> (wire type, value), so unknown entries can be written again.
-(https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md)
+A struct is a dict from field number to (wire type, value), so fields of unknown meaning can be written again.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ _MAX_DEPTH = 32
 
 
 class ThriftError(ValueError):
-    """The bytes are not a struct of the compact protocol, or end too early."""
+    """The bytes are not a struct in the compact protocol, or they end too early."""
 
 
 def read_struct(data: bytes, start: int = 0) -> tuple[Struct, int]:
-    """Returns the struct that begins at `start`, and the offset after it, or raises ThriftError."""
+    """Returns the struct that begins at `start`, and the offset after its end, or raises ThriftError."""
     try:
         return _read_struct(data, start, 0)
     except (IndexError, struct.error, OverflowError) as error:

@@ -1,6 +1,7 @@
 """Column types: one file per family, one registry, one contract.
 
-To add a column type: subclass `Kind`, list it in `KINDS`, and give tests/pipelines/test_kinds.py an example.
+To add a column type, write a subclass of `Kind`, list it in `KINDS`, and add an example to
+tests/pipelines/test_kinds.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ KINDS: dict[str, type[Kind]] = {
         *(Sparse, Vocabulary, HashBuckets, Tokens, Binary, Image),
     )
 }
-"""Tag in the manifest -> class."""
+"""Class of each column type, by its tag in the manifest."""
 
 __all__ = [
     "DECODERS",

@@ -1,7 +1,7 @@
-"""Column type "array": every row is an array of the same shape, of any number of dimensions.
+"""Column type "array": each row is an array, all of the same shape, with any number of dimensions.
 
-Rows are stored as bytes in row-major order, which pyarrow reads ten times as fast as lists. A column that
-keeps nulls is stored as flat lists, because a null row has no size; so are old files.
+Rows are stored as bytes in row-major order, which pyarrow reads ten times as fast as lists. If nulls are
+kept, rows are stored as flat lists, because a null row has no size. Older files also hold lists.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Array(Kind):
     """One array per row, all of the same shape; a batch holds `(rows, *shape)`.
 
     Attributes:
-        dtype: NumPy dtype name of the elements; if empty, the Spark type decides.
-        shape: Shape of one row; None until the write finds it.
-        nullable: Whether null rows were kept: they are stored empty and read as zeros.
+        dtype: NumPy dtype name of the elements; if it is empty, the Spark type determines it.
+        shape: Shape of one row; None until the write has found it.
+        nullable: Whether null rows are kept. They are stored as empty lists and read as zeros.
     """
 
     tag: ClassVar[str] = "array"
@@ -136,7 +136,8 @@ class Array(Kind):
 def element_dtype(name: str, data_type: DataType, depth: int | None = None) -> str:
     """Returns the dtype of the numbers in a (nested) Spark array type.
 
-    Raises ValueError if it is not an array of numbers or booleans, or is not `depth` levels deep.
+    Raises ValueError if the type is not an array of numbers or booleans, or is not nested `depth` levels
+    deep.
     """
     element, found = data_type, 0
     while (inner := getattr(element, "elementType", None)) is not None:
@@ -156,7 +157,7 @@ def element_dtype(name: str, data_type: DataType, depth: int | None = None) -> s
 
 
 def flatten(values: Any, dtype: str) -> tuple[Any, list[NumpyArray]]:
-    """Flattens the lists of each row into one; also returns the lengths per nesting level."""
+    """Flattens the nested lists of each row into one list; also returns the lengths at each nesting level."""
     offsets = list_offsets(values)
     lengths = [np.diff(offsets)]
     leaf = values.flatten()

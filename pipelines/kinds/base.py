@@ -28,9 +28,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Encoded:
-    """One batch of a column in its stored form: one array for each of `Kind.stored`.
+    """One batch of a column as it is stored: one array for each entry of `Kind.stored`.
 
-    `shapes` are the smallest and largest row shape, per dimension; None for scalars or without rows.
+    `shapes` are the smallest and the largest row shape, in each dimension; None for scalars or if there are
+    no rows.
     """
 
     arrays: list[Any]
@@ -43,10 +44,10 @@ class BatchArray:
 
     Attributes:
         dtype: NumPy dtype name.
-        shape: Shape without the first dimension.
-        varies: Whether a batch may have a smaller shape; `shape` is then the largest.
-        offsets: Name of the array of offsets if rows vary in length: row i spans offset i to offset i + 1.
-            Empty if the first dimension is rows.
+        shape: Shape of the array, without the first dimension.
+        varies: Whether an array of a batch may be smaller; `shape` is then the largest.
+        offsets: If rows vary in length, name of the array of offsets: row i has the values from offset i to
+            offset i + 1. Empty if the first dimension counts rows.
     """
 
     dtype: str
@@ -61,11 +62,11 @@ class BatchArray:
 
 @dataclass(frozen=True)
 class Kind(ABC):
-    """The type of one column. Instances are frozen, and every field is a JSON value.
+    """Type of a column. Instances are frozen, and each field is a JSON value.
 
     Attributes:
-        tag: Name in the manifest.
-        is_choice: Whether the user chooses this type; `transform` then runs the code of the write.
+        tag: Name of the column type in the manifest.
+        is_choice: Whether the user must choose this type. If so, `transform` runs the same code as the write.
         suffixes: Suffixes of the column's arrays in a batch.
     """
 
@@ -77,42 +78,50 @@ class Kind(ABC):
 
     @abstractmethod
     def adopt(self, name: str, data_type: DataType) -> Self:
-        """Returns the column type completed for a Spark type. Raises ValueError if it does not fit."""
+        """Returns the column type, completed from a Spark type.
+
+        Raises ValueError if the Spark type does not fit.
+        """
 
     def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
-        """Returns the Spark expression of the input of `read` and `encode`. A null stays null."""
+        """Returns the Spark expression whose values `read` and `encode` take. A null stays null."""
         return source
 
     @abstractmethod
     def stored(self, name: str) -> dict[str, Any]:
-        """Returns Parquet column name -> Arrow type."""
+        """Returns the Arrow type of each Parquet column of the stored form, by name."""
 
     # In the writing task.
 
     def read(self, values: Any) -> tuple[Any, dict[int, str]]:
-        """Decodes an Arrow array from Spark if only Python can judge its values.
+        """Decodes an Arrow array from Spark, for column types whose values only Python can check.
 
-        Returns the input of `encode`, null where a row cannot be read, and the reason per row. Each reason
-        completes "column 'x' ...".
+        Returns the array for `encode`, in which unreadable rows are null, and the reason for each unreadable
+        row. A reason is a clause that follows "column 'x'".
         """
         return values, {}
 
     @abstractmethod
     def encode(self, values: Any, valid: Any = None) -> Encoded:
-        """Converts the result of `read`, with nulls replaced by zeros or empty values, into the stored form.
+        """Converts the result of `read` into the stored form.
+
+        Nulls have been replaced by zeros or empty values.
 
         `valid` is false for rows that were null; None if the column keeps no nulls. Raises ValueError if a
-        value cannot be stored; the message completes "column 'x' ...".
+        value cannot be stored; the message is a clause that follows "column 'x'".
         """
 
     def measure(self, arrays: Sequence[Any]) -> NumpyArray:
-        """Returns the numbers of the stored arrays that the statistics cover."""
+        """Returns the numbers of the stored arrays, for the statistics."""
         return numbers(arrays[-1])
 
     # On the driver, after the write.
 
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
-        """Completes the column type by the shapes of all rows. Raises ValueError if they do not fit."""
+        """Completes the column type from the shapes of all rows.
+
+        Raises ValueError if the shapes do not fit.
+        """
         return self
 
     # In a reader.
@@ -121,7 +130,8 @@ class Kind(ABC):
     def decode(self, columns: Sequence[Any]) -> Rows:
         """Converts stored columns (Arrow arrays without nulls) into rows in memory.
 
-        Raises ValueError if the columns hold something else; the message completes "column 'x' ...".
+        Raises ValueError if the columns hold something else; the message is a clause that follows "column
+        'x'".
         """
 
     def finish(self, name: str, rows: Any) -> dict[str, NumpyArray]:
@@ -131,22 +141,22 @@ class Kind(ABC):
         return tuple(name + suffix for suffix in self.suffixes)
 
     def arguments(self, name: str) -> tuple[str, ...]:
-        """Returns the names of the arrays that a network receives, in order."""
+        """Returns the names of the arrays that a network takes as arguments, in order."""
         return self.batch_names(name)[:1]
 
     @property
     def value_bytes(self) -> int:
-        """Bytes per value if rows vary in length; 0 if `row_bytes` is exact."""
+        """Bytes per value if rows vary in length; 0 if all rows have `row_bytes`."""
         return 0
 
     @property
     def selected(self) -> Any:
-        """Arrow type of the result of `select`; None if it depends on the column."""
+        """Arrow type of the values of `select`; None if it depends on the column."""
         return None
 
     @property
     def num_ids(self) -> int | None:
-        """Number of rows that an embedding table of the ids needs; None without ids."""
+        """Number of rows that an embedding table for the ids needs; None if the column holds no ids."""
         return None
 
     @abstractmethod
@@ -160,7 +170,7 @@ class Kind(ABC):
 
     @property
     def held_bytes(self) -> int:
-        """Approximate bytes of one decoded row."""
+        """Approximate bytes of one row after decoding, before it is put into a batch."""
         return self.row_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -178,7 +188,7 @@ def match_dtype(name: str, asked: str, found: str) -> str:
 
 
 def numbers(values: Any) -> NumpyArray:
-    """Returns the numbers of an Arrow array, or of all its lists, as NumPy; a view if possible."""
+    """Returns the numbers of an Arrow array, or of all lists in it, as a NumPy array; a view if possible."""
     leaf = values.flatten() if is_list(values.type) else values
     array: NumpyArray = leaf.to_numpy(zero_copy_only=False)
     return array
@@ -224,7 +234,7 @@ def make_fixed(lists: Any, dtype: str) -> Any:
 
 
 def decode_fixed(column: Any, dtype: str, shape: Shape) -> NumpyArray:
-    """Returns a view of a stored column of equally sized rows. Raises ValueError for other columns."""
+    """Returns a view of a stored column with rows of equal size, or raises ValueError."""
     stored = np.dtype(dtype).newbyteorder("<")
     width = stored.itemsize * prod(shape)
     if column.null_count or column.type != pa.binary(width):
@@ -238,7 +248,7 @@ def decode_fixed(column: Any, dtype: str, shape: Shape) -> NumpyArray:
 
 
 def decode_lists(column: Any, dtype: str) -> RaggedRows:
-    """Returns a view of a stored list column. Raises ValueError for other columns."""
+    """Returns a view of a stored column of lists, or raises ValueError."""
     if not is_list(column.type):
         raise ValueError(f"should hold arrays, but the data is {column.type}")
     leaf = column.flatten()

@@ -1,6 +1,6 @@
-"""Column type "binary": bytes with a decoder, e.g. images, stored unchanged and decoded in the reader.
+"""Column type "binary": bytes, such as images, that are stored as they are and decoded in the reader.
 
-Files, shuffle and memory hold the compressed bytes; arrays are made when a batch is built.
+Files and the shuffle hold the compressed bytes. They are decoded to arrays when a batch is built.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _SUBJECT = "decoder 'image'"
 
 
 class Decoder(ABC):
-    """Converts the bytes of a row into an array of one shape and dtype."""
+    """Converts the bytes of a row to an array with a given shape and dtype."""
 
     @abstractmethod
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
-        """Returns shape and dtype of the array in `data`, from the header if the format has one."""
+        """Returns shape and dtype of the array in `data`; reads only the header if the format has one."""
 
     @abstractmethod
     def decode(self, data: bytes, shape: Shape, dtype: str) -> NumpyArray:
-        """Returns the array."""
+        """Returns the decoded array."""
 
 
 class RawDecoder(Decoder):
@@ -65,7 +65,7 @@ class NpyDecoder(Decoder):
 
 
 class ImageDecoder(Decoder):
-    """Decodes every format that Pillow reads, to (height, width, channels), or (height, width) for grey.
+    """Decodes any format that Pillow reads, to (height, width, channels), or (height, width) for grey images.
 
     Applies the EXIF orientation and puts transparent images on white, as `Image` does.
     """
@@ -87,13 +87,13 @@ DECODERS: dict[str, type[Decoder]] = {"raw": RawDecoder, "npy": NpyDecoder, "ima
 
 @dataclass(frozen=True)
 class Binary(Kind):
-    """Bytes that a decoder turns into an array; a batch holds `(rows, *shape)`.
+    """Bytes that a decoder converts to an array; a batch holds `(rows, *shape)`.
 
     Attributes:
         decoder: A key of `DECODERS`.
         shape: Shape of every decoded row; for "image" it is (height, width) or (height, width, channels).
         dtype: NumPy dtype name of the decoded rows.
-        nullable: Whether null rows were kept: they are stored empty and read as zeros.
+        nullable: Whether null rows are kept. They are stored as empty bytes and read as zeros.
     """
 
     tag: ClassVar[str] = "binary"

@@ -1,7 +1,7 @@
 """Column type "image": images of any size and format, stored as pixels of one size.
 
-The writing tasks decode them once to uint8 of (channels, height, width), a quarter of a batch's float32. So
-the write finds broken files, and an epoch decodes nothing.
+The writing tasks decode each image once, to uint8 (channels, height, width), a quarter of the size of
+float32. So the write finds broken files, and epochs decode nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Resize = Literal["crop", "stretch"]
 
 MAX_SIDE = 1 << 14
-"""An image of this size with 4 channels has 1 GiB, and Arrow values end at 2 GiB."""
+"""Largest height or width. An image of this size with 4 channels has 1 GiB, and Arrow values end at 2 GiB."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,18 @@ class Image(Kind):
     """Images; a batch holds (rows, channels, height, width) float32 from 0 to 1, as torch's layers take them.
 
     The column holds encoded images (PNG, JPEG and every other format that Pillow reads, as in `content` of
-    `binaryFile`) or Spark's image struct. EXIF orientation is applied, transparent images are put on white
-    unless there are 4 channels, only the first frame counts, and colour profiles are ignored.
+    `binaryFile`) or Spark's image struct. EXIF orientation is applied. Transparent images are put on white
+    unless `channels` is 4. Only the first frame is used, and colour profiles are ignored.
 
     Attributes:
         height: Pixels from top to bottom in a batch.
         width: Pixels from left to right in a batch.
-        channels: 1 for grey, 3 for red, green and blue, 4 with transparency.
-        resize: "crop" scales an image until it covers height and width, and cuts the rest off equally on both
-            sides; "stretch" scales height and width separately. Both are bilinear and antialiased.
-        mean: Number to subtract, one for all channels or one per channel.
-        std: Divisor, likewise; ImageNet's mean and std are (0.485, 0.456, 0.406) and (0.229, 0.224, 0.225).
+        channels: 1 for grey, 3 for red, green and blue, or 4 for these and transparency.
+        resize: "crop" scales an image until it covers height and width, and cuts off the rest equally on both
+            sides. "stretch" scales height and width separately. Both are bilinear and antialiased.
+        mean: Number to subtract from the pixels: one for all channels, or one per channel.
+        std: Divisor after the subtraction, one or one per channel. For ImageNet, mean and std are (0.485,
+            0.456, 0.406) and (0.229, 0.224, 0.225).
     """
 
     tag: ClassVar[str] = "image"

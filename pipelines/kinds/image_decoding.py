@@ -1,7 +1,7 @@
-"""Decodes one image into pixels of a given size: files by Pillow, and Spark's image struct.
+"""Decodes one image to pixels of a given size. Pillow decodes files; Spark's image struct is read directly.
 
-Truncated files, grey images with more than 8 bits, and decompression bombs raise an error. Pillow keeps the
-upper 8 of 16-bit colours.
+Raises an error for truncated files, grey images with more than 8 bits, and decompression bombs. Of 16-bit
+colours, Pillow keeps the upper 8 bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ringspark.pipelines.rows import NumpyArray
 EIGHT_BITS = {"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"}
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-"""Channels -> Pillow's mode."""
+"""Pillow's mode for each number of channels."""
 
 SPARK_FIELDS = ("origin", "height", "width", "nChannels", "mode", "data")
 """The fields of Spark's image struct (`pyspark.ml.image.ImageSchema`)."""
@@ -55,7 +55,7 @@ def refuse_bombs() -> Iterator[None]:
 
 
 def decode(data: bytes, height: int, width: int, channels: int, resize: str) -> NumpyArray:
-    """Returns an image as uint8 (channels, height, width). Raises if `data` is no complete image.
+    """Returns an image as uint8 (channels, height, width). Raises an error if `data` is not a complete image.
 
     Args:
         data: An encoded image, or the result of `spark_image`.
@@ -91,7 +91,7 @@ def is_turned(image: Any) -> bool:
 def read_file(data: bytes, enough: int | None = None) -> Any:
     """Decodes an image file and rotates it upright.
 
-    A JPEG whose larger side exceeds `enough` pixels is decoded at a reduced size.
+    If `enough` is given, a JPEG with a larger side may be decoded at a reduced size.
     """
     from PIL import Image, ImageOps
 

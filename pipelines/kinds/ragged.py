@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ragged(Kind):
-    """Arrays of any length; a batch holds `name.values` and `name.offsets`.
+    """Arrays of any length, without padding; a batch holds `name.values` and `name.offsets`.
 
     Row i is `values[offsets[i]:offsets[i + 1]]`; offsets are int64, (rows + 1,), and start at 0.
 
@@ -91,8 +91,9 @@ class Padded(Ragged):
 
     Attributes:
         dtype: NumPy dtype name of the elements; if empty, the Spark type decides.
-        length: Elements per row in the batch; None takes the longest row. A longer row raises an error.
-        value: Fill value at the end of shorter rows.
+        length: Elements per row in the batch; None takes the length of the longest row. A longer row raises
+            an error.
+        value: Value of the padding at the end of shorter rows.
     """
 
     tag: ClassVar[str] = "padded"

@@ -1,7 +1,7 @@
-"""Column type "scalar": one number or boolean per row, of exactly the width that it has in Spark.
+"""Column type "scalar": one number or boolean per row, with the same width as in Spark.
 
-Dates are int32 days, and timestamps int64 microseconds since 1970-01-01 (UTC, if they have a zone). Decimals
-of up to 15 digits become float64, which keeps them distinct.
+Dates are int32 days, and timestamps int64 microseconds, since 1970-01-01. Timestamps with a time zone count
+in UTC. Decimals of up to 15 digits become float64, which keeps different decimals different.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Scalar(Kind):
     """One number or boolean per row; a batch holds (rows,).
 
     Attributes:
-        dtype: NumPy dtype name; if empty, the Spark type decides.
+        dtype: NumPy dtype name; if it is empty, the Spark type determines it.
     """
 
     tag: ClassVar[str] = "scalar"
@@ -99,7 +99,7 @@ class Scalar(Kind):
 
 
 def number_of(source: SparkColumn, type_name: str) -> SparkColumn:
-    """Returns the Spark expression of the number that `Scalar` stores for a column of this simple type."""
+    """Returns the Spark expression of the number that `Scalar` stores, for a column of this simple type."""
     from pyspark.sql import functions as F
 
     if type_name.startswith("decimal"):

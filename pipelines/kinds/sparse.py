@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 class Sparse(Kind):
     """One sparse vector per row; a batch holds `name.indptr`, `name.indices` and `name.data`.
 
-    `scipy.sparse.csr_matrix((data, indices, indptr), shape=(rows, size))` and
-    `torch.sparse_csr_tensor(indptr, indices, data, (rows, size))` take the three arrays unchanged: indptr
-    int64 (rows + 1,), indices int32, data of `dtype`. A dense row keeps all its values.
+    The three arrays can be passed unchanged to `scipy.sparse.csr_matrix((data, indices, indptr), shape=(rows,
+    size))` and `torch.sparse_csr_tensor(indptr, indices, data, (rows, size))`. indptr is int64 (rows + 1,),
+    indices is int32, and data has `dtype`. A dense row keeps all its values, also zeros.
 
     Attributes:
         dtype: "float32", or "float64" to keep Spark's values bit for bit.
-        size: Elements per vector including zeros; None until the write finds it.
+        size: Elements per vector, including zeros; None until the write has found it.
     """
 
     tag: ClassVar[str] = "sparse"
@@ -73,7 +73,7 @@ class Sparse(Kind):
             decode_lists(column, dtype) for column, dtype in zip(columns, ("int32", self.dtype), strict=True)
         )
         if not np.array_equal(indices.offsets, data.offsets):
-            raise ValueError("has other numbers of indices than of values")
+            raise ValueError("has rows with different numbers of indices and values")
         return RaggedRows(data.offsets, (*indices.parts, *data.parts))
 
     def finish(self, name: str, rows: RaggedRows) -> dict[str, NumpyArray]:

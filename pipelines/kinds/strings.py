@@ -1,6 +1,6 @@
 """Column types "vocabulary" and "hash": the write turns strings into int64 ids.
 
-A hash needs neither a pass over the data nor a table, but different strings may share an id.
+A hash needs no pass over the data and no table of words, but different strings may get the same id.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ class _Ids(Kind):
 
 @dataclass(frozen=True)
 class Vocabulary(_Ids):
-    """The id of a string is its index in `words`; any other string, and null, has the id `len(words)`.
+    """The id of a string is its index in `words`. Null and all other strings have the id `len(words)`.
 
     Attributes:
-        words: Known strings. If None, `write_shards` counts them first, in a separate job; the most frequent
-            gets id 0, and ties are sorted alphabetically (as in Spark's StringIndexer).
+        words: Known strings. If it is None, `write_shards` counts strings in a separate job before the write.
+            The most frequent string gets id 0, and equally frequent ones are sorted alphabetically, as in
+            Spark's StringIndexer.
         max_size: Number of most frequent strings to keep; None keeps all.
-        min_count: Least count of a kept string.
-        order: Which kept string gets id 0: the most "frequent", or the first in the "alphabet", which does
+        min_count: Smallest count of a string that is kept.
+        order: Order of the ids: by "frequent", the most frequent string first, or by "alphabet", which does
             not depend on counts.
     """
 
@@ -146,7 +147,7 @@ class HashBuckets(_Ids):
 
 
 def fill_vocabulary(kind: Vocabulary, counts: Sequence[tuple[str, int]]) -> Vocabulary:
-    """Returns the vocabulary with the words of (string, count) pairs in any order."""
+    """Returns the vocabulary with its words; `counts` are (string, count) pairs in any order."""
     kept = sorted((-count, word) for word, count in counts if count >= kind.min_count)
     words = [word for _, word in kept[: kind.max_size]]
     return replace(kind, words=tuple(sorted(words) if kind.order == "alphabet" else words))

@@ -1,7 +1,7 @@
-"""Column type "struct": the numbers of a struct as one vector per row, in the order of the schema.
+"""Column type "struct": the numbers of a struct as one vector per row, in the order of the struct's fields.
 
-The vector has the fields' common dtype, or else the smallest float that holds all their values. Whole numbers
-beyond 2^53, which float64 may round, are refused then.
+If all fields have the same dtype, the vector has this dtype. Otherwise it has the smallest float type that
+holds all their values. Whole numbers beyond 2^53, which float64 may round, then raise an error.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ if TYPE_CHECKING:
 SPARK_TYPES = {
     dtype: name for name, dtype in SPARK_DTYPES.items() if not name.startswith(("date", "timestamp"))
 }
-"""NumPy dtype -> Spark simple type name of numbers of that width."""
+"""Spark's simple type name of numbers, by NumPy dtype."""
 
 Path = tuple[str, ...]
 
 _FLOAT32_EXACT = {"bool", "int8", "int16", "float32"}
 
 FLOAT64_WHOLE = 1 << 53
-"""Beyond this, float64 does not hold every whole number."""
+"""Float64 holds every whole number up to this one, but not every larger one."""
 
 
 @dataclass(frozen=True)
 class Struct(Array):
-    """One vector per row, of the numbers in a struct; a batch holds (rows, fields).
+    """One vector per row, with the numbers of a struct; a batch holds (rows, fields).
 
     Attributes:
-        fields: Path of names to each number, from the outermost struct inwards; if empty, the Spark type
-            decides. Fields are looked up by name in this order, whatever their order in the struct.
-        types: Spark simple type names of these fields.
+        fields: For each number, the path of field names to it, from the outermost struct inwards. If it is
+            empty, the Spark type determines the fields. Fields are found by name, in whatever order the
+            struct has them.
+        types: Spark's simple type name of each of these fields.
     """
 
     tag: ClassVar[str] = "struct"

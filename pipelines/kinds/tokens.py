@@ -1,6 +1,6 @@
-"""Column type "tokens": the write turns texts into token ids, and the reader pads them in the batch.
+"""Column type "tokens": the write converts texts to token ids, and the reader pads the rows of a batch.
 
-The tokenizer is stored as the JSON text of the `tokenizers` package, so shards and saved models need no other
+The tokenizer is stored as JSON of the `tokenizers` package. Shards and saved models therefore need no other
 file, and nothing is unpickled.
 """
 
@@ -53,12 +53,12 @@ class Tokens(Kind):
 
     Attributes:
         tokenizer: JSON text of a `tokenizers.Tokenizer`.
-        max_length: Most tokens per text, including special tokens.
+        max_length: Largest number of tokens per text, including special tokens.
         pad_id: Id of the padding.
-        padding: "longest" pads a batch to its longest text, so lengths differ between batches; "max_length"
-            pads every batch to `max_length`.
-        too_long: "cut" truncates a longer text as the tokenizer does (at the end by default; special tokens
-            stay); "refuse" raises an error in the write or in transform.
+        padding: "longest" pads the rows of a batch to its longest text, so the length differs between
+            batches. "max_length" pads every batch to `max_length`.
+        too_long: "cut" truncates a longer text as the tokenizer does: at the end by default, and special
+            tokens stay. "refuse" raises an error in the write or in transform.
     """
 
     tag: ClassVar[str] = "tokens"
@@ -101,8 +101,8 @@ class Tokens(Kind):
         Args:
             tokenizer: A `tokenizers.Tokenizer`, a fast tokenizer of transformers, the path or URI of a
                 tokenizer.json or of its folder, or its JSON text.
-            max_length: See the class; None takes the tokenizer's limit.
-            pad_id: See the class; None takes the tokenizer's padding id, or 0.
+            max_length: See the class; None takes the tokenizer's own limit.
+            pad_id: See the class; None takes the tokenizer's own padding id, or 0 if it has none.
             padding: See the class.
             too_long: See the class.
 
@@ -136,7 +136,7 @@ class Tokens(Kind):
 
     @property
     def num_ids(self) -> int:
-        """Number of rows that an `nn.Embedding` of the ids needs."""
+        """Number of rows that an `nn.Embedding` for the ids needs."""
         ids = _encoder(self.tokenizer, None).get_vocab(with_added_tokens=True).values()
         return max(max(ids, default=0), self.pad_id) + 1
 
@@ -235,7 +235,7 @@ class Tokens(Kind):
 
 
 def _read(given: Any) -> tuple[str, Mapping[str, Any]]:
-    """Returns a tokenizer's JSON text, and the settings that transformers keeps next to it."""
+    """Returns a tokenizer's JSON, and the settings that transformers keeps in a separate file."""
     backend = getattr(given, "backend_tokenizer", None)
     if backend is not None:
         names = ("pad_token", "model_max_length", "truncation_side", "padding_side")

@@ -1,7 +1,7 @@
-"""Column type "vector": Spark ML vectors as dense arrays, without Python code per row.
+"""Column type "vector": Spark ML vectors as dense arrays. No Python code runs per row.
 
-A column may mix dense and sparse rows. Both cross to Python in one struct without null arrays, which would
-cost Spark several times as long.
+A column may contain both dense and sparse rows. Both are passed to Python as one struct. Its arrays are never
+null, because null arrays would take Spark several times as long.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class Vector(Array):
 
 
 class Vectors:
-    """A batch of vectors in the form of `vector_struct`. `sizes` count zeros, `numbers` lack them."""
+    """A batch of vectors in the form of `vector_struct`.
+
+    `sizes` include the zeros, which `numbers` may leave out.
+    """
 
     def __init__(self, values: Any) -> None:
         sizes, self._indices, numbers = values.flatten()
@@ -113,7 +116,7 @@ def is_vector(data_type: DataType) -> bool:
 
 
 def vector_struct(source: SparkColumn, dtype: str) -> SparkColumn:
-    """Returns a struct of size, indices (empty for a dense vector) and values; null for a null vector."""
+    """Returns a struct of size, indices (empty for a dense vector) and values. A null vector gives null."""
     from pyspark.sql import functions as F
 
     inside = F.unwrap_udt(source)
@@ -129,7 +132,7 @@ def vector_struct(source: SparkColumn, dtype: str) -> SparkColumn:
 
 
 def canonical_vector(source: SparkColumn) -> SparkColumn:
-    """Returns a Spark expression that is equal for equal vectors, dense or sparse."""
+    """Returns a Spark expression with equal values for equal vectors, whether they are dense or sparse."""
     from pyspark.sql import functions as F
 
     inside = F.unwrap_udt(source)

@@ -1,7 +1,7 @@
 """Readers: one file per engine, one registry, one contract.
 
-To add an engine: subclass `ShardReader` in its own file and list it in `READERS`, or declare it as an entry
-point in `ENTRY_POINTS`.
+To add an engine, write a subclass of `ShardReader` in its own file, and list it in `READERS` or declare it as
+an entry point in `ENTRY_POINTS`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ READERS: dict[str, str] = {
     "petastorm": "ringspark.pipelines.readers.petastorm_reader:PetastormReader",
     "arrow": "ringspark.pipelines.readers.arrow_reader:ArrowReader",
 }
-"""Engine name -> "module:class", so that Petastorm is imported only when it is used."""
+"""Import path of each engine's class, by name; Petastorm is imported only when it is used."""
 
 ENTRY_POINTS = "ringspark.readers"
 
@@ -46,22 +46,22 @@ def open_reader(
     cache_bytes: int = DEFAULT_CACHE_BYTES,
     cached_row_groups: Collection[int] | None = None,
 ) -> ShardReader:
-    """Opens one shard's reader over all files of `manifest`.
+    """Opens the reader of one shard over all files of `manifest`.
 
     Args:
-        manifest: Shards to read; `manifest.select("train")` gives one split.
+        manifest: Files to read; `manifest.select("train")` has those of one split.
         columns: Names of the columns to read; all by default.
         shard: Index of this shard among `num_shards`.
         num_shards: Number of readers that share every batch.
-        batch_size: Rows per step over all shards, or a function that returns them for an epoch.
-        seed: Any whole number; equal on all shards.
-        engine: A key of `READERS`; by default "petastorm" if installed, otherwise "arrow". All engines return
-            the same bytes.
-        shuffle: False keeps the order of the files.
-        cache: "memory" or "disk" keeps decoded row groups for later epochs; None reads the files in every
-            epoch.
-        cache_bytes: Most bytes in the cache; row groups that do not fit are read again.
-        cached_row_groups: Row groups that the cache may hold, as from `read_again`; None for all.
+        batch_size: Rows per step over all shards, or a function that returns this number for an epoch.
+        seed: Any whole number; it must be equal on all shards.
+        engine: A key of `READERS`; by default "petastorm" if it is installed, otherwise "arrow". All engines
+            return the same bytes.
+        shuffle: False keeps the rows in the order of the files.
+        cache: "memory" or "disk" keeps decoded row groups for later epochs. None reads the files again in
+            every epoch.
+        cache_bytes: Size of the cache in bytes; row groups that do not fit are read again.
+        cached_row_groups: Indexes of the row groups to cache, as from `read_again`; None for all.
 
     Raises:
         ValueError: The engine is unknown or not installed, a column is unknown, or a number is out of range.
@@ -131,7 +131,7 @@ def _petastorm_version() -> tuple[int, ...]:
 
 
 def default_engine() -> str:
-    """Returns "petastorm" if it can read here, otherwise "arrow"."""
+    """Returns "petastorm" if Petastorm can be used here, otherwise "arrow"."""
     try:
         check_engine("petastorm")
     except ValueError:

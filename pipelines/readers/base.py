@@ -1,8 +1,9 @@
-"""Turns row groups into batches: the part that all readers share.
+"""Makes batches from row groups: the code that all readers share.
 
-An engine yields row groups as Arrow tables, and this module forms the batches of `plan_epoch`, so all engines
-return the same bytes. Batches are built for many steps at once (a block), because one large gather is several
-times faster than many small ones. Reading, permuting and building each run ahead in a thread.
+An engine yields row groups as Arrow tables, and this module makes the batches of `plan_epoch` from them, so
+all engines return the same bytes. The batches of many steps (a block) are built at once, because one large
+gather is several times as fast as many small ones. Reading, permuting and building each run ahead in a
+thread.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ _BUNDLE_BYTES = 256 << 10
 
 
 class ShardReader(ABC):
-    """Reads one shard's batches of any epoch. Created by `open_reader`; each engine is a subclass.
+    """Reads the batches of one shard, in any epoch. `open_reader` creates it; each engine is a subclass.
 
     Attributes:
-        manifest: The shards; the reader reads all their files, so `select` a split first.
-        batch_size: Rows per step over all shards, or a function of the epoch.
+        manifest: The files to read. All of them are read, so `select` a split first.
+        batch_size: Rows per step over all shards, or a function that returns this number for an epoch.
         shuffle: False keeps the order of the files.
-        cache: Row groups that were read before; None reads them again in every epoch.
+        cache: Cache of row groups; None reads them again in every epoch.
     """
 
     engine: ClassVar[str]
     reads_ahead: ClassVar[bool] = False
-    """Whether the engine reads in its own thread."""
+    """Whether the engine itself reads ahead in a thread."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class ShardReader(ABC):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps in an epoch; in the first one if batch sizes differ."""
+        """Number of steps in an epoch; in the first epoch if batch sizes differ."""
         return self.plan(0).num_steps
 
     def plan(self, epoch: int) -> EpochPlan:
@@ -111,17 +112,17 @@ class ShardReader(ABC):
         )
 
     def close(self) -> None:
-        """Releases the reader's memory. Nothing can be read afterwards."""
+        """Releases the reader's memory. The reader cannot be used afterwards."""
         if self.cache is not None:
             self.cache.close()
         self.cache, self._buffers = None, Buffers()
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """Yields the shard's batches of an epoch, one per step from `start_step`. A thread reads ahead.
+        """Yields the shard's batches of an epoch, one per step from `start_step` on. A thread reads ahead.
 
         Yields:
-            Name -> array of shape (rows, ...), writable and shared with no other batch. Ragged and sparse
-                columns add several arrays, see their column types. The number of rows differs by a few
+            Dict of arrays by name, each of shape (rows, ...). The caller may write to them. Ragged and sparse
+                columns have several arrays; see their column types. The number of rows differs by a few
                 between steps and may be 0.
 
         Raises:
@@ -137,8 +138,8 @@ class ShardReader(ABC):
     def read_tables(self, indexes: Sequence[int]) -> Iterator[Any]:
         """Yields the row groups with these indexes as Arrow tables, in exactly this order.
 
-        Indexes count over the files of the manifest, and may repeat. A table has at least the columns
-        `stored_names`. The engine raises its error in place of the first row group that it cannot read.
+        Indexes count over all files of the manifest, and may repeat. A table has at least the columns
+        `stored_names`. If a row group cannot be read, the engine raises its error at this row group.
         """
 
     @property
@@ -148,7 +149,10 @@ class ShardReader(ABC):
         return [name for column in self.columns for name in column.kind.stored(column.name)]
 
     def read_row_groups(self, indexes: Sequence[int]) -> Iterator[RowGroup]:
-        """Yields the columns of row groups in this order, from the cache if it has them."""
+        """Yields the columns of row groups, in the order of `indexes`.
+
+        Takes them from the cache if possible.
+        """
         cached = set() if self.cache is None else {index for index in indexes if index in self.cache}
         missing = [index for index in indexes if index not in cached]
         with ExitStack() as stack:
@@ -169,13 +173,13 @@ class ShardReader(ABC):
                 yield row_group
 
     def locate(self, index: int) -> tuple[str, int]:
-        """Returns the URI of a file and the number of the row group within it."""
+        """Returns the URI of the file that holds a row group, and the row group's number in the file."""
         file, group = self._located[index]
         window = self.window(index)
         return storage.join(self.manifest.files_uri, file.path), group if window is None else window.row_group
 
     def window(self, index: int) -> Window | None:
-        """Returns the rows that an index means in an external table; None for shards."""
+        """Returns the window of an external table that an index stands for; None for shards."""
         file, group = self._located[index]
         if file.table is None:
             return None
@@ -202,7 +206,7 @@ class ShardReader(ABC):
         )
 
     def _tables(self, indexes: Sequence[int]) -> Generator[Any, None, None]:
-        """Yields the row groups as tables; continues after a temporary failure of the store."""
+        """Yields row groups as tables; reads again after a temporary failure of the store."""
         done, retries = 0, Retries()
         while done < len(indexes):
             try:

@@ -1,8 +1,9 @@
-"""Builds batches from shuffle streams: puts the rows of many steps into the order of positions at once.
+"""Builds batches from shuffle streams: arranges the rows of many steps (a block) at once.
 
-Positions take their rows from the streams in a short repeating cycle (see `shuffle`). Wide rows are gathered
-into one line per place of the cycle, and the block is the transpose of the lines. Narrow rows are put into
-the stream's order when their row group arrives, because many small gathers are slow.
+The positions of a block take their rows from the streams in a short repeating cycle (see `shuffle`). All
+positions with the same place in the cycle form a line. Wide rows are gathered line by line, and transposing
+the lines gives the block. Narrow rows are put into the stream's order when their row group arrives, because
+many small gathers are slow.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows, join, take
 RowGroup = dict[str, Rows]
 
 WIDE_BYTES = 64
-"""Rows of this size or larger stay in the row group's array until they go into a batch."""
+"""Smallest size of a wide row. Wide rows stay in the array of their row group until they go into a batch."""
 
 _SLACK_BYTES = 1 << 20  # the blocks of an epoch differ by a few rows
 _KEPT_BYTES = 128 << 20
@@ -30,7 +31,11 @@ _KEPT_ARRAYS = 256  # a stream may hold two row groups, and a block uses every s
 
 
 class StreamRows(NamedTuple):
-    """Rows of a row group for one stream; narrow columns hold only these, `rows` indexes wide ones."""
+    """Rows of a row group that belong to one stream.
+
+    Narrow columns hold exactly these rows. Wide columns hold the whole row group, and `rows` are the indexes
+    into it.
+    """
 
     columns: RowGroup
     rows: npt.NDArray[np.int64]
@@ -41,9 +46,9 @@ _Part = tuple[StreamRows, slice]
 
 
 class Buffers:
-    """Memory that is reused once nothing refers to its array or to a view of that array.
+    """Memory that is reused once no array or view of it exists any more.
 
-    The kernel takes longer to provide a fresh page than to copy rows into it.
+    The kernel takes longer to provide a new page than to copy rows into it.
     """
 
     def __init__(self) -> None:
@@ -55,7 +60,7 @@ class Buffers:
         return sum(memory.nbytes for kept in self._kept.values() for memory, _ in kept)
 
     def empty(self, use: str, rows: int, like: NumpyArray) -> NumpyArray:
-        """Returns an uninitialized array of `rows` rows like those in `like`."""
+        """Returns an uninitialized array for `rows` rows with the shape and dtype of those in `like`."""
         shape = (rows, *like.shape[1:])
         size = prod(shape) * like.dtype.itemsize
         if not size:
@@ -75,7 +80,7 @@ class Buffers:
         return array.reshape(shape)
 
     def trim(self) -> None:
-        """Releases all memory if it is so large that allocating it once per epoch costs little."""
+        """Releases the memory if it is so large that allocating it again takes little of an epoch's time."""
         with self._lock:
             if self.num_bytes > _KEPT_BYTES:
                 self._kept.clear()
@@ -95,7 +100,7 @@ class StreamBuffer:
         self._next: int | None = None
 
     def add(self, start: int, piece: StreamRows) -> None:
-        """Adds local rows from `start` on. They may arrive before earlier rows."""
+        """Adds a row group's rows; `start` is the first one's local row. Later rows may be added first."""
         self._pieces.append((start, piece))
         if len(self._pieces) > 1 and self._pieces[-2][0] > start:
             self._pieces = deque(sorted(self._pieces, key=lambda item: item[0]))
@@ -124,9 +129,9 @@ def assemble(
     empty: RowGroup,
     buffers: Buffers,
 ) -> RowGroup:
-    """Takes the rows of the shard's positions `start` to `stop` (counting only its own) from the streams.
+    """Takes the shard's rows `start` to `stop` of an epoch from the streams, in the order of their positions.
 
-    Position i takes the next row of stream `stream_cycle[i % len(stream_cycle)]`.
+    The i-th row is the next row of stream `stream_cycle[i % len(stream_cycle)]`.
     """
     num_rows, step = stop - start, len(stream_cycle)
     if not num_rows:
@@ -172,7 +177,7 @@ def _deal(parts: Sequence[_Part], places: Sequence[int], lines: list[list[_Part]
 
 
 def _gather(name: str, lines: Sequence[Sequence[_Part]], block: NumpyArray, buffers: Buffers) -> None:
-    """Gathers wide rows through the lines; a single line is the block itself."""
+    """Gathers wide rows line by line into `block`; a single line is gathered directly."""
     step, height = len(lines), len(block) // len(lines)
     table = block if step == 1 else buffers.empty(f"lines of {name}", len(block), block)
     for place, parts in enumerate(lines):

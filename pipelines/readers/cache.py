@@ -1,6 +1,6 @@
 """Keeps decoded row groups after the first epoch, in memory or in a memory-mapped local file.
 
-Every epoch reads every row group once, so nothing is evicted: row groups that do not fit are read again.
+Every epoch reads every row group once, so nothing is evicted. Row groups that do not fit are read again.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class _StoredRowGroup(NamedTuple):
 
 
 class RowGroupCache:
-    """Cache "memory": row groups by index. Base class of the other caches. `keep` lists the row groups to
-    keep; None keeps all.
+    """Cache "memory", and base class of the other caches.
+
+    `keep` lists the indexes of the row groups to cache; None caches all.
     """
 
     def __init__(self, max_bytes: int, keep: Collection[int] | None = None) -> None:
@@ -69,20 +70,20 @@ class RowGroupCache:
             self.num_bytes += size
 
     def close(self) -> None:
-        """Releases the row groups; the cache is not used afterwards."""
+        """Releases the row groups. The cache must not be used afterwards."""
         self._row_groups.clear()
 
     def _keep(self, index: int, row_group: RowGroup) -> bool:
-        """Stores a row group; returns whether this succeeded."""
+        """Stores a row group; returns whether it could be stored."""
         self._row_groups[index] = row_group
         return True
 
 
 class DiskCache(RowGroupCache):
-    """Cache "disk": one uncompressed temporary file; a row group is mapped on use, or read if it is small.
+    """Cache "disk": one temporary file. Large row groups are memory-mapped at use, and small ones are read.
 
-    The file has no name, so the kernel removes it when its process ends. Threads may share the cache. A
-    forked child only reads it, because its parent would write to the same places.
+    The file has no name, so the kernel removes it when the process ends. Several threads may use the cache. A
+    forked child only reads, because its parent would write to the same places in the file.
     """
 
     def __init__(self, max_bytes: int, keep: Collection[int] | None = None) -> None:
@@ -116,7 +117,10 @@ class DiskCache(RowGroupCache):
             self._close()
 
     def _alone(self) -> AbstractContextManager[Any]:
-        """Locks out other threads. In a forked child, a thread that no longer exists may hold the lock."""
+        """Returns the lock against other threads.
+
+        A forked child takes no lock, because a thread that does not exist in the child may hold it.
+        """
         return self._lock if os.getpid() == self._pid else nullcontext()
 
     def _keep(self, index: int, row_group: RowGroup) -> bool:

@@ -1,4 +1,4 @@
-"""Computes from the plan what a reader holds at once and reads again, before anything is read."""
+"""Predicts from the plan how much memory a reader holds and which row groups it reads again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_EPOCHS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class RowsInFlight:
-    """Bytes that wait in the streams for their batch, and bytes in blocks."""
+    """Bytes of rows that wait in the streams for their batch, and bytes of rows in blocks."""
 
     row_groups: int
     blocks: int
@@ -42,7 +42,7 @@ def rows_in_flight(
     batch_size: int,
     shuffle: bool,
 ) -> RowsInFlight:
-    """Returns the least that one shard's reader holds in the middle of an epoch, without a cache."""
+    """Returns the smallest memory that a shard's reader holds in the middle of an epoch, without a cache."""
     widths = [column.kind.row_bytes for column in columns]
     dense = [c.kind for c in columns if isinstance(c.kind, DENSE)]
     row_bytes, held_bytes = sum(kind.row_bytes for kind in dense), sum(kind.held_bytes for kind in dense)
@@ -80,7 +80,7 @@ def rows_in_flight(
 
 
 def _slot(plan: EpochPlan, row: int) -> int:
-    """Returns the index in `group_order` of the row group that holds a row of the epoch's sequence."""
+    """Returns the index in `group_order` of the row group that holds row `row` of the epoch's sequence."""
     return min(int(np.searchsorted(plan.group_starts, row, side="right")), len(plan.group_order)) - 1
 
 
@@ -94,7 +94,7 @@ def read_again(
     seed: int,
     shuffle: bool,
 ) -> npt.NDArray[np.int64]:
-    """Returns the row groups that one shard reads in two or more of the epochs: those worth caching."""
+    """Returns the row groups that a shard reads in at least two of the epochs, which are worth caching."""
     times = np.zeros(len(row_groups), dtype=np.int64)
     for epoch in islice(epochs, _MOST_EPOCHS):
         plan = plan_epoch(

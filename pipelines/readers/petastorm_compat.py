@@ -1,8 +1,9 @@
-"""Replacements that let Petastorm run on current pyarrow and NumPy.
+"""Replacements for removed functions, so that Petastorm runs with current pyarrow and NumPy.
 
 Petastorm 0.12 and 0.13 need parts of pyarrow that versions 15 and 16 removed (`pyarrow.filesystem`,
-`pyarrow.hdfs`, the legacy Parquet dataset) and two names that NumPy 2 removed. All replacements go into
-Petastorm's modules, and only a dataset over `Files` is replaced, so other code is not affected.
+`pyarrow.hdfs`, the legacy Parquet dataset) and two names that NumPy 2 removed. The replacements are put only
+into Petastorm's modules, and a dataset is replaced only if its file system is a `Files`. Other code is
+therefore not affected.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _import_lock = threading.Lock()
 
 @contextmanager
 def petastorm_importable() -> Iterator[None]:
-    """Makes Petastorm importable in the block, and patches the imported modules."""
+    """Context in which Petastorm can be imported; patches the imported modules."""
     with _import_lock:
         missing = [name for name in _REMOVED if name not in sys.modules and find_spec(name) is None]
         try:
@@ -47,7 +48,7 @@ def petastorm_importable() -> Iterator[None]:
 
 
 class Files(ABC):
-    """The file system that the engine passes to Petastorm."""
+    """File system that the engine passes to Petastorm."""
 
     @abstractmethod
     def open(self, path: str) -> Any:
@@ -83,7 +84,7 @@ class Dataset:
 
 
 class _Parquet(ModuleType):
-    """`pyarrow.parquet` as Petastorm's modules see it."""
+    """Stands for `pyarrow.parquet` in Petastorm's modules."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(pq, name)
@@ -102,7 +103,7 @@ class _Parquet(ModuleType):
 
 
 class _NumPy(ModuleType):
-    """NumPy 2 with the two removed names, as Petastorm's schema sees it."""
+    """Stands for NumPy in Petastorm's schema module: NumPy 2 with the two removed names."""
 
     unicode_ = np.str_
     string_ = np.bytes_

@@ -1,7 +1,8 @@
-"""Reads row groups with Petastorm: its Reader, ventilator, thread pool and Arrow worker.
+"""Reads row groups with Petastorm: with its Reader, ventilator, thread pool and Arrow worker.
 
-Three hooks are overridden. The choice of row groups takes the requested ones, from the manifest's files only.
-The worker and the results reader pass on the Arrow table unchanged.
+Three of Petastorm's hooks are overridden. Instead of choosing row groups itself, Petastorm reads the
+requested ones, from the manifest's files only. Its worker and its results reader pass on Arrow tables
+unchanged.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class PetastormReader(ShardReader):
         )
 
     def _footer_error(self, error: Exception) -> Exception:
-        """Returns the error with the file's name, which Petastorm omits when it reads the footers."""
+        """Returns an error that names the file, because Petastorm's errors about footers do not."""
         if not storage.is_local(self.manifest.uri) and may_pass(error):
             return error  # the store's error names the file, and checking all files would not help
         try:
@@ -113,7 +114,7 @@ class _OrderedReader(Reader):  # type: ignore[misc]
         )
 
     def _filter_row_groups(self, dataset: Any, row_groups: Any, *args: Any) -> tuple[list[int], None]:
-        """Replaces Petastorm's sharding."""
+        """Returns the requested row groups; replaces Petastorm's sharding."""
         counts = Counter(piece.path for piece in row_groups)
         for path, expected in self._row_groups.items():
             if counts[path] != expected:
@@ -123,7 +124,7 @@ class _OrderedReader(Reader):  # type: ignore[misc]
 
 
 class _LocalFiles(Files):
-    """Opens Arrow's files: Petastorm never closes its files, and these close without a warning."""
+    """Opens files with Arrow. Petastorm never closes its files, and Arrow's files then give no warning."""
 
     def open(self, path: str) -> Any:
         return pa.OSFile(path)
@@ -166,7 +167,7 @@ class _TableWorker(ArrowReaderWorker):  # type: ignore[misc]
 
 
 class _ConsumerGone(Exception):  # noqa: N818
-    """Carries `Closed` through Petastorm's pool."""
+    """Tells the consumer that `Closed` was raised, because Petastorm's pool passes on only Exceptions."""
 
 
 class _TableResults:

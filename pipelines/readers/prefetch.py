@@ -1,8 +1,8 @@
 """Runs an iterator ahead of its consumer in one thread.
 
-The thread never outlives the iterator: it ends with the source, with an error, or when the consumer closes.
-Code that waits in such a thread polls `closed_check()`, so closing the outermost iterator also ends the inner
-ones.
+The thread never outlives the iterator. It ends when the source ends or fails, or when the consumer closes the
+iterator. Code in such a thread that waits must poll `closed_check()`; then closing the outermost iterator
+also ends the inner ones.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ _thread = threading.local()
 
 
 class Closed(BaseException):
-    """Ends a wait because the consumer has closed. Not an Exception, because those are retried."""
+    """Ends a wait because the consumer has closed the iterator.
+
+    It is not an Exception, because Exceptions lead to retries.
+    """
 
 
 def closed_check() -> Callable[[], bool] | None:
-    """Returns a function that says whether this thread's consumer has closed; None without one."""
+    """Returns a function that tells whether this thread's consumer has closed; None without a consumer."""
     check: Callable[[], bool] | None = getattr(_thread, "closed", None)
     return check
 
@@ -39,7 +42,7 @@ class _End:
 def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
     """Yields the items of `source`, with up to `depth` items computed in advance.
 
-    A thread runs the source from the first item on, and closes it if it is a generator.
+    A thread runs the source from the first item on. If the source is a generator, the thread also closes it.
     """
     assert depth >= 1, depth
     items: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
@@ -101,7 +104,7 @@ def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
 def prefetch_bundles(
     source: Generator[T, None, None], depth: int, size: Callable[[T], int], least: int
 ) -> Generator[T, None, None]:
-    """Like `prefetch`, but in bundles of at least the size `least`, because waking a thread is slow."""
+    """Like `prefetch`, but passes items on in bundles of at least size `least`: waking a thread is slow."""
     with closing(prefetch(_bundles(source, size, least), depth)) as bundles:
         for bundle in bundles:
             yield from bundle

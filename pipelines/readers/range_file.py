@@ -1,6 +1,7 @@
-"""A Parquet file in a store, read by ranges: the store receives exactly Arrow's requests.
+"""Reads ranges of a Parquet file in a store; each of Arrow's reads becomes one request to the store.
 
-fsspec's own files read ahead by whole blocks (50 MiB on S3), request the size, and cannot be interrupted.
+fsspec's own files read ahead in whole blocks (50 MiB on S3), request the file's size, and cannot be
+interrupted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.readers.prefetch import Closed
 
 READ_SECONDS = 180.0
-"""Timeout for one range, in seconds. The retries of the store's client could add up to half an hour."""
+"""Timeout for one range, in seconds. The client's own retries could take half an hour."""
 
 _POLL_SECONDS = 0.05
 # Opening a file again reads its footer again; Arrow requests the last 64 KiB first.
@@ -26,7 +27,7 @@ _ALL_TAILS = 64 << 20
 
 
 class Tails:
-    """Cache of the ends of files, which hold Parquet footers. Thread-safe."""
+    """Cache of the last bytes of files, which hold the Parquet footers. Thread-safe."""
 
     def __init__(self) -> None:
         self._tails: dict[str, bytes] = {}

@@ -1,7 +1,7 @@
 """Decides which read errors are retried, and how long to wait.
 
-The store's client retries first. Then the row group that failed is read again, up to MAX_ATTEMPTS times in
-total, after 0.5, 1 and 2 seconds. Local files are read once.
+The store's client retries first. After that, the row group that failed is read again, after 0.5, 1 and 2
+seconds and at most MAX_ATTEMPTS times in total. Local files are read only once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Retries:
         self.attempts = 1
 
     def again(self, uri: str, error: Exception) -> bool:
-        """Waits and returns True, or returns False if a retry is useless."""
+        """Waits and returns True, or returns False at once if another attempt is useless."""
         if storage.is_local(uri) or not may_pass(error) or self.attempts >= MAX_ATTEMPTS:
             return False
         wait = FIRST_WAIT_SECONDS * 2 ** (self.attempts - 1)

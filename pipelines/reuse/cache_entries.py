@@ -1,10 +1,11 @@
-"""Folders of cached shards: their layout, listing and removal.
+"""Folders of cached shards: layout, listing and removal.
 
     <root>/<first 20 digits of the key>/.ringspark-entry   marks our folder; holds the key
                                         run-<id>/          shards and manifest of one write
                                         entry.json         which run is valid; written last: the commit
 
-Each writer has its own run, so concurrent writers of one key do not collide. Files of other programs stay.
+Each writer has its own run folder, so concurrent writers with the same key do not collide. Files of other
+programs are left alone.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ _RUN = re.compile(r"run-[0-9a-f]{12}")
 
 @dataclass(frozen=True, kw_only=True)
 class CacheEntry:
-    """The content of an `entry.json`.
+    """Content of an `entry.json`.
 
     Attributes:
         key: SHA-256 of everything that determines the rows, in hexadecimal.
-        run: Name of the folder of the valid shards.
+        run: Name of the run folder with the valid shards.
         refusal: Reason why these shards must not be reused; None if they may be.
-        created: UTC time of the write, ISO 8601.
+        created: UTC time of the write, in ISO 8601.
     """
 
     key: str
@@ -58,10 +59,10 @@ class CachedShards:
 
     Attributes:
         key: Key of the entry; `remove_cached` takes its first digits.
-        uri: Folder of the shards for `ShardManifest.load`; the entry's folder if unfinished.
+        uri: Folder of the shards, for `ShardManifest.load`. For an unfinished entry, the entry's folder.
         created: UTC time of the write, ISO 8601; empty if unfinished.
         num_bytes: Bytes that removing the entry frees.
-        plan: Operators of the plan, or the entry's problem.
+        plan: Operators of the plan, or the problem of the entry.
         is_reusable: Whether `cached_shards` may return these shards.
     """
 
@@ -76,7 +77,7 @@ class CachedShards:
 
 
 def list_cached(root: str | os.PathLike[str]) -> list[CachedShards]:
-    """Returns all entries below `root`, the newest first and unfinished ones last."""
+    """Returns all entries below `root`, the newest first and the unfinished ones last."""
     root = storage.normalize(root)
     found = [
         _describe_folder(storage.join(root, name))
@@ -87,14 +88,14 @@ def list_cached(root: str | os.PathLike[str]) -> list[CachedShards]:
 
 
 def remove_cached(root: str | os.PathLike[str], key: str | None = None) -> int:
-    """Removes one entry, or all, and returns the number of bytes freed. Files of other programs stay.
+    """Removes one entry or all entries; returns the number of bytes freed. Leaves files of other programs.
 
     Args:
-        root: Folder of the cache, see `list_cached`.
+        root: Folder of the cache; see `list_cached`.
         key: The entry's key or its first digits; None removes all entries.
 
     Raises:
-        ValueError: No entry or several entries have this key.
+        ValueError: No entry or several entries match the key.
     """
     entries = list_cached(root)
     if key is not None:
@@ -113,13 +114,13 @@ def folder_of(root: str | os.PathLike[str], key: str) -> str:
 
 
 def begin(root: str | os.PathLike[str], key: str) -> str:
-    """Marks the folder as ours. Returns the name of a new run."""
+    """Creates an entry's folder with a mark that it is ours. Returns the name of a new run."""
     storage.write_atomic(storage.join(folder_of(root, key), MARKER_NAME), key.encode())
     return f"run-{uuid.uuid4().hex[:12]}"
 
 
 def publish(root: str | os.PathLike[str], entry: CacheEntry, manifest: ShardManifest) -> None:
-    """Commits an entry with complete shards; replaces an older entry of the same key."""
+    """Commits an entry whose shards are complete; replaces an older entry with the same key."""
     folder = folder_of(root, entry.key)
     complete = replace(
         entry,

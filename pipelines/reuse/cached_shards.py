@@ -1,7 +1,7 @@
-"""`cached_shards`: writes the shards of a DataFrame, or returns existing shards of the same rows.
+"""`cached_shards`: writes the shards of a DataFrame, or returns existing shards with the same rows.
 
-The key is a hash of the plan, the schema, the settings, the session's configuration and the state of every
-source file. If Spark does not report enough to exclude other rows, nothing is reused.
+The cache's key is a hash of the plan, the schema, the settings, the session's configuration and the state of
+every source file. If Spark reports too little to be sure that the rows are the same, nothing is reused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Plan and files of a DataFrame at one moment; either `key` or `refusal` is None."""
+    """Plan and source files of a DataFrame at one moment; either `key` or `refusal` is None."""
 
     plan: PlanFingerprint
     files: tuple[FileState, ...] = ()
@@ -55,20 +55,21 @@ class _Source:
 def cached_shards(df: DataFrame, root: str | os.PathLike[str], **settings: Any) -> ShardManifest:
     """Returns shards of `df` from the cache in `root`; writes them if there are none. Runs on the driver.
 
-    The same plan over unchanged files, with the same settings, is written once per Spark application. Rows
-    that could differ the next time (data in memory, random numbers, the clock, Python functions, tables
-    without files) are written on every call, and a logged line gives the reason.
+    A plan over unchanged files, with the same settings, is written once per Spark application. If the rows
+    could differ the next time, they are written on every call, and a logged line gives the reason. Examples
+    are data in memory, random numbers, the clock, Python functions, and tables without files.
 
     Args:
         df: A DataFrame that `write_shards` accepts.
-        root: Folder of the cache, which driver and executors share; Spark resolves a path without a scheme.
-        settings: Keywords of `write_shards`, without `overwrite`.
+        root: Folder of the cache, which driver and executors can reach; Spark resolves a path without a
+            scheme.
+        settings: Keyword arguments of `write_shards`, except `overwrite`.
 
     Returns:
-        The manifest of complete shards; do not write to their folder.
+        The manifest of complete shards. Do not write to their folder.
 
     Raises:
-        ValueError: `write_shards` would raise it, or `overwrite` was passed.
+        ValueError: An argument that `write_shards` refuses, or `overwrite`.
     """
     if "overwrite" in settings:
         raise ValueError(
@@ -87,9 +88,9 @@ def cached_shards(df: DataFrame, root: str | os.PathLike[str], **settings: Any) 
 
 
 def rows_key(df: DataFrame, **settings: Any) -> str | None:
-    """Returns a digest of everything that determines the rows of `df`; None if Spark does not report enough.
+    """Returns a hash of everything that determines the rows of `df`; None if Spark does not report enough.
 
-    Equal digests mean equal rows. Digests of two Spark applications always differ.
+    Equal hashes mean equal rows. The hashes of two Spark applications always differ.
     """
     return _source(df, settings).key
 

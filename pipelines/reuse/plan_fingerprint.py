@@ -1,7 +1,8 @@
-"""Reads a DataFrame's plan from Spark: which rows it yields, and whether they may be reused.
+"""Reads a DataFrame's plan from Spark, to find out which rows it yields and whether they may be reused.
 
-`df.semanticHash()` covers types, which no text shows. But it has 32 bits and collides easily (`id > 3` and
-`id > -4` have the same hash), so the plan's text, folders and reader options count too.
+`df.semanticHash()` takes types into account, which the plan's text does not show. But it has only 32 bits and
+collides easily: `id > 3` and `id > -4` have the same hash. Therefore the plan's text, its folders and its
+reader options belong to the fingerprint too.
 """
 
 from __future__ import annotations
@@ -104,10 +105,11 @@ class PlanFingerprint:
     """Fingerprint of a plan.
 
     Attributes:
-        text: Analysed plan, with expression ids numbered by first appearance.
-        sources: Format of each table of files, then the folders of each, in the order of the plan.
-        options: Options of each table's reader, if the driver's JVM provides them.
-        size_range: Least and most bytes of the source files, because Spark prints the size rounded.
+        text: Analysed plan. Expression ids are replaced by numbers, in the order of their first appearance.
+        sources: Formats of all tables of files, then their folders; both in the order of the plan.
+        options: Options of each table's reader, if the driver can query the JVM.
+        size_range: Smallest and largest possible number of bytes of the source files; Spark prints the size
+            rounded.
         refusal: Reason why rows of this plan must not be reused; None if they may be.
     """
 
@@ -151,10 +153,9 @@ def _options(df: DataFrame) -> tuple[str, ...]:
 
 
 def explain(df: DataFrame) -> tuple[str, str]:
-    """Returns Spark's EXPLAIN EXTENDED and EXPLAIN COST of `df`, without shortened lists.
+    """Returns the output of EXPLAIN EXTENDED and EXPLAIN COST for `df`, with complete lists.
 
-    `df.explain` would print to the stdout of all threads and show a plan from before the DataFrame was
-    cached.
+    `df.explain` would print to the stdout of all threads. Its plan may be older than a call of `cache()`.
     """
     spark = df.sparkSession
     with _lock, _settings(spark):
@@ -166,7 +167,7 @@ def explain(df: DataFrame) -> tuple[str, str]:
 
 
 def judge(extended: str, cost: str) -> PlanFingerprint:
-    """Creates a fingerprint from the texts of `explain`."""
+    """Creates a fingerprint from the two texts that `explain` returns."""
     analysed, optimised, physical = (
         _section(extended, title)
         for title in ("Analyzed Logical Plan", "Optimized Logical Plan", "Physical Plan")
@@ -233,7 +234,7 @@ def _without_view(lines: Sequence[str]) -> list[str]:
 
 
 def _renumber(lines: Sequence[str]) -> list[str]:
-    """Numbers expression ids, CTEs and lambda variables by first appearance; drops text without effect."""
+    """Replaces ids of expressions, CTEs and lambdas by numbers in order of appearance; drops other noise."""
     numbers: dict[tuple[bool, str], int] = {}
 
     def number(match: re.Match[str]) -> str:
@@ -251,7 +252,10 @@ def _renumber(lines: Sequence[str]) -> list[str]:
 
 
 def _size_range(cost: str) -> tuple[float, float]:
-    """Returns the bytes of all relations. Two relations of equal size count as one table read twice."""
+    """Returns the smallest and largest possible bytes of all relations.
+
+    Two relations of equal size count as one table that is read twice.
+    """
     least = most = 0.0
     for number, unit in set(_STATISTICS.findall(cost)):
         rounding = 0.05 * _UNITS[unit] if unit else 0.0

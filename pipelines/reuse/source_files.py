@@ -1,4 +1,4 @@
-"""Returns the state of source files, which changes whenever their content may have changed."""
+"""Reads the state of source files. The state changes whenever a file's content may have changed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FileState = tuple[str, int, str]
 
 
 def file_states(uris: Iterable[str]) -> tuple[FileState, ...]:
-    """Returns (path, bytes, state) of every file, sorted by path. Runs on the driver.
+    """Returns (path, number of bytes, state) of every file, sorted by path. Runs on the driver.
 
     Args:
         uris: Percent-encoded URIs, as from `df.inputFiles()`.
 
     Raises:
         OSError: A file cannot be reached.
-        ValueError: The store reports nothing that changes with the content.
+        ValueError: The store reports nothing about a file that changes with its content.
     """
     return path_states(sorted({storage.normalize(unquote(uri)) for uri in uris}))
 

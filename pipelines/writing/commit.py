@@ -1,6 +1,7 @@
-"""The commit of `write_shards`: readers see no file of a write before it, and all files after it.
+"""Commits a write: readers see none of its files before the commit, and all of them after it.
 
-A failed write removes its files. A later write removes the folder of a killed one when it is a day old.
+A failed write removes its own files. If a writer was killed, a later write removes its folder once the folder
+is a day old.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ def previous_folders(uri: str, overwrite: bool) -> list[str]:
 
 
 def commit(manifest: ShardManifest, overwrite: bool) -> None:
-    """Makes the shards visible.
+    """Makes the shards visible to readers.
 
     Raises:
-        ValueError: The driver does not see a file, or another writer committed first.
+        ValueError: The driver does not see a file that an executor wrote, or another writer has committed
+            first.
         RuntimeError: The store fails.
     """
     seen: dict[str, set[str]] = {}
@@ -69,9 +71,10 @@ def commit(manifest: ShardManifest, overwrite: bool) -> None:
 
 
 def clean(manifest: ShardManifest, folder: str, previous: Sequence[str]) -> None:
-    """Removes unneeded files after the commit: of losing task attempts, old shards and dead writers.
+    """Removes files that are not needed after a commit.
 
-    A failing store is only logged, because the commit stands.
+    These are files of superseded task attempts, old shards, and files of writers that were killed. If the
+    store fails, a warning is logged, because the commit is valid anyway.
     """
     uri, keep = manifest.uri, {file.path for file in manifest.files}
     try:
@@ -87,7 +90,7 @@ def clean(manifest: ShardManifest, folder: str, previous: Sequence[str]) -> None
 
 
 def discard(uri: str, folder: str, is_new: bool) -> None:
-    """Removes the files of a failed write, unless its commit may have reached the store."""
+    """Removes the files of a failed write. Keeps them if the commit may have reached the store."""
     try:
         if folder.encode() in storage.read_bytes(storage.join(uri, MANIFEST_NAME)):
             return

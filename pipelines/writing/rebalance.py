@@ -1,7 +1,7 @@
-"""Copies the rows of uneven files into even files after the write.
+"""After a write, copies the rows of files of uneven size into files of even size.
 
-The write follows the partitions of the DataFrame without a shuffle. If they are skewed, or many and tiny, the
-rows are copied from the shards, so the DataFrame's plan computes no row twice.
+The write makes one file per partition and split, without a shuffle. If the partitions are skewed, or
+many and tiny, the rows are then copied from the shards. The DataFrame's plan is not computed again.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class RowRange(NamedTuple):
 def plan_even_files(
     files: Sequence[ShardFile], num_files: int | None, cores: Callable[[], int]
 ) -> list[list[RowRange]]:
-    """Returns the content of the new files of one split, in order; empty if its files are already even.
+    """Returns the rows of each new file of one split, in order; empty if the files are even already.
 
-    `cores` runs a Spark job, so it is called only if files are many and small.
+    `cores` runs a Spark job, so it is called only if there are many small files.
     """
     rows = sum(file.num_rows for file in files)
     if not files:
@@ -61,7 +61,7 @@ def plan_even_files(
 def copy_files(
     plan: WritePlan, split: Split, files: Sequence[Sequence[RowRange]], batches: Iterator[Any]
 ) -> Iterator[Any]:
-    """Writes the files whose numbers are in the batches, and yields their entries. Runs in a Spark task."""
+    """Writes the files with the numbers in `batches`; yields their manifest entries. Runs in a Spark task."""
     for batch in batches:
         for number in batch.column(0).to_pylist():
             entry = _copy(plan, split, number, files[number])
@@ -69,7 +69,7 @@ def copy_files(
 
 
 def _split(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (index, first row, row after the last) of the parts in rows `start` to `stop`."""
+    """Yields (index, start row, stop row) for each part that has some of the rows `start` to `stop`."""
     first = 0
     for index, size in enumerate(sizes):
         low, high = max(start, first), min(stop, first + size)
@@ -97,7 +97,7 @@ def _copy(plan: WritePlan, split: Split, number: int, ranges: Sequence[RowRange]
 
 
 def _restore(column: Any, stored_type: Any) -> Any:
-    """Casts a column to its written type, because Parquet renames the elements of lists."""
+    """Casts a column back to its written type, because Parquet renames the elements of lists."""
     array = one_chunk(column)
     is_same = array.type == stored_type or pa.types.is_fixed_size_binary(array.type)
     return array if is_same else array.cast(stored_type)

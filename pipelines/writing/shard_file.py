@@ -1,4 +1,4 @@
-"""Writes one Parquet file of shards."""
+"""Writes one Parquet file of a set of shards."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ from ringspark.pipelines.manifest import ShardFile, Split
 from ringspark.pipelines.spark_errors import report_task_errors
 
 ROW_GROUP_BYTES = 4 << 20
-"""Target size of a row group; a reader holds at most about 100 decoded row groups (see epoch_plan)."""
+"""Target size of a row group, in bytes.
+
+A reader holds at most about 100 decoded row groups (see epoch_plan).
+"""
 
 MAX_ROW_GROUP_ROWS = 1 << 15
-"""Limit for narrow rows: larger row groups read no faster, and many shards could share them less evenly."""
+"""Largest number of rows of a row group, for narrow rows.
+
+Larger row groups do not read faster, and would be harder to share evenly among many shards.
+"""
 
 # zstd shrinks random mantissas of floats by a tenth, and every read then takes eight times as long.
 _LEAST_SAVED = 0.15
@@ -29,9 +35,9 @@ _SAMPLE_BYTES = 1 << 18
 
 
 class ShardFileWriter:
-    """Buffers record batches and writes them as row groups; creates no file without rows.
+    """Buffers record batches and writes them as row groups. Without rows, no file is created.
 
-    Without `row_group_rows`, a row group has about `ROW_GROUP_BYTES`.
+    If `row_group_rows` is None, a row group has about `ROW_GROUP_BYTES`.
     """
 
     def __init__(
@@ -57,7 +63,7 @@ class ShardFileWriter:
         self._parquet: Any = None
 
     def add(self, arrays: Sequence[Any]) -> None:
-        """Takes one Arrow array per stored column."""
+        """Adds rows, given as one Arrow array per stored column."""
         if self._schema is None:
             self._schema = _schema(self._stored_types, arrays)
         batch = pa.RecordBatch.from_arrays(list(arrays), schema=self._schema)
@@ -71,7 +77,7 @@ class ShardFileWriter:
                 self._flush(keep_remainder=True)
 
     def finish(self, split: Split) -> ShardFile | None:
-        """Closes the file and returns its entry for the manifest; None without rows."""
+        """Closes the file and returns its entry for the manifest; None if there were no rows."""
         with self._report_errors():
             if self._buffered_rows:
                 self._flush(keep_remainder=False)
@@ -144,7 +150,7 @@ class ShardFileWriter:
 
 
 class _DigestFile(io.RawIOBase):
-    """A write-only file that counts and digests its bytes, so that the checksum needs no second read."""
+    """A write-only file that counts and hashes its bytes, so that the checksum needs no second read."""
 
     def __init__(self, file: IO[Any]) -> None:
         self._file = file
@@ -170,7 +176,7 @@ class _DigestFile(io.RawIOBase):
 
 
 def _schema(stored_types: Mapping[str, Any], arrays: Sequence[Any]) -> Any:
-    """Returns the schema of a file. The first rows give the width of fixed-size binary columns."""
+    """Returns the schema of a file. The first rows determine the width of fixed-size binary columns."""
     return pa.schema(
         pa.field(name, array.type if pa.types.is_fixed_size_binary(array.type) else stored, nullable=False)
         for (name, stored), array in zip(stored_types.items(), arrays, strict=True)
@@ -178,7 +184,10 @@ def _schema(stored_types: Mapping[str, Any], arrays: Sequence[Any]) -> Any:
 
 
 def _num_bytes(values: Any) -> int:
-    """Returns the bytes of the values, not of the buffers, so that equal rows give equal row groups."""
+    """Returns the bytes of the values themselves, so that equal rows give equal row groups.
+
+    The size of an Arrow buffer may be larger.
+    """
     if pa.types.is_fixed_size_binary(values.type):
         return len(values) * int(values.type.byte_width)
     if pa.types.is_binary(values.type):
@@ -188,7 +197,7 @@ def _num_bytes(values: Any) -> int:
 
 
 def _codec(column: Any, codec: str) -> str:
-    """Returns `codec`, or "none" if it would save less than `_LEAST_SAVED`."""
+    """Returns `codec`, or "none" if compression would save less than the share `_LEAST_SAVED`."""
     if codec == "none":
         return codec
     array = column.chunk(0)

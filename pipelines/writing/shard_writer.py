@@ -1,7 +1,7 @@
-"""The part of `write_shards` that runs in a Spark task: Arrow batches to Parquet.
+"""The part of `write_shards` that runs in a Spark task: writes Arrow batches to Parquet.
 
-A task writes at most one file per split and returns one JSON report. Each attempt of a task uses unique file
-names, and the driver keeps the files of the attempt whose report it received.
+A task writes at most one file per split, and returns a report as JSON. Each attempt of a task uses different
+file names. The driver keeps the files of the attempt whose report it received.
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ from ringspark.pipelines.writing.shard_file import ShardFileWriter
 HandleInvalid = Literal["error", "skip", "keep"]
 
 PIECE_BYTES = 16 << 20
-"""Bytes of rows encoded at once: encoding makes several copies, and Spark's batch may have gigabytes."""
+"""Bytes of rows that are encoded at once.
+
+Encoding makes several copies, and a batch from Spark may have gigabytes.
+"""
 
 REPORT_SCHEMA = "report string"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WritePlan:
-    """Settings that the driver sends to every task.
+    """Settings of a write, which the driver sends to every task.
 
     Attributes:
-        folder: Folder of this write's files, below `uri`.
-        handle_invalid: Treatment of nulls, one entry per column.
-        splits: Whether batches end with an additional column that is true for validation rows.
+        folder: Folder of this write's files, relative to `uri`.
+        handle_invalid: How to treat nulls, for each column.
+        splits: Whether batches have an additional last column that is true for validation rows.
         row_group_rows: Rows per row group; None sizes row groups by bytes.
-        imports: Modules that a task imports for a later stage, which runs in the same process.
+        imports: Modules that a task imports because a later Spark stage in the same process needs them.
     """
 
     uri: str
@@ -85,7 +88,7 @@ class WritePlan:
 
 
 def write_partition(plan: WritePlan, batches: Iterator[Any]) -> Iterator[Any]:
-    """Writes one partition and yields one record batch with its JSON report."""
+    """Writes one partition; yields one record batch that holds the JSON report."""
     writer = PartitionWriter(plan)
     importing = Thread(target=_import, args=(plan.imports,), daemon=True)
     try:
@@ -209,9 +212,9 @@ class PartitionWriter:
             writer.discard()
 
     def _without_nulls(self, batch: Any) -> tuple[list[Any], list[Any], Any]:
-        """Drops rows that cannot be read, and rows whose nulls are not kept.
+        """Drops rows that cannot be read, and rows with nulls unless the column keeps nulls.
 
-        Returns the columns, a mask of kept nulls (or None) per column, and the validation mask.
+        Returns the columns, the mask of each column's kept nulls (or None), and the mask of validation rows.
         """
         self._rows += batch.num_rows
         columns = list(batch.columns)
@@ -245,7 +248,7 @@ class PartitionWriter:
         return columns, nulls, chosen
 
     def _read(self, columns: list[Any]) -> Any:
-        """Reads the columns in place; returns a mask of the rows to drop, or None."""
+        """Replaces columns by the results of `Kind.read`; returns a mask of the rows to drop, or None."""
         dropped = None
         if self._problem is not None:
             return dropped

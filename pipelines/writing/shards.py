@@ -1,8 +1,8 @@
 """`write_shards`: writes a DataFrame as Parquet shards in one pass.
 
-A non-deterministic plan (`rand`, sampling) gives other rows each time it runs, so one pass makes the split,
-the statistics and the files. Each write has its own folder, whose name starts with an underscore so that
-tools that read whole folders skip it.
+A non-deterministic plan (`rand`, sampling) gives other rows each time it runs, so a single pass makes the
+split, the statistics and the files. Each write has its own folder. The folder's name starts with an
+underscore, so that tools that read whole folders skip it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COMPRESSIONS = ("zstd", "snappy", "lz4", "gzip", "none")
 _logger = logging.getLogger(__name__)
 
 MAX_WORDS = 1_000_000
-"""Most words of a vocabulary without `max_size`."""
+"""Largest number of words of a vocabulary that has no `max_size`."""
 
 
 def write_shards(
@@ -64,41 +64,42 @@ def write_shards(
     overwrite: bool = False,
     imports: Sequence[str] = (),
 ) -> ShardManifest:
-    """Writes every column of `df` as shards and commits their manifest. Runs on the driver.
+    """Writes all columns of `df` as shards and commits their manifest. Runs on the driver.
 
     Args:
         df: The rows. Columns may be numbers, booleans, dates, timestamps, structs of these, arrays and ML
             vectors; strings and bytes need a choice in `columns`.
-        uri: Folder that driver and executors share, on any store that fsspec reaches. Spark resolves a path
-            without a scheme; the manifest has the complete URI.
-        num_files: Files per split, of even size. By default they follow the partitions of `df`, evened out if
-            those are skewed, or many and tiny.
-        row_group_rows: Rows per row group. By default as many as fill 4 MiB, at most 32,768.
+        uri: Folder that driver and executors can reach, on any store that fsspec supports. Spark resolves a
+            path without a scheme; the manifest has the complete URI.
+        num_files: Number of files per split, of even size. By default there is one per partition of `df`; if
+            the partitions are skewed, or many and tiny, their rows are redistributed.
+        row_group_rows: Rows per row group. By default as many as have 4 MiB, but at most 32,768.
         compression: One of `COMPRESSIONS`.
-        columns: Column name -> column type, if the Spark type does not decide: `Vocabulary()` or
-            `HashBuckets(n)` for strings, `Tokens.of(tokenizer)` for texts, `Padded()` or `Ragged()` for
-            arrays of varying length, `Sparse()` to keep vectors sparse, `Vector("float64")`, `Image(height,
-            width)` for images, `Binary("npy", shape=...)`.
-        handle_invalid: Treatment of nulls, for all columns or by name: "error" refuses the write, "skip"
-            drops the row and counts it, "keep" stores zero (or nothing, for lists) and adds a boolean column
-            `<name>.isnull`. "skip" also drops images that cannot be decoded; "error" and "keep" refuse them.
-        validation_col: Boolean or 0/1 column; rows where it is true go to the "validation" split. It is not
-            stored.
-        validation_fraction: Share of the rows that go to the "validation" split instead, chosen by a hash of
-            (seed, names, row): equal rows stay together, and a row keeps its split as data grows. To split a
-            part again, use another seed.
+        columns: Column types by column name, for columns whose Spark type does not determine it:
+            `Vocabulary()` or `HashBuckets(n)` for strings, `Tokens.of(tokenizer)` for texts, `Padded()` or
+            `Ragged()` for arrays of varying length, `Sparse()` to keep vectors sparse, `Vector("float64")`,
+            `Image(height, width)` for images, `Binary("npy", shape=...)`.
+        handle_invalid: How to treat nulls, for all columns or by column name. "error" refuses the write.
+            "skip" drops the row and counts it. "keep" stores zero (or an empty list) and adds a boolean
+            column `<name>.isnull`. Images that cannot be decoded are dropped by "skip" and refused by "error"
+            and "keep".
+        validation_col: Boolean or 0/1 column. Rows for which it is true go to the "validation" split. The
+            column is not stored.
+        validation_fraction: Share of the rows that go to the "validation" split, instead of `validation_col`.
+            A hash of (seed, column names, row) chooses them, so equal rows go to the same split, and a row
+            keeps its split when the data grows. To split a split again, use another seed.
         seed: Seed of the hash of `validation_fraction`.
         overwrite: Whether to replace shards in `uri`. Readers see the old shards until the new ones are
             complete.
-        imports: Modules that the Python workers import meanwhile, for a later stage; missing modules are
-            skipped.
+        imports: Modules that the Python workers import during the write, because a later stage needs them.
+            Missing modules are skipped.
 
     Returns:
         The committed manifest.
 
     Raises:
         ValueError: A column cannot be trained on, holds nulls or arrays of several lengths, there are no
-            training rows, or `uri` cannot be written or holds shards already. Nothing is left behind.
+            training rows, or `uri` cannot be written or holds shards already. No files are left behind.
     """
     from pyspark.sql import functions as F
     from pyspark.sql.types import StructType
@@ -193,7 +194,7 @@ def _handling(
 
 
 def learn(df: DataFrame, column: Column) -> Column:
-    """Counts the strings of training rows if the user chose a vocabulary without words. Runs a Spark job."""
+    """Counts the strings in training rows, if the user chose a vocabulary without words. Runs a Spark job."""
     from pyspark.sql import functions as F
 
     if not isinstance(column.kind, Vocabulary) or column.kind.words is not None:

@@ -1,4 +1,4 @@
-"""Selects the validation rows, by an indicator column or by a hash of the row."""
+"""Chooses the validation rows, by an indicator column or by a hash of the row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merges the reports of the tasks of a write into one manifest, and logs their warnings."""
+"""Merges the reports of a write's tasks into one manifest, and logs the tasks' warnings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLOAT32_WHOLE = 1 << 24
 _logger = logging.getLogger(__name__)
 
 Report = dict[str, Any]
-"""A task's report about its rows, made by `write_partition`."""
+"""Report of a task about its rows, made by `write_partition`."""
 
 
 def join_reports(plan: WritePlan, reports: Sequence[Report], files: Sequence[ShardFile]) -> ShardManifest:

@@ -190,6 +190,6 @@ def test_a_connect_server_with_another_default_is_asked_once_and_not_for_a_folde
 @pytest.mark.parametrize("uri", ["hdfs:/x", "dbfs:/x", "abfs:/x"])
 def test_a_uri_that_leaves_the_host_to_hadoop_is_no_folder_of_that_name(uri: str) -> None:
     with pytest.raises(
-        ValueError, match="leaves the host of its store to Hadoop's configuration; add it, as in"
+        ValueError, match="does not name the host of its store, which only Hadoop knows; add it, as in"
     ):
         storage.normalize(uri)

@@ -49,7 +49,11 @@ def test_a_duplicate_key_in_json_is_refused() -> None:
         ({"shards": "/a"}, False, "must be rows that Spark reads, not shards"),
         ({"parquet": "/a", "inPlace": True}, False, "must be rows that Spark reads, not inPlace"),
         ({"csv": "/a", "inPlace": True}, True, "only from parquet or delta, got csv"),
-        ({"shards": "/a", "where": "x > 1"}, True, "cannot have 'where', because shards are read whole"),
+        (
+            {"shards": "/a", "where": "x > 1"},
+            True,
+            "cannot have 'where', because shards are read without",
+        ),
         ({"parquet": "/a", "version": 0}, True, "can have a version only with delta"),
         ({"delta": "/a", "version": 0}, False, ""),
         ({"parquet": "/a", "inPlace": True}, True, ""),

@@ -51,7 +51,7 @@ def plan_cut(
     if config.axes["expert"] > 1 and config.sync.sharding != "none":
         raise ValueError(
             f"the memory of a mesh over 'expert' with sharding={config.sync.sharding!r} cannot be planned; "
-            "plan it with sharding='none', which needs more"
+            "plan it with sharding='none', which needs more memory"
         )
     num_micro = min(config.gradient_accumulation, labels[0].shape[0])
     # The largest micro-batch counts.

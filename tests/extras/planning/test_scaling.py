@@ -64,7 +64,7 @@ def test_more_times_than_unknowns_are_fitted_and_a_gain_is_no_exchange(form: str
         ({True: 3.0, 2: 2.0}, "got True: 3.0"),
         (
             {2: 100.0, 4: 300.0},
-            "'ring' leaves no time for the computation: from 2 to 4 workers .* 100 to 300",
+            "'ring' does not fit the times, which go from 100 with 2 workers to 300 with 4",
         ),
     ],
 )
