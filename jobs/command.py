@@ -4,8 +4,8 @@
     ringspark runs list /data/runs
     spark-submit --py-files dist/ringspark-0.1.0.zip jobs/command.py train job.yaml
 
-Each command is a module with `DESCRIPTION`, `add_arguments(parser)` and `run(args)`, which imports neither
-Spark nor torch, so help and completion are fast.
+Each command is a module with `DESCRIPTION`, `add_arguments(parser)` and `run(args)`. The module imports
+neither Spark nor torch, so help and completion are fast.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Batch normalization that accepts a single row in training, such as the last row of an epoch.
 
-PyTorch's layer raises an error if a channel has only one value, because one value has no variance. This layer
-then normalizes with its running statistics and does not update them.
+PyTorch's own layer raises an error if a channel has only one value, because one value has no variance. In
+this case, the layer of this module normalizes with its running statistics and does not update them.
 """
 
 from __future__ import annotations

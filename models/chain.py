@@ -33,13 +33,14 @@ class Link:
 
     Attributes:
         name: Name of the link. If the link is a submodule, the name of the submodule.
-        run: Computes the link. A submodule, or a method bound to the network, so that in a copy of the
-            network it uses the copy's weights.
+        run: Submodule or bound method of the network that computes the link. A closure would not do, because
+            a copy of the network must use its own weights.
         parts: Names of the submodules and parameters that the link uses.
-        over_time: Computes the link on one sequence chunk, (batch, time, ...): takes the state and the chunk,
-            returns the chunk's result and the new state. The state is a tuple of tensors, or None at the
-            start of a row or if the link keeps no state. The function must not change its arguments in place.
-            Only for a link that looks at earlier time steps alone; None if the link needs whole rows.
+        over_time: Computes the link on one sequence chunk, (batch, time, ...). It takes the state and the
+            chunk, and returns the chunk's result and the new state. The state is a tuple of tensors. It is
+            None at the start of a row, or if the link keeps no state. The function must not change its
+            arguments in place. None if the link needs whole rows because a result depends on later time
+            steps.
     """
 
     name: str

@@ -48,7 +48,7 @@ def set_generator_state(tensors: Tensors, plain: dict[str, Any], device: torch.d
 
 
 def seed_rank(seed: int, step: int, rank: int) -> None:
-    """Seeds a rank's generators at the start from `step`; each generator gets a different stream.
+    """Seeds all generators of a rank before it trains from `step` on; each generator gets its own stream.
 
     The seed for torch at step 0 must never change, so that old trainings can be reproduced bitwise.
     """

@@ -1,8 +1,8 @@
 """Allowlist of operators for saved programs, which may come from untrusted files.
 
-Operators are not allowed if they write into their arguments, return uninitialized memory, open files, skip
-checks (`_unsafe_*`, `native_batch_norm`), set a tensor's storage (`as_strided`, `set_`, `resize_`), or create
-sparse, nested or quantized tensors.
+Operators are not allowed if they write into their arguments, return uninitialized memory or open files. They
+must not skip checks (`_unsafe_*`, `native_batch_norm`), set a tensor's storage (`as_strided`, `set_`,
+`resize_`), or create sparse, nested or quantized tensors.
 """
 
 from __future__ import annotations

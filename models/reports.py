@@ -81,7 +81,7 @@ def num_losses() -> int:
 
 
 def add_counts(layer: CountingLayer, counts: torch.Tensor) -> None:
-    """Adds a layer's counts of this pass to the report that `collect_reports` has open, if there is one."""
+    """Adds a layer's counts of this pass to the current report; does nothing outside of `collect_reports`."""
     reports = _OPEN.get()
     if reports is not None:
         known = reports.counts.get(layer)

@@ -59,7 +59,7 @@ class ParameterClient:
         self._send({index: gradient}, ends_step=False)
 
     def pull(self, index: int) -> torch.Tensor:
-        """Returns the current value of a parameter; waits until this worker is within the bound."""
+        """Returns the current value of a parameter; first waits until the staleness bound allows the read."""
         parameter = self._parameters[index]
         result = torch.empty_like(parameter)
         self._read([index], self._bound, {index: result})

@@ -1,6 +1,6 @@
-"""Signs: sends one bit per number, scaled by the mean magnitude in its bucket (Karimireddy et al.
+"""Signs: sends one bit per number, scaled by the mean magnitude in its bucket.
 
-2019, EF-SGD).
+Karimireddy et al. 2019, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Random sparsification: sends a number with a probability that grows with its magnitude (Wangni et al.
+"""Random sparsification: sends a number with a probability that grows with its magnitude.
 
-2018).
+Wangni et al. 2018, "Gradient Sparsification for Communication-Efficient Distributed Optimization".
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Averages a vector over the ranks with 32, 16 or 8 bits per element.
 
-With 16 or 8 bits, the elements of each parameter are divided by m, their largest magnitude over all ranks.
-With n ranks, the error of the average is at most m n / 4,096 for fp16, and m / (2 floor(127 / n)) for int8,
-because the sum of n integers must stay within 127. If a value is not finite, its whole parameter becomes NaN.
+With 16 or 8 bits, the elements of each parameter are divided by m, their largest magnitude over all ranks. If
+a value is not finite, its whole parameter becomes NaN.
+
+With n ranks, the error of the average is at most m n / 4,096 for fp16. For int8 it is at most m / (2
+floor(127 / n)), because the sum of n integers must stay within 127.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def outer_step(
 ) -> None:
     """Takes one SGD step with Nesterov momentum; changes `start` and `momentum` in place.
 
-    All are (weights,).
+    All tensors are (weights,).
     """
     momentum.mul_(decay).add_(gradient)
     start.sub_(gradient + decay * momentum, alpha=rate)

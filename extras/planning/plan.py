@@ -2,10 +2,10 @@
 
     step(n) = crowding(n) * (fixed + rows(n) * row + exposed exchange(n))
 
-`fixed` and `row` are the seconds of a step without rows and per row, `rows(n)` is the number of rows per
-worker, and the exposed exchange is the time of the all-reduce that the backward pass does not hide.
-`crowding` is the number of ranks per core of a host, at least 1. The prediction leaves out reading,
-validation, checkpoints and stragglers.
+`fixed` is the time of a step without rows, `row` the time per row, and `rows(n)` the number of rows per
+worker. The exposed exchange is the part of the all-reduce that the backward pass does not hide. `crowding` is
+the number of ranks per core of a host, at least 1. The prediction leaves out reading, validation, checkpoints
+and stragglers.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def seconds(value: float) -> str:
 
 
 def first_and_last(count: int, most: int) -> list[int]:
-    """Returns `count` indexes, but at most `most`: a fifth of them from the start, the rest from the end."""
+    """Returns indexes of at most `most` of `count` items: a fifth from the start, the rest from the end."""
     if count <= most:
         return list(range(count))
     first = most // 5

@@ -34,8 +34,8 @@ class ChunkPass:
     Attributes:
         inputs: Inputs that require gradients; leaves of the graph.
         results: Results that receive gradients.
-        states: Each differentiable state after the chunk, and its copy, a leaf of the graph of the next
-            chunk.
+        states: Pairs of a differentiable state after the chunk and its detached copy, a leaf of the next
+            chunk's graph.
     """
 
     inputs: list[torch.Tensor]
@@ -92,8 +92,8 @@ def run_backward(
 ) -> Iterator[list[torch.Tensor]]:
     """Runs a stage's backward pass; yields gradients of the stage's inputs, for the last chunk first.
 
-    If `streams_in` is True, yields a chunk's gradients at a time, as the previous stage needs them; otherwise
-    whole rows.
+    If `streams_in` is True, yields gradients chunk by chunk, as the previous stage needs them; otherwise
+    yields the gradients of whole rows at once.
     """
     for number in range(len(sections) - 1, -1, -1):
         found = _section_backward(kept[number], gradients, span)

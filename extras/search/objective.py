@@ -73,7 +73,7 @@ class Objective:
         return self.turn(record.value(self.monitor))
 
     def turn(self, value: float) -> float:
-        """Changes the sign of a value of `monitor` if the pruner's direction is opposite, or undoes that."""
+        """Negates a value of `monitor` if the pruner compares in the opposite direction; also undoes this."""
         return value if self.is_larger_better == self.monitor_is_larger_better else -value
 
     def of_trial(self, model: Any) -> float:

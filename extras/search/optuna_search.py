@@ -23,7 +23,7 @@ from ringspark.pipelines.columns import check_frame
 
 
 class OptunaSearch(_OptunaParams, SearchStage):
-    """Fits copies of an estimator with settings that optuna chooses; the model is the best copy's.
+    """Fits copies of an estimator with settings that optuna chooses; returns the model of the best copy.
 
         search = OptunaSearch(
             estimator=TorchClassifier(model=network, validationFraction=0.2, metrics=["auroc"], epochs=8),

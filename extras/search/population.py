@@ -1,6 +1,6 @@
-"""Decisions of population based training (Jaderberg et al.
+"""Decides in population based training which member copies which, and which settings change.
 
-2017): which member copies which, and new settings.
+Jaderberg et al. 2017, "Population Based Training of Neural Networks".
 
 The decisions depend only on the seed, the round, the member's number and the values of the previous round. A
 search that continues after its driver was killed therefore makes the same decisions again.

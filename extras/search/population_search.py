@@ -1,4 +1,4 @@
-"""`PopulationSearch`: an estimator that trains another estimator and changes its settings in the process."""
+"""`PopulationSearch`: an estimator that trains copies of another one and changes their settings meanwhile."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class TraceSlice:
         begin_ns, end_ns: Nanoseconds since 1970 on the clock of rank 0.
         is_whole: Whether the slice is a whole recorded step, which encloses the slices of its parts.
         is_on_device: Whether the GPU measured the slice's times.
-        lane: Row of a collective operation in the picture, from 1; 0 for the rank's own work.
+        lane: Number of the trace's thread for a collective operation, from 1; 0 for the rank's own work.
         ready_ns: Time when the data of a collective operation was ready.
     """
 

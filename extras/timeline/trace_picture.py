@@ -1,6 +1,6 @@
 """Draws a few recorded steps of all ranks: one bar per rank, one color per kind of span.
 
-Neighbouring steps, in which ranks that are ahead or behind may be, are drawn in pale colors.
+Some ranks may already or still be in a neighbouring step; such steps are drawn in pale colors.
 """
 
 from __future__ import annotations

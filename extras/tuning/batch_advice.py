@@ -1,7 +1,7 @@
 """`advise_batch_size`: recommends a batch size from a training's gradient noise.
 
-McCandlish et al. 2018, "An Empirical Model of Large-Batch Training". To reach the same loss with noise scale
-N, batches of B rows need 1 + N / B times as many steps as infinitely large batches, and 1 + B / N times as
+McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", with noise scale N. To reach the same
+loss, batches of B rows need 1 + N / B times as many steps as infinitely large batches, and 1 + B / N times as
 many rows as the smallest batches.
 """
 

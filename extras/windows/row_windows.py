@@ -80,7 +80,7 @@ class RowWindows:
         )
 
     def counts(self, frame: DataFrame) -> DataFrame:
-        """Counts rows by the reason why no window ends at them; null if a window ends."""
+        """Counts rows by the reason why no window ends at them; null stands for rows that end a window."""
         rows = self._judged(frame, {}).groupBy(F.col(_REASON).alias("reason")).count()
         if not self.skips_invalid:
             return rows

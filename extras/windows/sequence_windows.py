@@ -102,8 +102,8 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
         check_frame(dataset, method)
         if dataset.isStreaming:
             raise ValueError(
-                "SequenceWindows takes no stream, because Spark cannot order its rows; call it on each batch "
-                "in foreachBatch, together with the stored last rows of each key"
+                "SequenceWindows takes no stream, because Spark cannot order its rows; call it in "
+                "foreachBatch, on the batch together with the last rows of each key, which you must keep"
             )
         return self._windows(dataset.schema, is_case_sensitive(dataset.sparkSession))
 

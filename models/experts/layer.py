@@ -70,7 +70,7 @@ class MixtureOfExperts(CountingLayer):
     """A mixture of experts: (batch, seq, dim) -> (batch, seq, dim). The caller adds the output to the input.
 
     In training, it adds each row's balance loss and z loss to the network's loss. In evaluation, the router
-    gets no noise. Both drop tokens that exceed an expert's capacity; the output of a dropped token is zeros.
+    gets no noise. In both, tokens beyond an expert's capacity are dropped: their output is zeros.
 
     Attributes:
         dispatch: Sends rows to experts on other ranks and returns the experts' outputs. None if this rank has

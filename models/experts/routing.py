@@ -38,8 +38,8 @@ class CapacityRule:
     def capacity(self, tokens: torch.Tensor, num_experts: int, choices: int) -> torch.Tensor:
         """Returns max(min_capacity, ceil(choices * tokens / num_experts * capacity_factor)) for each row.
 
-        `tokens` and the result are (batch,) int64: the numbers of tokens and of places per expert. `choices`
-        is the number of experts that a token requests.
+        `tokens` is (batch,) int64, the number of tokens of each row; the result has the same shape and dtype.
+        `choices` is the number of experts that a token requests.
         """
         over, under = self._ratio(num_experts, choices)
         return ((tokens * over + under - 1) // under).clamp(min=self.min_capacity)

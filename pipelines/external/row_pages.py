@@ -32,7 +32,7 @@ _DATA_PAGE, _DATA_PAGE_V2 = 0, 3
 _BY_DICTIONARY = (2, 8)
 """Page encodings that use the dictionary.
 
-For other pages it is left out, because Arrow would decode it too.
+For pages with other encodings the dictionary is left out, because Arrow would decode it too.
 """
 # Most headers take less than 100 bytes, but they may hold the smallest and the largest string.
 _HEADER_BYTES = 256

@@ -1,7 +1,7 @@
 """Decides which read errors are retried, and how long to wait.
 
-The store's client retries first. After that, the row group that failed is read again, after 0.5, 1 and 2
-seconds and at most MAX_ATTEMPTS times in total. Local files are read only once.
+The store's client retries first. After that, a reader reads the failed row group again: after 0.5, 1 and 2
+seconds, up to MAX_ATTEMPTS attempts in total. Local files are read only once.
 """
 
 from __future__ import annotations

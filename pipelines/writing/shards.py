@@ -98,8 +98,9 @@ def write_shards(
         The committed manifest.
 
     Raises:
-        ValueError: A column cannot be trained on, holds nulls or arrays of several lengths, there are no
-            training rows, or `uri` cannot be written or holds shards already. No files are left behind.
+        ValueError: A column cannot be trained on, holds nulls, or holds arrays of several lengths. Or there
+            are no training rows, or `uri` cannot be written, or it holds shards already. No files are left
+            behind.
     """
     from pyspark.sql import functions as F
     from pyspark.sql.types import StructType

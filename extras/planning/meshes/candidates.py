@@ -86,7 +86,7 @@ def candidates(
 
     Args:
         config: The settings. `batch_size` is the number of rows of a step over all workers.
-        interleaves: Whether to try also pipelines with several stages per worker, which have smaller bubbles.
+        interleaves: Whether to also try pipelines with several stages per worker, which have smaller bubbles.
     """
     # With sharded weights, 'shard' replaces 'data': the weights are sharded over all ranks with different
     # rows.

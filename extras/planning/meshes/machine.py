@@ -32,7 +32,7 @@ class OperatorRates:
         return work.flops * self.flop + work.num_bytes * self.byte
 
     def fit(self, measured: Mapping[float, tuple[Work, float]]) -> OperatorRates:
-        """Returns rates that explain two measured steps: rows -> (work, seconds).
+        """Returns rates that explain two measured steps; `measured` has (work, seconds) by number of rows.
 
         The ratio of `flop` and `byte` stays the same, because two steps are too few to separate them.
         """

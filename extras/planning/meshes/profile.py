@@ -138,7 +138,7 @@ class Training:
         return lambda rows: alone.work(0, 0, True, rows) + alone.work(0, 0, False, rows) + update
 
     def cuts(self, sizes: Mapping[str, int], options: Mapping[str, Any]) -> list[str]:
-        """Returns the names of the links at which stages begin, without the first stage's.
+        """Returns the name of the first link of every stage except the first.
 
         Links are divided so that the stages' costs are balanced.
         """

@@ -22,9 +22,9 @@ class ClassFindings:
 
     Attributes:
         confusion: Number of rows for each pair (true class, predicted class).
-        confidence: Number of rows, sum of confidences, and number of correct rows, per bin of confidence;
-            (bins, 3). With two classes, the confidence is the probability of class 1, and rows of class 1
-            count as correct.
+        confidence: (bins, 3): for each bin of confidence, the number of rows, the sum of their confidences,
+            and the number of correct rows. With two classes, the confidence is the probability of class 1,
+            and rows of class 1 count as correct.
         roc: False and true positive rates, from the highest threshold to the lowest. None if there are more
             than two classes, or if all rows have the same class.
         skipped: Number of rows that have no prediction, or a label that does not count.

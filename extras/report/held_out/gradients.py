@@ -1,4 +1,4 @@
-"""Integrated gradients, computed by captum: how much each feature moves the output away from the mean row's.
+"""Integrated gradients, by captum: how much each feature changes the output, relative to the mean row.
 
 Sundararajan, Taly and Yan, Axiomatic Attribution for Deep Networks (2017).
 """

@@ -1,4 +1,4 @@
-"""Memory of the ranks. The section is omitted if it is unknown."""
+"""Memory of the ranks. The section is omitted if the memory is unknown."""
 
 from __future__ import annotations
 
