@@ -35,11 +35,13 @@ caption { text-align: left; font-weight: 600; padding: 6px 0; }
 th, td { padding: 4px 12px 4px 0; border-bottom: 1px solid var(--line); vertical-align: top;
   text-align: right; white-space: nowrap; }
 th { color: var(--soft); font-weight: 600; }
-td.word, th.word { text-align: left; white-space: normal; overflow-wrap: anywhere; max-width: 46ch; }
+td.word, th.word { text-align: left; white-space: normal; overflow-wrap: break-word; max-width: 46ch; }
 tr.marked td { background: #fffbea; font-weight: 600; }
 figure { margin: 14px 0; }
-figure svg { width: 100%; height: auto; display: block; }
-@media print { h2 { break-after: avoid; } figure, table { break-inside: avoid; } nav { display: none; } }
+figure .wide { margin: 0; }
+figure svg { width: 100%; min-width: 720px; height: auto; display: block; }
+@media print { figure svg { min-width: 0; } h2 { break-after: avoid; }
+  figure, table { break-inside: avoid; } nav { display: none; } }
 </style>
 </head>
 <body>
@@ -68,7 +70,7 @@ figure svg { width: 100%; height: auto; display: block; }
 </tbody></table></div>
 {% if block.note %}<p class="note">{{ block.note }}</p>{% endif %}
 {% else %}
-<figure>{{ block.svg | safe }}<figcaption>{{ block.caption }}</figcaption></figure>
+<figure><div class="wide">{{ block.svg | safe }}</div><figcaption>{{ block.caption }}</figcaption></figure>
 {% endif %}
 {% endfor %}
 </section>

@@ -129,10 +129,10 @@ def held_out_findings(
     skipped = 0 if valid is None else int((~valid).sum())
     module = cached_module(question.predictor)
     outputs = question.predictor.predict(module, arrays)
-    notes = [f"Held-out rows: all {len(outputs):,} of the DataFrame that was given."]
+    notes = [f"Held-out rows: all {len(outputs):,} rows of the given DataFrame."]
     if has_more:
         why = f", fewer than the {wanted:,} asked for, because they are large" if rows < wanted else ""
-        sample = f"{len(outputs):,} of the DataFrame that was given, drawn at random with seed {seed}{why}"
+        sample = f"{len(outputs):,} rows of the given DataFrame, drawn at random with seed {seed}{why}"
         notes = [f"Held-out rows: {sample}."]
     of_rows = given.reshape(len(outputs), -1)
     finite = np.isfinite(outputs).all(axis=1) & np.isfinite(of_rows).all(axis=1)
@@ -140,7 +140,9 @@ def held_out_findings(
         # They would make means and bins NaN.
         outputs, given, infinite = outputs[finite], of_rows[finite].reshape(-1), int((~finite).sum())
         skipped += infinite
-        notes.append(f"{infinite:,} of them, whose prediction or label is not finite, are left out below.")
+        notes.append(
+            f"{infinite:,} of these rows are left out below, because their prediction or label is not finite."
+        )
     classes = question.classes
     if classes is None:
         numbers = number_findings(outputs.reshape(-1), given, seed=seed, skipped=skipped)

@@ -84,9 +84,15 @@ def _shown_matrix(found: ClassFindings) -> tuple[list[str], Matrix]:
 def _caption(found: ClassFindings) -> str:
     shares = "share of correct rows in each of 15 bins of the predicted class's probability"
     if found.num_classes == 2:
-        shares = f"share of class {found.name(1)} in each of 15 bins of its probability"
-    first = f"Left: ROC curve of class {found.name(1)}. Right: the" if found.roc is not None else "The"
+        shares = f"share of {_positive(found)} in each of 15 bins of its probability"
+    first = f"Left: ROC curve of {_positive(found)}. Right: the" if found.roc is not None else "The"
     return f"{first} {shares}; below, the rows per bin."
+
+
+def _positive(found: ClassFindings, most: int | None = None) -> str:
+    """Returns the second of two classes with its name, shortened to `most` characters for a chart."""
+    name = found.name(1) if most is None else plain(found.name(1), most)
+    return f'class "{name}"' if found.names else f"class {name}"
 
 
 def _draw(figure: Figure, found: ClassFindings) -> None:
@@ -104,15 +110,13 @@ def _draw(figure: Figure, found: ClassFindings) -> None:
     known = rows > 0
     upper.plot([0, 1], [0, 1], ":", color=GRAY, label="perfect")
     upper.plot(confidence[known] / rows[known], right[known] / rows[known], "o-", color=ORANGE, label="model")
-    share = (
-        f"share of class {plain(found.name(1), 14)}" if found.num_classes == 2 else "share of correct rows"
-    )
+    share = f"share of {_positive(found, 14)}" if found.num_classes == 2 else "share of correct rows"
     upper.set(title="Calibration", ylabel=share, xlim=(-0.01, 1.01), ylim=(-0.02, 1.02))
     upper.tick_params(labelbottom=False)
     upper.legend()
     lower = figure.add_subplot(grid[1, -1], sharex=upper)
     lower.bar((np.arange(len(rows)) + 0.5) / len(rows), rows, width=0.9 / len(rows), color=GRAY)
-    label = f"class {plain(found.name(1), 24)}" if found.num_classes == 2 else "the predicted class"
+    label = _positive(found, 24) if found.num_classes == 2 else "the predicted class"
     lower.set(xlabel=f"probability of {label}", ylabel="rows")
 
 

@@ -45,8 +45,8 @@ def _make(facts: Facts) -> Sequence[Block]:
     blocks: list[Block] = []
     if run.history:
         caption = (
-            "Mean loss per row, over all ranks: of the training rows while the weights change, of the "
-            "held-out rows at the end of the epoch."
+            "Mean loss per row over all ranks. The training loss is averaged while the weights change. The "
+            "validation loss is measured at the end of the epoch."
         )
         if (count := len(run.history)) > MOST_POINTS:
             caption += f" Each point is the mean of neighbours: {count:,} epochs, {MOST_POINTS} points."
@@ -54,7 +54,7 @@ def _make(facts: Facts) -> Sequence[Block]:
     if run.steps:
         count = len(run.steps)
         thinned = f"; {MOST_POINTS} points of {count:,} records" if count > MOST_POINTS else ""
-        caption = f"Mean loss over all ranks between two records{thinned}."
+        caption = f"Mean loss over all ranks since the previous record{thinned}."
         blocks.append(Chart(draw_svg(lambda figure: _draw_steps(figure, run), 2.9), caption))
     losses = ("train_loss", "validation_loss")
     # The same metric of both splits is one name.
@@ -63,7 +63,7 @@ def _make(facts: Facts) -> Sequence[Block]:
         shown = names[:MOST_METRICS]
         rows = -(-len(shown) // 3)
         more = f"; {len(names) - len(shown):,} more are not shown" if len(names) > len(shown) else ""
-        caption = f"Metrics by epoch, of the training rows and of the held-out rows{more}."
+        caption = f"Metrics by epoch, for the training rows and the validation rows{more}."
         blocks.append(Chart(draw_svg(lambda figure: _draw_metrics(figure, run, shown), 2.4 * rows), caption))
     blocks.extend(Text(sentence, warns=True) for sentence in _gaps(run))
     if run.history:
@@ -116,7 +116,7 @@ def _draw_metrics(figure: Figure, run: RunFacts, names: Sequence[str]) -> None:
                 line(axes, epochs, values, label, color)
         whole_ticks(axes)
         if axes.lines:
-            axes.legend(fontsize=7)
+            axes.legend(fontsize=8)
 
 
 def _finish(axes: Axes, values: Sequence[float]) -> None:

@@ -33,7 +33,7 @@ def _splits(data: DataFacts) -> Table:
         ]
         for split, sizes in data.splits.items()
     ]
-    header = ["split", "rows", "files", "size", "row groups", "their rows: least / median / most"]
+    header = ["split", "rows", "files", "size", "row groups", "rows per group: min / median / max"]
     return Table(header, rows)
 
 

@@ -20,7 +20,7 @@ def _make(facts: Facts) -> Sequence[Block]:
     last = starts[-1]
     versions = [["began", _time(last)], ["system", last.system], *map(list, last.versions.items())]
     versions.append(["folder", facts.run.run_uri])
-    blocks: list[Block] = [Table(["", "of rank 0"], versions, words=frozenset({0, 1})), _hosts(last)]
+    blocks: list[Block] = [Table(["", "value on rank 0"], versions, words=frozenset({0, 1})), _hosts(last)]
     if len(starts) > 1:
         rows = []
         for start in starts:

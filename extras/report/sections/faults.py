@@ -14,7 +14,7 @@ def _make(facts: Facts) -> Sequence[Block]:
     blocks: list[Block] = []
     none = "Restarts and their reasons are recorded when a run finishes."
     if (outcome := run.outcome) is not None:
-        none = "None: no restart, no failed checkpoint, no step that was not finite."
+        none = "None: no restart, no failed checkpoint, no step with a loss or gradient that was not finite."
         lists = [
             ("Restarts of the workers, and why", outcome.restart_reasons),
             ("Resumed from", [f"step {step:,}" for step in outcome.resumed_steps]),

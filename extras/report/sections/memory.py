@@ -27,12 +27,12 @@ def _make(facts: Facts) -> Sequence[Block]:
         for number, rank in shown
     ]
     note = (
-        "A rank's process is a Python worker, including libraries, that Spark may have used before; ranks of "
-        "one host may share pages."
+        "The peak of the process includes its libraries, and earlier tasks if Spark reused the Python "
+        "worker. Ranks on one host may share memory pages."
     )
     if len(ranks) > len(shown):
         note += f" The {MOST_RANKS} largest of {len(ranks):,} ranks are shown."
-    header = ["rank", "host", "peak of its process", "peak of its GPU", "memory of the host"]
+    header = ["rank", "host", "peak of the process", "peak of the GPU", "memory of the host"]
     return [Table(header, rows, words=frozenset({1}), note=note)]
 
 

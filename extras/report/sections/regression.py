@@ -48,7 +48,7 @@ def _draw(figure: Figure, found: NumberFindings) -> None:
     left.plot(*means, "o-", markersize=4, color=ORANGE, label="mean")
     ends = [min(predicted.min(), true.min()), max(predicted.max(), true.max())]
     left.plot(ends, ends, ":", color=GRAY, label="perfect")
-    left.set(title="Predicted against true", xlabel="prediction", ylabel="label")
+    left.set(title="Label against prediction", xlabel="prediction", ylabel="label")
     left.legend()
     widths = np.diff(found.residual_edges)
     right.bar(found.residual_edges[:-1], found.residual_counts, width=widths, align="edge", color=BLUE)

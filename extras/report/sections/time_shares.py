@@ -35,7 +35,7 @@ def _make(facts: Facts) -> Sequence[Block]:
     svg = draw_svg(lambda figure: _draw(figure, shares, shown, kinds), 1.3 + 0.28 * len(shown))
     return [
         Chart(svg, f"Share of each rank's time by kind of work. {note}".strip()),
-        Table(["kind of work", "mean of ranks", "least", "most"], rows),
+        Table(["kind of work", "mean over ranks", "min", "max"], rows),
     ]
 
 
@@ -47,7 +47,7 @@ def _draw(figure: Figure, shares: Shares, ranks: Sequence[int], kinds: Sequence[
         axes.barh(names, widths, left=left, label=plain(kind), color=COLORS[number % len(COLORS)])
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.invert_yaxis()
-    axes.set(xlabel="% of its time", xlim=(0, max(100.0, *left)))
+    axes.set(xlabel="% of the rank's time", xlim=(0, max(100.0, *left)))
     axes.grid(axis="y", visible=False)
     figure.legend(loc="outside upper center", ncols=5)
 

@@ -107,7 +107,7 @@ def test_the_page_fits_a_browser_and_asks_it_for_nothing(
     make(spark, page)
     assert page.stat().st_size < 1_000_000
     assert Browser(program).console(page) == []
-    for width in (1200, 700):
+    for width in (1200, 700, 500):
         measured = Browser(program, width).measured(page)
         assert measured["wide"] == []
         assert measured["width"] <= measured["window"]

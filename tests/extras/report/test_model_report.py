@@ -111,7 +111,7 @@ def test_a_sample_is_bounded_and_drawn_by_its_seed(classifier: Any, frame: Any, 
 
     first, again, other = page(3), page(3), page(4)
     assert first.cards["held-out rows"] == "100"
-    assert "100 of the DataFrame that was given, drawn at random with seed 3" in first.text["headline"]
+    assert "100 rows of the given DataFrame, drawn at random with seed 3" in first.text["headline"]
     assert first.cards["log loss"] == again.cards["log loss"] != other.cards["log loss"]
     assert "features" not in first.tables
 
@@ -142,7 +142,7 @@ def test_rows_whose_output_is_not_finite_are_left_out_and_counted(
         model.report(tmp_path / "good.html", good)
         model.report(tmp_path / "all.html", good.unionByName(bad.drop("endless")))
         first, both = (Page.at(tmp_path / name) for name in ("good.html", "all.html"))
-        told = "7 of them, whose prediction or label is not finite, are left out below."
+        told = "7 of these rows are left out below, because their prediction or label is not finite."
         assert told in both.text["headline"]
         assert told not in first.text["headline"]
         for name in ("held-out rows", "log loss", "held-out numbers", "RMSE"):

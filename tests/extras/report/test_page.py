@@ -120,7 +120,7 @@ def test_the_page_stands_alone_and_is_small(make_shards: MakeShards, tmp_path: P
     assert not {"script", "link", "iframe", "img", "object", "image"} & set(page.tags)
     assert len(html.encode()) < 600_000
     (shares,) = page.tables["time"]
-    total = sum(float(text.removesuffix(" %")) for text in shares.column("mean of ranks"))
+    total = sum(float(text.removesuffix(" %")) for text in shares.column("mean over ranks"))
     assert total == pytest.approx(100, abs=0.5)
 
 
@@ -215,5 +215,5 @@ def test_every_rank_is_noted_with_its_host_and_its_memory(make_shards: MakeShard
     page = _report(config, tmp_path)
     (memory,) = page.tables["memory"]
     assert sorted(memory.column("rank")) == ["0", "1"]
-    assert all(text.endswith("MiB") for text in memory.column("peak of its process"))
+    assert all(text.endswith("MiB") for text in memory.column("peak of the process"))
     assert page.tables["environment"][1].column("ranks") == ["2"]
