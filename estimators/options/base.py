@@ -6,6 +6,7 @@ docs/settings.md. Nothing here imports torch or Spark.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -93,6 +94,14 @@ def option(allowed: ValueRange, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"allowed": allowed})
 
 
+class _Signature:
+    """The signature of a class by its `__init__`; its `__new__` has no names of options."""
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        made = inspect.signature(owner.__init__)  # type: ignore[misc]
+        return made.replace(parameters=list(made.parameters.values())[1:])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of one setting.
@@ -106,6 +115,8 @@ class Options:
 
     NAME: ClassVar[str] = ""
     SHORTHAND: ClassVar[str] = ""
+    # What `help` and the API pages show.
+    __signature__: ClassVar[_Signature] = _Signature()
 
     def __init_subclass__(cls) -> None:
         if "NAME" not in cls.__dict__:

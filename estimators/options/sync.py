@@ -31,7 +31,7 @@ class Sync(Options):
 
     @property
     def sharding(self) -> str:
-        """The part of the training's state that is sharded: one of `SHARDINGS`."""
+        """The part of the training's state that is sharded, one of `SHARDINGS`."""
         return "none"
 
     @property
@@ -62,6 +62,7 @@ class AllReduce(Sync):
 
     @property
     def strategy(self) -> str:  # type: ignore[override]
+        """Name of the training strategy, a key of `parallel.STRATEGIES`."""
         return "data_parallel" if self.compression is None else "compressed"
 
     @property
@@ -81,6 +82,7 @@ class Zero(Sync):
 
     @property
     def strategy(self) -> str:  # type: ignore[override]
+        """Name of the training strategy, a key of `parallel.STRATEGIES`."""
         return f"zero{self.stage}"
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import fields
 from typing import Any
@@ -159,6 +160,12 @@ def test_every_class_of_options_keeps_the_promises(kind: type[Options]) -> None:
         kind.of(options.to_values() | {"unheard_of": 1})
     with pytest.raises(AttributeError):
         options.other = 1  # type: ignore[attr-defined]
+
+
+def test_a_signature_has_the_options_and_their_defaults() -> None:
+    assert str(inspect.signature(LoRA)).startswith("(*, rank: 'int', targets: 'tuple[str, ...]', alpha:")
+    assert inspect.signature(DiLoCo).parameters["outer_rate"].default == 0.7
+    assert not inspect.signature(Hogwild).parameters
 
 
 def test_a_misspelled_option_names_the_nearest_one() -> None:
