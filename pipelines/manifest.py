@@ -70,7 +70,7 @@ class ShardFile:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Number of rows of each group that is read at once: a row group, or a window of a row group."""
+        """Number of rows of each group that is read at once. A group is a row group or a window of one."""
         if self.table is None:
             return self.row_groups
         return tuple(stop - start for _, start, stop in self.table.windows(self.row_groups))

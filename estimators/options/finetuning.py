@@ -15,10 +15,10 @@ class LoRA(Options):
 
     Attributes:
         rank: Rank of the adapters' matrices.
-        targets: Patterns over names of linear layers that get an adapter, such as ("*.query", "*.value").
+        targets: Patterns over names of linear layers that get an adapter, such as `("*.query", "*.value")`.
         alpha: The adapter's output is multiplied by alpha / rank; None for the rank.
         dropout: Probability with which the adapter drops an input in training.
-        train: Patterns over names of parameters that are trained too, such as ("head.*",).
+        train: Patterns over names of parameters that are trained too, such as `("head.*",)`.
     """
 
     rank: int = option(at_least(1))

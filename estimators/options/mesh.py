@@ -57,8 +57,8 @@ class Mesh(Options):
         pipeline: Workers that each hold some blocks, such as Pipeline(2, schedule="gpipe").
         expert: Workers with different experts of a mixture of experts, and different rows.
         sequence: Workers that each hold a part of every row: context parallelism.
-        plan: Which layers `tensor` shards in a network of your own, such as {"blocks.*.up": "column",
-            "blocks.*.down": "row"}; None asks the network.
+        plan: Which layers `tensor` shards in a network of your own, such as `{"blocks.*.up": "column",
+            "blocks.*.down": "row"}`; None asks the network.
         sequence_parallel: Whether layers between the sharded layers of `tensor` work on shards of the tokens.
         context: How attention reaches the keys of other workers along `sequence`: 'ring', 'gather' or
             'ulysses'.

@@ -51,8 +51,10 @@ class ScalingPlan:
 
     Attributes:
         step_seconds: Measured or given seconds of a step on one worker, by its number of rows.
-        fixed_seconds, row_seconds: Seconds of a step without rows, and seconds per row.
-        link, host_link: Link between the ranks of a host, and between hosts.
+        fixed_seconds: Seconds of a step without rows.
+        row_seconds: Seconds of a step per row.
+        link: Link between the ranks of a host, or between all ranks if there is no `host_link`.
+        host_link: Link between hosts; None if there is one host.
         gradient_bytes: Bytes that the ranks all-reduce in each step.
         network: Work and depth of the layers; None if they could not be counted.
     """

@@ -31,7 +31,7 @@ def cross_validate(
         evaluator: A Spark ML evaluator, or a mapping of names to evaluators.
 
     Returns:
-        One row per fold: "fold", the metrics by name, and "seconds".
+        One row per fold, with the columns "fold", the metrics by name, and "seconds".
 
     Raises:
         ValueError: An argument is invalid.

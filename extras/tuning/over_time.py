@@ -23,7 +23,9 @@ class Fold(NamedTuple):
     """The rows of one fold."""
 
     train: DataFrame
+    """The training rows."""
     validation: DataFrame
+    """The validation rows."""
 
 
 def fold_pairs(df: DataFrame, k: int, foldCol: str = FOLD) -> list[Fold]:

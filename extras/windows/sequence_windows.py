@@ -44,7 +44,7 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
     """Creates windows over the rows of a table; the keywords of the constructor are the Params.
 
     A row at which a window ends stays, with all its columns; `outputCol` (or `outputCols`) and `labelCol` are
-    added. Other rows are dropped; `countWindows` counts them by reason.
+    added. Other rows are dropped; `countWindows` counts them by reason. For example::
 
         SequenceWindows(keyCols=["origin"], timeCol="time_hour", valueCols=["flights", "temp"], steps=48,
                         targetCol="flights", maxGap="1 hour")

@@ -122,8 +122,8 @@ class ShardReader(ABC):
 
         Yields:
             Dict of arrays by name, each of shape (rows, ...). The caller may write to them. Ragged and sparse
-                columns have several arrays; see their column types. The number of rows differs by a few
-                between steps and may be 0.
+            columns have several arrays; see their column types. The number of rows differs by a few between
+            steps and may be 0.
 
         Raises:
             RuntimeError: A row group cannot be read; the message names the file and the row group.
