@@ -1,5 +1,7 @@
 """How Sphinx builds the pages of this folder: `make docs`. Nothing is looked up in the network."""
 
+from docutils import nodes
+
 project = "ringspark"
 author = "the ringspark authors"
 copyright = "the ringspark authors"
@@ -7,6 +9,9 @@ copyright = "the ringspark authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_design"]
 html_theme = "furo"
 html_title = "ringspark"
+html_static_path = ["_static"]
+html_css_files = ["phone.css"]
+smartquotes_action = "D"  # only dashes: quotes of a value stay as they are typed into code
 html_copy_source = False
 
 myst_enable_extensions = ["colon_fence"]  # cards of the landing page
@@ -16,4 +21,16 @@ default_role = "code"  # of `name` in docstrings
 napoleon_use_ivar = True  # "Attributes:" are fields of their class, not separate entries
 autodoc_typehints = "none"  # signatures show names and defaults; docstrings say what is meant
 autodoc_member_order = "groupwise"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+# A class is the default of `averaged`; autodoc would list the class instead of the field.
+autodoc_default_options = {"members": True, "show-inheritance": True, "exclude-members": "averaged"}
+
+
+def _link_pictures(app, doctree):
+    """Gives each picture a width, so that Sphinx links it to the file in full size."""
+    for picture in doctree.findall(nodes.image):
+        picture["width"] = "100%"
+
+
+def setup(app):
+    """Registers the hooks of this file."""
+    app.connect("doctree-read", _link_pictures)

@@ -19,7 +19,7 @@ from ringspark.estimators.training.settings.table import SETTINGS
 
 def main() -> None:
     print("# Settings\n")
-    print("Printed by `python scripts/show_settings.py` from the tables that the package works by.")
+    print("Printed by `python scripts/show_settings.py` from the tables that the package uses.")
     _table("Every setting", ["setting", "meaning", "default", "rule", "may change on resume"], _settings())
     print("\n## Options\n")
     print("A setting with options is one of these classes, or a dict of the same names.")
@@ -32,14 +32,18 @@ def main() -> None:
     for variant in Compression.variants().values():
         _show_options(variant, common)
     _table(
-        "Refused together, before anything starts",
-        ["together", "the sentence"],
+        "Combinations that raise an error",
+        ["combination", "error message"],
         [[f"`{rule.settings}`", _sentence(rule.message)] for rule in COMBINATIONS],
     )
     idle = [(s.name, s.without_effect[1]) for s in SETTINGS.values() if s.without_effect is not None]
     written = [setting.name for setting in SETTINGS.values() if setting.is_for_writing]
-    idle += [(name, "of `fitOnShards`: the shards are written already") for name in written]
-    _table("Without effect, said in a warning", ["setting", "where"], [[f"`{n}`", why] for n, why in idle])
+    idle += [(name, "`fitOnShards` reads shards that are already written") for name in written]
+    _table(
+        "Settings without effect, which log a warning",
+        ["setting", "when"],
+        [[f"`{n}`", why] for n, why in idle],
+    )
 
 
 def _show_options(kind: type[Options], common: Mapping[str, Any] | None = None) -> None:
