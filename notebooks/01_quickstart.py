@@ -2,8 +2,8 @@
 # MAGIC %md
 # MAGIC # From a DataFrame to a trained network and back
 # MAGIC
-# MAGIC Will a flight arrive over 15 minutes late? Five real tables, Spark's own feature stages, and a
-# MAGIC network with entity embeddings trained by two workers.
+# MAGIC Will a flight arrive over 15 minutes late? Spark joins five real tables and prepares the features
+# MAGIC with its own stages. Two workers train a network with entity embeddings.
 # MAGIC
 # MAGIC Needs `ringspark` with its `examples` extra on the cluster (`%pip install ringspark[examples]`).
 
@@ -30,7 +30,8 @@ FOR_SPARK = f"file:{FOLDER}"
 
 # MAGIC %md
 # MAGIC ## The table
-# MAGIC One row per flight, with what is known before departure; cancelled flights have no label.
+# MAGIC The table has one row per flight, with the facts that are known before departure. Cancelled flights
+# MAGIC have no label.
 
 # COMMAND ----------
 

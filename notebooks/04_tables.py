@@ -2,9 +2,9 @@
 # MAGIC %md
 # MAGIC # From a raw table to a forecast
 # MAGIC
-# MAGIC How many bicycles will people take at a station tomorrow, and is a day busy or quiet? An artificial
-# MAGIC table with strings, dates, decimals, booleans, ragged arrays and nulls shows column types, windows
-# MAGIC over rows, a search, and saving it all.
+# MAGIC How many bicycles will people take at a station tomorrow, and is a day busy or quiet? The example is
+# MAGIC an artificial table with strings, dates, decimals, booleans, ragged arrays and nulls. It shows column
+# MAGIC types, windows over rows, a search, and how to save and load the result.
 # MAGIC
 # MAGIC Needs `ringspark` on the cluster (`%pip install ringspark`).
 
@@ -133,8 +133,8 @@ network = TorchRegressor(
 
 # MAGIC %md
 # MAGIC ## A search, then the pipeline
-# MAGIC Make windows before the search, because random folds of rows would break the series. Folds are
-# MAGIC months here, because adjacent windows share most of their days.
+# MAGIC Make the windows before the search, because random folds of single rows would break the series. In
+# MAGIC this example each fold is a month, because adjacent windows share most of their days.
 
 # COMMAND ----------
 
@@ -153,9 +153,9 @@ forecaster.write().overwrite().save(f"{FOR_SPARK}/forecaster")
 # COMMAND ----------
 
 # MAGIC %md
-# MAGIC ## Saved, loaded, forecast
-# MAGIC The loaded pipeline takes rows with 14 days of history. The last day of each station has a forecast
-# MAGIC and no label.
+# MAGIC ## Save, load, forecast
+# MAGIC The loaded pipeline takes rows with 14 days of history. The last day of each station has a forecast,
+# MAGIC but no label.
 
 # COMMAND ----------
 

@@ -28,7 +28,8 @@ TRIALS = 12
 
 # MAGIC %md
 # MAGIC ## Rows
-# MAGIC Two numbers, and whether they lie in one of two rings: no straight line separates the classes.
+# MAGIC Each row has two numbers. The label says whether this point lies in one of two rings, so no straight
+# MAGIC line separates the classes.
 
 # COMMAND ----------
 
@@ -70,9 +71,9 @@ found.table.tail(3)
 
 # MAGIC %md
 # MAGIC ## Trials
-# MAGIC The space names settings, and arguments of the network as `model.x`. The rows are written once for
-# MAGIC all trials. After each epoch the pruner compares the trials. A pruned trial frees its slots for the
-# MAGIC next one. With a `runUri` the search resumes after its driver died.
+# MAGIC The space names settings of the estimator, and arguments of the network as `model.x`. The rows are
+# MAGIC written once for all trials. After each epoch the pruner compares the trials. A pruned trial frees
+# MAGIC its slots for the next one. With a `runUri` you can resume the search if its driver dies.
 
 # COMMAND ----------
 

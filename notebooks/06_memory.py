@@ -27,8 +27,8 @@ FOLDER = "/dbfs/tmp/ringspark-memory" if os.path.isdir("/dbfs/tmp") else tempfil
 
 # MAGIC %md
 # MAGIC ## What a step keeps
-# MAGIC Parameters, their gradients, the optimizer's state, and the activations that the backward pass
-# MAGIC needs. The plan runs one step on meta tensors, so it allocates nothing.
+# MAGIC A step keeps the parameters, their gradients, the optimizer's state, and the activations that the
+# MAGIC backward pass needs. The plan runs one step on meta tensors, so it allocates nothing.
 
 # COMMAND ----------
 
@@ -48,7 +48,7 @@ print(plan.table())
 # MAGIC ## What would help
 # MAGIC Gradient checkpointing keeps only the inputs of blocks. Gradient accumulation computes some of the
 # MAGIC rows at a time. Activation compression keeps activations in 8 bits. An optimizer with less state
-# MAGIC helps networks with many parameters, which this one is not.
+# MAGIC helps if a network has many parameters; this network has few.
 
 # COMMAND ----------
 

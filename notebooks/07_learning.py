@@ -80,8 +80,8 @@ show({f"dot product of {n} numbers": dot(n) for n in (8, 64, 512, 4096)})
 
 # MAGIC %md
 # MAGIC ## Linear regression: the closed form
-# MAGIC The weights solve `(X'X) w = X'y`. Spark needs one pass: every entry of both sides is a sum over
-# MAGIC rows. The driver solves a system as small as the number of columns.
+# MAGIC The weights solve `(X'X) w = X'y`. Spark needs one pass over the rows, because every entry of `X'X`
+# MAGIC and `X'y` is a sum over rows. The driver solves the system, with one equation per column.
 
 # COMMAND ----------
 
@@ -161,10 +161,10 @@ for name, weights in ways.items():
 # COMMAND ----------
 
 # MAGIC %md
-# MAGIC The closed form is one shallow pass over the rows. Each step of gradient descent adds a chain as
-# MAGIC long as a sum over all rows. Descent pays off if there is no closed form, or if there are many
-# MAGIC columns: the work of the closed form grows with their square, and the work of the elimination with
-# MAGIC their cube.
+# MAGIC The closed form is one pass over the rows, with a small depth. Each step of gradient descent depends
+# MAGIC on the step before, so each adds the depth of a sum over all rows. Descent pays off if there is no
+# MAGIC closed form, or if there are many columns: the work of the closed form grows with their square, and
+# MAGIC the work of the elimination with their cube.
 
 # COMMAND ----------
 
@@ -276,7 +276,8 @@ print(f"largest difference of the Jacobians: {jacobian_difference:.1e}")
 # MAGIC %md
 # MAGIC ## A convolution is a matrix product
 # MAGIC *im2col* copies every patch of the image into a column, and multiplies by the kernels as rows.
-# MAGIC Alternatively, the image is a plain vector and the kernels become a Toeplitz matrix, mostly zeros.
+# MAGIC Alternatively, the image is a plain vector, and the kernels become a Toeplitz matrix that is mostly
+# MAGIC zeros.
 
 # COMMAND ----------
 

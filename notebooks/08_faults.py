@@ -2,8 +2,8 @@
 # MAGIC %md
 # MAGIC # When something fails
 # MAGIC
-# MAGIC Kill one worker in the middle of a training, then the whole training. The result equals an
-# MAGIC undisturbed training. Then look at some errors.
+# MAGIC This notebook kills one worker in the middle of a training, and then the whole training. The results
+# MAGIC equal an undisturbed training. At the end it shows some errors.
 # MAGIC
 # MAGIC Needs `ringspark` on the cluster (`%pip install ringspark`).
 
@@ -27,7 +27,7 @@ FOLDER = "/dbfs/tmp/ringspark-faults" if os.path.isdir("/dbfs/tmp") else tempfil
 
 # MAGIC %md
 # MAGIC ## A training of 80 steps
-# MAGIC Two workers, and a checkpoint every 5 steps.
+# MAGIC Two workers train, and write a checkpoint every 5 steps.
 
 # COMMAND ----------
 
