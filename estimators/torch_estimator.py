@@ -33,6 +33,7 @@ from ringspark.estimators.stages.persistence import StageReader, StageWriter
 from ringspark.estimators.stages.storage_root import active_session, storage_root
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.stages.to_config import settings_without_effect
+from ringspark.estimators.table_fit import prepare_table, wants_table
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.estimators.tracking.base import RunEnd, RunStart
 from ringspark.estimators.tracking.registry import surroundings_of
@@ -133,6 +134,11 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         return StageReader(cls)
 
     def _fit(self, dataset: DataFrame) -> M:
+        if wants_table(self):
+            table = prepare_table(self, dataset, self._task)
+            model = cast(M, table.estimator._fit(table.dataset))
+            model._resetUid(self.uid)
+            return model._describe_columns(table.uses)
         fit = CheckedFit.of(self, dataset)
         choose_daemon(dataset.sparkSession, fit.config.use_gpu)
         return self._train(dataset, fit, SharedShards(dataset, [fit.data]))

@@ -53,6 +53,7 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column as ShardColumn
 from ringspark.pipelines.columns import check_frame, is_case_sensitive
 from ringspark.pipelines.kinds import Struct, Vocabulary
+from ringspark.pipelines.table_plan import ColumnUse
 from ringspark.pipelines.typed_json import added
 
 M = TypeVar("M", bound="TorchModel")
@@ -310,6 +311,12 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             kinds = [column.kind for column in columns if column.name == label_columns[0]]
             self._labels = next((kind.words or () for kind in kinds if isinstance(kind, Vocabulary)), ())
             self._label_fields = next((kind.fields for kind in kinds if isinstance(kind, Struct)), ())
+        return self
+
+    def _describe_columns(self: M, uses: Sequence[ColumnUse]) -> M:
+        """Notes what became of each column of the table."""
+        if self._summary is not None:
+            self._summary = replace(self._summary, column_uses=tuple(uses))
         return self
 
     def _restore(self, uri: str, description: ModelDescription) -> None:

@@ -9,6 +9,7 @@ MODELS: dict[str, str] = {
     "mlp": "ringspark.models.mlp:MLP",
     "recurrent": "ringspark.models.recurrent:Recurrent",
     "resnet": "ringspark.models.resnet:ResNet",
+    "tabm": "ringspark.models.tabm:TabM",
     "tabular": "ringspark.models.tabular:TabularNet",
     "tabular_ensemble": "ringspark.models.tabular_ensemble:TabularEnsemble",
     "transformer_classifier": "ringspark.models.transformer:TransformerClassifier",

@@ -41,6 +41,7 @@ from ringspark.pipelines.kinds import (
     Scalar,
     Sparse,
     Struct,
+    TableRow,
     Vector,
     Vocabulary,
 )
@@ -138,8 +139,25 @@ def source_columns(
 ) -> list[StructField]:
     """Returns the columns of a DataFrame from which to make the inputs; `exact`: see `find_fields`."""
     return [
-        find_field(name, "featuresCol or inputCols", schema, exact) for name in source_names(inputs, names)
+        _table_field(name, item.column.kind, schema, exact)
+        if item.column is not None and isinstance(item.column.kind, TableRow)
+        else find_field(name, "featuresCol or inputCols", schema, exact)
+        for name, item in zip(source_names(inputs, names), inputs, strict=True)
     ]
+
+
+def _table_field(name: str, kind: TableRow, schema: StructType, exact: bool) -> StructField:
+    """Returns the struct of a table's columns, with their names in the training."""
+    fields = [
+        StructField(column, find_field(column, "the model's column", schema, exact).dataType)
+        for column in kind.sources
+    ]
+    return StructField(name, StructType(fields), nullable=False)
+
+
+def table_struct(names: Sequence[str]) -> Column:
+    """Returns the struct of a table's columns."""
+    return F.struct(*(F.col(quote(name)).alias(name) for name in names))
 
 
 def layout_of_inputs(inputs: Sequence[ModelInput]) -> InputLayout:
@@ -152,6 +170,8 @@ def bind(item: ModelInput, field: StructField) -> BoundInput:
     name, data_type, source = field.name, field.dataType, F.col(quote(field.name))
     trained = item.column
     if trained is not None and trained.kind.is_choice:
+        if isinstance(trained.kind, TableRow):
+            source = table_struct(trained.kind.sources)
         return _bind_choice(item, field, source)
     given = _given(field, trained)
     if isinstance(given.kind, Struct):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -15,6 +15,7 @@ from ringspark.estimators.training import rank_log
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.worker import FinishedRun, TrainResult
 from ringspark.pipelines import storage
+from ringspark.pipelines.table_plan import ColumnUse
 from ringspark.pipelines.typed_json import added, parse_object, record
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class TrainingSummary:
         resumed_steps: Step from which each start of the workers resumed, if it resumed at all.
         checkpoint_errors: One line per checkpoint that could not be written.
         non_finite: One line per step whose loss or gradient was not finite.
+        column_uses: What became of each column of a table; see `columns`.
         parallelism: How the workers shared the network, as the setting of this name; {} for data parallelism.
     """
 
@@ -59,6 +61,16 @@ class TrainingSummary:
     checkpoint_errors: tuple[str, ...] = added(())
     non_finite: tuple[str, ...] = added(())
     parallelism: dict[str, Any] = field(default_factory=dict, metadata={"added": True})
+    column_uses: tuple[ColumnUse, ...] = added(())
+
+    @property
+    def columns(self) -> pd.DataFrame:
+        """One row per column of the table: its type, values, missing share, use, and why.
+
+        It is empty if the training was given a network or input columns.
+        """
+        names = [each.name for each in fields(ColumnUse)]
+        return pd.DataFrame([use.to_json() for use in self.column_uses], columns=names)
 
     @property
     def history(self) -> pd.DataFrame:

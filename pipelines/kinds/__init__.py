@@ -17,6 +17,7 @@ from ringspark.pipelines.kinds.scalar import Scalar
 from ringspark.pipelines.kinds.sparse import Sparse
 from ringspark.pipelines.kinds.strings import HashBuckets, Vocabulary
 from ringspark.pipelines.kinds.structs import Struct
+from ringspark.pipelines.kinds.table_row import TableColumn, TableRow
 from ringspark.pipelines.kinds.tokens import Tokens
 from ringspark.pipelines.kinds.vector import Vector
 from ringspark.pipelines.typed_json import record
@@ -25,7 +26,7 @@ KINDS: dict[str, type[Kind]] = {
     kind.tag: kind
     for kind in (
         *(Scalar, Array, Ragged, Padded, Vector, Struct),
-        *(Sparse, Vocabulary, HashBuckets, Tokens, Binary, Image),
+        *(Sparse, Vocabulary, HashBuckets, Tokens, Binary, Image, TableRow),
     )
 }
 """Class of each column type, by its tag in the manifest."""
@@ -45,6 +46,8 @@ __all__ = [
     "Scalar",
     "Sparse",
     "Struct",
+    "TableColumn",
+    "TableRow",
     "Tokens",
     "Vector",
     "Vocabulary",

@@ -25,6 +25,7 @@ EXAMPLES: dict[str, dict[str, object]] = {
         "padding_id": 0,
     },
     "resnet": {"in_channels": 3, "out_features": 2, "depths": [1, 2], "width": 4, "norm": "group"},
+    "tabm": {"edges": [[-1.0, 0.0, 2.0], [-1.0, 1.0]], "cardinalities": [4, 50], "out_features": 2},
     "tabular": {"cardinalities": [4, 30], "num_numeric": 3, "hidden": [8, 7], "out_features": 2},
     "tabular_ensemble": {
         "members": 3,
@@ -61,6 +62,9 @@ def spec(name: str) -> ModelSpec:
 
 def example_inputs(name: str, rows: int) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
+    if name == "tabm":
+        ids = torch.randint(0, 4, (rows, 2), generator=generator)
+        return torch.randn(rows, 2, generator=generator), ids
     if name.startswith("tabular"):
         categories = torch.randint(0, 4, (rows, 2), generator=generator)
         return categories, torch.randn(rows, 3, generator=generator)

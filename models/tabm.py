@@ -1,0 +1,186 @@
+"""TabM: an ensemble of networks for a table that share their matrices.
+
+Gorishniy, Kotelnikov and Babenko 2024, "TabM: Advancing Tabular Deep Learning with Parameter-Efficient
+Ensembling". Numbers go through piecewise-linear embeddings (Gorishniy, Rubachev and Babenko 2022, "On
+Embeddings for Numerical Features in Tabular Deep Learning"). The members differ by vectors that scale the
+inputs and outputs of shared matrices (Wen, Tran and Ba 2020, "BatchEnsemble").
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from ringspark.models.chain import Link
+from ringspark.models.checks import check_dropout, check_sizes
+
+# Embeddings of rare categories start small, so that they do not drown the numbers in noise.
+RARE_FROM, _RARE_STD, _STD = 40, 0.05, 0.3
+
+
+class NumberEmbedding(nn.Module):
+    """Piecewise-linear embeddings of M numbers, with a learned embedding of a missing number.
+
+    Args:
+        edges: For each number, the ascending edges of its bins: at least two.
+        width: Width of each embedding.
+    """
+
+    def __init__(self, edges: Sequence[Sequence[float]], width: int) -> None:
+        super().__init__()
+        if any(len(each) < 2 or any(a >= b for a, b in pairwise(each)) for each in edges):
+            raise ValueError("edges must hold at least two ascending numbers for each column")
+        bins = max((len(each) for each in edges), default=2) - 1
+        # Columns with fewer bins get bins that no number reaches.
+        starts = torch.tensor([[*each[:-1], *[math.inf] * (bins + 1 - len(each))] for each in edges])
+        widths = torch.tensor(
+            [[*(b - a for a, b in pairwise(each)), *[1.0] * (bins + 1 - len(each))] for each in edges]
+        )
+        self.register_buffer("starts", starts.reshape(len(edges), bins))
+        self.register_buffer("widths", widths.reshape(len(edges), bins))
+        self.register_buffer("counts", torch.tensor([len(each) - 1.0 for each in edges]))
+        # The bins, the number itself, its rank among the training rows, and whether it is missing.
+        self.weight = nn.Parameter(torch.randn(len(edges), bins + 3, width) * 0.15)
+        self.bias = nn.Parameter(torch.zeros(len(edges), width))
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Maps (batch, M) numbers, NaN if missing, to (batch, M * (width + 1))."""
+        assert isinstance(self.starts, torch.Tensor)
+        assert isinstance(self.widths, torch.Tensor)
+        assert isinstance(self.counts, torch.Tensor)
+        missing = torch.isnan(numbers)
+        known = numbers.masked_fill(missing, 0.0)
+        filled = ((known[:, :, None] - self.starts) / self.widths).clamp(0.0, 1.0)
+        share = (filled.sum(2) / self.counts).clamp(1e-3, 1 - 1e-3)
+        normal = math.sqrt(2) * torch.erfinv(2 * share - 1)
+        inputs = torch.cat([filled - 0.5, normal[:, :, None], known.clamp(-4.0, 4.0)[:, :, None]], 2)
+        inputs = inputs.masked_fill(missing[:, :, None], 0.0)
+        inputs = torch.cat([inputs, missing[:, :, None].to(inputs.dtype)], 2)
+        embedded = torch.einsum("bmn,mnd->bmd", inputs, self.weight) + self.bias
+        return torch.cat([torch.relu(embedded).flatten(1), inputs[:, :, -3]], 1)
+
+
+class MemberBlock(nn.Module):
+    """A hidden layer: one matrix that all members share, with vectors of each member (BatchEnsemble)."""
+
+    def __init__(self, members: int, in_dim: int, out_dim: int, dropout: float, is_first: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_dim, out_dim, bias=False)
+        # Random signs in the first layer make the members differ; later layers begin equal.
+        ones = torch.ones(members, in_dim)
+        self.inputs = nn.Parameter(torch.randint(0, 2, ones.shape) * 2.0 - 1.0 if is_first else ones)
+        self.outputs = nn.Parameter(torch.ones(members, out_dim))
+        self.bias = nn.Parameter((torch.rand(members, out_dim) * 2 - 1) / math.sqrt(in_dim))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor, effect: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Maps (batch, members or 1, in_dim) to (batch, members, out_dim); passes `effect` on."""
+        out = self.linear(x * self.inputs) * self.outputs + self.bias
+        return self.dropout(torch.relu(out)), effect
+
+
+class TabM(nn.Module):
+    """`members` networks over the numbers and categories of a table; the prediction is their mean.
+
+    Args:
+        edges: See `NumberEmbedding`; one entry per number.
+        cardinalities: Number of ids of each category; id 0 stands for a category that the training lacks.
+        out_features: Outputs per row: classes, or one for a regression.
+        members: Number of members.
+        width: Width of each hidden layer.
+        depth: Number of hidden layers.
+        number_width: Width of a number's embedding.
+        category_width: Greatest width of a category's embedding.
+        dropout: Probability of zeroing a hidden unit in training.
+        unknown: Probability of training a category as unknown, so that id 0 is learned.
+        center: Mean of a regression's label.
+        scale: Deviation of a regression's label. Outputs are `center + scale * value`.
+        averages: "values", or "probabilities" for classes: the logits of the members' mean probability.
+
+    Raises:
+        ValueError: If an argument is out of range, or there is no input at all.
+    """
+
+    def __init__(
+        self,
+        edges: Sequence[Sequence[float]],
+        cardinalities: Sequence[int],
+        out_features: int,
+        members: int = 8,
+        width: int = 256,
+        depth: int = 2,
+        number_width: int = 12,
+        category_width: int = 12,
+        dropout: float = 0.1,
+        unknown: float = 0.02,
+        center: float = 0.0,
+        scale: float = 1.0,
+        averages: str = "values",
+    ) -> None:
+        super().__init__()
+        check_sizes(out_features=out_features, members=members, width=width, depth=depth)
+        check_sizes(number_width=number_width, category_width=category_width)
+        check_dropout("dropout", dropout)
+        check_dropout("unknown", unknown)
+        if not edges and not cardinalities:
+            raise ValueError("there must be a number or a category")
+        if averages not in ("values", "probabilities"):
+            raise ValueError(f"averages must be 'values' or 'probabilities', got {averages!r}")
+        self.unknown, self.averages = unknown, averages
+        self.center, self.scale = center, scale
+        self.numbers = NumberEmbedding(edges, number_width)
+        self.embeddings = nn.ModuleList(nn.Embedding(n, min(n, category_width)) for n in cardinalities)
+        # Names with many values also shift the output on their own, like a random effect of statistics.
+        self.effects = nn.ModuleList(nn.Embedding(n, out_features) for n in cardinalities if n > RARE_FROM)
+        self.has_effect = [n > RARE_FROM for n in cardinalities]
+        for n, table in zip(cardinalities, self.embeddings, strict=True):
+            nn.init.normal_(table.weight, std=_RARE_STD if n > RARE_FROM else _STD)  # type: ignore[arg-type]
+        for table in self.effects:
+            nn.init.zeros_(table.weight)  # type: ignore[arg-type]
+        in_dim = len(edges) * (number_width + 1) + sum(min(n, category_width) for n in cardinalities)
+        widths = [in_dim, *[width] * depth]
+        self.blocks = nn.ModuleList(
+            MemberBlock(members, a, b, dropout, is_first=i == 0) for i, (a, b) in enumerate(pairwise(widths))
+        )
+        bound = 1 / math.sqrt(width)
+        self.heads = nn.Parameter((torch.rand(members, out_features, width) * 2 - 1) * bound)
+        self.biases = nn.Parameter(torch.zeros(members, out_features))
+
+    def forward(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Maps (batch, M) numbers, NaN if missing, and (batch, K) ids to outputs.
+
+        Returns:
+            (batch, members, out_features) in training, otherwise the mean (batch, out_features).
+        """
+        x, effect = self._embed(numbers, ids)
+        for block in self.blocks:
+            x, effect = block(x, effect)
+        return self._predict(x, effect)
+
+    def links(self) -> list[Link]:
+        blocks = [Link(f"blocks.{i}", block, (f"blocks.{i}",)) for i, block in enumerate(self.blocks)]
+        inputs = Link("inputs", self._embed, ("numbers", "embeddings", "effects"))
+        return [inputs, *blocks, Link("head", self._predict, ("heads", "biases"))]
+
+    def _embed(self, numbers: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the inputs of the first block (batch, 1, in_dim), and the effects (batch, 1, outputs)."""
+        if self.training and self.unknown:
+            ids = ids.masked_fill(torch.rand(ids.shape, device=ids.device) < self.unknown, 0)
+        vectors = [self.numbers(numbers)] if numbers.shape[1] else []
+        vectors += [table(ids[:, column]) for column, table in enumerate(self.embeddings)]
+        effect = torch.zeros(len(ids), self.heads.shape[1], dtype=self.heads.dtype, device=ids.device)
+        columns = [column for column, has in enumerate(self.has_effect) if has]
+        for column, table in zip(columns, self.effects, strict=True):
+            effect = effect + table(ids[:, column])
+        return torch.cat(vectors, 1)[:, None], effect[:, None]
+
+    def _predict(self, x: torch.Tensor, effect: torch.Tensor) -> torch.Tensor:
+        outputs = torch.einsum("bkw,kow->bko", x, self.heads) + self.biases + effect
+        outputs = self.center + self.scale * outputs
+        if self.training:
+            return outputs
+        if self.averages == "probabilities":
+            return torch.log_softmax(outputs, 2).exp().mean(1).clamp_min(1e-12).log()
+        return outputs.mean(1)

@@ -1,0 +1,275 @@
+"""Column type "table_row": the mixed columns of a table as one row of numbers and one row of category ids.
+
+The source is a struct of the table's columns. Python computes every number from it, in the write and in
+`transform` alike: standardized values, the calendar of dates, and the ids of strings. A missing number is
+NaN, and the network learns what it means. Id 0 of a category stands for strings that the training lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, numbers
+from ringspark.pipelines.kinds.scalar import number_of
+from ringspark.pipelines.rows import NumpyArray, Rows
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
+    from pyspark.sql.types import DataType
+    from typing_extensions import Self
+
+Form = Literal["number", "levels", "words", "calendar"]
+
+_DAY = 86_400.0
+
+CALENDAR: dict[str, float] = {"hour": 1.0, "weekday": 7.0, "monthday": 31.0, "yearday": 365.2425}
+"""Part of a date -> its period in the part's own unit; hours count in days."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableColumn:
+    """What a row holds of one column.
+
+    Attributes:
+        name: Name of the field in the struct.
+        path: Fields inside a nested struct, from the outermost inwards.
+        item: Index in an array or vector; None for other types.
+        form: "number": one standardized number. "levels": the id of a number that repeats. "words": the id
+            of a string. "calendar": a trend, which is a standardized number, and cyclic parts of the date.
+        center, scale: Standardization of the number: (value - center) / scale.
+        low, high: Range of the standardized number; values outside are clipped.
+        levels: Known numbers of the form "levels", ascending; number i has the id i + 1.
+        words: Known strings of the form "words"; string i has the id i + 1.
+        parts: Names in `CALENDAR` of a date that varies in them.
+    """
+
+    name: str
+    path: tuple[str, ...] = ()
+    item: int | None = None
+    form: Form = "number"
+    center: float = 0.0
+    scale: float = 1.0
+    low: float = -8.0
+    high: float = 8.0
+    levels: tuple[float, ...] = ()
+    words: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.form not in get_args(Form):
+            raise ValueError(f"form of TableColumn must be one of {get_args(Form)}, got {self.form!r}")
+        if not (self.scale > 0 and self.low <= self.high):
+            raise ValueError(f"column {self.name!r} needs a scale above 0 and low <= high")
+        if unknown := set(self.parts) - CALENDAR.keys():
+            raise ValueError(f"parts of TableColumn must be in {list(CALENDAR)}, got {min(unknown)!r}")
+
+    @property
+    def source(self) -> str:
+        """Name of the value in the struct that Spark sends to Python."""
+        item = () if self.item is None else (str(self.item),)
+        return ".".join((self.name, *self.path, *item)) + (":text" if self.form == "words" else "")
+
+    @property
+    def num_ids(self) -> int:
+        """Number of ids; 0 for numbers and dates."""
+        return len(self.levels or self.words) + 1 if self.form in ("levels", "words") else 0
+
+    @property
+    def num_numbers(self) -> int:
+        if self.form == "calendar":
+            return 1 + 3 * len(self.parts)
+        return int(self.form == "number")
+
+    def numbers_of(self, values: NumpyArray) -> NumpyArray:
+        """Returns the numbers of float64 values in the unit of the table: (rows, num_numbers) float32."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            standard = np.clip((values - self.center) / self.scale, self.low, self.high)
+        found = [standard]
+        if self.form == "calendar":
+            for name in self.parts:
+                turn = _calendar(name, values) / CALENDAR[name]
+                found += [turn * 4 - 2, np.sin(2 * np.pi * turn), np.cos(2 * np.pi * turn)]
+        return np.stack(found, axis=1).astype(np.float32)
+
+    def ids_of(self, values: Any) -> NumpyArray:
+        """Returns the ids of an Arrow array of strings or doubles: (rows,) int32."""
+        if self.form == "words":
+            found = pc.fill_null(pc.index_in(values, value_set=_word_set(self.words)), -1)
+            ids: NumpyArray = found.to_numpy(zero_copy_only=False) + 1
+            return ids.astype(np.int32)
+        levels, given = np.array(self.levels), _doubles(values)
+        place = np.minimum(np.searchsorted(levels, given), len(levels) - 1)
+        return np.where(levels[place] == given, place + 1, 0).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class TableRow(Kind):
+    """The numbers and ids of a table's columns; a batch holds `name.numbers` and `name.ids`.
+
+    The numbers are float32 (rows, M) with NaN for a missing one, the ids int64 (rows, K).
+
+    Attributes:
+        columns: The columns in the order of their numbers and ids.
+    """
+
+    tag: ClassVar[str] = "table_row"
+    suffixes: ClassVar[tuple[str, ...]] = (".numbers", ".ids")
+    columns: tuple[TableColumn, ...] = ()
+
+    @property
+    def num_numbers(self) -> int:
+        return sum(column.num_numbers for column in self.columns)
+
+    @property
+    def cardinalities(self) -> list[int]:
+        """Number of ids of each category, in order."""
+        return [column.num_ids for column in self.columns if column.num_ids]
+
+    @property
+    def sources(self) -> list[str]:
+        """The table's columns, each once, in order."""
+        return list(dict.fromkeys(column.name for column in self.columns))
+
+    def adopt(self, name: str, data_type: DataType) -> Self:
+        known = [field.name for field in getattr(data_type, "fields", ())]
+        if missing := [source for source in self.sources if source not in known]:
+            raise ValueError(f"column {name!r} has no field {missing[0]!r}; it has {known}")
+        return self
+
+    def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
+        from pyspark.sql import functions as F
+
+        fields: dict[str, SparkColumn] = {}
+        for column in self.columns:
+            if column.source not in fields:
+                fields[column.source] = _select_value(source, data_type, column).alias(column.source)
+        return F.struct(*fields.values())
+
+    def stored(self, name: str) -> dict[str, Any]:
+        return {name: pa.binary(self._dtype.itemsize)}
+
+    def encode(self, values: Any, valid: Any = None) -> Encoded:
+        fields = {field.name: values.field(index) for index, field in enumerate(values.type)}
+        rows = np.zeros(len(values), self._dtype)
+        number = category = 0
+        for column in self.columns:
+            given = fields[column.source]
+            if column.num_ids:
+                rows["ids"][:, category] = column.ids_of(given)
+                category += 1
+            else:
+                made = column.numbers_of(_doubles(given))
+                rows["numbers"][:, number : number + made.shape[1]] = made
+                number += made.shape[1]
+        buffer = pa.py_buffer(np.ascontiguousarray(rows).view(np.uint8))
+        return Encoded([pa.Array.from_buffers(self.stored("")[""], len(rows), [None, buffer])])
+
+    def measure(self, arrays: Sequence[Any]) -> NumpyArray:
+        # Its numbers are standardized, so their statistics say nothing of the table.
+        return np.zeros(0, np.float32)
+
+    def decode(self, columns: Sequence[Any]) -> Rows:
+        (column,) = columns
+        if column.null_count or column.type != self.stored("")[""]:
+            raise ValueError(
+                f"should hold {self._dtype.itemsize} bytes per row, but the data is {column.type}"
+            )
+        size = self._dtype.itemsize
+        raw = np.frombuffer(column.buffers()[1] or b"", np.uint8)[column.offset * size :][
+            : len(column) * size
+        ]
+        rows: Rows = raw.view(self._dtype)
+        return rows
+
+    def finish(self, name: str, rows: Any) -> dict[str, NumpyArray]:
+        return {
+            f"{name}.numbers": np.ascontiguousarray(rows["numbers"]),
+            f"{name}.ids": rows["ids"].astype(np.int64),
+        }
+
+    def arguments(self, name: str) -> tuple[str, ...]:
+        return self.batch_names(name)
+
+    def arrays(self, name: str) -> dict[str, BatchArray]:
+        return {
+            f"{name}.numbers": BatchArray("float32", (self.num_numbers,)),
+            f"{name}.ids": BatchArray("int64", (len(self.cardinalities),)),
+        }
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * self.num_numbers + 8 * len(self.cardinalities)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.tag, "columns": [asdict(column) for column in self.columns]}
+
+    def __str__(self) -> str:
+        return (
+            f"float32[{self.num_numbers}] and int64[{len(self.cardinalities)}] of {len(self.sources)} columns"
+        )
+
+    def __repr__(self) -> str:
+        return f"TableRow({', '.join(self.sources)})"
+
+    @property
+    def _dtype(self) -> np.dtype[Any]:
+        return np.dtype([("numbers", "<f4", (self.num_numbers,)), ("ids", "<i4", (len(self.cardinalities),))])
+
+
+def _select_value(source: SparkColumn, data_type: DataType, column: TableColumn) -> SparkColumn:
+    """Returns the value of one column as a string or a double, null if it is missing."""
+    from pyspark.sql import functions as F
+
+    value, value_type = source.getField(column.name), _field(data_type, column.name)
+    for part in column.path:
+        value, value_type = value.getField(part), _field(value_type, part)
+    if column.item is not None:
+        if value_type.typeName() != "array":
+            from pyspark.ml.functions import vector_to_array
+
+            value = vector_to_array(value)
+        value = F.get(value, F.lit(column.item))
+    if column.form == "words":
+        return value.cast("string")
+    name = value_type.typeName()
+    if column.form == "calendar":
+        # The clock of the session's time zone, in seconds: hours and weekdays are those that people see.
+        if name == "date":
+            return F.unix_date(value).cast("double") * _DAY
+        seconds = F.hour(value) * 3600 + F.minute(value) * 60 + F.second(value)
+        return F.unix_date(F.to_date(value)).cast("double") * _DAY + seconds
+    return number_of(value, name).cast("double")
+
+
+def _field(data_type: DataType, name: str) -> Any:
+    return next(field.dataType for field in data_type.fields if field.name == name)  # type: ignore[attr-defined]
+
+
+def _doubles(values: Any) -> NumpyArray:
+    """Returns float64 with NaN for nulls and infinities kept."""
+    return numbers(values.cast(pa.float64())).astype(np.float64, copy=False)
+
+
+def _calendar(part: str, seconds: NumpyArray) -> NumpyArray:
+    """Returns one part of the calendar for seconds since 1970: see `CALENDAR`."""
+    days = np.floor(seconds / _DAY)
+    if part == "hour":
+        return seconds / _DAY - days
+    if part == "weekday":
+        return (days + 3) % 7  # 1970-01-01 was a Thursday
+    known = np.where(np.isfinite(days), days, 0).astype("datetime64[D]")
+    start = known.astype("datetime64[M]" if part == "monthday" else "datetime64[Y]").astype("datetime64[D]")
+    found = (known - start).astype(np.float64)
+    return np.where(np.isfinite(days), found, np.nan)
+
+
+@lru_cache(maxsize=256)
+def _word_set(words: tuple[str, ...]) -> Any:
+    return pa.array(words, pa.string())
