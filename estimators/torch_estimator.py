@@ -33,7 +33,7 @@ from ringspark.estimators.stages.persistence import StageReader, StageWriter
 from ringspark.estimators.stages.storage_root import active_session, storage_root
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.stages.to_config import settings_without_effect
-from ringspark.estimators.table_fit import prepare_table, wants_table
+from ringspark.estimators.table_fit import Plans, PreparedFit, prepare_fit
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.estimators.tracking.base import RunEnd, RunStart
 from ringspark.estimators.tracking.registry import surroundings_of
@@ -80,17 +80,20 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         Returns a thread-safe iterator over (index of the map, model); each `next` is one fit.
         """
         estimators = [self.copy(cast(Any, values)) for values in paramMaps]
-        fits = [CheckedFit.of(estimator, dataset) for estimator in estimators]
-        runs = [f.data.root for f, e in zip(fits, estimators, strict=True) if e.getRunUri() is not None]
+        plans: Plans = {}
+        fits = [prepare_fit(estimator, dataset, plans) for estimator in estimators]
+        checked = [CheckedFit.of(fit.estimator, fit.dataset) for fit in fits]
+        runs = [c.data.root for c, e in zip(checked, estimators, strict=True) if e.getRunUri() is not None]
         if len(set(runs)) < len(runs):
             raise ValueError(
                 f"runUri {runs[0]!r} is the folder of one training, and {len(estimators)} parameter maps are "
                 "to be fitted; leave runUri unset, or give each map its own"
             )
-        choose_daemon(dataset.sparkSession, any(fit.config.use_gpu for fit in fits))
-        shards = SharedShards(dataset, [fit.data for fit in fits])
+        choose_daemon(dataset.sparkSession, any(each.config.use_gpu for each in checked))
+        datasets = {each.data: fit.dataset for each, fit in zip(checked, fits, strict=True)}
+        shards = SharedShards(datasets, [each.data for each in checked])
         return _FitMultipleIterator(
-            lambda index: estimators[index]._train(dataset, fits[index], shards), len(fits)
+            lambda index: fits[index].estimator._train(fits[index], checked[index], shards), len(fits)
         )
 
     def fitOnShards(self, uri: str) -> M:
@@ -134,14 +137,10 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         return StageReader(cls)
 
     def _fit(self, dataset: DataFrame) -> M:
-        if wants_table(self):
-            table = prepare_table(self, dataset, self._task)
-            model = cast(M, table.estimator._fit(table.dataset))
-            model._resetUid(self.uid)
-            return model._describe_columns(table.uses)
-        fit = CheckedFit.of(self, dataset)
+        prepared = prepare_fit(self, dataset, {})
+        fit = CheckedFit.of(prepared.estimator, prepared.dataset)
         choose_daemon(dataset.sparkSession, fit.config.use_gpu)
-        return self._train(dataset, fit, SharedShards(dataset, [fit.data]))
+        return self._train(prepared, fit, SharedShards({fit.data: prepared.dataset}, [fit.data]))
 
     def _fit_on_table(self, spark: SparkSession, listing: Listing) -> M:
         estimator, reader = self, self.getParam(READER.name)
@@ -156,17 +155,19 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         with run.guarded(), table_rows(spark, listing, fit.data, run) as (manifest, key):
             return estimator._train_on(spark, run, fit, manifest, key)
 
-    def _train(self, dataset: DataFrame, fit: CheckedFit, shards: SharedShards) -> M:
-        spark, run = dataset.sparkSession, self._run_folder(fit.data.root)
+    def _train(self, prepared: PreparedFit, fit: CheckedFit, shards: SharedShards) -> M:
+        spark, run = prepared.dataset.sparkSession, self._run_folder(fit.data.root)
         with ExitStack() as stack:
             if run.is_given:
                 stack.enter_context(run.guarded())
-                manifest, key = run_shards(dataset, fit.data, run)
+                manifest, key = run_shards(prepared.dataset, fit.data, run)
             else:
                 # The shards stay until the run has ended.
                 manifest, key = stack.enter_context(shards.shards(fit.data)), None
                 stack.enter_context(run.guarded())
-            return self._train_on(spark, run, fit, manifest, key)
+            return prepared.estimator._train_on(spark, run, fit, manifest, key)._describe_columns(
+                prepared.uses
+            )
 
     def _run_uri(self, spark: SparkSession) -> str | None:
         given = self.getRunUri()

@@ -75,5 +75,5 @@ def _open_data(
         rows = train_job.read_rows(spark, job).limit(_SAMPLED_ROWS)
         # Without runUri, because a plan must not touch the run folder.
         fit = CheckedFit.of(estimator.copy().setRunUri(None), rows)
-        with SharedShards(rows, [fit.data]).shards(fit.data) as manifest:
+        with SharedShards({fit.data: rows}, [fit.data]).shards(fit.data) as manifest:
             yield fit.config, fit.objects, manifest

@@ -11,7 +11,7 @@ import threading
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
@@ -79,8 +79,8 @@ class FitData:
 
 
 class SharedShards:
-    def __init__(self, dataset: DataFrame, fits: Iterable[FitData]) -> None:
-        self._dataset = dataset
+    def __init__(self, datasets: Mapping[FitData, DataFrame], fits: Iterable[FitData]) -> None:
+        self._datasets = datasets
         self._writes = {data: _Write(users) for data, users in Counter(fits).items()}
         # Data must not stay behind if one fit fails and the other fits never start.
         for write in self._writes.values():
@@ -95,7 +95,7 @@ class SharedShards:
                 # After a failed write, the next fit tries again and raises its own error.
                 if write.manifest is None:
                     uri = storage.join(data.root, f"shards-{uuid.uuid4().hex[:12]}")
-                    write.manifest = data.write(self._dataset, uri)
+                    write.manifest = data.write(self._datasets[data], uri)
             yield write.manifest
         finally:
             with write.lock:

@@ -55,6 +55,7 @@ class _TrainingParams(
     monitor, getMonitor, setMonitor = declared(training.MONITOR)
     patience, getPatience, setPatience = declared(training.PATIENCE)
     minDelta, getMinDelta, setMinDelta = declared(training.MIN_DELTA)
+    timeBudgetSeconds, getTimeBudgetSeconds, setTimeBudgetSeconds = declared(training.TIME_BUDGET_SECONDS)
     keep, getKeep, setKeep = declared(training.KEEP)
     validationFraction, getValidationFraction, setValidationFraction = declared(data.VALIDATION_FRACTION)
 
@@ -68,6 +69,7 @@ class _TrainingParams(
     weightCol, setWeightCol = param_of(data.WEIGHT_COL), setter(data.WEIGHT_COL)
     validationIndicatorCol = param_of(data.VALIDATION_INDICATOR_COL)
     setValidationIndicatorCol = setter(data.VALIDATION_INDICATOR_COL)
+    timeCol, getTimeCol, setTimeCol = declared(data.TIME_COL)
 
     numWorkers, getNumWorkers, setNumWorkers = declared(workers.NUM_WORKERS)
     useGpu, getUseGpu, setUseGpu = declared(workers.USE_GPU)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+
+import torch
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.parallel.mesh import RankMesh
@@ -63,6 +66,32 @@ class EarlyStopping(BestEpoch):
         if not self.epoch:
             reason = f"was not a number in {record.epoch} epochs"
         state.stop(f"{self.monitor} {reason}")
+
+
+class TimeBudget(Callback):
+    """Stops before an epoch that would exceed the config's budget, if it took as long as the last one."""
+
+    def __init__(self, seconds: float, elapsed: Callable[[], float]) -> None:
+        self._seconds, self._elapsed = seconds, elapsed
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        if state.step < state.num_steps and self._elapsed() + state.history[-1].seconds > self._seconds:
+            state.stop(f"timeBudgetSeconds={self._seconds:g} left no time for another epoch")
+
+
+class Calibration(Callback):
+    """Sets a network's buffer `temperature`, by which it divides its logits, to fit the held-out rows.
+
+    Guo, Pleiss, Sun and Weinberger 2017, "On Calibration of Modern Neural Networks". The metric
+    "temperature" is the factor that is missing.
+    """
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        factor = state.history[-1].metrics.get("validation_temperature", math.nan)
+        temperature = getattr(state.module, "temperature", None)
+        if isinstance(temperature, torch.Tensor) and math.isfinite(factor):
+            with torch.no_grad():
+                temperature.mul_(factor)
 
 
 class BestCheckpoint(BestEpoch):

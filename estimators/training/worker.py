@@ -27,7 +27,7 @@ from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.rank_network import RankNetwork
 from ringspark.estimators.training.row_caching import cache_options
 from ringspark.estimators.training.run_environment import record_memory, record_start
-from ringspark.estimators.training.selection import BestCheckpoint, EarlyStopping
+from ringspark.estimators.training.selection import BestCheckpoint, Calibration, EarlyStopping, TimeBudget
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.train_state import TrainState
 from ringspark.estimators.training.trainer import Trainer
@@ -123,12 +123,15 @@ def _train(
     sync = network.wrap()
     # Dropout differs between ranks, as it does between the rows of one batch.
     seed_rank(config.seed, 0, mesh.random_stream)
-    best, stop = None, None
+    best, stop, budget = None, None, None
     if config.keep == "best":
         best = BestCheckpoint(config, mesh, status, keeps_worse=recovery.schedule.is_enabled)
     if config.patience is not None:
         stop = EarlyStopping(config, config.patience)
-    callbacks = Callbacks([*objects.callbacks, *filter(None, (best, stop))])
+    if config.time_budget_seconds is not None:
+        budget = TimeBudget(config.time_budget_seconds, lambda: recovery.seconds)
+    calibration = Calibration() if "temperature" in config.metrics else None
+    callbacks = Callbacks([*objects.callbacks, *filter(None, (calibration, best, stop, budget))])
     steps = Steps(config.batch_sizes, train.manifest.num_rows)
     start = record_start(config, mesh, manifest, device)
     # Made before a checkpoint is loaded, because the rates are relative to the user's rates.

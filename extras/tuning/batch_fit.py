@@ -101,7 +101,7 @@ def batch_that_fits(estimator: Any, df: DataFrame, budget: int | str | None = No
 def _search(estimator: Any, trial: Any, sample: DataFrame, limit: int | None) -> BatchFit:
     fit = CheckedFit.of(trial, sample)
     tries: list[dict[str, Any]] = []
-    with SharedShards(sample, [fit.data]).shards(fit.data) as manifest:
+    with SharedShards({fit.data: sample}, [fit.data]).shards(fit.data) as manifest:
         # A worker's part of a step: at most the existing rows.
         per_worker = math.ceil(
             min(fit.config.batch_size, manifest.select("train").num_rows) / fit.config.num_workers

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from math import nan
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 Curve = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -77,6 +79,48 @@ def curve_mean(metric: Any, curve: Curve, needs_negatives: bool) -> torch.Tensor
         if positive.any() and not (needs_negatives and positive.all()):
             values.append(curve(column, positive))
     return torch.stack(values).mean() if values else torch.tensor(nan)
+
+
+class Temperature:
+    """The divisor of the logits with the smallest log loss, with torchmetrics' protocol.
+
+    It sums the log losses of a grid of divisors, from 1/8 to 8, and fits a parabola around the smallest.
+    """
+
+    def __init__(self) -> None:
+        self._logs = torch.linspace(-3, 3, 61, dtype=torch.float64) * math.log(2)
+        self.reset()
+
+    def reset(self) -> None:
+        self.metric_state: dict[str, torch.Tensor] = {}
+
+    def update(self, logits: torch.Tensor, label: torch.Tensor) -> None:
+        sums = [
+            functional.cross_entropy(logits / divisor, label, reduction="sum")
+            for divisor in self._logs.exp().tolist()
+        ]
+        self.merge_state({"log_losses": torch.stack(sums)})
+
+    def merge_state(self, other: dict[str, torch.Tensor]) -> None:
+        own = self.metric_state
+        self.metric_state = {k: v + own[k] if own else v for k, v in other.items()} or own
+
+    def compute(self) -> torch.Tensor:
+        losses = self.metric_state["log_losses"].double().cpu()
+        if not losses.isfinite().all():
+            return torch.tensor(nan)
+        best = int(losses.argmin().clamp(1, len(losses) - 2))
+        before, at, after = losses[best - 1 : best + 2].tolist()
+        curvature = before - 2 * at + after
+        shift = (before - after) / (2 * curvature) if curvature > 0 else 0.0
+        step = float(self._logs[1] - self._logs[0])
+        return (self._logs[best] + step * max(-1.0, min(1.0, shift))).exp()
+
+    def to(self, device: torch.device) -> Temperature:
+        return self
+
+    def set_dtype(self, dtype: torch.dtype) -> Temperature:
+        return self
 
 
 class R2:

@@ -131,6 +131,7 @@ class MetricSet:
         return {
             "counts": (class_counts(logits.argmax(1), label, self._num_classes),),
             "probabilities": (probabilities, label),
+            "logits": (logits, label),
             "log_losses": (functional.cross_entropy(logits, label, reduction="none"),),
         }
 

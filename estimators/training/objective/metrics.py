@@ -4,6 +4,8 @@ With two classes, precision, recall, f1, auroc and average_precision are for cla
 more classes they are averages over the classes (macro); only "f1_weighted", which Spark calls f1, weights a
 class by its rows. "auroc" and
 "average_precision" need all rows at once: every rank holds 8 bytes for each row and class of the whole split.
+"temperature" is the number by which logits must be divided for the smallest log loss: above 1, the network is
+too sure of itself.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from ringspark.estimators.names import check_name
 from ringspark.estimators.training.objective.metric_formulas import (
     R2,
     Curve,
+    Temperature,
     auroc,
     average_precision,
     balanced_accuracy,
@@ -43,7 +46,7 @@ class MetricInfo:
     make: Callable[[int], Any]
     task: Task = "classification"
     higher_is_better: bool = True
-    takes: Literal["values", "relative_errors", "counts", "probabilities", "log_losses"] = "counts"
+    takes: Literal["values", "relative_errors", "counts", "probabilities", "log_losses", "logits"] = "counts"
     finish: Callable[[Any], torch.Tensor] = lambda metric: metric.compute()
 
 
@@ -101,6 +104,7 @@ METRICS: dict[str, MetricInfo] = {
     "auroc": _curve("AUROC", auroc, needs_negatives=True),
     "average_precision": _curve("AveragePrecision", average_precision, needs_negatives=False),
     "log_loss": _mean("classification", "log_losses"),
+    "temperature": MetricInfo(make=lambda num_classes: Temperature(), takes="logits", higher_is_better=False),
     "mse": _error("MeanSquaredError"),
     "rmse": _error("MeanSquaredError", squared=False),
     "mae": _error("MeanAbsoluteError"),

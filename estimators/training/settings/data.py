@@ -94,6 +94,17 @@ VALIDATION_FRACTION = Setting[float | None](
     accepts=ValueRange(lambda share: 0 < share < 1, lambda: "must lie between 0 and 1"),
     is_for_writing=True,
 )
+TIME_COL = Setting[str | None](
+    name="timeCol",
+    words="column of the time of a row: the newest rows are held out, instead of a random share",
+    kind="str",
+    empty_is_unset=True,
+    is_for_writing=True,
+    without_effect=(
+        lambda given: given["validationFraction"] is None and given["model"] is not None,
+        "validationFraction is not set",
+    ),
+)
 PREDICTION_COL = Setting(name="predictionCol", words="column of the predictions", default="prediction")
 PREDICTION_COLS = Setting[list[str] | None](
     name="predictionCols",

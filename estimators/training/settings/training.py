@@ -205,6 +205,14 @@ MIN_DELTA = Setting(
     accepts=not_negative(),
     without_effect=(lambda given: given["patience"] is None, "patience is not set"),
 )
+TIME_BUDGET_SECONDS = Setting[float | None](
+    name="timeBudgetSeconds",
+    field="time_budget_seconds",
+    words="seconds of training after which no further epoch begins; unset: all epochs",
+    kind="float",
+    accepts=above_0("leave it unset for no limit"),
+    may_differ_on_resume=True,
+)
 KEEP = Setting[Keep](
     name="keep",
     field="keep",

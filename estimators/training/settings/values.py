@@ -76,6 +76,7 @@ class ConfigValues:
     monitor: str = ""
     patience: int | None = training.PATIENCE.default
     min_delta: float = training.MIN_DELTA.default
+    time_budget_seconds: float | None = training.TIME_BUDGET_SECONDS.default
     keep: Keep = training.KEEP.default
     pause_after: int | None = None
     epochs: int = training.EPOCHS.default
