@@ -77,8 +77,8 @@ def _prepare_table(estimator: Any, dataset: DataFrame, task: str, plans: Plans) 
     """
     if task == "any":
         raise ValueError(
-            f"{type(estimator).__name__} needs a model; pass model=ModelSpec('mlp', {{...}}) or an nn.Module; "
-            "TorchClassifier and TorchRegressor can make a network for a table"
+            f"{type(estimator).__name__} needs a model; pass model=ModelSpec('mlp', {{...}}) or an nn.Module"
+            ", or use TorchClassifier or TorchRegressor, which make one for a table"
         )
     schema, exact = dataset.schema, is_case_sensitive(dataset.sparkSession)
     label = find_field(estimator.getLabelCol(), "labelCol", schema, exact)

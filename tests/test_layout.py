@@ -53,6 +53,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("estimators/launch", "estimators/run"),
     (
         "estimators/checked_fit",
+        "estimators/held_out_rows",
+        "estimators/table_fit",
         "estimators/torch_estimator",
         "estimators/torch_model",
         "estimators/trained_model",
@@ -320,7 +322,7 @@ _READ = "several parts of a training read it from the config"
 _ADVISED = "the checks of networks, losses and non-finite steps name it as the remedy"
 IN_MORE_PLACES = {
     **dict.fromkeys(("handleInvalid", "inputCols", "labelCol", "weightCol"), _COLUMN),
-    **dict.fromkeys(("validationFraction", "validationIndicatorCol"), _COLUMN),
+    **dict.fromkeys(("featuresCol", "timeCol", "validationFraction", "validationIndicatorCol"), _COLUMN),
     **dict.fromkeys(
         ("activationCompression", "activationOffload", "gradientAccumulation", "memoryBudget"), _PLANNED
     ),

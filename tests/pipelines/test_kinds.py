@@ -33,7 +33,7 @@ from ringspark.pipelines import (
     open_reader,
     write_shards,
 )
-from ringspark.pipelines.kinds import KINDS
+from ringspark.pipelines.kinds import KINDS, TableColumn, TableRow
 from ringspark.pipelines.readers import Batch
 from ringspark.pipelines.rows import RaggedRows
 
@@ -252,6 +252,24 @@ def _examples() -> dict[str, Example]:
             _tokens(4),
             Tokens.of(tokenizer(a=4, b=5), 4, padding="max_length"),
             "tokens",
+        ),
+        "row": Example(
+            [(None if row % 5 == 0 else row / 4, words[row % 7], row % 3) for row in NUMBERS.tolist()],
+            "struct<number:double,word:string,level:int>",
+            {
+                ".numbers": np.where(NUMBERS % 5, NUMBERS / 4 - 1, np.nan).clip(-8, 8).astype("f4")[:, None],
+                ".ids": np.array(
+                    [[{"b": 1, "c": 2}.get(words[row % 7], 0), int(row % 3 == 1)] for row in NUMBERS]
+                ),
+            },
+            TableRow(
+                (
+                    TableColumn(name="number", center=1.0),
+                    TableColumn(name="word", form="words", words=("b", "c")),
+                    TableColumn(name="level", form="levels", levels=(1.0,)),
+                )
+            ),
+            "table_row",
         ),
         "raw": Example(
             [row.tobytes() for row in raw],

@@ -109,12 +109,12 @@ class Temperature:
         losses = self.metric_state["log_losses"].double().cpu()
         if not losses.isfinite().all():
             return torch.tensor(nan)
-        best = int(losses.argmin().clamp(1, len(losses) - 2))
-        before, at, after = losses[best - 1 : best + 2].tolist()
-        curvature = before - 2 * at + after
-        shift = (before - after) / (2 * curvature) if curvature > 0 else 0.0
-        step = float(self._logs[1] - self._logs[0])
-        return (self._logs[best] + step * max(-1.0, min(1.0, shift))).exp()
+        best, step, shift = int(losses.argmin()), float(self._logs[1] - self._logs[0]), 0.0
+        if 0 < best < len(losses) - 1:
+            before, at, after = losses[best - 1 : best + 2].tolist()
+            # Flat losses, such as those of equal logits, have no curvature.
+            shift = (before - after) / (2 * max(before - 2 * at + after, 1e-300))
+        return (self._logs[best] + step * max(-0.5, min(0.5, shift))).exp()
 
     def to(self, device: torch.device) -> Temperature:
         return self

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bad_input_table.place import BadInput, Locked, Place, blocked, cut, gone, unread
-from ringspark.estimators import TorchClassifier
+from ringspark.estimators import TorchEstimator
 from ringspark.models import ModelSpec
 from ringspark.pipelines import Padded, Ragged, write_shards
 
@@ -25,8 +25,8 @@ SCALING = {"name": "linear", "baseBatchSize": 4}
 
 # fmt: off
 SETTINGS = [
-    R("fit: no model", lambda p: TorchClassifier().fit(p.table),
-      "TorchClassifier needs a model", "ModelSpec"),
+    R("fit: no model", lambda p: TorchEstimator().fit(p.table),
+      "TorchEstimator needs a model", "ModelSpec"),
     R("fit: model is a class", lambda p: p.fit(model=nn.Linear),
       "model must be", "pass an instance", TypeError),
     R("fit: no such Param", lambda p: p.fit(bachSize=8),
