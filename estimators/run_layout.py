@@ -11,6 +11,7 @@ run/
   heartbeat/      rank-<k>.json: each rank's last heartbeat; rank-<k>.died: its process ended early
   logs/           rank-<k>.txt: beginning and end of each rank's output
   environment.json  versions, hosts and devices of each start, and the memory of its ranks at the end
+  table.json      what the network gets of each column, if the fit was given no network
   data.json       columns, statistics and sizes of the shards
   history.json    the epochs so far
   progress.json   the present step
@@ -40,6 +41,7 @@ STOP = "stop"
 HEARTBEAT = "heartbeat"
 LOGS = "logs"
 ENVIRONMENT = "environment.json"
+TABLE = "table.json"
 DATA = "data.json"
 HISTORY = "history.json"
 PROGRESS = "progress.json"

@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import StringType, StructField, StructType
+from pyspark.sql.types import (
+    AtomicType,
+    BooleanType,
+    NumericType,
+    StringType,
+    StructField,
+    StructType,
+)
 
+from ringspark.estimators import run_layout
 from ringspark.estimators.columns.inputs import table_struct
 from ringspark.estimators.columns.schema import find_field
-from ringspark.estimators.held_out_rows import HELD_OUT_COLUMN, hold_out, hold_out_newest
+from ringspark.estimators.held_out_rows import HELD_OUT_COLUMN, HeldOut, hold_out, hold_out_newest
+from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.training.settings.data import VALIDATION_INDICATOR_COL, WEIGHT_COL
 from ringspark.models import ModelSpec
 from ringspark.models.tabm import RARE_FROM
+from ringspark.pipelines import storage
 from ringspark.pipelines.columns import check_frame, is_case_sensitive, quote
 from ringspark.pipelines.table_plan import ColumnUse, TablePlan, plan_table
 
@@ -33,8 +43,8 @@ _ROWS_PER_STEP = 256
 _STEPS = 6_000
 _MIN_EPOCHS, _MAX_EPOCHS = 10, 200
 
-Plans = dict[tuple[Any, ...], tuple[TablePlan, int, dict[str, Any]]]
-"""Inputs, label and held-out rows -> the plan, the number of rows, the network's arguments of the label."""
+Plans = dict[tuple[Any, ...], TablePlan]
+"""Inputs, label and held-out rows -> the plan."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +54,39 @@ class PreparedFit:
     Attributes:
         estimator: The estimator, or a copy that has the network, the input and the recipe.
         dataset: The DataFrame, with the columns that the copy names.
-        uses: What became of each column of the table; empty if the user gave a network.
+        plan: What the network gets of each column; None if the user gave a whole network.
     """
 
     estimator: Any
     dataset: DataFrame
-    uses: tuple[ColumnUse, ...] = ()
+    plan: TablePlan | None = None
+
+    def keep_plan(self, run: RunFolder) -> None:
+        """Writes the plan for a resume: a second pass over the rows might choose other quantiles."""
+        if self.plan is not None:
+            storage.write_atomic(storage.join(run.uri, run_layout.TABLE), self.plan.to_json().encode())
+
+    @property
+    def uses(self) -> Sequence[ColumnUse]:
+        return () if self.plan is None else self.plan.uses
+
+
+def wants_table(estimator: Any) -> bool:
+    """Whether the table's columns decide the network: no model is given, or "tabm" without its inputs."""
+    if not estimator.isDefined(estimator.model):
+        return True
+    model = estimator.getModel()
+    return isinstance(model, ModelSpec) and model.target == "tabm" and "edges" not in model.kwargs
 
 
 def prepare_fit(estimator: Any, dataset: DataFrame, plans: Plans) -> PreparedFit:
-    """Makes the network of an estimator without a model, and holds out the newest rows for `timeCol`.
+    """Makes the network for a table, and holds out the newest rows for `timeCol`.
 
-    `plans` holds the plans of fits on the same DataFrame. Raises ValueError like `fit`.
+    `plans` holds the plans of fits on the same DataFrame. Runs a few Spark jobs, and raises like `fit`.
     """
     check_frame(dataset, f"{type(estimator).__name__}.fit")
-    if not estimator.isDefined(estimator.model):
-        return _prepare_table(estimator, dataset, estimator._task, plans)
+    if wants_table(estimator):
+        return _prepare_table(estimator, dataset, plans)
     time, share = estimator.getTimeCol(), estimator.getValidationFraction()
     if not time or share is None:
         return PreparedFit(estimator, dataset)
@@ -69,12 +96,8 @@ def prepare_fit(estimator: Any, dataset: DataFrame, plans: Plans) -> PreparedFit
     return PreparedFit(copy, hold_out_newest(dataset, time, share))
 
 
-def _prepare_table(estimator: Any, dataset: DataFrame, task: str, plans: Plans) -> PreparedFit:
-    """Looks at the table, and returns the fit on it. Runs a few Spark jobs.
-
-    Raises:
-        ValueError: The labels or the columns cannot be used; the message says why.
-    """
+def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans) -> PreparedFit:
+    task = estimator._task
     if task == "any":
         raise ValueError(
             f"{type(estimator).__name__} needs a model; pass model=ModelSpec('mlp', {{...}}) or an nn.Module"
@@ -82,11 +105,10 @@ def _prepare_table(estimator: Any, dataset: DataFrame, task: str, plans: Plans) 
         )
     schema, exact = dataset.schema, is_case_sensitive(dataset.sparkSession)
     label = find_field(estimator.getLabelCol(), "labelCol", schema, exact)
-    indicator, weight = value_of(estimator, VALIDATION_INDICATOR_COL), value_of(estimator, WEIGHT_COL)
     others = {
-        find_field(name, param, schema, exact).name
-        for param, name in (("validationIndicatorCol", indicator), ("weightCol", weight))
-        if name
+        find_field(name, setting.name, schema, exact).name
+        for setting in (VALIDATION_INDICATOR_COL, WEIGHT_COL)
+        if (name := value_of(estimator, setting))
     }
     names = [name for name in _input_names(estimator, schema, exact) if name not in {label.name, *others}]
     if not names:
@@ -94,32 +116,45 @@ def _prepare_table(estimator: Any, dataset: DataFrame, task: str, plans: Plans) 
     split = hold_out(estimator, dataset, [label.name, *names])
     key = (*names, label.name, split.indicator, split.key)
     if key not in plans:
-        rows = split.dataset.where(~F.coalesce(F.col(quote(split.indicator)).cast("boolean"), F.lit(False)))
-        plans[key] = plan_table(rows, names), *_outputs(rows, label, task)
-    plan, count, outputs = plans[key]
-    left_out = [use.column for use in plan.uses if use.use == "left out"]
-    if left_out:
-        warnings.warn(
-            f"left out of the table: {', '.join(left_out[:20])}; model.summary.columns says why",
-            UserWarning,
-            stacklevel=4,
-        )
-    arguments = {"edges": plan.edges, "cardinalities": plan.kind.cardinalities, **outputs}
+        plans[key] = _stored_plan(estimator, dataset) or _plan(split, label, names, task)
+    plan = plans[key]
+    _warn_of_columns(plan.uses)
+    options = estimator.getModel().kwargs if estimator.isDefined(estimator.model) else {}
+    arguments = {"edges": plan.edges, "cardinalities": plan.kind.cardinalities, **plan.outputs, **options}
     given: dict[str, Any] = {
         "model": ModelSpec("tabm", arguments),
         "inputCols": [TABLE_COLUMN],
         "columns": {TABLE_COLUMN: plan.kind},
         "validationIndicatorCol": split.indicator,
+        **_recipe(estimator, plan),
     }
-    recipe = _recipe(count, plan.kind.cardinalities, task)
-    given |= {name: value for name, value in recipe.items() if not estimator.isSet(estimator.getParam(name))}
     inner = estimator.copy()
     inner._resetUid(estimator.uid)
     for name in ("featuresCol", "validationFraction", "timeCol"):
         inner.clear(inner.getParam(name))
     inner._set(**given)
-    frame = split.dataset.withColumn(TABLE_COLUMN, table_struct(plan.kind.sources))
-    return PreparedFit(inner, frame, tuple(plan.uses))
+    return PreparedFit(inner, split.dataset.withColumn(TABLE_COLUMN, table_struct(plan.kind.sources)), plan)
+
+
+def _stored_plan(estimator: Any, dataset: DataFrame) -> TablePlan | None:
+    """Returns the plan of the run that a resume continues, if it has one."""
+    uri = estimator._run_uri(dataset.sparkSession)
+    if uri is None or not estimator.getResume():
+        return None
+    try:
+        return TablePlan.from_json(storage.read_bytes(storage.join(uri, run_layout.TABLE)))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(
+            f"{run_layout.TABLE} in runUri {uri!r} is damaged ({error}); give runUri a new folder"
+        ) from error
+
+
+def _plan(split: HeldOut, label: StructField, names: Sequence[str], task: str) -> TablePlan:
+    held = F.coalesce(F.col(quote(split.indicator)).cast("boolean"), F.lit(False))
+    target, outputs = _look_at_label(split.dataset.where(~held), label, task)
+    return replace(plan_table(split.dataset, names, held, target), outputs=outputs)
 
 
 def _input_names(estimator: Any, schema: StructType, exact: bool) -> list[str]:
@@ -130,47 +165,90 @@ def _input_names(estimator: Any, schema: StructType, exact: bool) -> list[str]:
     return list(schema.names)
 
 
-def _outputs(rows: DataFrame, label: StructField, task: str) -> tuple[int, dict[str, Any]]:
-    """Returns the number of rows, and the network's arguments that depend on the label."""
+def _warn_of_columns(uses: Sequence[ColumnUse]) -> None:
+    left_out = [use.column for use in uses if use.use == "left out"]
+    if left_out:
+        warnings.warn(
+            f"left out of the table: {', '.join(left_out[:20])}; model.summary.columns says why",
+            UserWarning,
+            stacklevel=6,
+        )
+    leaks = [use.column for use in uses if use.leaks]
+    if leaks:
+        warnings.warn(
+            f"almost tells the label on its own: {', '.join(leaks[:20])}; drop the column if it is not known "
+            "before the label is",
+            UserWarning,
+            stacklevel=6,
+        )
+
+
+def _look_at_label(rows: DataFrame, label: StructField, task: str) -> tuple[Column, dict[str, Any]]:
+    """Returns the label as a number of mean 0 and variance 1, and the network's arguments of it."""
     value = F.col(quote(label.name))
     if task == "regression":
+        if not isinstance(label.dataType, NumericType | BooleanType):
+            raise ValueError(
+                f"label {label.name!r} holds {label.dataType.simpleString()}; TorchRegressor without a model "
+                "predicts one number, so give a column of numbers, or a model"
+            )
         number = value.cast("double")
-        found = rows.agg(F.count(number), F.avg(number), F.stddev_pop(number)).head()
+        found = rows.agg(F.avg(number), F.stddev_pop(number)).head()
         assert found is not None
-        count, mean, deviation = found
-        return count, {"out_features": 1, "center": mean or 0.0, "scale": deviation or 1.0}
-    if isinstance(label.dataType, StringType):
-        found = rows.agg(F.count(value), F.count_distinct(value)).head()
-        assert found is not None
-        count, classes = found
-    else:
-        found = rows.agg(F.count(value), F.max(value.cast("double"))).head()
-        assert found is not None
-        count, classes = found[0], int(found[1] or 0) + 1
-    if not 1 < classes <= _MAX_CLASSES:
+        mean, deviation = found[0] or 0.0, found[1] or 0.0
+        arguments = {"out_features": 1, "center": mean, "scale": deviation or 1.0}
+        return F.coalesce((number - mean) / (deviation or 1.0), F.lit(0.0)), arguments
+    if not isinstance(label.dataType, AtomicType):
         raise ValueError(
-            f"label {label.name!r} has {classes} classes; a classification takes 2 to {_MAX_CLASSES}"
-            + ("; for a number that is no class use TorchRegressor" if classes > _MAX_CLASSES else "")
+            f"label {label.name!r} holds {label.dataType.simpleString()}; TorchClassifier predicts one class "
+            "per row, so give a column of strings or of class numbers"
         )
-    return count, {"out_features": classes, "averages": "probabilities"}
+    counts = (
+        rows.where(value.isNotNull())
+        .groupBy(value.alias("label"))
+        .agg(F.count(F.lit(1)).alias("rows"))
+        .orderBy(F.desc("rows"), "label")
+        .limit(_MAX_CLASSES + 1)
+        .collect()
+    )
+    if not 1 < len(counts) <= _MAX_CLASSES:
+        many = f"over {_MAX_CLASSES:,}" if counts[1:] else f"{len(counts)}"
+        raise ValueError(
+            f"label {label.name!r} has {many} different values in the training rows; a classification "
+            f"takes 2 to {_MAX_CLASSES:,} classes"
+            + ("; for a number that is no class use TorchRegressor" if counts[1:] else "")
+        )
+    is_text = isinstance(label.dataType, StringType)
+    classes = len(counts) if is_text else int(max(row["label"] for row in counts)) + 1
+    share = counts[0]["rows"] / sum(row["rows"] for row in counts)
+    target = ((value == F.lit(counts[0]["label"])).cast("double") - share) / (share * (1 - share)) ** 0.5
+    return F.coalesce(target, F.lit(0.0)), {"out_features": classes, "averages": "probabilities"}
 
 
-def _recipe(rows: int, cardinalities: Sequence[int], task: str) -> dict[str, Any]:
-    """Returns the settings of the training for a table of `rows` rows."""
+def _recipe(estimator: Any, plan: TablePlan) -> dict[str, Any]:
+    """Returns the settings of the training that the user has not set."""
+
+    def given(name: str, value: Any) -> Any:
+        param = estimator.getParam(name)
+        return estimator.getOrDefault(param) if estimator.isSet(param) else value
+
     batch = _ROWS_PER_STEP
-    while batch > 32 and rows < 20 * batch:
+    while batch > 32 and plan.rows < 20 * batch:
         batch //= 2
-    steps = max(1, rows // batch)
-    undecayed = ["*bias*", "*.inputs", "*.outputs", *(["embeddings.*"] if cardinalities else [])]
-    if any(n > RARE_FROM for n in cardinalities):
+    batch = given("batchSize", batch)
+    steps = max(1, plan.rows // batch)
+    epochs = given("epochs", max(_MIN_EPOCHS, min(_MAX_EPOCHS, _STEPS // steps)))
+    undecayed = ["*bias*", "*.inputs", "*.outputs"]
+    if plan.kind.cardinalities:
+        undecayed.append("embeddings.*")
+    if any(n > RARE_FROM for n in plan.kind.cardinalities):
         undecayed.append("effects.*")
-    epochs = max(_MIN_EPOCHS, min(_MAX_EPOCHS, _STEPS // steps))
-    is_regression = task == "regression"
-    return {
+    is_regression = estimator._task == "regression"
+    recipe = {
         "loss": "mse_per_member" if is_regression else "cross_entropy_per_member",
         "metrics": [] if is_regression else ["temperature"],
         "optimizer": "adamw",
-        "learningRate": 2e-3,
+        "learningRate": 1e-3,
         "weightDecay": 1e-2,
         "maxGradNorm": 1.0,
         "lrSchedule": "cosine",
@@ -179,6 +257,10 @@ def _recipe(rows: int, cardinalities: Sequence[int], task: str) -> dict[str, Any
         "epochs": epochs,
         "patience": max(8, epochs // 3),
         "keep": "best",
-        "emaDecay": 0.995,
+        # Not more than 1 % of the initial weights may remain in the average.
+        "emaDecay": min(0.995, 0.01 ** (1 / (steps * epochs + 1))),
         "parameterGroups": [{"params": undecayed, "weightDecay": 0.0}],
     }
+    if recipe["patience"] >= epochs:
+        del recipe["patience"]
+    return {name: value for name, value in recipe.items() if not estimator.isSet(estimator.getParam(name))}

@@ -33,7 +33,7 @@ from ringspark.estimators.stages.persistence import StageReader, StageWriter
 from ringspark.estimators.stages.storage_root import active_session, storage_root
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.stages.to_config import settings_without_effect
-from ringspark.estimators.table_fit import Plans, PreparedFit, prepare_fit
+from ringspark.estimators.table_fit import Plans, PreparedFit, prepare_fit, wants_table
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.estimators.tracking.base import RunEnd, RunStart
 from ringspark.estimators.tracking.registry import surroundings_of
@@ -113,9 +113,12 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
     def fitOnParquet(self, uri: str) -> M:
         """Trains on the Parquet files in a folder, as `spark.read.parquet(uri)` reads them, without a copy.
 
-        The files must not change during the training. Raises errors like `fitOnShards`.
+        The files must not change during the training. Without a model, `fit` reads them and writes shards,
+        because the network gets computed columns. Raises errors like `fitOnShards`.
         """
         spark = active_session()
+        if wants_table(self):
+            return self._fit(spark.read.parquet(resolve(spark, uri)))
         return self._fit_on_table(spark, list_parquet(spark, uri))
 
     def fitOnDelta(self, uri: str, version: int | None = None) -> M:
@@ -160,6 +163,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         with ExitStack() as stack:
             if run.is_given:
                 stack.enter_context(run.guarded())
+                prepared.keep_plan(run)
                 manifest, key = run_shards(prepared.dataset, fit.data, run)
             else:
                 # The shards stay until the run has ended.

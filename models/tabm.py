@@ -113,7 +113,7 @@ class TabM(nn.Module):
         depth: int = 2,
         number_width: int = 12,
         category_width: int = 12,
-        dropout: float = 0.1,
+        dropout: float = 0.3,
         unknown: float = 0.02,
         center: float = 0.0,
         scale: float = 1.0,
@@ -130,6 +130,9 @@ class TabM(nn.Module):
             raise ValueError(f"averages must be 'values' or 'probabilities', got {averages!r}")
         self.unknown, self.averages = unknown, averages
         self.center, self.scale = center, scale
+        if averages == "probabilities":
+            # The training sets it by the metric "temperature".
+            self.register_buffer("temperature", torch.ones(()))
         self.numbers = NumberEmbedding(edges, number_width)
         self.embeddings = nn.ModuleList(nn.Embedding(n, min(n, category_width)) for n in cardinalities)
         # Names with many values also shift the output on their own, like a random effect of statistics.
@@ -182,5 +185,6 @@ class TabM(nn.Module):
         if self.training:
             return outputs
         if self.averages == "probabilities":
-            return torch.log_softmax(outputs, 2).exp().mean(1).clamp_min(1e-12).log()
+            assert isinstance(self.temperature, torch.Tensor)
+            return torch.log_softmax(outputs, 2).exp().mean(1).clamp_min(1e-12).log() / self.temperature
         return outputs.mean(1)

@@ -1,40 +1,44 @@
-"""Decides what a network gets of each column of a table, from the types and a few passes over the rows.
-
-One pass measures the numbers and dates, a second one counts the strings and the numbers that repeat. Spark
-aggregates; the driver receives quantiles and the frequent values, whatever the number of rows.
-"""
+"""Decides what a network gets of each column of a table, by the statistics of `table_statistics`."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringspark.pipelines.columns import quote
-from ringspark.pipelines.kinds.scalar import number_of
+from ringspark.pipelines.kinds import kind_from_json
 from ringspark.pipelines.kinds.table_row import CALENDAR, TableColumn, TableRow
+from ringspark.pipelines.rows import NumpyArray
+from ringspark.pipelines.table_statistics import (
+    QUANTILES,
+    TAILS,
+    Leaf,
+    Measure,
+    count_values,
+    find_leaves,
+    is_unique,
+    measure,
+)
+from ringspark.pipelines.typed_json import parse_object, record
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
     from pyspark.sql import DataFrame
-    from pyspark.sql.types import DataType
 
 BINS = 32
-MAX_WORDS = 20_000
-MAX_ITEMS = 1_024
 
-_MAX_LEVELS = 5_000
-# A string that almost every row has its own of says nothing about other rows.
-_ID_SHARE, _ID_ROWS = 0.9, 100
+# With fewer rows in a tail, its values would decide predictions far from all other rows.
+_TAIL_ROWS = 8
 _LONG_TEXT = 60
-_COLUMNS_PER_JOB = 64
-_SHARES = tuple(np.linspace(0.0, 1.0, BINS + 1).tolist())
 _DAY = 86_400.0
-_NUMERIC = ("boolean", "tinyint", "smallint", "int", "bigint", "float", "double")
-_MIN_SPAN = {"hour": 0.0, "weekday": 8 * _DAY, "monthday": 45 * _DAY, "yearday": 300 * _DAY}
+# Each season must have come twice, or it cannot be told from a trend.
+_MIN_SPAN = {"hour": 0.0, "weekday": 8 * _DAY, "monthday": 45 * _DAY, "yearday": 500 * _DAY}
+_STEPS = {"hour": 24, "weekday": 7, "monthday": 31, "yearday": 26}
+_LEAK = 0.98
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +49,10 @@ class ColumnUse:
         column: Name of the column, with the fields inside it.
         type: Spark type.
         distinct: Approximate number of different values; None if not counted.
-        missing: Share of the rows without a value.
+        missing: Share of the training rows without a value.
         use: What the network gets; "left out" for nothing.
         reason: Why.
+        leaks: Whether the column alone almost tells the label.
     """
 
     column: str
@@ -56,304 +61,205 @@ class ColumnUse:
     missing: float
     use: str
     reason: str
+    leaks: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            name: getattr(self, name) for name in ("column", "type", "distinct", "missing", "use", "reason")
-        }
+        return asdict(self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TablePlan:
-    """The column type of a table's rows.
+    """What a network gets of a table.
 
     Attributes:
         kind: Numbers and ids of each row.
         edges: For each number, the ascending edges of its bins, in the standardized unit.
         uses: What became of every column.
+        rows: Number of training rows.
+        outputs: The network's arguments that the label decides.
     """
 
     kind: TableRow
     edges: list[list[float]]
     uses: list[ColumnUse]
+    rows: int
+    outputs: dict[str, Any] = field(default_factory=dict)
 
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "kind": self.kind.to_json(),
+                "edges": self.edges,
+                "uses": [asdict(use) for use in self.uses],
+                "rows": self.rows,
+                "outputs": self.outputs,
+            }
+        )
 
-@dataclass(frozen=True)
-class _Leaf:
-    """One value per row: a column, a field of a struct, or an item of an array."""
-
-    name: str
-    type: str
-    value: Any
-    path: tuple[str, ...] = ()
-    item: int | None = None
-    family: str = "number"
-
-    @property
-    def title(self) -> str:
-        item = "" if self.item is None else f"[{self.item}]"
-        return ".".join((self.name, *self.path)) + item
+    @classmethod
+    def from_json(cls, text: str | bytes) -> TablePlan:
+        """Reads a result of `to_json`; raises ValueError for anything else."""
+        values = parse_object(text)
+        kind = kind_from_json(values.pop("kind", None) or {})
+        if not isinstance(kind, TableRow):
+            raise ValueError("'kind' must be that of a table's row")
+        return record(cls, {**values, "kind": kind})
 
 
 @dataclass
-class _Measure:
-    """Statistics of one leaf."""
+class _Choice:
+    """What the network gets of one leaf."""
 
-    count: int = 0
-    distinct: int = 0
-    low: float = math.nan
-    high: float = math.nan
-    quantiles: list[float] = field(default_factory=list)
-    length: float = 0.0
-    has_hours: bool = False
-    values: list[tuple[Any, int]] = field(default_factory=list)
+    use: str
+    reason: str
+    columns: tuple[TableColumn, ...] = ()
+    edges: tuple[list[float], ...] = ()
 
 
-def plan_table(frame: DataFrame, names: Sequence[str]) -> TablePlan:
+def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target: SparkColumn) -> TablePlan:
     """Returns the plan for the columns `names` of a DataFrame. Runs a few Spark jobs.
+
+    Args:
+        held: Whether a row is held out; the plan is made by the others.
+        target: The label as a number of mean 0 and variance 1.
 
     Raises:
         ValueError: The table has no rows, or no column of use.
     """
-    uses: list[ColumnUse] = []
-    schema = frame.schema
-    leaves = list(_leaves(frame, [schema[name] for name in names], uses))
-    rows, measures = _measure(frame, leaves)
+    refused: dict[str, tuple[str, str]] = {}
+    leaves = list(find_leaves(frame, names, refused))
+    rows, measures = measure(frame, leaves, held, target)
     if not rows:
         raise ValueError("the table has no rows to train on; check the filters of the DataFrame")
-    _count_values(frame, leaves, measures, rows)
+    count_values(frame.where(~held), leaves, measures, rows, target)
+    uses = [
+        ColumnUse(column=name, type=simple, distinct=None, missing=0.0, use="left out", reason=reason)
+        for name, (simple, reason) in refused.items()
+    ]
     columns: list[TableColumn] = []
     edges: list[list[float]] = []
-    for leaf, measure in zip(leaves, measures, strict=True):
-        found, bins, use, reason = _decide(leaf, measure, rows)
-        columns += found
-        edges += bins
+    for leaf, measured in zip(leaves, measures, strict=True):
+        choice = _choose(leaf, measured, rows)
+        columns += choice.columns
+        edges += choice.edges
+        # Few rows agree with anything.
+        leaks = rows >= 100 and max(measured.correlation**2, measured.explained()) > _LEAK
         uses.append(
             ColumnUse(
                 column=leaf.title,
                 type=leaf.type,
-                distinct=measure.distinct,
-                missing=round(1 - measure.count / rows, 6),
-                use=use,
-                reason=reason,
+                distinct=measured.distinct,
+                missing=round(1 - measured.count / rows, 6),
+                use=choice.use,
+                reason=choice.reason,
+                leaks=leaks and bool(choice.columns),
             )
         )
     if not columns:
         left_out = "; ".join(f"{use.column}: {use.reason}" for use in uses[:3])
         raise ValueError(f"no column of the table is of use to a network ({left_out}); give other columns")
-    return TablePlan(TableRow(tuple(columns)), edges, uses)
+    return TablePlan(kind=TableRow(tuple(columns)), edges=edges, uses=uses, rows=rows)
 
 
-def _leaves(frame: DataFrame, fields: Iterable[Any], uses: list[ColumnUse]) -> Iterator[_Leaf]:
-    from pyspark.sql import functions as F
-
-    for top in fields:
-        column = F.col(quote(top.name))
-        yield from _leaves_of(frame, top.name, (), top.dataType, column, uses)
-
-
-def _leaves_of(
-    frame: DataFrame,
-    name: str,
-    path: tuple[str, ...],
-    data_type: DataType,
-    value: SparkColumn,
-    uses: list[ColumnUse],
-) -> Iterator[_Leaf]:
-    from pyspark.sql import functions as F
-
-    simple, family = data_type.simpleString(), data_type.typeName().split("(")[0].split(" ")[0]
-    if (simple in _NUMERIC and simple != "boolean") or simple.startswith("decimal"):
-        yield _Leaf(name, simple, number_of(value, family).cast("double"), path)
-    elif simple == "boolean" or family in ("string", "varchar", "char"):
-        yield _Leaf(name, simple, value.cast("string"), path, family="words")
-    elif family in ("date", "timestamp", "timestamp_ntz"):
-        yield _Leaf(name, simple, value, path, family="calendar")
-    elif family == "struct":
-        for inner in data_type.fields:  # type: ignore[attr-defined]
-            part = value.getField(inner.name)
-            yield from _leaves_of(frame, name, (*path, inner.name), inner.dataType, part, uses)
-    elif simple == "vector" or (family == "array" and data_type.elementType.simpleString() in _NUMERIC):  # type: ignore[attr-defined]
-        array = value
-        if simple == "vector":
-            from pyspark.ml.functions import vector_to_array
-
-            array = vector_to_array(value)
-        low, high = frame.agg(F.min(F.size(array)), F.max(F.size(array))).head() or (None, None)
-        size = int(high) if high is not None else 0
-        if size < 1 or size > MAX_ITEMS or (low != high and min(low, 0) >= 0 and low != high):
-            reason = f"rows hold {low} to {high} numbers, and only equal lengths up to {MAX_ITEMS} are taken"
-            uses.append(_left_out(name, path, simple, reason))
-            return
-        for item in range(size):
-            yield _Leaf(name, simple, F.get(array, F.lit(item)).cast("double"), path, item)
-    else:
-        uses.append(_left_out(name, path, simple, "a network cannot take this type"))
-
-
-def _left_out(name: str, path: tuple[str, ...], simple: str, reason: str) -> ColumnUse:
-    title = ".".join((name, *path))
-    return ColumnUse(column=title, type=simple, distinct=None, missing=0.0, use="left out", reason=reason)
-
-
-def _measure(frame: DataFrame, leaves: Sequence[_Leaf]) -> tuple[int, list[_Measure]]:
-    """Returns the number of rows, and the statistics of each leaf."""
-    from pyspark.sql import functions as F
-
-    measures: list[_Measure] = []
-    rows = 0
-    for start in range(0, max(1, len(leaves)), _COLUMNS_PER_JOB):
-        some = leaves[start : start + _COLUMNS_PER_JOB]
-        found = frame.agg(
-            F.count(F.lit(1)).alias("rows"),
-            *(_statistics(leaf).alias(str(index)) for index, leaf in enumerate(some)),
-        ).head()
-        assert found is not None
-        rows = found["rows"]
-        for index in range(len(some)):
-            row = found[str(index)].asDict()
-            measures.append(_Measure(**{key: value for key, value in row.items() if value is not None}))
-    return rows, measures
-
-
-def _statistics(leaf: _Leaf) -> SparkColumn:
-    from pyspark.sql import functions as F
-
+def _choose(leaf: Leaf, measured: Measure, rows: int) -> _Choice:
+    place: dict[str, Any] = {"name": leaf.name, "path": leaf.path, "item": leaf.item}
+    if not measured.count:
+        return _Choice("left out", "every row lacks a value")
     if leaf.family == "words":
-        return F.struct(
-            F.count(leaf.value).alias("count"),
-            F.approx_count_distinct(leaf.value).alias("distinct"),
-            F.avg(F.length(leaf.value)).alias("length"),
-        )
-    value, has_hours = leaf.value, F.lit(False)
-    if leaf.family == "calendar":
-        value = local_seconds(leaf.value, leaf.type)
-        has_hours = F.max(value % F.lit(_DAY)) > 0
-    value = F.when(~F.isnan(value) & (F.abs(value) < F.lit(math.inf)), value)
-    return F.struct(
-        F.count(value).alias("count"),
-        F.approx_count_distinct(value, 0.02).alias("distinct"),
-        F.min(value).alias("low"),
-        F.max(value).alias("high"),
-        F.percentile_approx(value, list(_SHARES), 2_000).alias("quantiles"),
-        F.coalesce(has_hours, F.lit(False)).alias("has_hours"),
-    )
-
-
-def local_seconds(value: SparkColumn, type_name: str) -> SparkColumn:
-    """Returns seconds since 1970 on the clock of the session's time zone, as a double."""
-    from pyspark.sql import functions as F
-
-    if type_name == "date":
-        return F.unix_date(value).cast("double") * F.lit(_DAY)
-    of_day = F.hour(value) * 3600 + F.minute(value) * 60 + F.second(value)
-    return F.unix_date(F.to_date(value)).cast("double") * F.lit(_DAY) + of_day
-
-
-def _count_values(frame: DataFrame, leaves: Sequence[_Leaf], measures: Sequence[_Measure], rows: int) -> None:
-    """Counts the strings, and the numbers that repeat, into `measures`."""
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F
-
-    wanted = {
-        index: leaf.value.cast("string")
-        if leaf.family == "words"
-        else leaf.value.cast("double").cast("string")
-        for index, (leaf, measure) in enumerate(zip(leaves, measures, strict=True))
-        if (leaf.family == "words" and not _is_id(measure))
-        or (leaf.family == "number" and measure.distinct <= min(_MAX_LEVELS, max(BINS, rows // 3)))
+        return _choose_words(place, measured)
+    if measured.low == measured.high and measured.count == rows:
+        return _Choice("left out", "every row has the same value")
+    center, scale = _standard(measured)
+    low, high = (measured.low, measured.high) if leaf.family == "calendar" else _clip(measured)
+    standard: dict[str, Any] = {
+        "center": center,
+        "scale": scale,
+        "low": (low - center) / scale,
+        "high": (high - center) / scale,
     }
-    if not wanted:
-        return
-    pairs = F.array(*(F.struct(F.lit(i).alias("leaf"), v.alias("value")) for i, v in wanted.items()))
-    counted = (
-        frame.select(F.explode(pairs).alias("pair"))
-        .where(F.col("pair.value").isNotNull())
-        .groupBy("pair.leaf", "pair.value")
-        .agg(F.count(F.lit(1)).alias("rows"))
-    )
-    order = Window.partitionBy("leaf").orderBy(F.desc("rows"), "value")
-    for leaf, value, count in (
-        counted.withColumn("place", F.row_number().over(order))
-        .where(F.col("place") <= MAX_WORDS)
-        .select("leaf", "value", "rows")
-        .orderBy("leaf", F.desc("rows"), "value")
-        .collect()
-    ):
-        measures[leaf].values.append((value, count))
-
-
-def _is_id(measure: _Measure) -> bool:
-    return measure.count > _ID_ROWS and measure.distinct > _ID_SHARE * measure.count
-
-
-def _decide(
-    leaf: _Leaf, measure: _Measure, rows: int
-) -> tuple[list[TableColumn], list[list[float]], str, str]:
-    """Returns the columns of the row, the edges of their numbers, the use, and its reason."""
-    place = {"name": leaf.name, "path": leaf.path, "item": leaf.item}
-    if not measure.count:
-        return [], [], "left out", "every row lacks a value"
-    if leaf.family == "words":
-        return _decide_words(place, measure)
-    if measure.low == measure.high and measure.count == rows:
-        return [], [], "left out", "every row has the same value"
-    center, scale = _standard(measure)
-    low, high = ((bound - center) / scale for bound in (measure.low, measure.high))
-    standard: dict[str, Any] = {"center": center, "scale": scale, "low": low, "high": high}
+    edges = _edges(measured, center, scale, low, high)
     if leaf.family == "calendar":
-        span = measure.high - measure.low
-        parts = tuple(
-            name for name in CALENDAR if span >= _MIN_SPAN[name] and (name != "hour" or measure.has_hours)
-        )
-        edges = [_edges(measure, center, scale)]
-        for name in parts:
-            steps = min(BINS, {"hour": 24, "weekday": 7, "monthday": 31, "yearday": 26}[name])
-            edges += [np.linspace(-2.0, 2.0, steps + 1).tolist(), [-1.0, 0.0, 1.0], [-1.0, 0.0, 1.0]]
-        column = TableColumn(form="calendar", parts=parts, **standard, **place)
-        return [column], edges, "date", f"trend, {', '.join(parts)}" if parts else "trend"
-    columns = [TableColumn(**standard, **place)]
-    edges = [_edges(measure, center, scale)]
-    repeated = [(float(value), count) for value, count in measure.values if count >= 3]
-    if measure.distinct > BINS and sum(count for _, count in repeated) > 0.3 * measure.count:
-        levels = tuple(sorted(value for value, _ in repeated if math.isfinite(value)))
-        columns.append(TableColumn(form="levels", levels=levels, **place))
-        return columns, edges, "number and category", f"{len(levels)} values repeat"
-    return columns, edges, "number", f"{len(edges[0]) - 1} bins"
+        return _choose_date(measured, place, standard, edges)
+    if measured.is_beyond:
+        return _Choice("left out", "every held-out row lies above all training rows")
+    column, bins = TableColumn(**standard, **place), f"{len(edges) - 1} bins"
+    if _is_id_in_disguise(measured):
+        levels = tuple(sorted(float(value) for value in measured.repeats(2)))
+        ids = TableColumn(form="levels", levels=levels, **place)
+        return _Choice("number and category", f"{bins}, {len(levels)} ids", (column, ids), (edges,))
+    return _Choice("number", bins, (column,), (edges,))
 
 
-def _decide_words(
-    place: dict[str, Any], measure: _Measure
-) -> tuple[list[TableColumn], list[list[float]], str, str]:
-    if _is_id(measure):
-        what = "long texts" if measure.length > _LONG_TEXT else "an id"
-        return [], [], "left out", f"almost every row has its own value, {what}"
-    least = 2 if len(measure.values) > 20 else 1
-    words = tuple(sorted(value for value, count in measure.values if count >= least))
-    if len(words) < 2 and len(measure.values) < 2:
-        return [], [], "left out", "every row has the same value"
-    rare = len(measure.values) - len(words)
-    reason = f"{len(words)} values" + (f", {rare} rare ones as unknown" if rare else "")
-    return [TableColumn(form="words", words=words, **place)], [], "category", reason
+def _choose_date(
+    measured: Measure, place: dict[str, Any], standard: dict[str, Any], trend: list[float]
+) -> _Choice:
+    span = measured.high - measured.low
+    parts = tuple(
+        name for name in CALENDAR if span >= _MIN_SPAN[name] and (name != "hour" or measured.has_hours)
+    )
+    edges = [] if measured.is_beyond else [trend]
+    for name in parts:
+        edges += [np.linspace(-2.0, 2.0, _STEPS[name] + 1).tolist(), [-1.0, 0.0, 1.0], [-1.0, 0.0, 1.0]]
+    column = TableColumn(form="calendar", parts=parts, has_trend=not measured.is_beyond, **standard, **place)
+    found = [*(["trend"] if column.has_trend else []), *parts]
+    if not found:
+        return _Choice("left out", "every held-out row is later than all training rows")
+    return _Choice("date", ", ".join(found), (column,), tuple(edges))
 
 
-def _standard(measure: _Measure) -> tuple[float, float]:
+def _choose_words(place: dict[str, Any], measured: Measure) -> _Choice:
+    if is_unique(measured):
+        what = "long texts" if measured.length > _LONG_TEXT else "an id"
+        return _Choice("left out", f"almost every row has its own value, {what}")
+    words = tuple(sorted(measured.repeats(2 if len(measured.values) > 20 else 1)))
+    if len(words) < 2 and len(measured.values) < 2:
+        return _Choice("left out", "every row has the same value")
+    rare = max(measured.distinct, len(measured.values)) - len(words)
+    reason = f"{len(words)} values" + (f", about {rare} rare ones as unknown" if rare > 0 else "")
+    return _Choice("category", reason, (TableColumn(form="words", words=words, **place),))
+
+
+def _is_id_in_disguise(measured: Measure) -> bool:
+    """Whether rows with equal numbers are alike beyond what neighboring numbers are."""
+    if measured.distinct <= BINS or not measured.repeats(2):
+        return False
+    # Neighbors share a bin, also if there are few values.
+    step = max(1, math.ceil(4 * (len(QUANTILES) - 1) / len(measured.values)))
+    edges = np.unique(measured.quantiles[step:-step:step])
+    groups = np.searchsorted(edges, [float(value) for value in measured.values], side="right").tolist()
+    smooth, rows = max(0.0, measured.explained(groups)), sum(s[0].sum() for s in measured.values.values())
+    # The second term is the noise of the estimate.
+    return measured.explained() > smooth + 0.01 + 30 / float(rows)
+
+
+def _standard(measured: Measure) -> tuple[float, float]:
     """Returns the median, and the spread that a normal distribution with these quantiles would have."""
-    q = np.array(measure.quantiles)
-    spread = float(np.interp(0.9, _SHARES, q) - np.interp(0.1, _SHARES, q)) / 2.563
-    spread = spread or float(np.std(q)) or float(measure.high - measure.low) or 1.0
-    return float(np.interp(0.5, _SHARES, q)), spread
+    q: NumpyArray = np.array(measured.quantiles)
+    spread = float(np.interp(0.9, QUANTILES, q) - np.interp(0.1, QUANTILES, q)) / 2.563
+    spread = spread or float(np.std(q)) or float(measured.high - measured.low) or 1.0
+    return float(np.interp(0.5, QUANTILES, q)), spread
 
 
-def _edges(measure: _Measure, center: float, scale: float) -> list[float]:
+def _clip(measured: Measure) -> tuple[float, float]:
+    """Returns the numbers beyond which about `_TAIL_ROWS` rows lie on each side."""
+    share = _TAIL_ROWS / measured.count
+    middle = len(TAILS)
+    low = float(np.interp(share, (0.0, *TAILS), (measured.low, *measured.tails[:middle])))
+    high = float(np.interp(share, (0.0, *TAILS), (measured.high, *measured.tails[middle:])))
+    return (low, high) if low < high else (measured.low, measured.high)
+
+
+def _edges(measured: Measure, center: float, scale: float, low: float, high: float) -> list[float]:
     """Returns the edges of a number's bins: quantiles, or the middles between its values if they are few."""
-    values = sorted(float(value) for value, _ in measure.values)
-    if values and len(values) <= BINS and measure.distinct <= BINS:
-        points = np.array(values)
+    values = sorted(float(value) for value in measured.values)
+    if values and len(values) <= BINS and measured.distinct <= BINS:
+        points: NumpyArray = np.array(values)
         edges = np.array([points[0], *(points[1:] + points[:-1]) / 2, points[-1]])
     else:
-        edges = np.array([measure.low, *measure.quantiles[1:-1], measure.high])
+        inner = measured.quantiles[4:-4:4]
+        edges = np.array([low, *(edge for edge in inner if low < edge < high), high])
     standard = np.unique(((edges - center) / scale).astype(np.float32))
+    standard = standard[np.isfinite(standard)]
     if len(standard) < 2:
         standard = np.array([standard[0] - 1, standard[0] + 1])
     return [float(edge) for edge in standard]

@@ -48,6 +48,7 @@ class TableColumn:
         levels: Known numbers of the form "levels", ascending; number i has the id i + 1.
         words: Known strings of the form "words"; string i has the id i + 1.
         parts: Names in `CALENDAR` of a date that varies in them.
+        has_trend: Whether the form "calendar" includes the standardized date.
     """
 
     name: str
@@ -61,6 +62,7 @@ class TableColumn:
     levels: tuple[float, ...] = ()
     words: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
+    has_trend: bool = True
 
     def __post_init__(self) -> None:
         if self.form not in get_args(Form):
@@ -84,14 +86,14 @@ class TableColumn:
     @property
     def num_numbers(self) -> int:
         if self.form == "calendar":
-            return 1 + 3 * len(self.parts)
+            return int(self.has_trend) + 3 * len(self.parts)
         return int(self.form == "number")
 
     def numbers_of(self, values: NumpyArray) -> NumpyArray:
         """Returns the numbers of float64 values in the unit of the table: (rows, num_numbers) float32."""
         with np.errstate(invalid="ignore", over="ignore"):
             standard = np.clip((values - self.center) / self.scale, self.low, self.high)
-        found = [standard]
+        found = [standard] if self.has_trend else []
         if self.form == "calendar":
             for name in self.parts:
                 turn = _calendar(name, values) / CALENDAR[name]
@@ -240,12 +242,21 @@ def _select_value(source: SparkColumn, data_type: DataType, column: TableColumn)
         return value.cast("string")
     name = value_type.typeName()
     if column.form == "calendar":
-        # The clock of the session's time zone, in seconds: hours and weekdays are those that people see.
-        if name == "date":
-            return F.unix_date(value).cast("double") * _DAY
-        seconds = F.hour(value) * 3600 + F.minute(value) * 60 + F.second(value)
-        return F.unix_date(F.to_date(value)).cast("double") * _DAY + seconds
+        return local_seconds(value, name)
     return number_of(value, name).cast("double")
+
+
+def local_seconds(value: SparkColumn, type_name: str) -> SparkColumn:
+    """Returns seconds since 1970 on the clock of the session's time zone, as a double.
+
+    Hours and weekdays are those that people see.
+    """
+    from pyspark.sql import functions as F
+
+    days = F.unix_date(value if type_name == "date" else F.to_date(value)).cast("double") * F.lit(_DAY)
+    if type_name == "date":
+        return days
+    return days + F.hour(value) * 3600 + F.minute(value) * 60 + F.second(value)
 
 
 def _field(data_type: DataType, name: str) -> Any:

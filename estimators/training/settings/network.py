@@ -24,6 +24,8 @@ def _model(value: Any) -> ModelSpec | nn.Module:
         )
     if isinstance(value, ModelSpec | nn.Module):
         return value
+    if isinstance(value, str):
+        return ModelSpec(value)
     raise TypeError(
         f"model must be a ModelSpec or an nn.Module, got {type(value).__name__}; "
         "pass an instance such as ModelSpec('mlp', {...}) or MyNet()"
@@ -68,7 +70,10 @@ def _patterns(value: Any) -> list[str]:
 
 
 MODEL = Setting[Any](
-    name="model", field="model", words="the network: a ModelSpec or an nn.Module instance", convert=_model
+    name="model",
+    field="model",
+    words="the network: a ModelSpec or an nn.Module instance; unset: TabM for all columns",
+    convert=_model,
 )
 LOSS = Setting[Any](
     name="loss",

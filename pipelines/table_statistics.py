@@ -1,0 +1,294 @@
+"""Measures the columns of a table in Spark, for `table_plan`.
+
+One job measures numbers and dates, and a second one counts the strings and the numbers that repeat. Spark
+aggregates: the driver receives quantiles and the frequent values, whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ringspark.pipelines.columns import quote
+from ringspark.pipelines.kinds.scalar import number_of
+from ringspark.pipelines.kinds.table_row import local_seconds
+from ringspark.pipelines.rows import NumpyArray
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType
+
+MAX_ITEMS = 1_024
+MAX_VALUES = 20_000
+"""Most frequent values of one column that are counted."""
+
+FOLDS = 5
+QUANTILES = tuple(np.linspace(0.0, 1.0, 129).tolist())
+TAILS = (0.0005, 0.002, 0.005, 0.01, 0.02)
+"""Shares of the rows in the tails of a column."""
+
+# Bounds the values that the driver receives, and the pairs of row and column that are counted.
+_MAX_COLLECTED, _MAX_PAIRS = 1_000_000, 30_000_000
+_COLUMNS_PER_JOB = 64
+_DAY = 86_400.0
+_NUMERIC = ("tinyint", "smallint", "int", "bigint", "float", "double")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One value per row: a column, a field of a struct, or an item of an array.
+
+    Attributes:
+        type: Spark type of the column.
+        value: The value: a double, a string, or a date or timestamp.
+        path: Fields inside a struct.
+        item: Index in an array or vector.
+        family: "number", "words" or "calendar".
+    """
+
+    name: str
+    type: str
+    value: Any
+    path: tuple[str, ...] = ()
+    item: int | None = None
+    family: str = "number"
+
+    @property
+    def title(self) -> str:
+        item = "" if self.item is None else f"[{self.item}]"
+        return ".".join((self.name, *self.path)) + item
+
+
+@dataclass
+class Measure:
+    """Statistics of one leaf over the training rows.
+
+    Attributes:
+        count: Rows with a value; numbers must be finite.
+        quantiles: At the shares `QUANTILES`.
+        tails: Quantiles at the shares `TAILS`, then at 1 minus them.
+        correlation: With the target.
+        is_beyond: Whether every held-out value lies above all training values.
+        values: Value -> its rows and its sum of the target, each by fold: (2, FOLDS).
+    """
+
+    count: int = 0
+    distinct: int = 0
+    low: float = math.nan
+    high: float = math.nan
+    quantiles: list[float] = field(default_factory=list)
+    tails: list[float] = field(default_factory=list)
+    correlation: float = 0.0
+    is_beyond: bool = False
+    length: float = 0.0
+    has_hours: bool = False
+    values: dict[str, NumpyArray] = field(default_factory=dict)
+
+    def repeats(self, least: int) -> list[str]:
+        """Returns the values that at least this many counted rows have."""
+        return [value for value, sums in self.values.items() if sums[0].sum() >= least]
+
+    def explained(self, groups: Sequence[int] | None = None) -> float:
+        """Returns the share of the target's variance that the mean of equal values explains in other rows.
+
+        Each row is predicted by the rows of other folds (Micci-Barreca 2001), shrunk as if there were five
+        rows more with the overall mean. `groups` joins the values with the same number.
+        """
+        sums = np.array(list(self.values.values()))  # (values, 2, FOLDS)
+        if not len(sums):
+            return 0.0
+        if groups is not None:
+            joined = np.zeros((max(groups) + 1, 2, FOLDS))
+            np.add.at(joined, list(groups), sums)
+            sums = joined
+        rows, target = sums[:, 0], sums[:, 1]
+        others = (target.sum(1, keepdims=True) - target) / (rows.sum(1, keepdims=True) - rows + 5.0)
+        return float((2 * others * target - others**2 * rows).sum() / max(rows.sum(), 1.0))
+
+
+def find_leaves(
+    frame: DataFrame, names: Iterable[str], refused: dict[str, tuple[str, str]]
+) -> Iterator[Leaf]:
+    """Yields the values of the columns; adds those of no use to `refused`, as name -> type and reason."""
+    from pyspark.sql import functions as F
+
+    for name in names:
+        yield from _leaves_of(frame, name, (), frame.schema[name].dataType, F.col(quote(name)), refused)
+
+
+def _leaves_of(
+    frame: DataFrame,
+    name: str,
+    path: tuple[str, ...],
+    data_type: DataType,
+    value: SparkColumn,
+    refused: dict[str, tuple[str, str]],
+) -> Iterator[Leaf]:
+    simple, family = data_type.simpleString(), data_type.typeName().split("(")[0].split(" ")[0]
+    if simple in _NUMERIC or simple.startswith("decimal"):
+        yield Leaf(name, simple, number_of(value, family).cast("double"), path)
+    elif simple == "boolean" or family in ("string", "varchar", "char"):
+        yield Leaf(name, simple, value.cast("string"), path, family="words")
+    elif family in ("date", "timestamp", "timestamp_ntz"):
+        yield Leaf(name, simple, local_seconds(value, simple), path, family="calendar")
+    elif family == "struct":
+        for inner in data_type.fields:  # type: ignore[attr-defined]
+            part = value.getField(inner.name)
+            yield from _leaves_of(frame, name, (*path, inner.name), inner.dataType, part, refused)
+    elif simple == "vector" or (family == "array" and data_type.elementType.simpleString() in _NUMERIC):  # type: ignore[attr-defined]
+        yield from _items_of(frame, name, path, simple, value, refused)
+    else:
+        refused[".".join((name, *path))] = simple, "a network for tables cannot take this type"
+
+
+def _items_of(
+    frame: DataFrame,
+    name: str,
+    path: tuple[str, ...],
+    simple: str,
+    array: SparkColumn,
+    refused: dict[str, tuple[str, str]],
+) -> Iterator[Leaf]:
+    from pyspark.sql import functions as F
+
+    if simple == "vector":
+        from pyspark.ml.functions import vector_to_array
+
+        array = vector_to_array(array)
+    # The size of a null array is -1 or null, by Spark's settings.
+    size = F.when(array.isNotNull(), F.size(array))
+    low, high = frame.agg(F.min(size), F.max(size)).head() or (None, None)
+    if not high or low != high or high > MAX_ITEMS:
+        reason = f"rows hold {low} to {high} numbers, and only equal lengths from 1 to {MAX_ITEMS} are taken"
+        refused[".".join((name, *path))] = simple, reason if high else "every row lacks a value"
+        return
+    for item in range(high):
+        yield Leaf(name, simple, F.get(array, F.lit(item)).cast("double"), path, item)
+
+
+def measure(
+    frame: DataFrame, leaves: Sequence[Leaf], held: SparkColumn, target: SparkColumn
+) -> tuple[int, list[Measure]]:
+    """Returns the number of training rows, and the statistics of each leaf.
+
+    Args:
+        held: Whether a row is held out.
+        target: The label as a number of mean 0 and variance 1.
+    """
+    from pyspark.sql import functions as F
+
+    measures: list[Measure] = []
+    rows = 0
+    for start in range(0, max(1, len(leaves)), _COLUMNS_PER_JOB):
+        some = leaves[start : start + _COLUMNS_PER_JOB]
+        found = frame.agg(
+            F.count(F.when(~held, F.lit(1))).alias("rows"),
+            *(_statistics(leaf, held, target).alias(str(index)) for index, leaf in enumerate(some)),
+        ).head()
+        assert found is not None
+        rows = found["rows"]
+        for index in range(len(some)):
+            row = found[str(index)].asDict()
+            beyond = row.pop("lowest_held", None)
+            measured = Measure(**{key: value for key, value in row.items() if value is not None})
+            measured.is_beyond = beyond is not None and beyond > measured.high
+            measures.append(measured)
+    return rows, measures
+
+
+def _statistics(leaf: Leaf, held: SparkColumn, target: SparkColumn) -> SparkColumn:
+    from pyspark.sql import functions as F
+
+    if leaf.family == "words":
+        value = F.when(~held, leaf.value)
+        return F.struct(
+            F.count(value).alias("count"),
+            F.approx_count_distinct(value).alias("distinct"),
+            F.avg(F.length(value)).alias("length"),
+        )
+    finite = _finite(leaf)
+    value = F.when(~held, finite)
+    shares = [*QUANTILES, *TAILS, *(1 - share for share in TAILS)]
+    quantiles = F.percentile_approx(value, shares, 4_000)
+    return F.struct(
+        F.count(value).alias("count"),
+        F.approx_count_distinct(value, 0.02).alias("distinct"),
+        F.min(value).alias("low"),
+        F.max(value).alias("high"),
+        F.slice(quantiles, 1, len(QUANTILES)).alias("quantiles"),
+        F.slice(quantiles, len(QUANTILES) + 1, 2 * len(TAILS)).alias("tails"),
+        F.corr(value, target).alias("correlation"),
+        F.min(F.when(held, finite)).alias("lowest_held"),
+        F.coalesce(F.max(value % F.lit(_DAY)) > 0, F.lit(False)).alias("has_hours"),
+    )
+
+
+def _finite(leaf: Leaf) -> SparkColumn:
+    from pyspark.sql import functions as F
+
+    return F.when(~F.isnan(leaf.value) & (F.abs(leaf.value) < F.lit(math.inf)), leaf.value)
+
+
+def count_values(
+    frame: DataFrame, leaves: Sequence[Leaf], measures: Sequence[Measure], rows: int, target: SparkColumn
+) -> None:
+    """Counts the strings and the numbers that repeat in training rows, into `measures`.
+
+    Of a large table, it counts a random sample.
+    """
+    from pyspark.sql import Window
+    from pyspark.sql import functions as F
+
+    wanted = {
+        index: (leaf.value if leaf.family == "words" else _finite(leaf)).cast("string")
+        for index, (leaf, measured) in enumerate(zip(leaves, measures, strict=True))
+        if leaf.family != "calendar" and measured.count and not is_unique(measured)
+    }
+    if not wanted:
+        return
+    share = min(1.0, _MAX_PAIRS / max(1, rows * len(wanted)))
+    if share < 1:
+        frame = frame.sample(share, 0)
+    most = max(256, min(MAX_VALUES, _MAX_COLLECTED // len(wanted)))
+    pairs = F.array(*(F.struct(F.lit(i).alias("leaf"), v.alias("value")) for i, v in wanted.items()))
+    counted = (
+        frame.select(
+            target.alias("target"),
+            F.floor(F.rand(0) * FOLDS).cast("int").alias("fold"),
+            F.explode(pairs).alias("pair"),
+        )
+        .where(F.col("pair.value").isNotNull())
+        .groupBy("pair.leaf", "pair.value")
+        .agg(
+            F.count(F.lit(1)).alias("rows"),
+            *(F.count(F.when(F.col("fold") == fold, 1)).alias(f"rows{fold}") for fold in range(FOLDS)),
+            *(
+                F.sum(F.when(F.col("fold") == fold, F.col("target"))).alias(f"t{fold}")
+                for fold in range(FOLDS)
+            ),
+        )
+    )
+    order = Window.partitionBy("leaf").orderBy(F.desc("rows"), "value")
+    found: dict[int, dict[str, NumpyArray]] = defaultdict(dict)
+    for leaf, value, _, *sums in (
+        counted.withColumn("place", F.row_number().over(order))
+        .where(F.col("place") <= most)
+        .drop("place")
+        .orderBy("leaf", F.desc("rows"), "value")
+        .collect()
+    ):
+        found[leaf][value] = np.array(sums, dtype=np.float64).reshape(2, FOLDS)
+    for leaf, values in found.items():
+        # A sum without rows is null.
+        measures[leaf].values = {value: np.nan_to_num(sums) for value, sums in values.items()}
+
+
+def is_unique(measured: Measure) -> bool:
+    """Whether almost every row has a value of its own, which says nothing about other rows."""
+    return measured.count > 100 and measured.distinct > 0.9 * measured.count

@@ -1,0 +1,251 @@
+"""`fit` without a model: what becomes of each column, the rows that are held out, and the predictions."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark.ml import Pipeline
+from pyspark.ml.evaluation import RegressionEvaluator
+from pyspark.ml.linalg import Vectors
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from pyspark.sql import functions as F
+
+from ringspark.estimators import TorchClassifier, TorchModel, TorchRegressor
+from ringspark.models import ModelSpec
+
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.filterwarnings("ignore:left out of the table:UserWarning"),
+]
+
+ROWS = 400
+SCHEMA = """row string, number double, word string, many string, flag boolean, day date, moment timestamp,
+    price decimal(9,2), pair array<double>, inner struct<x:int,y:map<string,int>>, tags map<string,int>,
+    constant int, empty double, code long, label double, late string, when int"""
+
+
+def _rows() -> list[tuple[Any, ...]]:
+    rng = np.random.default_rng(0)
+    effects = rng.normal(size=60)
+    # Ids whose order says nothing, in a column of numbers.
+    codes = rng.choice(10**6, 50, replace=False)
+    of_code = rng.normal(size=50)
+    rows = []
+    for row in range(ROWS):
+        number, many, code = float(rng.normal()), int(rng.integers(60)), int(rng.integers(50))
+        label = float(100 + 10 * number + 20 * effects[many] + 40 * of_code[code])
+        day = datetime.date(2020, 1, 1) + datetime.timedelta(days=row * 3)
+
+        rows.append(
+            (
+                *(
+                    f"row {row}",
+                    None if row % 9 == 0 else number,
+                    "abc"[row % 3],
+                    f"name {many}",
+                    row % 2 == 0,
+                ),
+                *(day, datetime.datetime(2020, 1, 1, row % 24, row % 60), decimal.Decimal(row) / 4),
+                *([number, 1.0 * (row % 5)], (row % 7, {}), {"a": 1}, 7, None, int(codes[code])),
+                *(label, "yes" if label > 100 else "no", row),
+            )
+        )
+    return rows
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any) -> Any:
+    frame = spark.createDataFrame(_rows(), SCHEMA).repartition(2, "row")
+    return frame.cache()
+
+
+FAST: dict[str, Any] = {
+    "model": ModelSpec("tabm", {"members": 2, "width": 8, "depth": 1, "number_width": 2}),
+    "epochs": 2,
+    "showProgress": False,
+    "collective": "torch",
+}
+
+
+@pytest.fixture(scope="module")
+def classified(table: Any) -> tuple[TorchModel, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = TorchClassifier(labelCol="late", **FAST).fit(table.drop("label", "when"))
+    return model, [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+
+
+def test_the_summary_says_what_became_of_each_column(classified: tuple[TorchModel, list[str]]) -> None:
+    model, messages = classified
+    assert model.summary is not None
+    columns = model.summary.columns.set_index("column")
+    uses = columns["use"].to_dict()
+    assert uses == {
+        "row": "left out",
+        "number": "number",
+        "word": "category",
+        "many": "category",
+        "flag": "category",
+        "day": "date",
+        "moment": "date",
+        "price": "number",
+        "pair[0]": "number",
+        "pair[1]": "number",
+        "inner.x": "number",
+        "inner.y": "left out",
+        "tags": "left out",
+        "constant": "left out",
+        "empty": "left out",
+        "code": "number and category",
+    }
+    assert columns.loc["row", "reason"] == "almost every row has its own value, an id"
+    assert columns.loc["tags", "reason"] == "a network for tables cannot take this type"
+    assert columns.loc["constant", "reason"] == "every row has the same value"
+    assert columns.loc["empty", "missing"] == 1.0
+    assert columns.loc["number", "missing"] == pytest.approx(1 / 9, abs=0.02)
+    assert columns.loc["day", "reason"] == "trend, weekday, monthday, yearday"
+    assert columns.loc["moment", "reason"] == "trend, hour"
+    (message,) = [text for text in messages if "left out" in text]
+    assert "inner.y, tags, row, constant, empty" in message
+
+
+def test_it_predicts_as_it_was_trained(
+    classified: tuple[TorchModel, list[str]], table: Any, tmp_path: Path
+) -> None:
+    model, _ = classified
+    rows = table.select(*reversed(table.columns))  # the order of the columns does not matter
+    first = model.transform(rows).orderBy("row").select("predictedLabel", "probability").collect()
+    assert {row.predictedLabel for row in first} <= {"yes", "no"}
+    # A new name, a null and a number beyond all others are fine.
+    odd = table.limit(1).withColumns({"many": F.lit("new"), "word": F.lit(None), "number": F.lit(1e300)})
+    (row,) = model.transform(odd).collect()
+    assert np.isfinite(row.probability.toArray()).all()
+    model.write().overwrite().save(str(tmp_path / "model"))
+    table.write.parquet(str(tmp_path / "rows"))
+    script = textwrap.dedent(
+        f"""
+        from pyspark.sql import SparkSession
+        from ringspark.estimators import TorchClassificationModel
+        spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+        model = TorchClassificationModel.load({str(tmp_path / "model")!r})
+        rows = model.transform(spark.read.parquet({str(tmp_path / "rows")!r})).orderBy("row").collect()
+        print(len(model.summary.columns), *(row.probability[1] for row in rows))
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    columns, *again = done.stdout.split()
+    assert int(columns) == 16, done.stderr[-2000:]
+    # Other batches round differently.
+    assert np.array(again, float) == pytest.approx([row.probability[1] for row in first], abs=1e-6)
+
+
+def test_the_probabilities_are_calibrated(classified: tuple[TorchModel, list[str]]) -> None:
+    model, _ = classified
+    network: Any = model.module()
+    assert model.summary is not None
+    history = model.summary.history
+    expected = 1.0
+    for factor in history["validation_temperature"].iloc[: model.summary.model_epoch]:
+        expected *= factor
+    assert float(network.temperature) == pytest.approx(expected)
+    assert expected != 1.0
+
+
+def test_a_regression_returns_the_unit_of_its_label(table: Any) -> None:
+    model = TorchRegressor(**{**FAST, "epochs": 30, "batchSize": 16, "learningRate": 1e-2}).fit(
+        table.drop("late", "when")
+    )
+    predicted = model.transform(table).select("prediction", "label").toPandas()
+    assert abs(predicted.prediction.mean() - predicted.label.mean()) < 0.2 * predicted.label.std()
+    errors = predicted.prediction - predicted.label
+    assert errors.std() < 0.6 * predicted.label.std()
+
+
+def test_ranks_do_not_change_the_weights(table: Any) -> None:
+    # Without dropout, whose random numbers differ between ranks.
+    options = {"members": 2, "width": 8, "depth": 1, "dropout": 0.0, "unknown": 0.0}
+    given = {**FAST, "model": ModelSpec("tabm", options), "batchSize": 64, "keep": "last"}
+    one, two = (
+        TorchRegressor(**given, numWorkers=workers).fit(table.drop("late", "when")).module().state_dict()
+        for workers in (1, 2)
+    )
+    assert list(one) == list(two)
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-5, atol=1e-5)
+
+
+def test_the_newest_rows_are_held_out(table: Any) -> None:
+    model = TorchRegressor(**FAST, timeCol="when", validationFraction=0.25).fit(table.drop("late"))
+    assert model.summary is not None
+    assert model.summary.rows == 2 * 300
+    uses = model.summary.columns.set_index("column")
+    # What grows with time tells nothing of later rows.
+    assert uses.loc["when", "reason"] == "every held-out row lies above all training rows"
+    assert uses.loc["day", "reason"] == "weekday, monthday, yearday"
+
+
+def test_a_column_that_tells_the_label_is_named(table: Any) -> None:
+    leaky = table.select("label", "number", (F.col("label") * 2 + 1).alias("twice"))
+    with pytest.warns(UserWarning, match=r"almost tells the label on its own: twice; drop the column"):
+        TorchRegressor(**FAST).fit(leaky)
+
+
+def test_seconds_bound_the_training(table: Any) -> None:
+    model = TorchRegressor(**{**FAST, "epochs": 500}, timeBudgetSeconds=1e-3).fit(
+        table.select("label", "number")
+    )
+    assert model.summary is not None
+    assert model.summary.stop_reason == "timeBudgetSeconds=0.001 left no time for another epoch"
+    assert len(model.summary.history) == 1
+
+
+def test_a_resume_continues_with_the_columns_of_the_first_start(table: Any, tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    few = table.select("label", "number", "many").repartition(5)
+    given = {**FAST, "runUri": run, "checkpointEveryEpochs": 1}
+    first = TorchRegressor(**given).fit(few)
+    # Another order of the rows may give other quantiles.
+    again = TorchRegressor(**given, resume=True).fit(few.orderBy("number"))
+    for name, weight in first.module().state_dict().items():
+        assert torch.equal(again.module().state_dict()[name], weight)
+    (tmp_path / "run" / "table.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"table.json in runUri .* is damaged .*; give runUri a new folder"):
+        TorchRegressor(**given, resume=True).fit(few)
+
+
+def test_in_a_pipeline_and_a_cross_validation(table: Any) -> None:
+    rows = table.select("label", "number", "many")
+    estimator = TorchRegressor(**FAST)
+    grid = ParamGridBuilder().addGrid(estimator.learningRate, [1e-2, 1e-4]).build()
+    folds = CrossValidator(
+        estimator=estimator, estimatorParamMaps=grid, evaluator=RegressionEvaluator(), numFolds=2, seed=1
+    )
+    model = Pipeline(stages=[folds]).fit(rows).stages[0]
+    assert len(model.avgMetrics) == 2
+    assert model.transform(rows).count() == ROWS
+
+
+def test_input_columns_may_be_named(table: Any, tmp_path: Path) -> None:
+    model = TorchRegressor(**FAST, inputCols=["number", "many"]).fit(table)
+    assert model.summary is not None
+    assert model.summary.columns["column"].tolist() == ["number", "many"]
+    table.select("label", "number", "many").write.parquet(str(tmp_path / "files"))
+    read = TorchRegressor(**FAST).fitOnParquet(str(tmp_path / "files"))
+    assert read.transform(table).count() == ROWS
+
+
+def test_vectors_are_flattened(spark: Any) -> None:
+    rows = [(Vectors.dense([i, -i]), float(i)) for i in range(40)]
+    model = TorchRegressor(**FAST).fit(spark.createDataFrame(rows, ["features", "label"]))
+    assert model.summary is not None
+    assert model.summary.columns["column"].tolist() == ["features[0]", "features[1]"]
