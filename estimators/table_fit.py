@@ -6,6 +6,7 @@ column type `TableRow`, which `transform` makes in the same way, so a model need
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -113,6 +114,7 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans) -> Prepared
     names = [name for name in _input_names(estimator, schema, exact) if name not in {label.name, *others}]
     if not names:
         raise ValueError(f"the DataFrame has no column besides the label {label.name!r}; give it some inputs")
+    check_names_differ(names, exact)
     split = hold_out(estimator, dataset, [label.name, *names])
     key = (*names, label.name, split.indicator, split.key)
     if key not in plans:
@@ -157,6 +159,16 @@ def _plan(split: HeldOut, label: StructField, names: Sequence[str], task: str) -
     return replace(plan_table(split.dataset, names, held, target), outputs=outputs)
 
 
+def check_names_differ(names: Sequence[str], exact: bool) -> None:
+    """Raises ValueError if Spark cannot tell two columns apart."""
+    seen: dict[str, str] = {}
+    for name in names:
+        other = seen.setdefault(name if exact else name.lower(), name)
+        if other is not name:
+            differ = "have the same name" if other == name else "differ only in case"
+            raise ValueError(f"the columns {other!r} and {name!r} {differ}; rename or drop one of them")
+
+
 def _input_names(estimator: Any, schema: StructType, exact: bool) -> list[str]:
     if estimator.isSet(estimator.inputCols):
         return [find_field(name, "inputCols", schema, exact).name for name in estimator.getInputCols()]
@@ -196,6 +208,11 @@ def _look_at_label(rows: DataFrame, label: StructField, task: str) -> tuple[Colu
         found = rows.agg(F.avg(number), F.stddev_pop(number)).head()
         assert found is not None
         mean, deviation = found[0] or 0.0, found[1] or 0.0
+        if not math.isfinite(mean) or not math.isfinite(deviation):
+            raise ValueError(
+                f"label {label.name!r} has NaN or infinite values; drop these rows, for example by "
+                f"df.where(abs({label.name}) < double('inf'))"
+            )
         arguments = {"out_features": 1, "center": mean, "scale": deviation or 1.0}
         return F.coalesce((number - mean) / (deviation or 1.0), F.lit(0.0)), arguments
     if not isinstance(label.dataType, AtomicType):

@@ -128,9 +128,12 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
     """
     refused: dict[str, tuple[str, str]] = {}
     leaves = list(find_leaves(frame, names, refused))
-    rows, measures = measure(frame, leaves, held, target)
-    if not rows:
-        raise ValueError("the table has no rows to train on; check the filters of the DataFrame")
+    rows, rows_held, measures = measure(frame, leaves, held, target)
+    if not rows or not rows_held:
+        raise ValueError(
+            f"of the {rows + rows_held} rows of the table, {rows} are to train on and {rows_held} are held "
+            "out; give more rows, or another validationFraction or validationIndicatorCol"
+        )
     count_values(frame.where(~held), leaves, measures, rows, target)
     uses = [
         ColumnUse(column=name, type=simple, distinct=None, missing=0.0, use="left out", reason=reason)

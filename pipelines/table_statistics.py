@@ -174,8 +174,8 @@ def _items_of(
 
 def measure(
     frame: DataFrame, leaves: Sequence[Leaf], held: SparkColumn, target: SparkColumn
-) -> tuple[int, list[Measure]]:
-    """Returns the number of training rows, and the statistics of each leaf.
+) -> tuple[int, int, list[Measure]]:
+    """Returns the numbers of training rows and of held-out rows, and the statistics of each leaf.
 
     Args:
         held: Whether a row is held out.
@@ -184,22 +184,23 @@ def measure(
     from pyspark.sql import functions as F
 
     measures: list[Measure] = []
-    rows = 0
+    rows = rows_held = 0
     for start in range(0, max(1, len(leaves)), _COLUMNS_PER_JOB):
         some = leaves[start : start + _COLUMNS_PER_JOB]
         found = frame.agg(
             F.count(F.when(~held, F.lit(1))).alias("rows"),
+            F.count(F.when(held, F.lit(1))).alias("held"),
             *(_statistics(leaf, held, target).alias(str(index)) for index, leaf in enumerate(some)),
         ).head()
         assert found is not None
-        rows = found["rows"]
+        rows, rows_held = found["rows"], found["held"]
         for index in range(len(some)):
             row = found[str(index)].asDict()
             beyond = row.pop("lowest_held", None)
             measured = Measure(**{key: value for key, value in row.items() if value is not None})
             measured.is_beyond = beyond is not None and beyond > measured.high
             measures.append(measured)
-    return rows, measures
+    return rows, rows_held, measures
 
 
 def _statistics(leaf: Leaf, held: SparkColumn, target: SparkColumn) -> SparkColumn:

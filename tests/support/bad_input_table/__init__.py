@@ -15,6 +15,7 @@ from bad_input_table.place import Place
 from bad_input_table.runs import RUNS
 from bad_input_table.settings import SETTINGS
 from bad_input_table.shards import READING, TABLES, WRITING
+from bad_input_table.table_fits import TABLE_FITS
 
 __all__ = ["BAD_INPUTS", "OF_EXTRAS", "Place"]
 
@@ -32,6 +33,7 @@ BAD_INPUTS = [
     *WINDOWS,
     *JOB_LINES,
     *TABLES,
+    *TABLE_FITS,
 ]
 
 # Names of the rows that `ringspark.extras` refuses.

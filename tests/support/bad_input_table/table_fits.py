@@ -1,0 +1,100 @@
+"""Tables on which `fit` without a model cannot train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyspark.sql import functions as F
+
+from bad_input_table.place import BadInput, Place
+from ringspark.estimators import TorchClassifier, TorchRegressor
+from ringspark.models import ModelSpec
+
+R = BadInput
+
+
+def table_fit(
+    place: Place, *columns: Any, kind: Any = TorchClassifier, rows: str = "true", **params: Any
+) -> Any:
+    estimator = kind(storageUri=place.storage, showProgress=False, **params)
+    return estimator.fit(place.table.where(rows).select(*columns))
+
+
+def regression(place: Place, *columns: Any, **params: Any) -> Any:
+    return table_fit(place, *columns, kind=TorchRegressor, **params)
+
+
+# fmt: off
+TABLE_FITS = [
+    R("table: nothing but the label", lambda p: table_fit(p, "label"),
+      "no column besides the label 'label'", "give it some inputs"),
+    R("table: label mistyped", lambda p: table_fit(p, "label", "half", labelCol="lable"),
+      "lable", "label"),
+    R("table: input mistyped", lambda p: table_fit(p, "label", "half", inputCols=["hafl"]),
+      "hafl", "half"),
+    R("table: only constants",
+      lambda p: regression(p, "many", "zero", F.lit("x").alias("word"), labelCol="many"),
+      "no column of the table is of use to a network", "every row has the same value.*give other columns"),
+    R("table: only maps", lambda p: regression(p, "many", "lookup", labelCol="many"),
+      "no column of the table is of use to a network", "cannot take this type.*give other columns"),
+    R("table: no rows", lambda p: table_fit(p, "label", "half", rows="false"),
+      "label 'label' has 0 different values", "takes 2 to 1,000 classes"),
+    R("table: one class", lambda p: table_fit(p, F.lit(1).alias("label"), "half"),
+      "label 'label' has 1 different values", "takes 2 to 1,000 classes"),
+    R("table: label is null", lambda p: table_fit(p, F.lit(None).cast("int").alias("label"), "half"),
+      "label 'label' has 0 different values", "takes 2 to 1,000 classes"),
+    R("table: label is a struct", lambda p: table_fit(p, "pair", "half", labelCol="pair"),
+      "label 'pair' holds struct", "give a column of strings or of class numbers"),
+    R("table: label is a map", lambda p: table_fit(p, "lookup", "half", labelCol="lookup"),
+      "label 'lookup' holds map", "give a column of strings or of class numbers"),
+    R("table: label is below 0", lambda p: table_fit(p, "negative", "half", labelCol="negative"),
+      "negative", "0"),
+    R("table: label is a fraction", lambda p: table_fit(p, "half", "many", labelCol="half"),
+      "half", "TorchRegressor"),
+    R("table: regression of texts", lambda p: regression(p, "text", "half", labelCol="text"),
+      "label 'text' holds string", "give a column of numbers, or a model"),
+    R("table: regression of structs", lambda p: regression(p, "pair", "half", labelCol="pair"),
+      "label 'pair' holds struct", "give a column of numbers, or a model"),
+    R("table: regression of NaN", lambda p: regression(p, "broken", "half", labelCol="broken"),
+      "label 'broken' has NaN or infinite values", "drop these rows"),
+    R("table: regression of infinities", lambda p: regression(p, "endless", "half", labelCol="endless"),
+      "label 'endless' has NaN or infinite values", "drop these rows"),
+    R("table: one row", lambda p: regression(p, "half", "many", labelCol="half", rows="id = 3"),
+      "of the 1 rows of the table, .* to train on and .* held out", "give more rows"),
+    R("table: all rows held out",
+      lambda p: regression(p, "half", "many", F.lit(True).alias("held"), labelCol="half",
+                           validationIndicatorCol="held"),
+      "of the 60 rows of the table, 0 are to train on and 60 are held out", "validationIndicatorCol"),
+    R("table: no row held out",
+      lambda p: regression(p, "half", "many", "never", labelCol="half", validationIndicatorCol="never"),
+      "of the 60 rows of the table, 60 are to train on and 0 are held out", "validationIndicatorCol"),
+    R("table: indicator mistyped",
+      lambda p: table_fit(p, "label", "half", "never", validationIndicatorCol="nevr"), "nevr", "never"),
+    R("table: indicator beside a fraction",
+      lambda p: table_fit(p, "label", "never", validationIndicatorCol="never", validationFraction=0.5),
+      "set validationIndicatorCol or validationFraction, not both", "each chooses"),
+    R("table: indicator beside a time",
+      lambda p: table_fit(p, "label", "half", "never", validationIndicatorCol="never", timeCol="half"),
+      "set validationIndicatorCol or timeCol, not both", "each chooses"),
+    R("table: time mistyped", lambda p: table_fit(p, "label", "half", timeCol="hafl"), "hafl", "half"),
+    R("table: time of texts", lambda p: table_fit(p, "label", "text", timeCol="text"),
+      "timeCol 'text' must hold dates, timestamps or numbers", "it holds string"),
+    R("table: time without change", lambda p: table_fit(p, "label", "half", "zero", timeCol="zero"),
+      "timeCol 'zero' is 0.0 in every row", "give validationFraction instead"),
+    R("table: no seconds to train", lambda p: table_fit(p, "label", "half", timeBudgetSeconds=0),
+      "timeBudgetSeconds must", "above 0"),
+    R("table: two columns of one name", lambda p: table_fit(p, "label", "half", F.col("many").alias("half")),
+      "columns 'half' and 'half' have the same name", "rename or drop one"),
+    R("table: names in two cases", lambda p: table_fit(p, "label", "half", F.col("many").alias("Half")),
+      "columns 'half' and 'Half' differ only in case", "rename or drop one"),
+    R("table: option of the network mistyped",
+      lambda p: table_fit(p, "label", "half", model=_tabm(widht=8)), "widht", "width"),
+    R("table: negative width", lambda p: table_fit(p, "label", "half", model=_tabm(width=-1)),
+      "width", "at least 1"),
+]
+# fmt: on
+
+
+def _tabm(**options: Any) -> Any:
+
+    return ModelSpec("tabm", options)
