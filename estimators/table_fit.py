@@ -39,6 +39,8 @@ from ringspark.pipelines.table_plan import ColumnUse, TablePlan, plan_table
 TABLE_COLUMN = "__ringspark_table"
 """Name of the struct with the table's columns."""
 
+# Networks that take the numbers and ids of a table; the first one is the default.
+_NETWORKS = ("tabpack", "tabm")
 _MAX_CLASSES = 1_000
 _ROWS_PER_STEP = 256
 _STEPS = 6_000
@@ -73,11 +75,11 @@ class PreparedFit:
 
 
 def wants_table(estimator: Any) -> bool:
-    """Whether the table's columns decide the network: no model is given, or "tabm" without its inputs."""
+    """Whether the table's columns decide the network: no model is given, or one for tables by name."""
     if not estimator.isDefined(estimator.model):
         return True
     model = estimator.getModel()
-    return isinstance(model, ModelSpec) and model.target == "tabm" and "edges" not in model.kwargs
+    return isinstance(model, ModelSpec) and model.target in _NETWORKS and "edges" not in model.kwargs
 
 
 def prepare_fit(estimator: Any, dataset: DataFrame, plans: Plans) -> PreparedFit:
@@ -121,14 +123,14 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans) -> Prepared
         plans[key] = _stored_plan(estimator, dataset) or _plan(split, label, names, task)
     plan = plans[key]
     _warn_of_columns(plan.uses)
-    options = estimator.getModel().kwargs if estimator.isDefined(estimator.model) else {}
-    arguments = {"edges": plan.edges, "cardinalities": plan.kind.cardinalities, **plan.outputs, **options}
+    model = estimator.getModel() if estimator.isDefined(estimator.model) else ModelSpec(_NETWORKS[0])
+    arguments = {"edges": plan.edges, "cardinalities": plan.kind.cardinalities, **plan.outputs}
     given: dict[str, Any] = {
-        "model": ModelSpec("tabm", arguments),
+        "model": ModelSpec(model.target, arguments | model.kwargs),
         "inputCols": [TABLE_COLUMN],
         "columns": {TABLE_COLUMN: plan.kind},
         "validationIndicatorCol": split.indicator,
-        **_recipe(estimator, plan),
+        **_recipe(estimator, plan, model.target),
     }
     inner = estimator.copy()
     inner._resetUid(estimator.uid)
@@ -242,7 +244,7 @@ def _look_at_label(rows: DataFrame, label: StructField, task: str) -> tuple[Colu
     return F.coalesce(target, F.lit(0.0)), {"out_features": classes, "averages": "probabilities"}
 
 
-def _recipe(estimator: Any, plan: TablePlan) -> dict[str, Any]:
+def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
     """Returns the settings of the training that the user has not set."""
 
     def given(name: str, value: Any) -> Any:
@@ -255,7 +257,8 @@ def _recipe(estimator: Any, plan: TablePlan) -> dict[str, Any]:
     batch = given("batchSize", batch)
     steps = max(1, plan.rows // batch)
     epochs = given("epochs", max(_MIN_EPOCHS, min(_MAX_EPOCHS, _STEPS // steps)))
-    undecayed = ["*bias*", "*.inputs", "*.outputs"]
+    is_pack = network == "tabpack"
+    undecayed = ["*bias*", "head.*"] if is_pack else ["*bias*", "*.inputs", "*.outputs"]
     if plan.kind.cardinalities:
         undecayed.append("embeddings.*")
     if any(n > RARE_FROM for n in plan.kind.cardinalities):
@@ -265,9 +268,10 @@ def _recipe(estimator: Any, plan: TablePlan) -> dict[str, Any]:
         "loss": "mse_per_member" if is_regression else "cross_entropy_per_member",
         "metrics": [] if is_regression else ["temperature"],
         "optimizer": "adamw",
-        "learningRate": 1e-3,
+        # The members of a pack take shares of the rate.
+        "learningRate": 3e-3 if is_pack else 1e-3,
         "weightDecay": 1e-2,
-        "maxGradNorm": 1.0,
+        "maxGradNorm": None if is_pack else 1.0,
         "lrSchedule": "cosine",
         "warmupSteps": steps * epochs // 30,
         "batchSize": batch,
@@ -280,4 +284,5 @@ def _recipe(estimator: Any, plan: TablePlan) -> dict[str, Any]:
     }
     if recipe["patience"] >= epochs:
         del recipe["patience"]
-    return {name: value for name, value in recipe.items() if not estimator.isSet(estimator.getParam(name))}
+    unset = {name for name in recipe if not estimator.isSet(estimator.getParam(name))}
+    return {name: value for name, value in recipe.items() if name in unset and value is not None}

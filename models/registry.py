@@ -10,6 +10,7 @@ MODELS: dict[str, str] = {
     "recurrent": "ringspark.models.recurrent:Recurrent",
     "resnet": "ringspark.models.resnet:ResNet",
     "tabm": "ringspark.models.tabm:TabM",
+    "tabpack": "ringspark.models.tabpack:TabPack",
     "tabular": "ringspark.models.tabular:TabularNet",
     "tabular_ensemble": "ringspark.models.tabular_ensemble:TabularEnsemble",
     "transformer_classifier": "ringspark.models.transformer:TransformerClassifier",

@@ -20,15 +20,14 @@ from ringspark.models.checks import check_dropout, check_sizes
 RARE_FROM, _RARE_STD, _STD = 40, 0.05, 0.3
 
 
-class NumberEmbedding(nn.Module):
-    """Piecewise-linear embeddings of M numbers, with a learned embedding of a missing number.
+class NumberBins(nn.Module):
+    """How far each number fills each of its bins, with its rank among the bins, itself, and if it is missing.
 
     Args:
         edges: For each number, the ascending edges of its bins: at least two.
-        width: Width of each embedding.
     """
 
-    def __init__(self, edges: Sequence[Sequence[float]], width: int) -> None:
+    def __init__(self, edges: Sequence[Sequence[float]]) -> None:
         super().__init__()
         if any(len(each) < 2 or any(a >= b for a, b in pairwise(each)) for each in edges):
             raise ValueError("edges must hold at least two ascending numbers for each column")
@@ -38,15 +37,13 @@ class NumberEmbedding(nn.Module):
         widths = torch.tensor(
             [[*(b - a for a, b in pairwise(each)), *[1.0] * (bins + 1 - len(each))] for each in edges]
         )
+        self.features = bins + 3
         self.register_buffer("starts", starts.reshape(len(edges), bins))
         self.register_buffer("widths", widths.reshape(len(edges), bins))
         self.register_buffer("counts", torch.tensor([len(each) - 1.0 for each in edges]))
-        # The bins, the number itself, its rank among the training rows, and whether it is missing.
-        self.weight = nn.Parameter(torch.randn(len(edges), bins + 3, width) * 0.15)
-        self.bias = nn.Parameter(torch.zeros(len(edges), width))
 
-    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Maps (batch, M) numbers, NaN if missing, to (batch, M * (width + 1))."""
+    def forward(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Maps (batch, M) numbers, NaN if missing, to (batch, M, features) and the ranks (batch, M)."""
         assert isinstance(self.starts, torch.Tensor)
         assert isinstance(self.widths, torch.Tensor)
         assert isinstance(self.counts, torch.Tensor)
@@ -54,12 +51,33 @@ class NumberEmbedding(nn.Module):
         known = numbers.masked_fill(missing, 0.0)
         filled = ((known[:, :, None] - self.starts) / self.widths).clamp(0.0, 1.0)
         share = (filled.sum(2) / self.counts).clamp(1e-3, 1 - 1e-3)
-        normal = math.sqrt(2) * torch.erfinv(2 * share - 1)
-        inputs = torch.cat([filled - 0.5, normal[:, :, None], known.clamp(-4.0, 4.0)[:, :, None]], 2)
-        inputs = inputs.masked_fill(missing[:, :, None], 0.0)
-        inputs = torch.cat([inputs, missing[:, :, None].to(inputs.dtype)], 2)
-        embedded = torch.einsum("bmn,mnd->bmd", inputs, self.weight) + self.bias
-        return torch.cat([torch.relu(embedded).flatten(1), inputs[:, :, -3]], 1)
+        # As a quantile of the normal distribution.
+        rank = math.sqrt(2) * torch.erfinv(2 * share - 1)
+        features = torch.cat([filled - 0.5, rank[:, :, None], known.clamp(-4.0, 4.0)[:, :, None]], 2)
+        features = features.masked_fill(missing[:, :, None], 0.0)
+        features = torch.cat([features, missing[:, :, None].to(features.dtype)], 2)
+        return features, features[:, :, -3]
+
+
+class NumberEmbedding(nn.Module):
+    """Piecewise-linear embeddings of M numbers, with a learned embedding of a missing number.
+
+    Args:
+        edges: See `NumberBins`.
+        width: Width of each embedding.
+    """
+
+    def __init__(self, edges: Sequence[Sequence[float]], width: int) -> None:
+        super().__init__()
+        self.bins = NumberBins(edges)
+        self.weight = nn.Parameter(torch.randn(len(edges), self.bins.features, width) * 0.15)
+        self.bias = nn.Parameter(torch.zeros(len(edges), width))
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Maps (batch, M) numbers, NaN if missing, to (batch, M * (width + 1))."""
+        features, ranks = self.bins(numbers)
+        embedded = torch.einsum("bmn,mnd->bmd", features, self.weight) + self.bias
+        return torch.cat([torch.relu(embedded).flatten(1), ranks], 1)
 
 
 class MemberBlock(nn.Module):

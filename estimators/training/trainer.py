@@ -23,6 +23,7 @@ from ringspark.estimators.training.batch_transforms import prepare_inputs
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.feed import Batch, move_batches
 from ringspark.estimators.training.history import EpochRecord, TrainingProgress
+from ringspark.estimators.training.member_choice import MemberChoice
 from ringspark.estimators.training.non_finite import NonFiniteStep, RollBackError, raise_first_bad
 from ringspark.estimators.training.objective.sums import MicroBatchOutput
 from ringspark.estimators.training.phase import Status
@@ -42,6 +43,7 @@ class Trainer:
         self._scaler, self._first_bad = train_state.scaler, train_state.first_bad
         self._observed, self._timeline = train_state.observation, train_state.observation.timeline
         self._guards = config.on_non_finite != "stop"
+        self._members = MemberChoice.of(train_state.sync.network, config, mesh)
         # The ranks that synchronize in every step; None if each rank steps at its own pace.
         self._together = mesh.data if self._sync.in_step else None
 
@@ -287,14 +289,10 @@ class Trainer:
         self._status.phase = f"validation after epoch {epoch + 1}"
         self._share_buffers()
         network.eval()
-        with (
-            train_state.average.in_place(),
-            torch.no_grad(),
-            closing(cast("Any", reader.batches(0))) as batches,
-        ):
-            for batch in self._on_device(reader, batches):
-                self._status.tick()
-                batch = replace(batch, inputs=prepare_inputs(train_state.prepare, batch.inputs, batch.layout))
+        with train_state.average.in_place(), torch.no_grad():
+            if self._members is not None:
+                self._members.choose(self._held_out(reader))
+            for batch in self._held_out(reader):
                 # Split, because a batch that does not fit in training does not fit here.
                 micro_batches = batch.split(parts) if batch.num_rows else []
                 for micro_batch in micro_batches:
@@ -305,6 +303,13 @@ class Trainer:
                 for _ in range(parts - len(micro_batches)):
                     train_state.passes.evaluate_without_rows(batch.inputs)
         return train_state.passes.share(train_state.validation.take(self._mesh.data))
+
+    def _held_out(self, reader: ShardReader) -> Iterator[Batch]:
+        prepare = self._train_state.prepare
+        with closing(cast("Any", reader.batches(0))) as batches:
+            for batch in self._on_device(reader, batches):
+                self._status.tick()
+                yield replace(batch, inputs=prepare_inputs(prepare, batch.inputs, batch.layout))
 
     def _share_buffers(self) -> None:
         """Broadcasts rank 0's buffers (batch statistics), because the saved network has rank 0's."""

@@ -69,8 +69,10 @@ def table(spark: Any) -> Any:
     return frame.cache()
 
 
+SMALL: dict[str, Any] = {"rates": [1.0, 0.5], "width": 8, "depth": 1, "number_width": 2}
+
 FAST: dict[str, Any] = {
-    "model": ModelSpec("tabm", {"members": 2, "width": 8, "depth": 1, "number_width": 2}),
+    "model": ModelSpec("tabpack", {"dropouts": [0.0, 0.2], **SMALL}),
     "epochs": 2,
     "showProgress": False,
     "collective": "torch",
@@ -173,8 +175,8 @@ def test_a_regression_returns_the_unit_of_its_label(table: Any) -> None:
 
 def test_ranks_do_not_change_the_weights(table: Any) -> None:
     # Without dropout, whose random numbers differ between ranks.
-    options = {"members": 2, "width": 8, "depth": 1, "dropout": 0.0, "unknown": 0.0}
-    given = {**FAST, "model": ModelSpec("tabm", options), "batchSize": 64, "keep": "last"}
+    model = ModelSpec("tabpack", {"dropouts": [0.0, 0.0], "unknown": 0.0, **SMALL})
+    given = {**FAST, "model": model, "batchSize": 64}
     one, two = (
         TorchRegressor(**given, numWorkers=workers).fit(table.drop("late", "when")).module().state_dict()
         for workers in (1, 2)

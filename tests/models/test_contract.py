@@ -26,6 +26,13 @@ EXAMPLES: dict[str, dict[str, object]] = {
     },
     "resnet": {"in_channels": 3, "out_features": 2, "depths": [1, 2], "width": 4, "norm": "group"},
     "tabm": {"edges": [[-1.0, 0.0, 2.0], [-1.0, 1.0]], "cardinalities": [4, 50], "out_features": 2},
+    "tabpack": {
+        "edges": [[-1.0, 0.0, 2.0], [-1.0, 1.0]],
+        "cardinalities": [4, 50],
+        "out_features": 2,
+        "dropouts": [0.0, 0.5],
+        "rates": [1.0, 0.5],
+    },
     "tabular": {"cardinalities": [4, 30], "num_numeric": 3, "hidden": [8, 7], "out_features": 2},
     "tabular_ensemble": {
         "members": 3,
@@ -62,7 +69,7 @@ def spec(name: str) -> ModelSpec:
 
 def example_inputs(name: str, rows: int) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    if name == "tabm":
+    if name in ("tabm", "tabpack"):
         ids = torch.randint(0, 4, (rows, 2), generator=generator)
         return torch.randn(rows, 2, generator=generator), ids
     if name.startswith("tabular"):

@@ -1,0 +1,59 @@
+"""Chooses the members of a pack of networks, such as `TabPack`, by the held-out rows after each epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.training.feed import Batch
+from ringspark.estimators.training.settings.config import TrainConfig
+
+
+@runtime_checkable
+class Pack(Protocol):
+    """A network of several members; see `TabPack`."""
+
+    center: float
+    scale: float
+    shares: torch.Tensor
+
+    def candidates(self, *inputs: torch.Tensor) -> torch.Tensor: ...
+
+    def choose_members(self, products: torch.Tensor) -> None: ...
+
+
+class MemberChoice:
+    """Compares members by their squared errors: of values, or of class probabilities (Brier score)."""
+
+    def __init__(self, network: Pack, mesh: RankMesh, task: str) -> None:
+        self._network, self._mesh, self._is_classes = network, mesh, task == "classification"
+
+    @classmethod
+    def of(cls, network: nn.Module, config: TrainConfig, mesh: RankMesh) -> MemberChoice | None:
+        """Returns None if the network has no members, or if no rank holds all of their weights."""
+        is_whole = not config.cuts_network and config.sync.sharding == "none" and config.is_in_step
+        return cls(network, mesh, config.task) if isinstance(network, Pack) and is_whole else None
+
+    def choose(self, batches: Iterable[Batch]) -> None:
+        """Runs on every rank with its held-out rows; all ranks choose the same."""
+        members, device = len(self._network.shares), self._network.shares.device
+        # A rank without rows takes part, too.
+        sums = torch.zeros(2 * members, 2 * members, dtype=torch.float64, device=device)
+        for batch in batches:
+            found = self._network.candidates(*batch.inputs).double()
+            errors = found - self._targets(batch.labels[0], found.shape[2])
+            weighted = errors if batch.weight is None else errors * batch.weight.double()[None, :, None]
+            sums += torch.einsum("cbo,dbo->cd", weighted, errors)
+        self._network.choose_members(self._mesh.data.all_reduce(sums))
+
+    def _targets(self, label: torch.Tensor, width: int) -> torch.Tensor:
+        """Returns the labels as (batch, width): one-hot, or standardized values."""
+        label = label.reshape(len(label), -1)
+        if self._is_classes:
+            return functional.one_hot(label[:, 0].long(), width).double()
+        return (label.double() - self._network.center) / self._network.scale

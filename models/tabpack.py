@@ -1,0 +1,296 @@
+"""TabPack: a pack of networks for a table that train side by side, each with its own hyperparameters.
+
+The members share nothing. After each epoch the training calls `choose_members`: every member keeps its best
+weights so far, and those that predict held-out rows best together get the most weight, as in "TabPack" (2026)
+and in Caruana et al. 2004, "Ensemble Selection from Libraries of Models". Numbers go through piecewise-linear
+embeddings (Gorishniy, Rubachev and Babenko 2022, "On Embeddings for Numerical Features in Tabular Deep
+Learning").
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from ringspark.models.checks import check_dropout, check_sizes
+from ringspark.models.tabm import RARE_FROM, NumberBins
+
+# A member with much dropout underfits clean labels, one with little overfits noisy ones; a slow one suits few
+# rows.
+DROPOUTS = (0.0, 0.0, 0.1, 0.1, 0.2, 0.3, 0.4, 0.5)
+RATES = (1.0, 0.3, 1.0, 0.3, 1.0, 1.0, 0.5, 1.0)
+
+_RARE_STD, _STD = 0.05, 0.3
+
+
+class Packed(nn.Module):
+    """Weights of all members, (members, ...), each with its own learning rate, and the best ones so far.
+
+    Adam's step does not depend on the gradient's scale, so a member's parameter divided by its rate, and
+    multiplied again in use, steps by that rate.
+    """
+
+    def __init__(self, rates: torch.Tensor, **values: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("rates", rates, persistent=False)
+        self.register_buffer("is_chosen", torch.tensor(False))
+        self.names = list(values)
+        # Whether to use the present weights in evaluation, too.
+        self.is_live = False
+        for name, value in values.items():
+            self.register_parameter(name, nn.Parameter(value / self._spread(rates, value)))
+            self.register_buffer(f"best_{name}", value.clone())
+
+    @staticmethod
+    def _spread(rates: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return rates.view(-1, *[1] * (value.dim() - 1))
+
+    def get(self, name: str) -> torch.Tensor:
+        """Returns one weight: the present one in training, else the best of each member."""
+        value: torch.Tensor = getattr(self, name)
+        present = value * self._spread(self.rates, value)  # type: ignore[arg-type]
+        if self.training or self.is_live:
+            return present
+        return torch.where(self.is_chosen, getattr(self, f"best_{name}"), present)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def keep(self, better: torch.Tensor) -> None:
+        """Makes the present weights of some members, (members,) booleans, their best ones."""
+        for name in self.names:
+            value, best = getattr(self, name), getattr(self, f"best_{name}")
+            present = value * self._spread(self.rates, value)  # type: ignore[arg-type]
+            best.copy_(torch.where(self._spread(better, value), present, best))
+        self.is_chosen.fill_(True)  # type: ignore[operator]
+
+
+class PackedNumbers(Packed):
+    """Piecewise-linear embeddings of M numbers for each member."""
+
+    def __init__(self, rates: torch.Tensor, numbers: int, features: int, width: int) -> None:
+        shape = (len(rates), numbers, features, width)
+        super().__init__(
+            rates, weight=torch.randn(shape) * 0.15, bias=torch.zeros(len(rates), 1, numbers, width)
+        )
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Maps (batch, M, features) to (members, batch, M * width)."""
+        embedded = torch.einsum("bmn,kmnd->kbmd", features, self.get("weight")) + self.get("bias")
+        return torch.relu(embedded).flatten(2)
+
+
+class PackedTable(Packed):
+    """An embedding table for each member."""
+
+    def __init__(self, rates: torch.Tensor, size: int, width: int, std: float) -> None:
+        super().__init__(rates, weight=torch.randn(len(rates), size, width) * std)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Maps (batch,) ids to (members, batch, width)."""
+        return self.get("weight")[:, ids]
+
+
+class PackedLinear(Packed):
+    """A linear layer for each member."""
+
+    def __init__(self, rates: torch.Tensor, in_dim: int, out_dim: int) -> None:
+        bound, members = 1 / math.sqrt(in_dim), len(rates)
+        super().__init__(
+            rates,
+            weight=(torch.rand(members, in_dim, out_dim) * 2 - 1) * bound,
+            bias=(torch.rand(members, 1, out_dim) * 2 - 1) * bound,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps (members, batch, in_dim) to (members, batch, out_dim)."""
+        return torch.baddbmm(self.get("bias"), x, self.get("weight"))
+
+
+class PackedBlock(PackedLinear):
+    """A linear layer, ReLU and dropout for each member."""
+
+    def __init__(self, rates: torch.Tensor, dropouts: torch.Tensor, in_dim: int, out_dim: int) -> None:
+        super().__init__(rates, in_dim, out_dim)
+        self.register_buffer("dropouts", dropouts[:, None, None], persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.relu(super().forward(x))
+        if self.training:
+            assert isinstance(self.dropouts, torch.Tensor)
+            out = out * (torch.rand_like(out) >= self.dropouts) / (1 - self.dropouts)
+        return out
+
+
+class TabPack(nn.Module):
+    """Independent networks over the numbers and categories of a table; the prediction is a weighted mean.
+
+    Args:
+        edges: For each number, the ascending edges of its bins: at least two.
+        cardinalities: Number of ids of each category; id 0 stands for a category that the training lacks.
+        out_features: Outputs per row: classes, or one for a regression.
+        dropouts: For each member, the probability of zeroing a hidden unit in training.
+        rates: For each member, its share of the learning rate, above 0.
+        width: Width of each hidden layer.
+        depth: Number of hidden layers.
+        number_width: Width of a number's embedding.
+        category_width: Greatest width of a category's embedding.
+        unknown: Probability of training a category as unknown, so that id 0 is learned.
+        center: Mean of a regression's label.
+        scale: Deviation of a regression's label. Outputs are `center + scale * value`.
+        averages: "values", or "probabilities" for classes: the logits of the members' mean probability.
+
+    Raises:
+        ValueError: If an argument is out of range, or there is no input at all.
+    """
+
+    def __init__(
+        self,
+        edges: Sequence[Sequence[float]],
+        cardinalities: Sequence[int],
+        out_features: int,
+        dropouts: Sequence[float] = DROPOUTS,
+        rates: Sequence[float] = RATES,
+        width: int = 256,
+        depth: int = 2,
+        number_width: int = 12,
+        category_width: int = 12,
+        unknown: float = 0.02,
+        center: float = 0.0,
+        scale: float = 1.0,
+        averages: str = "values",
+    ) -> None:
+        super().__init__()
+        check_sizes(out_features=out_features, width=width, depth=depth, members=len(rates))
+        check_sizes(number_width=number_width, category_width=category_width)
+        for dropout in (*dropouts, unknown):
+            check_dropout("dropouts and unknown", dropout)
+        if len(dropouts) != len(rates) or min(rates) <= 0:
+            raise ValueError("dropouts and rates must have one number per member, and rates lie above 0")
+        if not edges and not cardinalities:
+            raise ValueError("there must be a number or a category")
+        if averages not in ("values", "probabilities"):
+            raise ValueError(f"averages must be 'values' or 'probabilities', got {averages!r}")
+        self.unknown, self.averages, self.center, self.scale = unknown, averages, center, scale
+        shares = torch.tensor(rates)
+        self.bins = NumberBins(edges)
+        # Tables without a column of this type have no weights for it.
+        self.numbers = PackedNumbers(shares, len(edges), self.bins.features, number_width) if edges else None
+        self.has_effect = [n > RARE_FROM for n in cardinalities]
+        self.embeddings = nn.ModuleList(
+            PackedTable(shares, n, min(n, category_width), _RARE_STD if n > RARE_FROM else _STD)
+            for n in cardinalities
+        )
+        # Names with many values also shift the output on their own, like a random effect of statistics.
+        self.effects = nn.ModuleList(
+            PackedTable(shares, n, out_features, 0.0) for n in cardinalities if n > RARE_FROM
+        )
+        widths = [
+            len(edges) * (number_width + 1) + sum(min(n, category_width) for n in cardinalities),
+            *[width] * depth,
+        ]
+        self.hidden = nn.Sequential(
+            *(PackedBlock(shares, torch.tensor(dropouts), *pair) for pair in pairwise(widths))
+        )
+        self.head = PackedLinear(shares, width, out_features)
+        self.register_buffer("shares", torch.full((len(rates),), 1 / len(rates)))
+        if averages == "probabilities":
+            # The training sets it by the metric "temperature".
+            self.register_buffer("temperature", torch.ones(()))
+
+    def forward(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Maps (batch, M) numbers, NaN if missing, and (batch, K) ids to outputs.
+
+        Returns:
+            (batch, members, out_features) in training, otherwise the weighted mean (batch, out_features).
+        """
+        outputs = self._outputs(numbers, ids)
+        if self.training:
+            if self.scale != 1 and outputs.requires_grad:
+                # The gradient of a standardized label: Adam's epsilon would stop tiny ones.
+                outputs.register_hook(lambda gradient: gradient / self.scale**2)  # type: ignore[no-untyped-call]
+            return self.center + self.scale * outputs.transpose(0, 1)
+        mean = torch.einsum("kbo,k->bo", self._predictions(outputs), self.shares)
+        if self.averages == "probabilities":
+            assert isinstance(self.temperature, torch.Tensor)
+            return mean.clamp_min(1e-12).log() / self.temperature
+        return self.center + self.scale * mean
+
+    @torch.no_grad()
+    def candidates(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the predictions of each member by its best and by its present weights.
+
+        Returns:
+            (2 * members, batch, out_features): probabilities, or standardized values of a regression.
+        """
+        found = []
+        packed = [module for module in self.modules() if isinstance(module, Packed)]
+        for is_live in (False, True):
+            for module in packed:
+                module.is_live = is_live
+            found.append(self._predictions(self._outputs(numbers, ids)))
+        for module in packed:
+            module.is_live = False
+        return torch.cat(found)
+
+    @torch.no_grad()
+    def choose_members(self, products: torch.Tensor) -> None:
+        """Keeps the better weights of each member, and weighs the members.
+
+        Args:
+            products: Sums over held-out rows of the products of two candidates' errors, in the order of
+                `candidates`: (2 * members, 2 * members).
+        """
+        members = len(products) // 2
+        is_first = not bool(self.head.is_chosen)
+        better = products.diagonal()[members:] < products.diagonal()[:members]
+        if is_first:
+            better = torch.ones_like(better)
+        for module in self.modules():
+            if isinstance(module, Packed):
+                module.keep(better)
+        kept = torch.arange(members, device=better.device) + members * better
+        shares = choose_greedily(products[kept][:, kept])
+        # Half an equal share each, because the choice also follows the noise of the held-out rows.
+        self.shares.copy_((shares + 1 / members) / 2)  # type: ignore[operator]
+
+    def _outputs(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Returns (members, batch, out_features)."""
+        if self.training and self.unknown:
+            ids = ids.masked_fill(torch.rand(ids.shape, device=ids.device) < self.unknown, 0)
+        members = len(self.shares)  # type: ignore[arg-type]
+        parts = []
+        if self.numbers is not None:
+            features, ranks = self.bins(numbers)
+            parts += [self.numbers(features), ranks.expand(members, -1, -1)]
+        parts += [table(ids[:, column]) for column, table in enumerate(self.embeddings)]
+        out: torch.Tensor = self.head(self.hidden(torch.cat(parts, 2)))
+        columns = [column for column, has in enumerate(self.has_effect) if has]
+        for column, table in zip(columns, self.effects, strict=True):
+            out = out + table(ids[:, column])
+        return out
+
+    def _predictions(self, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs.softmax(2) if self.averages == "probabilities" else outputs
+
+
+def choose_greedily(products: torch.Tensor, rounds: int = 50) -> torch.Tensor:
+    """Returns each member's share in the mean of members with the smallest squared error.
+
+    Adds one member per round, the same one several times if need be, until the error stops falling (Caruana
+    et al. 2004).
+
+    Args:
+        products: Sums over rows of the products of two members' errors, (members, members).
+    """
+    counts = torch.zeros(len(products), dtype=products.dtype, device=products.device)
+    best = math.inf
+    for taken in range(1, rounds + 1):
+        # Of the sum with each member added: its squared error.
+        errors = counts @ products @ counts + 2 * products @ counts + products.diagonal()
+        error, member = (errors / taken**2).min(0)
+        if float(error) >= best * (1 - 1e-6):
+            break
+        best = float(error)
+        counts[member] += 1
+    return counts / counts.sum() if best < math.inf else torch.full_like(counts, 1 / len(counts))
