@@ -169,9 +169,8 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
                 # The shards stay until the run has ended.
                 manifest, key = stack.enter_context(shards.shards(fit.data)), None
                 stack.enter_context(run.guarded())
-            return prepared.estimator._train_on(spark, run, fit, manifest, key)._describe_columns(
-                prepared.uses
-            )
+            model = prepared.estimator._train_on(spark, run, fit, manifest, key)
+            return cast(M, model._describe_columns(prepared.uses))
 
     def _run_uri(self, spark: SparkSession) -> str | None:
         given = self.getRunUri()
