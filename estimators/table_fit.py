@@ -143,7 +143,7 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans) -> Prepared
 def _stored_plan(estimator: Any, dataset: DataFrame) -> TablePlan | None:
     """Returns the plan of the run that a resume continues, if it has one."""
     uri = estimator._run_uri(dataset.sparkSession)
-    if uri is None or not estimator.getResume():
+    if uri is None:
         return None
     try:
         return TablePlan.from_json(storage.read_bytes(storage.join(uri, run_layout.TABLE)))

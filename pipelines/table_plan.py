@@ -35,7 +35,7 @@ BINS = 32
 _TAIL_ROWS = 8
 _LONG_TEXT = 60
 _DAY = 86_400.0
-# Each season must have come twice, or it cannot be told from a trend.
+# Each season must come twice, or it looks like a trend.
 _MIN_SPAN = {"hour": 0.0, "weekday": 8 * _DAY, "monthday": 45 * _DAY, "yearday": 500 * _DAY}
 _STEPS = {"hour": 24, "weekday": 7, "monthday": 31, "yearday": 26}
 _LEAK = 0.98
