@@ -43,8 +43,8 @@ TABLE_COLUMN = "__ringspark_table"
 _NETWORKS = ("tabpack", "tabm")
 _MAX_CLASSES = 1_000
 _ROWS_PER_STEP = 256
-_STEPS = 6_000
-_MIN_EPOCHS, _MAX_EPOCHS = 10, 200
+_STEPS = 5_000
+_MIN_EPOCHS, _MAX_EPOCHS = 8, 100
 
 Plans = dict[tuple[Any, ...], TablePlan]
 """Inputs, label and held-out rows -> the plan."""
