@@ -183,7 +183,8 @@ class TabM(nn.Module):
     def links(self) -> list[Link]:
         blocks = [Link(f"blocks.{i}", block, (f"blocks.{i}",)) for i, block in enumerate(self.blocks)]
         inputs = Link("inputs", self._embed, ("numbers", "embeddings", "effects"))
-        return [inputs, *blocks, Link("head", self._predict, ("heads", "biases"))]
+        parts = ("heads", "biases", *(["temperature"] if self.averages == "probabilities" else []))
+        return [inputs, *blocks, Link("head", self._predict, parts)]
 
     def _embed(self, numbers: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the inputs of the first block (batch, 1, in_dim), and the effects (batch, 1, outputs)."""

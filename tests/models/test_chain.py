@@ -12,7 +12,7 @@ from ringspark.models import MODELS, ModelSpec
 from ringspark.models.chain import Link, belongs_to, links_of, run_links
 from tests.models.test_contract import EXAMPLES, example_inputs
 
-CHAINS = ("mlp", "recurrent", "resnet", "tabular", "transformer_classifier", "transformer_lm")
+CHAINS = ("mlp", "recurrent", "resnet", "tabm", "tabular", "transformer_classifier", "transformer_lm")
 
 
 @pytest.mark.parametrize("name", CHAINS)

@@ -74,7 +74,7 @@ def test_arguments_that_json_would_alter_are_refused_by_name(kwargs: dict[str, o
     ("target", "message"),
     [
         ("tabula", "or 'package.module:Class', got 'tabula'; did you mean 'tabular'"),
-        ("unet", "must be one of embedding_mean, linear, mlp, recurrent, resnet, tabular"),
+        ("unet", "must be one of embedding_mean, linear, mlp, recurrent, resnet, tabm"),
         ("torch.nn:", "must be 'package.module:Class'"),
         ("__main__:Net", "workers cannot import"),
     ],

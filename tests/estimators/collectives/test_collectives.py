@@ -475,7 +475,7 @@ def test_a_horovod_that_would_bind_to_a_wrong_name_is_refused_before_it_starts(
     _check_name(two)
     monkeypatch.setattr("horovod.__version__", "0.28.1")
     with pytest.raises(
-        ValueError, match=rf"{name} {problem} on that host, which has the address 10.77.0.9; give"
+        ValueError, match=rf"{name} {problem} on that host, which has the address 10.77.0.9; enter"
     ):
         _check_name(two)
     _check_name(replace(two, local_size=2))
