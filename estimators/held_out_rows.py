@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import AtomicType, DateType, NumericType, TimestampNTZType, TimestampType
+from pyspark.sql.types import (
+    ArrayType,
+    AtomicType,
+    DataType,
+    DateType,
+    NumericType,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+)
 
 from ringspark.estimators.columns.schema import find_field
 from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.training.settings.data import VALIDATION_INDICATOR_COL
 from ringspark.pipelines.columns import is_case_sensitive, quote
+from ringspark.pipelines.kinds.vector import canonical_vector
 
 HELD_OUT_COLUMN = "__ringspark_held_out"
-"""Name of the indicator that `hold_out` adds."""
+"""Start of the name of the indicator that `hold_out` adds."""
 
 _SHARE = 0.15
 _BUCKETS = 1_000_000
@@ -36,32 +47,61 @@ class HeldOut:
     key: tuple[Any, ...]
 
 
+def check_one_choice(estimator: Any) -> None:
+    """Raises ValueError if an indicator and another Param choose the rows."""
+    if not value_of(estimator, VALIDATION_INDICATOR_COL):
+        return
+    for name, value in (
+        ("timeCol", estimator.getTimeCol()),
+        ("validationFraction", estimator.getValidationFraction()),
+    ):
+        if value:
+            raise ValueError(
+                f"set validationIndicatorCol or {name}, not both; each chooses the rows to hold out"
+            )
+
+
 def hold_out(estimator: Any, dataset: DataFrame, names: Sequence[str]) -> HeldOut:
     """Returns the split that the estimator's Params ask for; unset, 15 % of the rows, chosen by the seed.
 
     Equal rows, in the columns `names`, are on the same side.
     """
+    check_one_choice(estimator)
     given, fraction = value_of(estimator, VALIDATION_INDICATOR_COL), estimator.getValidationFraction()
     time = estimator.getTimeCol()
-    if given and (time or fraction is not None):
-        other = "timeCol" if time else "validationFraction"
-        raise ValueError(
-            f"set validationIndicatorCol or {other}, not both; each chooses the rows to hold out"
-        )
     if given:
         return HeldOut(dataset, given, ())
     share = _SHARE if fraction is None else fraction
     if time:
-        return HeldOut(hold_out_newest(dataset, time, share), HELD_OUT_COLUMN, (time, share))
-    schema = dataset.schema
-    plain = [F.col(quote(name)) for name in names if isinstance(schema[name].dataType, AtomicType)]
-    bucket = F.pmod(F.xxhash64(F.lit(estimator.getSeed()), *plain), F.lit(_BUCKETS))
-    held = dataset.withColumn(HELD_OUT_COLUMN, bucket < F.lit(int(share * _BUCKETS)))
-    return HeldOut(held, HELD_OUT_COLUMN, (estimator.getSeed(), share))
+        return hold_out_newest(dataset, time, share)
+    key, schema = (estimator.getSeed(), share), dataset.schema
+    values = [value for name in names for value in _hashable(F.col(quote(name)), schema[name].dataType)]
+    bucket = F.pmod(F.xxhash64(F.lit(estimator.getSeed()), *values), F.lit(_BUCKETS))
+    held = dataset.withColumn(_indicator(key), bucket < F.lit(int(share * _BUCKETS)))
+    return HeldOut(held, _indicator(key), key)
 
 
-def hold_out_newest(dataset: DataFrame, name: str, share: float) -> DataFrame:
-    """Adds `HELD_OUT_COLUMN`, true in about the newest `share` of the rows by column `name`.
+def _indicator(key: tuple[Any, ...]) -> str:
+    """Returns the column's name, another one for each split: fits with equal columns share their rows."""
+    return f"{HELD_OUT_COLUMN}_{zlib.crc32(repr(key).encode()):08x}"
+
+
+def _hashable(value: Column, data_type: DataType) -> list[Column]:
+    """Returns the column for Spark's hash, or nothing for maps and what contains them."""
+    if data_type.simpleString() == "vector":
+        # A sparse vector and a dense one with the same numbers are equal.
+        return [canonical_vector(value)]
+    if isinstance(data_type, StructType):
+        parts = [_hashable(value.getField(field.name), field.dataType) for field in data_type.fields]
+        return [part for each in parts for part in each]
+    inner = data_type
+    while isinstance(inner, ArrayType):
+        inner = inner.elementType
+    return [value] if isinstance(inner, AtomicType) else []
+
+
+def hold_out_newest(dataset: DataFrame, name: str, share: float) -> HeldOut:
+    """Adds an indicator, true in about the newest `share` of the rows by column `name`.
 
     Rows of the same time are on the same side. Runs one Spark job.
 
@@ -85,4 +125,7 @@ def hold_out_newest(dataset: DataFrame, name: str, share: float) -> DataFrame:
         raise ValueError(f"timeCol {name!r} is {first} in every row; give validationFraction instead")
     # If the newest rows all have the time of the cut, they are held out, and the others train.
     newest = number > F.lit(cut) if cut < last else number >= F.lit(cut)
-    return dataset.withColumn(HELD_OUT_COLUMN, F.coalesce(newest, F.lit(False)))
+    key = (name, share)
+    return HeldOut(
+        dataset.withColumn(_indicator(key), F.coalesce(newest, F.lit(False))), _indicator(key), key
+    )

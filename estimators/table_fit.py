@@ -7,6 +7,7 @@ column type `TableRow`, which `transform` makes in the same way, so a model need
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,6 @@ from typing import Any
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
-    AtomicType,
     BooleanType,
     NumericType,
     StringType,
@@ -26,9 +26,10 @@ from pyspark.sql.types import (
 from ringspark.estimators import run_layout
 from ringspark.estimators.columns.inputs import table_struct
 from ringspark.estimators.columns.schema import find_field
-from ringspark.estimators.held_out_rows import HELD_OUT_COLUMN, HeldOut, hold_out, hold_out_newest
+from ringspark.estimators.held_out_rows import HeldOut, check_one_choice, hold_out, hold_out_newest
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.stages.declared import value_of
+from ringspark.estimators.training.member_choice import IGNORED
 from ringspark.estimators.training.settings.data import VALIDATION_INDICATOR_COL, WEIGHT_COL
 from ringspark.models import ModelSpec
 from ringspark.models.tabm import RARE_FROM
@@ -42,6 +43,8 @@ TABLE_COLUMN = "__ringspark_table"
 # Networks that take the numbers and ids of a table; the first one is the default.
 _NETWORKS = ("tabpack", "tabm")
 _MAX_CLASSES = 1_000
+# Spark's tuners add a column of random numbers to the rows of a fold.
+_OF_TUNERS = re.compile(r"(CrossValidator|TrainValidationSplit)_[0-9a-f]+_rand")
 _ROWS_PER_STEP = 256
 _STEPS = 5_000
 _MIN_EPOCHS, _MAX_EPOCHS = 8, 100
@@ -93,10 +96,12 @@ def prepare_fit(estimator: Any, dataset: DataFrame, plans: Plans) -> PreparedFit
     time, share = estimator.getTimeCol(), estimator.getValidationFraction()
     if not time or share is None:
         return PreparedFit(estimator, dataset)
+    check_one_choice(estimator)
+    split = hold_out_newest(dataset, time, share)
     copy = estimator.copy()
     copy.clear(copy.validationFraction)
-    copy._set(validationIndicatorCol=HELD_OUT_COLUMN)
-    return PreparedFit(copy, hold_out_newest(dataset, time, share))
+    copy._set(validationIndicatorCol=split.indicator)
+    return PreparedFit(copy, split.dataset)
 
 
 def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans) -> PreparedFit:
@@ -104,7 +109,7 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans) -> Prepared
     if task == "any":
         raise ValueError(
             f"{type(estimator).__name__} needs a model; pass model=ModelSpec('mlp', {{...}}) or an nn.Module"
-            ", or use TorchClassifier or TorchRegressor, which make one for a table"
+            ", or use TorchClassifier or TorchRegressor, which complete a network for a table"
         )
     schema, exact = dataset.schema, is_case_sensitive(dataset.sparkSession)
     label = find_field(estimator.getLabelCol(), "labelCol", schema, exact)
@@ -118,9 +123,10 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans) -> Prepared
         raise ValueError(f"the DataFrame has no column besides the label {label.name!r}; give it some inputs")
     check_names_differ(names, exact)
     split = hold_out(estimator, dataset, [label.name, *names])
-    key = (*names, label.name, split.indicator, split.key)
+    asked = [task, label.name, *names]
+    key = (*asked, split.indicator, estimator.getRunUri())
     if key not in plans:
-        plans[key] = _stored_plan(estimator, dataset) or _plan(split, label, names, task)
+        plans[key] = _stored_plan(estimator, dataset, asked) or _plan(split, label, names, task)
     plan = plans[key]
     _warn_of_columns(plan.uses)
     model = estimator.getModel() if estimator.isDefined(estimator.model) else ModelSpec(_NETWORKS[0])
@@ -140,35 +146,45 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans) -> Prepared
     return PreparedFit(inner, split.dataset.withColumn(TABLE_COLUMN, table_struct(plan.kind.sources)), plan)
 
 
-def _stored_plan(estimator: Any, dataset: DataFrame) -> TablePlan | None:
+def _stored_plan(estimator: Any, dataset: DataFrame, asked: list[str]) -> TablePlan | None:
     """Returns the plan of the run that a resume continues, if it has one."""
     uri = estimator._run_uri(dataset.sparkSession)
-    if uri is None:
+    # A run without an identity has trained nothing, and begins anew.
+    if uri is None or not storage.exists(storage.join(uri, run_layout.IDENTITY)):
         return None
     try:
-        return TablePlan.from_json(storage.read_bytes(storage.join(uri, run_layout.TABLE)))
+        plan = TablePlan.from_json(storage.read_bytes(storage.join(uri, run_layout.TABLE)))
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise ValueError(
             f"{run_layout.TABLE} in runUri {uri!r} is damaged ({error}); give runUri a new folder"
         ) from error
+    if plan.asked != asked:
+        raise ValueError(
+            f"the run in {uri!r} trains on the label {plan.asked[1]!r} and the columns {plan.asked[2:]}, not "
+            f"on {asked[1]!r} and {asked[2:]}; give the same, or runUri a new folder"
+        )
+    return plan
 
 
 def _plan(split: HeldOut, label: StructField, names: Sequence[str], task: str) -> TablePlan:
     held = F.coalesce(F.col(quote(split.indicator)).cast("boolean"), F.lit(False))
-    target, outputs = _look_at_label(split.dataset.where(~held), label, task)
-    return replace(plan_table(split.dataset, names, held, target), outputs=outputs)
+    target, outputs = _look_at_label(split.dataset, held, label, task)
+    plan = plan_table(split.dataset, names, held, target)
+    return replace(plan, outputs=outputs, asked=[task, label.name, *names])
 
 
 def check_names_differ(names: Sequence[str], exact: bool) -> None:
     """Raises ValueError if Spark cannot tell two columns apart."""
     seen: dict[str, str] = {}
     for name in names:
-        other = seen.setdefault(name if exact else name.lower(), name)
-        if other is not name:
+        key = name if exact else name.lower()
+        if key in seen:
+            other = seen[key]
             differ = "have the same name" if other == name else "differ only in case"
             raise ValueError(f"the columns {other!r} and {name!r} {differ}; rename or drop one of them")
+        seen[key] = name
 
 
 def _input_names(estimator: Any, schema: StructType, exact: bool) -> list[str]:
@@ -176,7 +192,7 @@ def _input_names(estimator: Any, schema: StructType, exact: bool) -> list[str]:
         return [find_field(name, "inputCols", schema, exact).name for name in estimator.getInputCols()]
     if estimator.isSet(estimator.featuresCol):
         return [find_field(estimator.getFeaturesCol(), "featuresCol", schema, exact).name]
-    return list(schema.names)
+    return [name for name in schema.names if not _OF_TUNERS.fullmatch(name)]
 
 
 def _warn_of_columns(uses: Sequence[ColumnUse]) -> None:
@@ -197,9 +213,11 @@ def _warn_of_columns(uses: Sequence[ColumnUse]) -> None:
         )
 
 
-def _look_at_label(rows: DataFrame, label: StructField, task: str) -> tuple[Column, dict[str, Any]]:
+def _look_at_label(
+    dataset: DataFrame, held: Column, label: StructField, task: str
+) -> tuple[Column, dict[str, Any]]:
     """Returns the label as a number of mean 0 and variance 1, and the network's arguments of it."""
-    value = F.col(quote(label.name))
+    value, rows = F.col(quote(label.name)), dataset.where(~held)
     if task == "regression":
         if not isinstance(label.dataType, NumericType | BooleanType):
             raise ValueError(
@@ -217,13 +235,17 @@ def _look_at_label(rows: DataFrame, label: StructField, task: str) -> tuple[Colu
             )
         arguments = {"out_features": 1, "center": mean, "scale": deviation or 1.0}
         return F.coalesce((number - mean) / (deviation or 1.0), F.lit(0.0)), arguments
-    if not isinstance(label.dataType, AtomicType):
+    if not isinstance(label.dataType, StringType | NumericType | BooleanType):
         raise ValueError(
             f"label {label.name!r} holds {label.dataType.simpleString()}; TorchClassifier predicts one class "
             "per row, so give a column of strings or of class numbers"
         )
+    # Classes that only held-out rows have count, too: which rows are held out must not change the network.
+    is_class = value.isNotNull()
+    if isinstance(label.dataType, NumericType):
+        is_class &= ~F.isnan(value.cast("double")) & (value != F.lit(IGNORED))
     counts = (
-        rows.where(value.isNotNull())
+        dataset.where(is_class)
         .groupBy(value.alias("label"))
         .agg(F.count(F.lit(1)).alias("rows"))
         .orderBy(F.desc("rows"), "label")
@@ -233,12 +255,17 @@ def _look_at_label(rows: DataFrame, label: StructField, task: str) -> tuple[Colu
     if not 1 < len(counts) <= _MAX_CLASSES:
         many = f"over {_MAX_CLASSES:,}" if counts[1:] else f"{len(counts)}"
         raise ValueError(
-            f"label {label.name!r} has {many} different values in the training rows; a classification "
+            f"label {label.name!r} has {many} different values; a classification "
             f"takes 2 to {_MAX_CLASSES:,} classes"
             + ("; for a number that is no class use TorchRegressor" if counts[1:] else "")
         )
     is_text = isinstance(label.dataType, StringType)
     classes = len(counts) if is_text else int(max(row["label"] for row in counts)) + 1
+    if classes > _MAX_CLASSES:
+        raise ValueError(
+            f"label {label.name!r} has the class {classes - 1}, and class numbers must lie in 0 to "
+            f"{_MAX_CLASSES - 1}; cast it to a string, whose values are numbered by themselves"
+        )
     share = counts[0]["rows"] / sum(row["rows"] for row in counts)
     target = ((value == F.lit(counts[0]["label"])).cast("double") - share) / (share * (1 - share)) ** 0.5
     return F.coalesce(target, F.lit(0.0)), {"out_features": classes, "averages": "probabilities"}
@@ -266,14 +293,13 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
     is_regression = estimator._task == "regression"
     recipe = {
         "loss": "mse_per_member" if is_regression else "cross_entropy_per_member",
-        "metrics": [] if is_regression else ["temperature"],
         "optimizer": "adamw",
         # The members of a pack take shares of the rate.
         "learningRate": 3e-3 if is_pack else 1e-3,
         "weightDecay": 1e-2,
         "maxGradNorm": None if is_pack else 1.0,
         "lrSchedule": "cosine",
-        "warmupSteps": steps * epochs // 30,
+        "warmupSteps": steps * epochs // 30 if not estimator.isSet(estimator.lrSchedule) else None,
         "batchSize": batch,
         "epochs": epochs,
         "patience": max(8, epochs // 3),
@@ -284,5 +310,14 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
     }
     if recipe["patience"] >= epochs:
         del recipe["patience"]
+    if not is_regression:
+        # Also if the user has other metrics.
+        own = estimator.getMetrics()
+        recipe["metrics"] = own if "temperature" in own else [*own, "temperature"]
+        return {**_unset(estimator, recipe), "metrics": recipe["metrics"]}
+    return _unset(estimator, recipe)
+
+
+def _unset(estimator: Any, recipe: dict[str, Any]) -> dict[str, Any]:
     unset = {name for name in recipe if not estimator.isSet(estimator.getParam(name))}
     return {name: value for name, value in recipe.items() if name in unset and value is not None}

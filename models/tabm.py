@@ -149,7 +149,8 @@ class TabM(nn.Module):
         self.unknown, self.averages = unknown, averages
         self.center, self.scale = center, scale
         if averages == "probabilities":
-            # The training sets it by the metric "temperature".
+            # The saved network's is set by the metric "temperature".
+            self.calibrates = True
             self.register_buffer("temperature", torch.ones(()))
         self.numbers = NumberEmbedding(edges, number_width)
         self.embeddings = nn.ModuleList(nn.Embedding(n, min(n, category_width)) for n in cardinalities)

@@ -195,7 +195,8 @@ class TabPack(nn.Module):
         self.head = PackedLinear(shares, width, out_features)
         self.register_buffer("shares", torch.full((len(rates),), 1 / len(rates)))
         if averages == "probabilities":
-            # The training sets it by the metric "temperature".
+            # The saved network's is set by the metric "temperature".
+            self.calibrates = True
             self.register_buffer("temperature", torch.ones(()))
 
     def forward(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringspark.pipelines.kinds import kind_from_json
-from ringspark.pipelines.kinds.table_row import CALENDAR, TableColumn, TableRow
+from ringspark.pipelines.kinds.table_row import CALENDAR, NULL_WORD, TableColumn, TableRow
 from ringspark.pipelines.rows import NumpyArray
 from ringspark.pipelines.table_statistics import (
     QUANTILES,
@@ -39,6 +39,7 @@ _DAY = 86_400.0
 _MIN_SPAN = {"hour": 0.0, "weekday": 8 * _DAY, "monthday": 45 * _DAY, "yearday": 500 * _DAY}
 _STEPS = {"hour": 24, "weekday": 7, "monthday": 31, "yearday": 26}
 _LEAK = 0.98
+_FAR = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,7 @@ class TablePlan:
         uses: What became of every column.
         rows: Number of training rows.
         outputs: The network's arguments that the label decides.
+        asked: What the user asked for: task, label and columns.
     """
 
     kind: TableRow
@@ -84,6 +86,7 @@ class TablePlan:
     uses: list[ColumnUse]
     rows: int
     outputs: dict[str, Any] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
         return json.dumps(
@@ -93,6 +96,7 @@ class TablePlan:
                 "uses": [asdict(use) for use in self.uses],
                 "rows": self.rows,
                 "outputs": self.outputs,
+                "asked": self.asked,
             }
         )
 
@@ -126,6 +130,7 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
     Raises:
         ValueError: The table has no rows, or no column of use.
     """
+    zone = str(frame.sparkSession.conf.get("spark.sql.session.timeZone"))
     refused: dict[str, tuple[str, str]] = {}
     leaves = list(find_leaves(frame, names, refused))
     rows, rows_held, measures = measure(frame, leaves, held, target)
@@ -142,11 +147,12 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
     columns: list[TableColumn] = []
     edges: list[list[float]] = []
     for leaf, measured in zip(leaves, measures, strict=True):
-        choice = _choose(leaf, measured, rows)
+        choice = _choose(leaf, measured, rows, zone)
         columns += choice.columns
         edges += choice.edges
         # Few rows agree with anything.
-        leaks = rows >= 100 and max(measured.correlation**2, measured.explained()) > _LEAK
+        correlation = 0.0 if math.isnan(measured.correlation) else measured.correlation
+        leaks = rows >= 100 and max(correlation**2, measured.explained()) > _LEAK
         uses.append(
             ColumnUse(
                 column=leaf.title,
@@ -164,16 +170,20 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
     return TablePlan(kind=TableRow(tuple(columns)), edges=edges, uses=uses, rows=rows)
 
 
-def _choose(leaf: Leaf, measured: Measure, rows: int) -> _Choice:
-    place: dict[str, Any] = {"name": leaf.name, "path": leaf.path, "item": leaf.item}
+def _choose(leaf: Leaf, measured: Measure, rows: int, zone: str) -> _Choice:
+    place: dict[str, Any] = {"name": leaf.name, "path": leaf.path, "item": leaf.item, "type": leaf.type}
+    if leaf.type == "timestamp":
+        place["zone"] = zone
     if not measured.count:
         return _Choice("left out", "every row lacks a value")
     if leaf.family == "words":
-        return _choose_words(place, measured)
+        return _choose_words(place, measured, rows)
     if measured.low == measured.high and measured.count == rows:
         return _Choice("left out", "every row has the same value")
     center, scale = _standard(measured)
     low, high = (measured.low, measured.high) if leaf.family == "calendar" else _clip(measured)
+    # Beyond, float32 has no room to tell numbers apart: the largest double often stands for a missing value.
+    low, high = max(low, center - _FAR * scale), min(high, center + _FAR * scale)
     standard: dict[str, Any] = {
         "center": center,
         "scale": scale,
@@ -210,15 +220,18 @@ def _choose_date(
     return _Choice("date", ", ".join(found), (column,), tuple(edges))
 
 
-def _choose_words(place: dict[str, Any], measured: Measure) -> _Choice:
+def _choose_words(place: dict[str, Any], measured: Measure, rows: int) -> _Choice:
     if is_unique(measured):
         what = "long texts" if measured.length > _LONG_TEXT else "an id"
         return _Choice("left out", f"almost every row has its own value, {what}")
     words = tuple(sorted(measured.repeats(2 if len(measured.values) > 20 else 1)))
+    if rows - measured.count >= 2:
+        words = (*words, NULL_WORD)
     if len(words) < 2 and len(measured.values) < 2:
         return _Choice("left out", "every row has the same value")
-    rare = max(measured.distinct, len(measured.values)) - len(words)
-    reason = f"{len(words)} values" + (f", about {rare} rare ones as unknown" if rare > 0 else "")
+    known = len(words) - (NULL_WORD in words)
+    rare = max(measured.distinct, len(measured.values)) - known
+    reason = f"{known} values" + (f", about {rare} rare ones as unknown" if rare > 0 else "")
     return _Choice("category", reason, (TableColumn(form="words", words=words, **place),))
 
 

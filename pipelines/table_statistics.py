@@ -226,7 +226,7 @@ def _statistics(leaf: Leaf, held: SparkColumn, target: SparkColumn) -> SparkColu
         F.slice(quantiles, len(QUANTILES) + 1, 2 * len(TAILS)).alias("tails"),
         F.corr(value, target).alias("correlation"),
         F.min(F.when(held, finite)).alias("lowest_held"),
-        F.coalesce(F.max(value % F.lit(_DAY)) > 0, F.lit(False)).alias("has_hours"),
+        F.coalesce(F.max(F.pmod(value, F.lit(_DAY))) > 0, F.lit(False)).alias("has_hours"),
     )
 
 

@@ -20,7 +20,7 @@ from ringspark.estimators.inference.predict import Predictor, cached_module
 from ringspark.estimators.training.feed import Array, network_dtype
 from ringspark.pipelines.columns import MASK
 from ringspark.pipelines.kinds import Array as ArrayKind
-from ringspark.pipelines.kinds import HashBuckets, Padded, Ragged, Scalar, Sparse, Struct
+from ringspark.pipelines.kinds import HashBuckets, Padded, Ragged, Scalar, Sparse, Struct, TableRow
 from ringspark.pipelines.kinds.base import is_list
 
 
@@ -29,7 +29,7 @@ def needs_spark(item: ModelInput) -> bool:
     column = item.column
     if column is None:
         return True
-    return isinstance(column.kind, HashBuckets | Struct | Sparse) or column.source in TEMPORAL
+    return isinstance(column.kind, HashBuckets | Struct | Sparse | TableRow) or column.source in TEMPORAL
 
 
 def predict_frame(

@@ -80,15 +80,18 @@ class Callback:
 
 
 class Callbacks:
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
+    """Callbacks in the order of their calls; checkpoints keep no state of the `stateless` one."""
+
+    def __init__(self, callbacks: Sequence[Callback], stateless: Callback | None = None) -> None:
         self._callbacks = list(callbacks)
+        self._all = [*callbacks, *([] if stateless is None else [stateless])]
         self.has_step_end = any(type(c).on_step_end is not Callback.on_step_end for c in callbacks)
 
     def __len__(self) -> int:
-        return len(self._callbacks)
+        return len(self._all)
 
     def call(self, event: str, state: TrainingState) -> None:
-        for callback in self._callbacks:
+        for callback in self._all:
             getattr(callback, event)(state)
 
     def state_dicts(self) -> list[dict[str, Any]]:

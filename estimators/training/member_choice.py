@@ -13,6 +13,9 @@ from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.settings.config import TrainConfig
 
+IGNORED = -100
+"""Class of rows that torch's cross entropy leaves out."""
+
 
 @runtime_checkable
 class Pack(Protocol):
@@ -45,15 +48,19 @@ class MemberChoice:
         # A rank without rows takes part, too.
         sums = torch.zeros(2 * members, 2 * members, dtype=torch.float64, device=device)
         for batch in batches:
+            if not batch.num_rows:
+                continue
             found = self._network.candidates(*batch.inputs).double()
-            errors = found - self._targets(batch.labels[0], found.shape[2])
-            weighted = errors if batch.weight is None else errors * batch.weight.double()[None, :, None]
-            sums += torch.einsum("cbo,dbo->cd", weighted, errors)
+            label = batch.labels[0].reshape(len(batch.labels[0]), -1)
+            errors = found - self._targets(label, found.shape[2])
+            weight = torch.ones_like(label[:, 0]) if batch.weight is None else batch.weight
+            if self._is_classes:
+                weight = weight * (label[:, 0] != IGNORED)
+            sums += torch.einsum("cbo,dbo->cd", errors * weight.double()[None, :, None], errors)
         self._network.choose_members(self._mesh.data.all_reduce(sums))
 
     def _targets(self, label: torch.Tensor, width: int) -> torch.Tensor:
-        """Returns the labels as (batch, width): one-hot, or standardized values."""
-        label = label.reshape(len(label), -1)
+        """Returns labels (batch, 1) as (batch, width): one-hot, or standardized values."""
         if self._is_classes:
-            return functional.one_hot(label[:, 0].long(), width).double()
+            return functional.one_hot(label[:, 0].long().clamp_min(0), width).double()
         return (label.double() - self._network.center) / self._network.scale

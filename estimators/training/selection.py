@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-import torch
+from torch import nn
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.parallel.mesh import RankMesh
@@ -79,19 +79,24 @@ class TimeBudget(Callback):
             state.stop(f"timeBudgetSeconds={self._seconds:g} left no time for another epoch")
 
 
-class Calibration(Callback):
-    """Sets a network's buffer `temperature`, by which it divides its logits, to fit the held-out rows.
+@contextmanager
+def calibrated(module: nn.Module, record: EpochRecord | None) -> Iterator[None]:
+    """Sets the network's temperature by an epoch's metric "temperature" inside the context, for saving it.
 
-    Guo, Pleiss, Sun and Weinberger 2017, "On Calibration of Modern Neural Networks". The metric
-    "temperature" is the factor that is missing.
+    Guo, Pleiss, Sun and Weinberger 2017, "On Calibration of Modern Neural Networks". The training itself goes
+    on with a temperature of 1. Networks without the attribute `calibrates` stay as they are.
     """
-
-    def on_epoch_end(self, state: TrainingState) -> None:
-        factor = state.history[-1].metrics.get("validation_temperature", math.nan)
-        temperature = getattr(state.module, "temperature", None)
-        if isinstance(temperature, torch.Tensor) and math.isfinite(factor):
-            with torch.no_grad():
-                temperature.mul_(factor)
+    found = math.nan if record is None else record.metrics.get("validation_temperature", math.nan)
+    if not getattr(module, "calibrates", False) or not math.isfinite(found):
+        yield
+        return
+    temperature: Any = module.temperature
+    # Held-out rows that are all right ask for no doubt at all.
+    temperature.fill_(min(4.0, max(0.5, found)))
+    try:
+        yield
+    finally:
+        temperature.fill_(1.0)
 
 
 class BestCheckpoint(BestEpoch):
@@ -118,7 +123,7 @@ class BestCheckpoint(BestEpoch):
             return
         last, self.uri = self.uri, self._folder()
         where = {"epoch": state.epoch, "step": state.step}
-        with state.averaged():
+        with state.averaged(), calibrated(state.module, state.history[-1]):
             save_together(self.uri, state.module, self._mesh, self._status.tick, **where)
         if self._mesh.writes and last is not None and not self._keeps_worse:
             with suppress(OSError):

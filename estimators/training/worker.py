@@ -27,7 +27,7 @@ from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.rank_network import RankNetwork
 from ringspark.estimators.training.row_caching import cache_options
 from ringspark.estimators.training.run_environment import record_memory, record_start
-from ringspark.estimators.training.selection import BestCheckpoint, Calibration, EarlyStopping, TimeBudget
+from ringspark.estimators.training.selection import BestCheckpoint, EarlyStopping, TimeBudget, calibrated
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.train_state import TrainState
 from ringspark.estimators.training.trainer import Trainer
@@ -130,8 +130,8 @@ def _train(
         stop = EarlyStopping(config, config.patience)
     if config.time_budget_seconds is not None:
         budget = TimeBudget(config.time_budget_seconds, lambda: recovery.seconds)
-    calibration = Calibration() if "temperature" in config.metrics else None
-    callbacks = Callbacks([*objects.callbacks, *filter(None, (calibration, best, stop, budget))])
+    # A resume may have another budget, so no checkpoint keeps it.
+    callbacks = Callbacks([*objects.callbacks, *filter(None, (best, stop))], stateless=budget)
     steps = Steps(config.batch_sizes, train.manifest.num_rows)
     start = record_start(config, mesh, manifest, device)
     # Made before a checkpoint is loaded, because the rates are relative to the user's rates.
@@ -188,7 +188,7 @@ def _final_weights(
     for parameter in state.module.parameters():
         parameter.grad = None  # no step follows, so a tensor sent to the first rank can use its memory
     uri = storage.join(config.run_uri, run_layout.CHECKPOINT)
-    with state.averaged():
+    with state.averaged(), calibrated(state.module, state.history[-1] if state.history else None):
         save_together(uri, state.module, mesh, status.tick, epoch=state.epoch, step=state.step)
     return uri, state.epoch
 

@@ -7,6 +7,7 @@ NaN, and the network learns what it means. Id 0 of a category stands for strings
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 Form = Literal["number", "levels", "words", "calendar"]
 
 _DAY = 86_400.0
+_NUMERIC = ("tinyint", "smallint", "int", "bigint", "float", "double", "decimal")
+
+NULL_WORD = "\0null"
+"""Stands for a missing string among the known ones."""
 
 CALENDAR: dict[str, float] = {"hour": 1.0, "weekday": 7.0, "monthday": 31.0, "yearday": 365.2425}
 """Part of a date -> its period in the part's own unit; hours count in days."""
@@ -45,6 +50,8 @@ class TableColumn:
             of a string. "calendar": a trend, which is a standardized number, and cyclic parts of the date.
         center, scale: Standardization of the number: (value - center) / scale.
         low, high: Range of the standardized number; values outside are clipped.
+        type: Spark type that the column must have; any numeric type stands for all of them.
+        zone: Time zone whose clock a timestamp is read on; empty for other types.
         levels: Known numbers of the form "levels", ascending; number i has the id i + 1.
         words: Known strings of the form "words"; string i has the id i + 1.
         parts: Names in `CALENDAR` of a date that varies in them.
@@ -54,6 +61,8 @@ class TableColumn:
     name: str
     path: tuple[str, ...] = ()
     item: int | None = None
+    type: str = "double"
+    zone: str = ""
     form: Form = "number"
     center: float = 0.0
     scale: float = 1.0
@@ -75,8 +84,7 @@ class TableColumn:
     @property
     def source(self) -> str:
         """Name of the value in the struct that Spark sends to Python."""
-        item = () if self.item is None else (str(self.item),)
-        return ".".join((self.name, *self.path, *item)) + (":text" if self.form == "words" else "")
+        return json.dumps([self.name, *self.path, self.item, self.form == "words"])
 
     @property
     def num_ids(self) -> int:
@@ -89,8 +97,20 @@ class TableColumn:
             return int(self.has_trend) + 3 * len(self.parts)
         return int(self.form == "number")
 
+    def found_type(self, data_type: DataType) -> str:
+        """Returns the Spark type that the column has in a struct, or "missing"."""
+        for part in (self.name, *self.path):
+            fields = {field.name: field.dataType for field in getattr(data_type, "fields", ())}
+            if part not in fields:
+                return "missing"
+            data_type = fields[part]
+        return data_type.simpleString()
+
     def numbers_of(self, values: NumpyArray) -> NumpyArray:
         """Returns the numbers of float64 values in the unit of the table: (rows, num_numbers) float32."""
+        values = np.where(np.isfinite(values), values, np.nan)
+        if self.zone:
+            values = _on_clock(values, self.zone)
         with np.errstate(invalid="ignore", over="ignore"):
             standard = np.clip((values - self.center) / self.scale, self.low, self.high)
         found = [standard] if self.has_trend else []
@@ -103,6 +123,7 @@ class TableColumn:
     def ids_of(self, values: Any) -> NumpyArray:
         """Returns the ids of an Arrow array of strings or doubles: (rows,) int32."""
         if self.form == "words":
+            values = pc.fill_null(values, NULL_WORD)
             found = pc.fill_null(pc.index_in(values, value_set=_word_set(self.words)), -1)
             ids: NumpyArray = found.to_numpy(zero_copy_only=False) + 1
             return ids.astype(np.int32)
@@ -143,6 +164,13 @@ class TableRow(Kind):
         known = [field.name for field in getattr(data_type, "fields", ())]
         if missing := [source for source in self.sources if source not in known]:
             raise ValueError(f"column {name!r} has no field {missing[0]!r}; it has {known}")
+        for column in self.columns:
+            found = column.found_type(data_type)
+            if found != column.type and not (is_number(found) and is_number(column.type)):
+                raise ValueError(
+                    f"column {'.'.join((column.name, *column.path))!r} was trained as {column.type} and is "
+                    f"now {found}; cast it to {column.type}"
+                )
         return self
 
     def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
@@ -242,6 +270,9 @@ def _select_value(source: SparkColumn, data_type: DataType, column: TableColumn)
         return value.cast("string")
     name = value_type.typeName()
     if column.form == "calendar":
+        if name == "timestamp":
+            # Python reads them on the clock of the training's time zone.
+            return F.unix_micros(value).cast("double") / 1e6
         return local_seconds(value, name)
     return number_of(value, name).cast("double")
 
@@ -266,6 +297,21 @@ def _field(data_type: DataType, name: str) -> Any:
 def _doubles(values: Any) -> NumpyArray:
     """Returns float64 with NaN for nulls and infinities kept."""
     return numbers(values.cast(pa.float64())).astype(np.float64, copy=False)
+
+
+def is_number(type_name: str) -> bool:
+    """Whether a Spark type is numeric."""
+    return type_name.partition("(")[0] in _NUMERIC
+
+
+def _on_clock(seconds: NumpyArray, zone: str) -> NumpyArray:
+    """Returns seconds since 1970 as the clock of a time zone shows them."""
+    import pandas as pd
+
+    moments = pd.to_datetime(pd.Series(seconds), unit="s", utc=True, errors="coerce")
+    shown = moments.dt.tz_convert(zone).dt.tz_localize(None)
+    found: NumpyArray = ((shown - pd.Timestamp(0)) / pd.Timedelta(seconds=1)).to_numpy(np.float64)
+    return found
 
 
 def _calendar(part: str, seconds: NumpyArray) -> NumpyArray:

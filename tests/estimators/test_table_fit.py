@@ -155,12 +155,8 @@ def test_the_probabilities_are_calibrated(classified: tuple[TorchModel, list[str
     model, _ = classified
     network: Any = model.module()
     assert model.summary is not None
-    history = model.summary.history
-    expected = 1.0
-    for factor in history["validation_temperature"].iloc[: model.summary.model_epoch]:
-        expected *= factor
-    assert float(network.temperature) == pytest.approx(expected)
-    assert expected != 1.0
+    found = model.summary.history["validation_temperature"].iloc[model.summary.model_epoch - 1]
+    assert float(network.temperature) == pytest.approx(min(4.0, max(0.5, found)))
 
 
 def test_a_regression_returns_the_unit_of_its_label(table: Any) -> None:
@@ -234,6 +230,8 @@ def test_in_a_pipeline_and_a_cross_validation(table: Any) -> None:
     )
     model = Pipeline(stages=[folds]).fit(rows).stages[0]
     assert len(model.avgMetrics) == 2
+    # The tuner's own column is no input.
+    assert model.bestModel.summary.columns["column"].tolist() == ["number", "many"]
     assert model.transform(rows).count() == ROWS
 
 
@@ -244,6 +242,13 @@ def test_input_columns_may_be_named(table: Any, tmp_path: Path) -> None:
     table.select("label", "number", "many").write.parquet(str(tmp_path / "files"))
     read = TorchRegressor(**FAST).fitOnParquet(str(tmp_path / "files"))
     assert read.transform(table).count() == ROWS
+
+
+def test_fits_with_other_splits_share_no_rows(table: Any) -> None:
+    estimator = TorchRegressor(**FAST, timeCol="when")
+    fractions = [{estimator.validationFraction: share} for share in (0.1, 0.5)]
+    rows = [model.summary.rows for _, model in estimator.fitMultiple(table.drop("late"), fractions)]
+    assert rows == [2 * 360, 2 * 200]
 
 
 def test_vectors_are_flattened(spark: Any) -> None:

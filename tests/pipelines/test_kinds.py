@@ -265,7 +265,7 @@ def _examples() -> dict[str, Example]:
             TableRow(
                 (
                     TableColumn(name="number", center=1.0),
-                    TableColumn(name="word", form="words", words=("b", "c")),
+                    TableColumn(name="word", type="string", form="words", words=("b", "c")),
                     TableColumn(name="level", form="levels", levels=(1.0,)),
                 )
             ),

@@ -72,7 +72,7 @@ def _patterns(value: Any) -> list[str]:
 MODEL = Setting[Any](
     name="model",
     field="model",
-    words="the network: a ModelSpec or an nn.Module instance; unset: TabM for all columns",
+    words="the network: a ModelSpec or an nn.Module instance; unset: a pack of networks for a table",
     convert=_model,
 )
 LOSS = Setting[Any](
