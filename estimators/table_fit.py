@@ -149,7 +149,7 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans) -> Prepared
 def _stored_plan(estimator: Any, dataset: DataFrame, asked: list[str]) -> TablePlan | None:
     """Returns the plan of the run that a resume continues, if it has one."""
     uri = estimator._run_uri(dataset.sparkSession)
-    # A run without an identity has trained nothing, and begins anew.
+    # A run without an identity has trained nothing, and starts again.
     if uri is None or not storage.exists(storage.join(uri, run_layout.IDENTITY)):
         return None
     try:
@@ -304,8 +304,9 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
         "epochs": epochs,
         "patience": max(8, epochs // 3),
         "keep": "best",
-        # Not more than 1 % of the initial weights may remain in the average.
-        "emaDecay": min(0.995, 0.01 ** (1 / (steps * epochs + 1))),
+        # Over the steps of one epoch: small tables are overfitted after a few. In the end not more than 1 % of
+        # the initial weights may remain in the average.
+        "emaDecay": min(1 - 1 / max(10, min(200, steps)), 0.01 ** (1 / (steps * epochs + 1))),
         "parameterGroups": [{"params": undecayed, "weightDecay": 0.0}],
     }
     if recipe["patience"] >= epochs:

@@ -166,7 +166,8 @@ class TableRow(Kind):
             raise ValueError(f"column {name!r} has no field {missing[0]!r}; it has {known}")
         for column in self.columns:
             found = column.found_type(data_type)
-            if found != column.type and not (is_number(found) and is_number(column.type)):
+            is_same = found in (column.type, "void") or (is_number(found) and is_number(column.type))
+            if not is_same:
                 raise ValueError(
                     f"column {'.'.join((column.name, *column.path))!r} was trained as {column.type} and is "
                     f"now {found}; cast it to {column.type}"
