@@ -304,8 +304,8 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
         "epochs": epochs,
         "patience": max(8, epochs // 3),
         "keep": "best",
-        # Over the steps of one epoch: small tables are overfitted after a few. In the end not more than 1 % of
-        # the initial weights may remain in the average.
+        # Over the steps of one epoch, because small tables are overfitted after a few epochs. In the end not
+        # more than 1 % of the initial weights may remain in the average.
         "emaDecay": min(1 - 1 / max(10, min(200, steps)), 0.01 ** (1 / (steps * epochs + 1))),
         "parameterGroups": [{"params": undecayed, "weightDecay": 0.0}],
     }
