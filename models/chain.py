@@ -75,7 +75,7 @@ def run_links(links: Sequence[Link], values: tuple[Any, ...]) -> Any:
 def run_over_time(
     links: Sequence[Link], states: Sequence[State], values: tuple[Any, ...]
 ) -> tuple[Any, list[State]]:
-    """Runs links with `over_time` on one sequence chunk; returns the result and the new states."""
+    """Runs the links on one sequence chunk by their `over_time`; returns the result and the new states."""
     result: Any = values
     after: list[State] = []
     for index, (link, state) in enumerate(zip(links, states, strict=True)):

@@ -44,7 +44,7 @@ def set_generator_state(tensors: Tensors, plain: dict[str, Any], device: torch.d
         version, python_gauss = plain["python"]
         random.setstate((version, tuple(tensors["python"].tolist()), python_gauss))
     except (KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"the random state is damaged ({error}); take another checkpoint") from error
+        raise ValueError(f"the random state is damaged ({error}); use another checkpoint") from error
 
 
 def seed_rank(seed: int, step: int, rank: int) -> None:

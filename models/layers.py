@@ -2,8 +2,8 @@
 
     {"layers": {"layer": "Sequential", "children": {"0": {"layer": "Linear", "in_features": 4, ...}}}}
 
-`describe` returns None for a network if building its description gives a network with any different
-attribute.
+`describe` checks its result: it builds a network from the description, and returns None if any attribute of
+that network differs from the original.
 """
 
 from __future__ import annotations

@@ -57,7 +57,10 @@ class ShardFile:
         if self.num_bytes < 0 or any(rows < 0 for rows in self.row_groups):
             raise ValueError(f"file {self.path!r} has a negative size or number of rows")
         if self.table is not None and not 0 <= self.num_rows <= self.table.most_rows:
-            raise ValueError(f"file {self.path!r} has more windows than a reader can plan")
+            raise ValueError(
+                f"file {self.path!r} has {self.num_rows} rows, more than the {self.table.most_rows} that can "
+                "be read from one file in place; write it as several files"
+            )
 
     @property
     def num_rows(self) -> int:

@@ -46,7 +46,8 @@ def input_names(
 ) -> tuple[list[str], tuple[str, ...]]:
     """Returns the columns from which inputs are made, and the inputs' names as the DataFrame spells them.
 
-    A name is a column, or a single array of a column with a chosen type ("words.length").
+    A name is a column, or one array of a column whose type gives several: "words.length" is the array
+    `length` of the column `words`.
     """
     sources, found = [], []
     for name in names:

@@ -100,8 +100,8 @@ class Callbacks:
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
         if len(states) != len(self._callbacks):
             raise ValueError(
-                f"the checkpoint is of a training with {len(states)} callbacks, this one has "
-                f"{len(self._callbacks)}; give the same callbacks, or runUri a new folder"
+                f"the checkpoint was written by a training with {len(states)} callbacks, this one has "
+                f"{len(self._callbacks)}; give the same callbacks, or set runUri to a new folder"
             )
         for callback, state in zip(self._callbacks, states, strict=True):
             callback.load_state_dict(state)

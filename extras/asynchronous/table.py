@@ -53,7 +53,7 @@ class Clocks:
         return bound is None or self.slowest >= clock - bound
 
     def towards(self, clock: int) -> int:
-        """Returns a number that grows with each worker's steps until the worker has reached `clock`."""
+        """Returns the sum over all workers of their steps, at most `clock` of each."""
         return sum(min(pushed, clock) for pushed in self.pushed)
 
     def behind(self, clock: int) -> list[int]:

@@ -112,7 +112,7 @@ class Kind(ABC):
         """
 
     def measure(self, arrays: Sequence[Any]) -> NumpyArray:
-        """Returns the numbers of the stored arrays, for the statistics."""
+        """Returns the numeric values in the stored arrays, from which the column statistics are computed."""
         return numbers(arrays[-1])
 
     # On the driver, after the write.

@@ -148,7 +148,9 @@ def _write_rank(
 def restore_rank(train_state: TrainState, states: Sequence[RankState], mesh: RankMesh, seed: int) -> None:
     """Restores this rank from the states of all ranks at the present step, in rank order."""
     if not states:
-        raise ValueError("a checkpoint of no rank is damaged; take another checkpoint")
+        raise ValueError(
+            "the checkpoint is damaged: it has the state of no rank; resume from another checkpoint"
+        )
     # Checkpoints from before meshes: all ranks read different rows.
     before = states[0].values.get("mesh", {"data": len(states)})
     is_same = _drop_ones(before) == _drop_ones(mesh.sizes)
@@ -164,7 +166,7 @@ def restore_rank(train_state: TrainState, states: Sequence[RankState], mesh: Ran
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(
             f"the checkpoint's rank states are of another training ({type(error).__name__}: {error}); "
-            "take another checkpoint, or give runUri a new folder"
+            "use another checkpoint, or give runUri a new folder"
         ) from error
 
 

@@ -40,7 +40,7 @@ class StreamedFile:
             self.slices = _read_slices(self._descriptor)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f"{path} is no readable safetensors file ({error}); take another checkpoint"
+                f"{path} is no readable safetensors file ({error}); use another checkpoint"
             ) from error
 
     def small(self) -> dict[str, torch.Tensor]:

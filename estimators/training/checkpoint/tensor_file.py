@@ -145,7 +145,7 @@ def read(path: str | Path, device: str = "cpu") -> dict[str, torch.Tensor]:
         # The library checks lengths and offsets; the other errors come from dtypes that torch lacks.
         if isinstance(error, (OSError, SafetensorError, LookupError, TypeError, OverflowError, ValueError)):
             raise ValueError(
-                f"{path} is no readable safetensors file ({error}); take another checkpoint"
+                f"{path} is no readable safetensors file ({error}); use another checkpoint"
             ) from error
         raise
 

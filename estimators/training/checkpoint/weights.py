@@ -141,7 +141,7 @@ def parse_info(text: bytes, uri: str) -> CheckpointInfo:
     except OtherFormatError as error:
         raise OtherFormatError(f"{uri}/{COMMIT} cannot be read: {error}") from None
     except ValueError as error:
-        raise ValueError(f"{uri}/{COMMIT} is damaged ({error}); take another checkpoint") from error
+        raise ValueError(f"{uri}/{COMMIT} is damaged ({error}); use another checkpoint") from error
 
 
 def load_checkpoint(
@@ -242,12 +242,12 @@ def _open_weights(
     copied = None if cache is None or storage.is_local(uri) else _shared_copy(uri, info, cache)
     with local_file(uri, WEIGHTS, tick) if copied is None else nullcontext(copied) as path:
         if not os.path.exists(path):
-            raise ValueError(f"{uri} holds no {WEIGHTS}; take another checkpoint")
+            raise ValueError(f"{uri} holds no {WEIGHTS}; use another checkpoint")
         size = os.path.getsize(path)
         if size != info.num_bytes:
             raise ValueError(
                 f"{uri}/{WEIGHTS} has {size} bytes, but {info.num_bytes} were written; "
-                "the file is damaged, take another checkpoint"
+                "the file is damaged, use another checkpoint"
             )
         yield info, path
 

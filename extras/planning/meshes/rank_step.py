@@ -92,7 +92,7 @@ def measure_ranks(
     Raises the errors of `measure_step`.
 
     Args:
-        config: The settings. The rows of the columns determine the size of the micro-batch, not `batch_size`.
+        config: The settings, except `batch_size`: the micro-batch has the rows of `inputs`.
         known: Result of an earlier call with another number of rows; its updates are not measured again.
     """
     initialize_lazy_layers(network.whole, inputs, objects)

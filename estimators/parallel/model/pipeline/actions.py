@@ -76,9 +76,9 @@ def with_arrivals(
 ) -> list[Steps]:
     """Returns each rank's order with an `Arrival` wherever the rank receives a result of another rank.
 
-    Goes through the orders of all ranks at the same pace. A rank receives a result at the point of its order
-    that it has reached when the result is sent. So sends and receives between two ranks have the same order,
-    and cannot deadlock even if the transport runs them one by one, as NCCL does.
+    Simulates the orders of all ranks in lockstep: when one rank sends a result, the `Arrival` is inserted
+    where the receiving rank stands in its own order. So sends and receives between two ranks have the
+    same order, and cannot deadlock even if the transport runs them one by one, as NCCL does.
     """
     progress = progress or CompletedActions(len(owners))
     steps: list[Steps] = [[] for _ in orders]

@@ -237,8 +237,9 @@ def shard_layers(module: nn.Module, region: Region, plan: Mapping[str, Any]) -> 
                     _shard_scores(module, name, part)
                 if not is_tokens and isinstance(region.boundary, SequenceBoundary):
                     raise ValueError(
-                        f"parallelism's plan shards {name!r} by ids, but sequence_parallel=True allows this "
-                        "only for `tokens`; leave it out of the plan"
+                        f"parallelism's plan shards {name!r} by ids of the vocabulary; with "
+                        f"sequence_parallel=True only an embedding named 'tokens' can be sharded so; "
+                        f"leave {name!r} out of the plan"
                     )
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, part)
@@ -275,7 +276,10 @@ def _shard_scores(module: nn.Module, name: str, table: VocabularyEmbedding) -> N
 
 
 def _style(pattern: str, given: Any) -> tuple[Any, Any]:
-    """Returns the style, and the number of blocks or the grid."""
+    """Splits an entry of a plan into its style and the style's argument.
+
+    The argument is the number of fused blocks, such as 3 for queries, keys and values, or a grid's shape.
+    """
     if not isinstance(given, list | tuple):
         return given, 1
     if len(given) == 2 and given[0] == "grid":

@@ -33,9 +33,10 @@ class RankRandomState:
         return self._common is not None and torch.initial_seed() == self._seed
 
     def watch(self, module: nn.Module, *, always: bool = False) -> None:
-        """Switches back to the common stream after each forward pass of `module`.
+        """Switches random numbers back to the generator that all ranks share, after each pass of `module`.
 
-        `always` also switches to the rank's own stream before each pass.
+        The code of the module switches to the rank's own generator; with `always`, this also happens before
+        each pass.
         """
 
         def begin(module: nn.Module, inputs: Any) -> None:
