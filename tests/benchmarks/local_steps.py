@@ -22,6 +22,7 @@ import precision
 from earlier_settings import sync_of
 from small_training import train_gang
 
+from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.jobs import cli, recipes
 
@@ -45,7 +46,7 @@ def main() -> None:
         job = precision.flights_job(
             root, precision.feature_sizes(root), replace(recipes.NETWORK, epochs=options.epochs), 1
         )
-    cases: dict[str, Any] = {"every step": 1} | {
+    cases: dict[str, Any] = {"every step": AllReduce()} | {
         f"{name}, {steps}": settings_of(name, steps)
         for name in COLORS
         for steps in PERIODS[: options.periods]
