@@ -80,6 +80,14 @@ class NumberEmbedding(nn.Module):
         return torch.cat([torch.relu(embedded).flatten(1), ranks], 1)
 
 
+def check_table(edges: Sequence[Sequence[float]], cardinalities: Sequence[int], averages: str) -> None:
+    """Raises ValueError for arguments that no network for tables takes."""
+    if not edges and not cardinalities:
+        raise ValueError("there must be a number or a category")
+    if averages not in ("values", "probabilities"):
+        raise ValueError(f"averages must be 'values' or 'probabilities', got {averages!r}")
+
+
 class MemberBlock(nn.Module):
     """A hidden layer: one matrix that all members share, with vectors of each member (BatchEnsemble)."""
 
@@ -142,10 +150,7 @@ class TabM(nn.Module):
         check_sizes(number_width=number_width, category_width=category_width)
         check_dropout("dropout", dropout)
         check_dropout("unknown", unknown)
-        if not edges and not cardinalities:
-            raise ValueError("there must be a number or a category")
-        if averages not in ("values", "probabilities"):
-            raise ValueError(f"averages must be 'values' or 'probabilities', got {averages!r}")
+        check_table(edges, cardinalities, averages)
         self.unknown, self.averages = unknown, averages
         self.center, self.scale = center, scale
         if averages == "probabilities":

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ringspark.models.checks import check_dropout, check_sizes
-from ringspark.models.tabm import RARE_FROM, NumberBins
+from ringspark.models.tabm import RARE_FROM, NumberBins, check_table
 
 # A member with much dropout underfits clean labels, one with little overfits noisy ones; a slow one suits few
 # rows.
@@ -167,10 +167,7 @@ class TabPack(nn.Module):
             check_dropout("dropouts and unknown", dropout)
         if len(dropouts) != len(rates) or min(rates) <= 0:
             raise ValueError("dropouts and rates must have one number per member, and rates lie above 0")
-        if not edges and not cardinalities:
-            raise ValueError("there must be a number or a category")
-        if averages not in ("values", "probabilities"):
-            raise ValueError(f"averages must be 'values' or 'probabilities', got {averages!r}")
+        check_table(edges, cardinalities, averages)
         self.unknown, self.averages, self.center, self.scale = unknown, averages, center, scale
         shares = torch.tensor(rates)
         self.bins = NumberBins(edges)
