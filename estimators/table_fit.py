@@ -176,7 +176,7 @@ def _plan(split: HeldOut, label: StructField, names: Sequence[str], task: str) -
 
 
 def check_names_differ(names: Sequence[str], exact: bool) -> None:
-    """Raises ValueError if Spark cannot tell two columns apart."""
+    """Raises ValueError if two columns have the same name for Spark."""
     seen: dict[str, str] = {}
     for name in names:
         key = name if exact else name.lower()
@@ -206,8 +206,8 @@ def _warn_of_columns(uses: Sequence[ColumnUse]) -> None:
     leaks = [use.column for use in uses if use.leaks]
     if leaks:
         warnings.warn(
-            f"almost tells the label on its own: {', '.join(leaks[:20])}; drop the column if it is not known "
-            "before the label is",
+            f"predicts the label almost perfectly: {', '.join(leaks[:20])}; drop the column if it is known "
+            "only after the label",
             UserWarning,
             stacklevel=6,
         )
@@ -264,7 +264,7 @@ def _look_at_label(
     if classes > _MAX_CLASSES:
         raise ValueError(
             f"label {label.name!r} has the class {classes - 1}, and class numbers must lie in 0 to "
-            f"{_MAX_CLASSES - 1}; cast it to a string, whose values are numbered by themselves"
+            f"{_MAX_CLASSES - 1}; cast it to a string: the values of strings are numbered automatically"
         )
     share = counts[0]["rows"] / sum(row["rows"] for row in counts)
     target = ((value == F.lit(counts[0]["label"])).cast("double") - share) / (share * (1 - share)) ** 0.5

@@ -53,7 +53,7 @@ class ColumnUse:
         missing: Share of the training rows without a value.
         use: What the network gets; "left out" for nothing.
         reason: Why.
-        leaks: Whether the column alone almost tells the label.
+        leaks: Whether the column alone predicts the label almost perfectly.
     """
 
     column: str
@@ -106,7 +106,7 @@ class TablePlan:
         values = parse_object(text)
         kind = kind_from_json(values.pop("kind", None) or {})
         if not isinstance(kind, TableRow):
-            raise ValueError("'kind' must be that of a table's row")
+            raise ValueError("'kind' must be 'table_row'")
         return record(cls, {**values, "kind": kind})
 
 
@@ -124,7 +124,7 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
     """Returns the plan for the columns `names` of a DataFrame. Runs a few Spark jobs.
 
     Args:
-        held: Whether a row is held out; the plan is made by the others.
+        held: Whether a row is held out; the plan uses only the other rows.
         target: The label as a number of mean 0 and variance 1.
 
     Raises:

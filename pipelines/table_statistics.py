@@ -291,5 +291,5 @@ def count_values(
 
 
 def is_unique(measured: Measure) -> bool:
-    """Whether almost every row has a value of its own, which says nothing about other rows."""
+    """Whether almost every row has a different value, which says nothing about other rows."""
     return measured.count > 100 and measured.distinct > 0.9 * measured.count

@@ -194,7 +194,7 @@ def test_the_newest_rows_are_held_out(table: Any) -> None:
 
 def test_a_column_that_tells_the_label_is_named(table: Any) -> None:
     leaky = table.select("label", "number", (F.col("label") * 2 + 1).alias("twice"))
-    with pytest.warns(UserWarning, match=r"almost tells the label on its own: twice; drop the column"):
+    with pytest.warns(UserWarning, match=r"predicts the label almost perfectly: twice; drop the column"):
         TorchRegressor(**FAST).fit(leaky)
 
 
@@ -249,6 +249,19 @@ def test_fits_with_other_splits_share_no_rows(table: Any) -> None:
     fractions = [{estimator.validationFraction: share} for share in (0.1, 0.5)]
     rows = [model.summary.rows for _, model in estimator.fitMultiple(table.drop("late"), fractions)]
     assert rows == [2 * 360, 2 * 200]
+
+
+def test_a_stream_is_scored(classified: tuple[TorchModel, list[str]], table: Any, tmp_path: Path) -> None:
+    model, _ = classified
+    table.limit(50).write.parquet(str(tmp_path / "rows"))
+    stream = table.sparkSession.readStream.schema(table.schema).parquet(str(tmp_path / "rows"))
+    query = model.transform(stream).select("row", "prediction").writeStream.format("memory")
+    query = query.queryName("scored_rows").trigger(availableNow=True).start()
+    query.awaitTermination()
+    scored = table.sparkSession.table("scored_rows").orderBy("row").collect()
+    expected = model.transform(table).select("row", "prediction").orderBy("row").collect()
+    assert len(scored) == 50
+    assert set(scored) <= set(expected)
 
 
 def test_vectors_are_flattened(spark: Any) -> None:
