@@ -28,8 +28,8 @@ def regression(place: Place, *columns: Any, **params: Any) -> Any:
 TABLE_FITS = [
     R("table: nothing but the label", lambda p: table_fit(p, "label"),
       "no column besides the label 'label'", "give it some inputs"),
-    R("table: label mistyped", lambda p: table_fit(p, "label", "half", labelCol="lable"),
-      "lable", "label"),
+    R("table: label mistyped", lambda p: table_fit(p, "label", "half", labelCol="labl"),
+      "labl", "label"),
     R("table: input mistyped", lambda p: table_fit(p, "label", "half", inputCols=["hafl"]),
       "hafl", "half"),
     R("table: only constants",
@@ -89,7 +89,7 @@ TABLE_FITS = [
     R("table: names in two cases", lambda p: table_fit(p, "label", "half", F.col("many").alias("Half")),
       "columns 'half' and 'Half' differ only in case", "rename or drop one"),
     R("table: option of the network mistyped",
-      lambda p: table_fit(p, "label", "half", model=_tabm(widht=8)), "widht", "width"),
+      lambda p: table_fit(p, "label", "half", model=_tabm(widh=8)), "widh", "width"),
     R("table: negative width", lambda p: table_fit(p, "label", "half", model=_tabm(width=-1)),
       "width", "at least 1"),
 ]
