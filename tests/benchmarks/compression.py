@@ -34,6 +34,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import STRATEGIES, SyncSettings
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.jobs import cli, recipes
@@ -112,7 +113,7 @@ class Training:
         exchange = SyncSettings(sync=AllReduce(compression=Compression.of(compression)))
         make = momentum(0.01, 0.0)
         self.sync = STRATEGIES[exchange.sync.strategy]().prepare(
-            SPEC.build(), lambda module: make(module.parameters()), collective, exchange
+            SPEC.build(), lambda module: make(module.parameters()), RankMesh.of(collective), exchange
         )
         self.scaler = LossScaler("fp32", torch.device("cpu"))
         generator = torch.Generator().manual_seed(collective.rank)

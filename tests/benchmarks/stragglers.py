@@ -25,6 +25,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.options.sync import ParameterServer
 from ringspark.estimators.parallel import STRATEGIES, SyncSettings
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.phase import Status
 from ringspark.extras.asynchronous.table import ParameterTable
 
@@ -74,7 +75,7 @@ def train(way: str, factor: int, steps: int, collective: Collective, device: str
     features, labels = rows()
     exchange = SyncSettings(sync=sync_of(consistency=WAYS[way]), timeout_seconds=120)
     sync = STRATEGIES[exchange.sync.strategy]().prepare(
-        network(), lambda m: torch.optim.SGD(m.parameters(), lr=RATE), collective, exchange
+        network(), lambda m: torch.optim.SGD(m.parameters(), lr=RATE), RankMesh.of(collective), exchange
     )
     generator = torch.Generator().manual_seed(1 + collective.rank)
     pause = STEP_SECONDS * (factor if collective.rank == collective.size - 1 else 1)
