@@ -200,7 +200,7 @@ def test_folders_hold_out_files_and_other_choices_of_rows_are_refused(
     assert history.validation_loss.notna().all()
     for params, sentence in (
         ({"validationIndicatorCol": "id", "labelCol": "test"}, "'id' is a column of the files, but"),
-        ({"validationFraction": 0.5}, "validationFraction draws single rows"),
+        ({"validationFraction": 0.5}, "validationFraction selects single rows"),
         ({"handleInvalid": "skip"}, "handleInvalid='skip' leaves rows out"),
         ({"reader": "petastorm"}, "reader 'petastorm' reads only shards of write_shards"),
     ):
