@@ -35,7 +35,8 @@ TAILS = (0.0005, 0.002, 0.005, 0.01, 0.02)
 
 # Bounds the values that the driver receives, and the pairs of row and column that are counted.
 _MAX_COLLECTED, _MAX_PAIRS = 1_000_000, 30_000_000
-_COLUMNS_PER_JOB = 64
+# Spark sorts the pairs if it aggregates for more than 128 columns.
+_COLUMNS_PER_JOB = 100
 _DAY = 86_400.0
 _NUMERIC = ("tinyint", "smallint", "int", "bigint", "float", "double")
 
@@ -183,51 +184,64 @@ def measure(
     """
     from pyspark.sql import functions as F
 
-    measures: list[Measure] = []
+    measures = [Measure() for _ in leaves]
+    if not leaves:
+        counts = frame.agg(F.count(F.when(~held, F.lit(1))), F.count(F.when(held, F.lit(1)))).head()
+        assert counts is not None
+        return counts[0], counts[1], measures
     rows = rows_held = 0
-    for start in range(0, max(1, len(leaves)), _COLUMNS_PER_JOB):
-        some = leaves[start : start + _COLUMNS_PER_JOB]
-        found = frame.agg(
-            F.count(F.when(~held, F.lit(1))).alias("rows"),
-            F.count(F.when(held, F.lit(1))).alias("held"),
-            *(_statistics(leaf, held, target).alias(str(index)) for index, leaf in enumerate(some)),
-        ).head()
-        assert found is not None
-        rows, rows_held = found["rows"], found["held"]
-        for index in range(len(some)):
-            row = found[str(index)].asDict()
-            beyond = row.pop("lowest_held", None)
-            measured = Measure(**{key: value for key, value in row.items() if value is not None})
-            measured.is_beyond = beyond is not None and beyond > measured.high
-            measures.append(measured)
+    for start in range(0, len(leaves), _COLUMNS_PER_JOB):
+        # Pairs of leaf and value: with an aggregate per column, the plan of a wide table takes minutes.
+        pairs = F.array(
+            *(
+                F.struct(F.lit(index).alias("leaf"), _number(leaf).alias("number"), _word(leaf).alias("word"))
+                for index, leaf in enumerate(leaves[start : start + _COLUMNS_PER_JOB], start)
+            )
+        )
+        exploded = frame.select(held.alias("held"), target.alias("target"), F.explode(pairs).alias("pair"))
+        for found in exploded.groupBy("pair.leaf").agg(*_statistics()).collect():
+            row = {key: value for key, value in found.asDict().items() if value is not None}
+            index, rows, rows_held = row.pop("leaf"), row.pop("rows"), row.pop("held")
+            lowest_held = row.pop("lowest_held", None)
+            measures[index] = Measure(**row)
+            measures[index].is_beyond = lowest_held is not None and lowest_held > measures[index].high
     return rows, rows_held, measures
 
 
-def _statistics(leaf: Leaf, held: SparkColumn, target: SparkColumn) -> SparkColumn:
+def _statistics() -> list[SparkColumn]:
     from pyspark.sql import functions as F
 
-    if leaf.family == "words":
-        value = F.when(~held, leaf.value)
-        return F.struct(
-            F.count(value).alias("count"),
-            F.approx_count_distinct(value).alias("distinct"),
-            F.avg(F.length(value)).alias("length"),
-        )
-    finite = _finite(leaf)
-    value = F.when(~held, finite)
+    held, finite, word = F.col("held"), F.col("pair.number"), F.col("pair.word")
+    number = F.when(~held, finite)
     shares = [*QUANTILES, *TAILS, *(1 - share for share in TAILS)]
-    quantiles = F.percentile_approx(value, shares, 4_000)
-    return F.struct(
-        F.count(value).alias("count"),
-        F.approx_count_distinct(value, 0.02).alias("distinct"),
-        F.min(value).alias("low"),
-        F.max(value).alias("high"),
+    quantiles = F.percentile_approx(number, shares, 4_000)
+    has_value = ~held & (finite.isNotNull() | word.isNotNull())
+    return [
+        F.count(F.when(~held, F.lit(1))).alias("rows"),
+        F.count(F.when(held, F.lit(1))).alias("held"),
+        F.count(F.when(has_value, F.lit(1))).alias("count"),
+        F.approx_count_distinct(F.when(has_value, F.xxhash64(finite, word)), 0.02).alias("distinct"),
+        F.min(number).alias("low"),
+        F.max(number).alias("high"),
         F.slice(quantiles, 1, len(QUANTILES)).alias("quantiles"),
         F.slice(quantiles, len(QUANTILES) + 1, 2 * len(TAILS)).alias("tails"),
-        F.corr(value, target).alias("correlation"),
+        F.corr(number, F.col("target")).alias("correlation"),
         F.min(F.when(held, finite)).alias("lowest_held"),
-        F.coalesce(F.max(F.pmod(value, F.lit(_DAY))) > 0, F.lit(False)).alias("has_hours"),
-    )
+        F.coalesce(F.max(F.pmod(number, F.lit(_DAY))) > 0, F.lit(False)).alias("has_hours"),
+        F.avg(F.when(~held, F.length(word))).alias("length"),
+    ]
+
+
+def _number(leaf: Leaf) -> SparkColumn:
+    from pyspark.sql import functions as F
+
+    return F.lit(None).cast("double") if leaf.family == "words" else _finite(leaf)
+
+
+def _word(leaf: Leaf) -> SparkColumn:
+    from pyspark.sql import functions as F
+
+    return leaf.value if leaf.family == "words" else F.lit(None).cast("string")
 
 
 def _finite(leaf: Leaf) -> SparkColumn:
