@@ -45,6 +45,8 @@ _NETWORKS = ("tabpack", "tabm")
 _MAX_CLASSES = 1_000
 # Spark's tuners add a column of random numbers to the rows of a fold.
 _OF_TUNERS = re.compile(r"(CrossValidator|TrainValidationSplit)_[0-9a-f]+_rand")
+# Most inputs of the first layer, and the width at which few columns are embedded.
+_WIDTHS, _WIDTH = 2_048, 12
 _ROWS_PER_STEP = 256
 _STEPS = 5_000
 _MIN_EPOCHS, _MAX_EPOCHS = 8, 100
@@ -131,6 +133,8 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans) -> Prepared
     _warn_of_columns(plan.uses)
     model = estimator.getModel() if estimator.isDefined(estimator.model) else ModelSpec(_NETWORKS[0])
     arguments = {"edges": plan.edges, "cardinalities": plan.kind.cardinalities, **plan.outputs}
+    if (width := _WIDTHS // (len(plan.edges) + len(plan.kind.cardinalities))) < _WIDTH:
+        arguments |= dict.fromkeys(("number_width", "category_width"), max(1, width))
     given: dict[str, Any] = {
         "model": ModelSpec(model.target, arguments | model.kwargs),
         "inputCols": [TABLE_COLUMN],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -20,7 +22,7 @@ from pyspark.ml.linalg import Vectors
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import functions as F
 
-from ringspark.estimators import TorchClassifier, TorchModel, TorchRegressor
+from ringspark.estimators import Callback, TorchClassifier, TorchModel, TorchRegressor, TrainingState
 from ringspark.models import ModelSpec
 
 pytestmark = [
@@ -159,6 +161,7 @@ def test_the_probabilities_are_calibrated(classified: tuple[TorchModel, list[str
     assert float(network.temperature) == pytest.approx(min(4.0, max(0.5, found)))
 
 
+@pytest.mark.modes
 def test_a_regression_returns_the_unit_of_its_label(table: Any) -> None:
     model = TorchRegressor(**{**FAST, "epochs": 30, "batchSize": 16, "learningRate": 1e-2}).fit(
         table.drop("late", "when")
@@ -219,6 +222,44 @@ def test_a_resume_continues_with_the_columns_of_the_first_start(table: Any, tmp_
     (tmp_path / "run" / "table.json").write_text("{}")
     with pytest.raises(ValueError, match=r"table.json in runUri .* is damaged .*; give runUri a new folder"):
         TorchRegressor(**given, resume=True).fit(few)
+
+
+class Kill(Callback):
+    """Kills rank 1 in its eighth step, once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == 8 and state.rank == 1 and os.path.exists(self._path):
+            os.unlink(self._path)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_rank_changes_no_weight(table: Any, tmp_path: Path) -> None:
+    (tmp_path / "kill").touch()
+    given = {**FAST, "numWorkers": 2, "batchSize": 32, "epochs": 3, "checkpointEveryEpochs": 1}
+    killed, whole = (
+        TorchRegressor(**given, callbacks=[Kill(tmp_path / "kill")]).fit(table.drop("late", "when"))
+        for _ in range(2)
+    )
+    assert killed.summary is not None
+    assert whole.summary is not None
+    assert (killed.summary.restarts, whole.summary.restarts) == (1, 0)
+    for name, weight in whole.module().state_dict().items():
+        assert torch.equal(killed.module().state_dict()[name], weight), name
+
+
+@pytest.mark.slow
+def test_many_columns_are_embedded_narrower(spark: Any) -> None:
+    wide = spark.range(200).selectExpr(
+        "id % 2 AS label", "transform(sequence(1, 300), i -> sin(i * id)) AS x"
+    )
+    network = {name: value for name, value in SMALL.items() if name != "number_width"}
+    model = TorchClassifier(
+        **{**FAST, "model": ModelSpec("tabpack", {"dropouts": [0.0, 0.2], **network})}
+    ).fit(wide)
+    assert model.module().numbers.bias.shape[2:] == (300, 2_048 // 300)
 
 
 def test_in_a_pipeline_and_a_cross_validation(table: Any) -> None:
