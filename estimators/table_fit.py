@@ -47,6 +47,8 @@ _MAX_CLASSES = 1_000
 _OF_TUNERS = re.compile(r"(CrossValidator|TrainValidationSplit)_[0-9a-f]+_rand")
 # Most inputs of the first layer, and the width at which few columns are embedded.
 _WIDTHS, _WIDTH = 2_048, 12
+# Below this share of the mean, float32 rounds a hundredth of the deviation away.
+_FEW_DIGITS = 100 * 2.0**-24
 _ROWS_PER_STEP = 256
 _STEPS = 5_000
 _MIN_EPOCHS, _MAX_EPOCHS = 8, 100
@@ -236,6 +238,13 @@ def _look_at_label(
             raise ValueError(
                 f"label {label.name!r} has NaN or infinite values; drop these rows, for example by "
                 f"df.where(abs({label.name}) < double('inf'))"
+            )
+        if 0 < deviation < abs(mean) * _FEW_DIGITS:
+            warnings.warn(
+                f"label {label.name!r} varies by only {deviation:.3g} around {mean:.7g}, and predictions "
+                "have 7 digits; subtract a constant from the label",
+                UserWarning,
+                stacklevel=7,
             )
         arguments = {"out_features": 1, "center": mean, "scale": deviation or 1.0}
         return F.coalesce((number - mean) / (deviation or 1.0), F.lit(0.0)), arguments

@@ -201,6 +201,14 @@ def test_a_column_that_tells_the_label_is_named(table: Any) -> None:
         TorchRegressor(**FAST).fit(leaky)
 
 
+def test_a_label_with_too_many_digits_gives_a_warning(table: Any) -> None:
+    stamped = table.select("number", (F.col("label") + 1.7e9).alias("label"))
+    with pytest.warns(
+        UserWarning, match=r"label 'label' varies by only .* around 1\.7e\+09, and predictions"
+    ):
+        TorchRegressor(**FAST).fit(stamped)
+
+
 def test_seconds_bound_the_training(table: Any) -> None:
     model = TorchRegressor(**{**FAST, "epochs": 500}, timeBudgetSeconds=1e-3).fit(
         table.select("label", "number")
