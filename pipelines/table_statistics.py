@@ -16,7 +16,7 @@ import numpy as np
 
 from ringspark.pipelines.columns import quote
 from ringspark.pipelines.kinds.scalar import number_of
-from ringspark.pipelines.kinds.table_row import local_seconds
+from ringspark.pipelines.kinds.table_row import local_seconds, title_of
 from ringspark.pipelines.rows import NumpyArray
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ class Leaf:
 
     @property
     def title(self) -> str:
-        item = "" if self.item is None else f"[{self.item}]"
-        return ".".join((self.name, *self.path)) + item
+        return title_of(self.name, self.path, self.item)
 
 
 @dataclass

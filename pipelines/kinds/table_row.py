@@ -38,6 +38,11 @@ CALENDAR: dict[str, float] = {"hour": 1.0, "weekday": 7.0, "monthday": 31.0, "ye
 """Part of a date -> its period in the part's own unit; hours count in days."""
 
 
+def title_of(name: str, path: Sequence[str], item: int | None) -> str:
+    """Returns a name such as `column.field[3]`."""
+    return ".".join((name, *path)) + ("" if item is None else f"[{item}]")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TableColumn:
     """What a row holds of one column.
@@ -80,6 +85,11 @@ class TableColumn:
             raise ValueError(f"column {self.name!r} needs a scale above 0 and low <= high")
         if unknown := set(self.parts) - CALENDAR.keys():
             raise ValueError(f"parts of TableColumn must be in {list(CALENDAR)}, got {min(unknown)!r}")
+
+    @property
+    def title(self) -> str:
+        """The column as a reader names it."""
+        return title_of(self.name, self.path, self.item)
 
     @property
     def source(self) -> str:
@@ -159,6 +169,13 @@ class TableRow(Kind):
     def sources(self) -> list[str]:
         """The table's columns, each once, in order."""
         return list(dict.fromkeys(column.name for column in self.columns))
+
+    def titles(self, part: str) -> list[str]:
+        """Returns the table's column of each number, or of each id, by the suffix of the batch's array."""
+        counts = [
+            (c.title, c.num_numbers if part == self.suffixes[0] else bool(c.num_ids)) for c in self.columns
+        ]
+        return [title for title, count in counts for _ in range(count)]
 
     def adopt(self, name: str, data_type: DataType) -> Self:
         known = [field.name for field in getattr(data_type, "fields", ())]

@@ -1,7 +1,7 @@
 """Groups the values of a network's inputs into features.
 
-If a column has few numbers per row, each number is a feature. Otherwise the whole column is one feature: its
-values, lengths and null mask are shuffled together.
+If a column has few numbers per row, each number is a feature, and numbers with one name are one feature.
+Otherwise the whole column is one feature: its values, lengths and null mask are shuffled together.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Feature:
 
     Attributes:
         inputs: Indexes of the input arrays that belong to the feature.
-        entry: Index of the feature's number in a row of its only array; None if the feature is the whole row.
+        entries: For each of these arrays, the indexes of the feature's numbers in a row; None for whole rows.
     """
 
     name: str
     inputs: tuple[int, ...]
-    entry: int | None = None
+    entries: tuple[tuple[int, ...], ...] | None = None
 
 
 def features_of(
@@ -42,12 +42,18 @@ def features_of(
     found: list[Feature] = []
     for column in dict.fromkeys(columns):
         places = tuple(place for place, name in enumerate(columns) if name == column)
+        labels = {place: list(names[place]) for place in places}
         array = arrays[places[0]]
-        is_row = len(places) == 1 and array.ndim == 2 and 1 < array.shape[1] <= MOST_FEATURES
-        if not is_row:
-            found.append(Feature(name=column, inputs=places))
+        if len(places) == 1 and array.ndim == 2 and len(labels[places[0]]) != array.shape[1]:
+            labels[places[0]] = [f"{column}[{i}]" for i in range(array.shape[1])]
+        has_names = all(arrays[p].ndim == 2 and len(labels[p]) == arrays[p].shape[1] for p in places)
+        distinct = dict.fromkeys(label for place in places for label in labels[place])
+        if not has_names or not 1 < len(distinct) <= MOST_FEATURES:
+            is_named = len(distinct) == 1 and any(names[place] for place in places)
+            found.append(Feature(name=next(iter(distinct)) if is_named else column, inputs=places))
             continue
-        own = names[places[0]]
-        labels = own if len(own) == array.shape[1] else [f"{column}[{i}]" for i in range(array.shape[1])]
-        found.extend(Feature(name=label, inputs=places, entry=entry) for entry, label in enumerate(labels))
+        for name in distinct:
+            parts = {p: tuple(i for i, label in enumerate(labels[p]) if label == name) for p in places}
+            parts = {place: entries for place, entries in parts.items() if entries}
+            found.append(Feature(name=name, inputs=tuple(parts), entries=tuple(parts.values())))
     return found

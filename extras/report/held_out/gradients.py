@@ -5,7 +5,7 @@ Sundararajan, Taly and Yan, Axiomatic Attribution for Deep Networks (2017).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ def integrated_gradients(
     real = [place for place, array in enumerate(arrays) if array.dtype.kind == "f"]
     explained = [feature for feature in features if set(feature.inputs) <= set(real)]
     sums = [np.zeros(arrays[place].shape[1:]) for place in real]
-    means = [torch.from_numpy(arrays[place].mean(axis=0, keepdims=True)) for place in real]
+    means = [torch.from_numpy(_mean_row(arrays[place])) for place in real]
     rows = len(arrays[0])
     others = [place for place in range(len(arrays)) if place not in real]
 
@@ -63,16 +63,10 @@ def integrated_gradients(
                 additional_forward_args=(*kept, factors),
             )
             for total, part in zip(sums, found, strict=True):
-                total += part.detach().abs().sum(dim=0).double().numpy()
+                # A number that is missing, NaN, cannot be varied.
+                total += part.detach().abs().nan_to_num().sum(dim=0).double().numpy()
     by_place = dict(zip(real, sums, strict=True))
-    values = [
-        sum(
-            float(by_place[place].sum() if feature.entry is None else by_place[place][feature.entry])
-            for place in feature.inputs
-        )
-        / rows
-        for feature in explained
-    ]
+    values = [_sum_of(by_place, feature) / rows for feature in explained]
     left_out = [feature.name for feature in features if feature not in explained]
     note = f"Whole numbers are not explained: {', '.join(left_out[:10])}." if left_out else ""
     return Attribution(
@@ -83,6 +77,21 @@ def integrated_gradients(
         unit="mean absolute attribution",
         note=f"Measured from the mean row. {note}".strip(),
     )
+
+
+def _sum_of(by_place: Mapping[int, Array], feature: Feature) -> float:
+    if feature.entries is None:
+        return sum(float(by_place[place].sum()) for place in feature.inputs)
+    pairs = zip(feature.inputs, feature.entries, strict=True)
+    return sum(float(by_place[place][list(entries)].sum()) for place, entries in pairs)
+
+
+def _mean_row(array: Array) -> Array:
+    """Returns the mean of the known values of each number, 0 if no row has one."""
+    known = ~np.isnan(array)
+    counts = np.maximum(known.sum(axis=0, keepdims=True), 1)
+    mean: Array = np.where(known, array, 0).sum(axis=0, keepdims=True) / counts
+    return mean.astype(array.dtype)
 
 
 def _factors(outputs: torch.Tensor, is_classifier: bool) -> torch.Tensor:

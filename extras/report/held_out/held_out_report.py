@@ -34,6 +34,7 @@ from ringspark.extras.report.held_out.scores import class_findings, log_loss, nu
 from ringspark.extras.report.page import check_packages, report_summary
 from ringspark.pipelines.kinds import Struct
 from ringspark.pipelines.kinds.structs import join_path
+from ringspark.pipelines.kinds.table_row import TableRow
 
 ATTRIBUTIONS = ("permutation", "captum", "none")
 # Rows for attributions, which need a pass over them per feature and repetition.
@@ -220,10 +221,12 @@ def _pack(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def _entry_names(item: ModelInput, field: StructField) -> list[str]:
     """Returns names for the numbers in a row of an input; empty if there are none.
 
-    The names are those of a struct's fields, or come from a VectorAssembler.
+    The names are those of a struct's fields or a table's columns, or come from a VectorAssembler.
     """
     if item.column is not None and isinstance(item.column.kind, Struct):
         return [join_path((field.name, *path)) for path in item.column.kind.fields]
+    if item.column is not None and isinstance(item.column.kind, TableRow):
+        return item.column.kind.titles(item.part)
     groups: Any = (field.metadata or {}).get("ml_attr", {}).get("attrs", {})
     known = sorted((entry["idx"], str(entry.get("name", ""))) for group in groups.values() for entry in group)
     return [name for _, name in known] if all(name for _, name in known) else []

@@ -51,10 +51,11 @@ def permutation_importance(
 
 def _shuffle(arrays: Sequence[Array], feature: Feature, order: Array) -> list[Array]:
     changed = list(arrays)
-    for place in feature.inputs:
-        if feature.entry is None:
+    for number, place in enumerate(feature.inputs):
+        if feature.entries is None:
             changed[place] = arrays[place][order]
         else:
+            some = list(feature.entries[number])
             changed[place] = arrays[place].copy()
-            changed[place][:, feature.entry] = arrays[place][order, feature.entry]
+            changed[place][:, some] = arrays[place][order][:, some]
     return changed

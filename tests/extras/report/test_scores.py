@@ -171,3 +171,26 @@ def test_gradients_leave_whole_numbers_out_and_say_so() -> None:
     chosen = np.eye(3)[(weight * table).argmax(axis=1)]
     expected = np.abs((table - table.mean(axis=0)) * weight * chosen).mean(axis=0)
     assert found.values == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_numbers_and_ids_of_a_tables_column_are_one_feature() -> None:
+    numbers, ids = _table()[:, :3], np.arange(800).reshape(400, 2)
+    features = features_of(["t", "t"], [numbers, ids], [["day", "price", "day"], ["price", "city"]])
+    assert features == [
+        Feature(name="day", inputs=(0,), entries=((0, 2),)),
+        Feature(name="price", inputs=(0, 1), entries=((1,), (0,))),
+        Feature(name="city", inputs=(1,), entries=((1,),)),
+    ]
+    seen: list[Any] = []
+
+    def loss(inputs: Any) -> float:
+        seen.append(inputs)
+        return 0.0
+
+    permutation_importance(loss, [numbers, ids], features[1:2], unit="loss")
+    first = seen[1]
+    order = first[1][:, 0] // 2
+    assert not np.array_equal(order, np.arange(400))
+    assert np.array_equal(first[0][:, 1], numbers[order, 1])
+    assert np.array_equal(first[0][:, [0, 2]], numbers[:, [0, 2]])
+    assert np.array_equal(first[1][:, 1], ids[:, 1])
