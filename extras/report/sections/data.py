@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ringspark.estimators.training.data_facts import DataFacts
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.extras.report.content import Block, Facts, Section, Table, Text, shorten, show
+from ringspark.pipelines.table_plan import ColumnUse
 
 MOST_COLUMNS = 60
 
@@ -18,7 +19,14 @@ def _make(facts: Facts) -> Sequence[Block]:
     title = "External table" if data.is_table else "Shards"
     skipped = f"{data.skipped_rows:,} rows were left out because they held a null."
     notes = [Text(skipped)] if data.skipped_rows else []
-    return [Text(f"{title}: {data.uri}"), _splits(data), *notes, _columns(data)]
+    uses = facts.run.outcome.column_uses if facts.run.outcome is not None else ()
+    return [
+        Text(f"{title}: {data.uri}"),
+        _splits(data),
+        *notes,
+        _columns(data),
+        *([_uses(uses)] if uses else []),
+    ]
 
 
 def _splits(data: DataFacts) -> Table:
@@ -64,6 +72,19 @@ def _columns(data: DataFacts) -> Table:
         )
     header = ["column", "in a batch", "Spark type", "split", "nulls", "NaN or infinite", "min", "max", "mean"]
     return Table([*header, "std"], rows, words=frozenset({0, 1, 2, 3}), note=note)
+
+
+def _uses(uses: Sequence[ColumnUse]) -> Table:
+    """Returns what became of each column of a table that the network was made for."""
+    rows = [
+        [shorten(use.column), use.type, show(use.distinct), f"{use.missing:.1%}", use.use, use.reason]
+        for use in uses[:MOST_COLUMNS]
+    ]
+    note = "What the network gets of each column of the table."
+    if len(uses) > MOST_COLUMNS:
+        note += f" The first {MOST_COLUMNS} of {len(uses):,} columns."
+    header = ["column of the table", "type", "values", "missing", "use", "why"]
+    return Table(header, rows, words=frozenset({0, 1, 4, 5}), note=note)
 
 
 SECTION = Section(name="data", title="Data", make=_make)

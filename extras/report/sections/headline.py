@@ -25,6 +25,8 @@ def entries_of(run: RunFacts) -> list[str]:
 def higher_is_better(entry: str, config: TrainConfig | None) -> bool | None:
     """Returns whether a larger value of a history entry is better; None if unknown."""
     name = entry.partition("_")[2]
+    if name == "temperature":  # it is fitted, not judged
+        return None
     if config is not None:
         metric = find_metric(name, config.metrics)
         return metric is not None and is_higher_better(metric, config.own_metrics)

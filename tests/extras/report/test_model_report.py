@@ -104,6 +104,24 @@ def test_held_out_rows_give_the_confusion_matrix_of_spark(
     assert "script" not in page.tags
 
 
+def test_the_columns_of_a_table_are_its_features(frame: Any, tmp_path: Path) -> None:
+    network = ModelSpec("tabpack", {"rates": [1.0, 0.5], "dropouts": [0.0, 0.0], "width": 8, "depth": 1})
+    table = frame.select("noise", (F.col("number") / 3).alias("copy"), "city", "amount")
+    with pytest.warns(UserWarning, match="predicts the label almost perfectly: copy, amount"):
+        model = TorchClassifier(labelCol="city", model=network, epochs=4, batchSize=16).fit(table)
+    model.report(tmp_path / "page.html", table)
+    page = Page.at(tmp_path / "page.html")
+    (features,) = page.tables["features"]
+    assert set(features.column("feature")[:2]) == {"copy", "amount"}
+    assert features.column("feature")[2] == "noise"
+    *_, uses = page.tables["data"]
+    assert uses.column("column of the table") == ["noise", "copy", "amount"]
+    assert uses.column("use") == ["number"] * 3
+    model.report(tmp_path / "captum.html", table.limit(50), attributions="captum")
+    (gradients,) = Page.at(tmp_path / "captum.html").tables["features"]
+    assert gradients.column("feature")[2] == "noise"
+
+
 def test_a_sample_is_bounded_and_drawn_by_its_seed(classifier: Any, frame: Any, tmp_path: Path) -> None:
     def page(seed: int) -> Page:
         classifier.report(tmp_path / "page.html", frame, rows=100, seed=seed, attributions="none")
