@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,6 @@ from ringspark.estimators import run_layout
 from ringspark.estimators.columns.inputs import table_struct
 from ringspark.estimators.columns.schema import find_field
 from ringspark.estimators.held_out_rows import HeldOut, check_one_choice, hold_out, hold_out_newest
-from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.training.member_choice import IGNORED
 from ringspark.estimators.training.settings.data import VALIDATION_INDICATOR_COL, WEIGHT_COL
@@ -65,38 +64,63 @@ class PreparedFit:
         estimator: The estimator, or a copy that has the network, the input and the recipe.
         dataset: The DataFrame, with the columns that the copy names.
         plan: What the network gets of each column; None if the user gave a whole network.
+        recipe: The settings that the plan sets, because the user has not.
     """
 
     estimator: Any
     dataset: DataFrame
     plan: TablePlan | None = None
+    recipe: frozenset[str] = frozenset()
 
-    def keep_plan(self, run: RunFolder) -> None:
+    def keep_plan(self, uri: str) -> None:
         """Writes the plan for a resume: a second pass over the rows might choose other quantiles."""
         if self.plan is not None:
-            storage.write_atomic(storage.join(run.uri, run_layout.TABLE), self.plan.to_json().encode())
+            storage.write_atomic(storage.join(uri, run_layout.TABLE), self.plan.to_json().encode())
+
+    def complete(self, changed: Any, names: Collection[str]) -> Any:
+        """Returns a copy of `estimator` with new values of the Params `names`, completed for the table.
+
+        The recipe follows the new values: fewer epochs, for example, have a shorter warm-up.
+        """
+        if self.plan is None:
+            return changed
+        model = changed.getModel()
+        if not isinstance(model, ModelSpec) or model.target not in _NETWORKS:
+            raise ValueError(
+                f"model must be a ModelSpec of {' or '.join(map(repr, _NETWORKS))} for a table, "
+                f"got {model!r:.80}; give the estimator a whole model and featuresCol or inputCols"
+            )
+        made = changed.copy()
+        for name in self.recipe.difference(names):
+            made.clear(made.getParam(name))
+        return made._set(**_completion(made, self.plan, model))
 
     @property
     def uses(self) -> Sequence[ColumnUse]:
         return () if self.plan is None else self.plan.uses
 
 
-def wants_table(estimator: Any) -> bool:
-    """Whether the table's columns decide the network: no model is given, or one for tables by name."""
-    if not estimator.isDefined(estimator.model):
-        return True
-    model = estimator.getModel()
+def is_for_tables(model: Any) -> bool:
+    """Whether a model names a network for tables and lacks what `fit` takes from the table."""
     return isinstance(model, ModelSpec) and model.target in _NETWORKS and "edges" not in model.kwargs
 
 
-def prepare_fit(estimator: Any, dataset: DataFrame, plans: Plans) -> PreparedFit:
+def wants_table(estimator: Any) -> bool:
+    """Whether the table's columns decide the network: no model is given, or one for tables by name."""
+    return not estimator.isDefined(estimator.model) or is_for_tables(estimator.getModel())
+
+
+def prepare_fit(
+    estimator: Any, dataset: DataFrame, plans: Plans, search_uri: str | None = None
+) -> PreparedFit:
     """Makes the network for a table, and holds out the newest rows for `timeCol`.
 
-    `plans` holds the plans of fits on the same DataFrame. Runs a few Spark jobs, and raises like `fit`.
+    `plans` holds the plans of fits on the same DataFrame, and `search_uri` is the folder of a search, which
+    may have a plan. Runs a few Spark jobs, and raises like `fit`.
     """
     check_frame(dataset, f"{type(estimator).__name__}.fit")
     if wants_table(estimator):
-        return _prepare_table(estimator, dataset, plans)
+        return _prepare_table(estimator, dataset, plans, search_uri)
     time, share = estimator.getTimeCol(), estimator.getValidationFraction()
     if not time or share is None:
         return PreparedFit(estimator, dataset)
@@ -108,7 +132,7 @@ def prepare_fit(estimator: Any, dataset: DataFrame, plans: Plans) -> PreparedFit
     return PreparedFit(copy, split.dataset)
 
 
-def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans) -> PreparedFit:
+def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: str | None) -> PreparedFit:
     task = estimator._task
     if task == "any":
         raise ValueError(
@@ -130,33 +154,46 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans) -> Prepared
     asked = [task, label.name, *names]
     key = (*asked, split.indicator, estimator.getRunUri())
     if key not in plans:
-        plans[key] = _stored_plan(estimator, dataset, asked) or _plan(split, label, names, task)
+        kept = search_uri or _begun_run(estimator, dataset)
+        plans[key] = _stored_plan(kept, asked) or _plan(split, label, names, task)
     plan = plans[key]
     _warn_of_columns(plan.uses)
-    model = estimator.getModel() if estimator.isDefined(estimator.model) else ModelSpec(_NETWORKS[0])
-    arguments = {"edges": plan.edges, "cardinalities": plan.kind.cardinalities, **plan.outputs}
-    if (width := _WIDTHS // (len(plan.edges) + len(plan.kind.cardinalities))) < _WIDTH:
-        arguments |= dict.fromkeys(("number_width", "category_width"), max(1, width))
-    given: dict[str, Any] = {
-        "model": ModelSpec(model.target, arguments | model.kwargs),
-        "inputCols": [TABLE_COLUMN],
-        "columns": {TABLE_COLUMN: plan.kind},
-        "validationIndicatorCol": split.indicator,
-        **_recipe(estimator, plan, model.target),
-    }
     inner = estimator.copy()
     inner._resetUid(estimator.uid)
     for name in ("featuresCol", "validationFraction", "timeCol"):
         inner.clear(inner.getParam(name))
-    inner._set(**given)
-    return PreparedFit(inner, split.dataset.withColumn(TABLE_COLUMN, table_struct(plan.kind.sources)), plan)
+    model = estimator.getModel() if estimator.isDefined(estimator.model) else ModelSpec(_NETWORKS[0])
+    completion = _completion(estimator, plan, model)
+    inner._set(
+        inputCols=[TABLE_COLUMN],
+        columns={TABLE_COLUMN: plan.kind},
+        validationIndicatorCol=split.indicator,
+        **completion,
+    )
+    frame = split.dataset.withColumn(TABLE_COLUMN, table_struct(plan.kind.sources))
+    return PreparedFit(inner, frame, plan, frozenset(_unset(estimator, completion)) - {"model"})
 
 
-def _stored_plan(estimator: Any, dataset: DataFrame, asked: list[str]) -> TablePlan | None:
-    """Returns the plan of the run that a resume continues, if it has one."""
-    uri = estimator._run_uri(dataset.sparkSession)
+def _completion(estimator: Any, plan: TablePlan, model: ModelSpec) -> dict[str, Any]:
+    """Returns the settings that make an estimator train on the table: the model and the recipe."""
+    arguments = {"edges": plan.edges, "cardinalities": plan.kind.cardinalities, **plan.outputs}
+    if (width := _WIDTHS // (len(plan.edges) + len(plan.kind.cardinalities))) < _WIDTH:
+        arguments |= dict.fromkeys(("number_width", "category_width"), max(1, width))
+    spec = ModelSpec(model.target, arguments | model.kwargs)
+    return {"model": spec, **_recipe(estimator, plan, model.target)}
+
+
+def _begun_run(estimator: Any, dataset: DataFrame) -> str | None:
+    """Returns the folder of the run that a resume continues."""
+    uri: str | None = estimator._run_uri(dataset.sparkSession)
     # A run without an identity has trained nothing, and starts again.
-    if uri is None or not storage.exists(storage.join(uri, run_layout.IDENTITY)):
+    begun = uri is not None and storage.exists(storage.join(uri, run_layout.IDENTITY))
+    return uri if begun else None
+
+
+def _stored_plan(uri: str | None, asked: list[str]) -> TablePlan | None:
+    """Returns the plan in the folder of a run or search, if it has one."""
+    if uri is None:
         return None
     try:
         plan = TablePlan.from_json(storage.read_bytes(storage.join(uri, run_layout.TABLE)))

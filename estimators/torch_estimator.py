@@ -163,7 +163,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         with ExitStack() as stack:
             if run.is_given:
                 stack.enter_context(run.guarded())
-                prepared.keep_plan(run)
+                prepared.keep_plan(run.uri)
                 manifest, key = run_shards(prepared.dataset, fit.data, run)
             else:
                 # The shards stay until the run has ended.

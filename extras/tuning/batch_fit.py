@@ -19,7 +19,7 @@ from ringspark.estimators.stages.fit_data import SharedShards, discard
 from ringspark.estimators.training.batch_sizes import BatchSizes
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes, show_bytes
-from ringspark.extras.tuning.short_training import check_estimator, plain_copy, training_rows
+from ringspark.extras.tuning.short_training import check_estimator, plain_copy, prepare_training
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.columns import check_frame
 
@@ -34,7 +34,7 @@ class BatchFit:
     """A division of the batch into micro-batches that fits.
 
     Attributes:
-        estimator: Copy of the estimator with the `gradientAccumulation` that was found.
+        estimator: Copy of the estimator with the `gradientAccumulation` that was found, and its `batchSize`.
         gradient_accumulation: Micro-batches per optimizer step.
         rows: Rows of a micro-batch, on the worker with the most rows.
         tries: One row per try: "gradient_accumulation", "rows", "planned_bytes" (None without a budget) and
@@ -79,23 +79,30 @@ def batch_that_fits(estimator: Any, df: DataFrame, budget: int | str | None = No
     check_estimator(estimator, "batch_that_fits")
     check_frame(df, "batch_that_fits")
     limit = estimator.getMemoryBudget() if budget is None else parse_bytes(budget)
-    batch, seed = _sizes(estimator).largest, estimator.getOrDefault("seed")
-    is_validated = estimator.isSet("validationFraction") or estimator.isSet("validationIndicatorCol")
-    rows = training_rows(estimator, df)
+    prepared = prepare_training(estimator, df)
+    whole, rows = prepared.estimator, prepared.dataset
+    batch, seed = _sizes(whole).largest, estimator.getOrDefault("seed")
+    is_validated = whole.isSet("validationFraction") or whole.isSet("validationIndicatorCol")
     count, wanted = rows.count(), (_STEPS + is_validated) * batch
     if not count:
         raise ValueError("batch_that_fits needs training rows, got none")
     # A tenth more, because the size of a sample is random.
     sample = rows.sample(1.1 * wanted / count, seed) if count > 1.2 * wanted else rows
-    trial = plain_copy(estimator).setParams(epochs=1, batchSize=batch, maxRestarts=0, lrSchedule="constant")
+    trial = plain_copy(whole).setParams(epochs=1, batchSize=batch, maxRestarts=0, lrSchedule="constant")
     trial.clear(trial.memoryBudget)
+    if trial.getEmaDecay() is not None:
+        # The average takes memory; two steps are too few for a slow one, which would cause a warning.
+        trial.setParams(emaDecay=0.01)
     if is_validated:
         trial.setParams(validationFraction=1 / (_STEPS + 1))
     sample = sample.limit(wanted).persist()
     try:
-        return _search(estimator, trial, sample, limit)
+        found = _search(whole, trial, sample, limit)
     finally:
         sample.unpersist()
+    # The batch size too, because the recipe of a table may have set it.
+    fitting = {"gradientAccumulation": found.gradient_accumulation, "batchSize": whole.getBatchSize()}
+    return replace(found, estimator=estimator.copy().setParams(**fitting))
 
 
 def _search(estimator: Any, trial: Any, sample: DataFrame, limit: int | None) -> BatchFit:
@@ -118,8 +125,7 @@ def _search(estimator: Any, trial: Any, sample: DataFrame, limit: int | None) ->
             found = {"gradient_accumulation": parts, "rows": math.ceil(per_worker / parts)}
             tries.append({**found, "planned_bytes": needed, "outcome": outcome or "fits"})
             if not outcome:
-                fitting = estimator.copy({estimator.gradientAccumulation: parts})
-                return BatchFit(estimator=fitting, **found, tries=pd.DataFrame(tries))
+                return BatchFit(estimator=estimator, **found, tries=pd.DataFrame(tries))
             if parts >= most:
                 raise ValueError(
                     f"the smallest micro-batch, of {found['rows']} rows on a worker, does not fit its memory "

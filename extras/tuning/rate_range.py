@@ -17,7 +17,7 @@ from pyspark.sql import DataFrame
 from ringspark.estimators.stages.fit_data import discard
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.step_log import read_steps
-from ringspark.extras.tuning.short_training import check_estimator, plain_copy, training_rows
+from ringspark.extras.tuning.short_training import check_estimator, plain_copy, prepare_training
 from ringspark.pipelines.columns import check_frame
 
 # Relative to the lowest loss: a mean loss above 1 + 3 times it is divergence, below 1 + 1 times it is still
@@ -100,7 +100,8 @@ def lr_range_test(
     """
     _check(estimator, lowest, highest, steps)
     check_frame(df, "lr_range_test")
-    df = training_rows(estimator, df)
+    prepared = prepare_training(estimator, df)
+    estimator, df = prepared.estimator, prepared.dataset
     batch, rows = estimator.getBatchSize(), df.count()
     if rows == 0:
         raise ValueError("lr_range_test needs training rows, got none")
@@ -108,6 +109,7 @@ def lr_range_test(
     if rows > 1.2 * wanted:
         df, rows = df.sample(wanted / rows, estimator.getOrDefault("seed")), wanted
     sweep = plain_copy(estimator)
+    sweep.clear(sweep.emaDecay)  # only the losses count
     sweep.setParams(
         learningRate=highest,
         lrSchedule=Sweep(lowest / highest),

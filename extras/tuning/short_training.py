@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.table_fit import PreparedFit, prepare_fit
 from ringspark.estimators.torch_estimator import _TorchEstimator
 from ringspark.estimators.training.settings import data, network, observation, recovery, training
 from ringspark.estimators.training.settings.declaration import Setting
@@ -54,6 +56,10 @@ def plain_copy(estimator: Any) -> Any:
     return made
 
 
-def training_rows(estimator: Any, df: DataFrame) -> DataFrame:
-    indicator = CheckedFit.of(estimator, df).data.validation_col
-    return df if indicator is None else df.where(~F.col(quote(indicator)).cast("boolean"))
+def prepare_training(estimator: Any, df: DataFrame) -> PreparedFit:
+    """Prepares and checks a fit, and returns it with the rows that it does not hold out."""
+    prepared = prepare_fit(estimator, df, {})
+    indicator = CheckedFit.of(prepared.estimator, prepared.dataset).data.validation_col
+    if indicator is None:
+        return prepared
+    return replace(prepared, dataset=prepared.dataset.where(~F.col(quote(indicator)).cast("boolean")))

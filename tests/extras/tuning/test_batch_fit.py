@@ -142,3 +142,17 @@ def test_an_allocation_that_failed_is_told_from_other_errors() -> None:
         assert Failure.of(error, 0, "training", from_peer=False).is_out_of_memory
     for other in (RuntimeError("shapes do not match"), ValueError("not enough memory")):
         assert not Failure.of(other, 0, "training", from_peer=False).is_out_of_memory
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:left out of the table:UserWarning")
+def test_a_table_without_a_model_takes_the_batch_of_its_recipe(spark: Any, tmp_path: Path) -> None:
+    rows = spark.range(0, 400, 1, 2).selectExpr("id AS day", "sin(id) AS x", "cos(id) AS label")
+    plain = TorchRegressor(labelCol="label", timeCol="day", storageUri=str(tmp_path), showProgress=False)
+    found = batch_that_fits(plain, rows, "1g")
+    assert list(found.tries["outcome"]) == ["fits"]
+    assert found.tries["planned_bytes"][0] > 0
+    assert found.rows == found.estimator.getBatchSize() == 32
+    assert not found.estimator.isDefined("model")
+    assert list(tmp_path.iterdir()) == []

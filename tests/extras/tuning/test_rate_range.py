@@ -80,3 +80,13 @@ def test_bad_input_is_refused_in_one_sentence(spark: Any) -> None:
     own = TorchRegressor(model=network, optimizer=lambda parameters: None)
     with pytest.raises(ValueError, match="needs the name of an optimizer"):
         lr_range_test(own, df)
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_a_table_without_a_model_is_swept(spark: Any, tmp_path: Path) -> None:
+    rows = spark.range(0, 400, 1, 2).selectExpr("sin(id) AS x", "cos(id) AS label")
+    plain = TorchRegressor(labelCol="label", storageUri=str(tmp_path), showProgress=False)
+    found = lr_range_test(plain, rows, steps=20)
+    assert found.suggestion is not None
+    assert list(tmp_path.iterdir()) == []
