@@ -26,6 +26,7 @@ from ringspark.estimators.stages.fit_data import FitData
 from ringspark.estimators.stages.model_params import check_distinct, check_free
 from ringspark.estimators.stages.session import spark_conf
 from ringspark.estimators.stages.to_config import config_of
+from ringspark.estimators.table_fit import wants_table
 from ringspark.estimators.tracking.base import Tracker
 from ringspark.estimators.tracking.registry import make_trackers
 from ringspark.estimators.training.check.driver import CheckedTraining, check_training
@@ -152,6 +153,12 @@ class CheckedFit:
 
 def check_evaluated(estimator: Any, dataset: DataFrame) -> None:
     """Raises ValueError if a DataFrame lacks columns to evaluate an estimator's model."""
+    if wants_table(estimator):
+        # Only the plan of a table says which other columns the model needs.
+        inputs = estimator.inputColumns() if estimator.isSet(estimator.inputCols) else []
+        for name, param in ((estimator.getLabelCol(), "labelCol"), *((each, "inputCols") for each in inputs)):
+            find_field(name, param, dataset.schema, is_case_sensitive(dataset.sparkSession))
+        return
     config, _ = config_of(estimator, estimator._task, estimator._label_columns())
     # An evaluation gives every row the weight 1, so it needs no weight column.
     config = replace(config, weight_column=None)

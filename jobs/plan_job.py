@@ -3,7 +3,7 @@
     ringspark plan job.yaml --budget 2g
 
 For shards, the columns come from the manifest, and Spark does not start. For other rows, Spark reads a
-sample.
+sample. Without params.model, it reads all rows, as `fit` does.
 """
 
 from __future__ import annotations
@@ -70,10 +70,14 @@ def _open_data(
         return
     from ringspark.estimators.checked_fit import CheckedFit
     from ringspark.estimators.stages.fit_data import SharedShards
+    from ringspark.estimators.table_fit import prepare_fit
 
     with cli.spark("ringspark plan", master) as spark:
-        rows = train_job.read_rows(spark, job).limit(_SAMPLED_ROWS)
         # Without runUri, because a plan must not touch the run folder.
-        fit = CheckedFit.of(estimator.copy().setRunUri(None), rows)
+        alone = estimator.copy().setRunUri(None)
+        # All rows decide how large a table's network is.
+        prepared = prepare_fit(alone, train_job.read_rows(spark, job), {})
+        rows = prepared.dataset.limit(_SAMPLED_ROWS)
+        fit = CheckedFit.of(prepared.estimator, rows)
         with SharedShards({fit.data: rows}, [fit.data]).shards(fit.data) as manifest:
             yield fit.config, fit.objects, manifest

@@ -130,13 +130,30 @@ def make_estimator(file: JobFile, job: TrainJob) -> Any:
         except (TypeError, ValueError) as error:
             raise file.error(("params", name), _SPARK_PREFIX.sub("", str(error))) from None
     try:
-        config_of(estimator)
+        if not _wants_table(file, job, estimator):
+            config_of(estimator)
     except ValueError as error:
         raise file.error(("params",), str(error)) from None
     if job.evaluation is not None and not estimator.getMetrics():
         # Otherwise the evaluation would fail after the training.
         raise file.error(("evaluation",), "evaluation needs params.metrics; add some, or remove evaluation")
     return estimator
+
+
+def _wants_table(file: JobFile, job: TrainJob, estimator: Any) -> bool:
+    """Whether `fit` makes the network from the rows; raises ValueError if the job's rows do not allow it."""
+    from ringspark.estimators.table_fit import wants_table
+
+    if estimator._task == "any" or not wants_table(estimator):
+        return False
+    if job.data.shards is not None or (job.data.inPlace and job.data.delta is not None):
+        rows = "shards" if job.data.shards is not None else "a Delta table inPlace"
+        raise file.error(
+            ("data",),
+            f"data: {rows} need params.model, because a network for a table is made from rows that Spark "
+            "reads; set params.model, or give the rows as a table or as files",
+        )
+    return True
 
 
 def config_of(estimator: Any) -> tuple[TrainConfig, UserObjects]:
@@ -147,13 +164,17 @@ def config_of(estimator: Any) -> tuple[TrainConfig, UserObjects]:
 
 def _fill_defaults(job: TrainJob, estimator: Any) -> dict[str, Any]:
     from ringspark.estimators.stages.declared import values_of
+    from ringspark.estimators.table_fit import wants_table
 
-    evaluation = job.evaluation
+    evaluation, values = job.evaluation, values_of(estimator)
+    if wants_table(estimator):
+        # A default that is set would replace a setting that `fit` chooses for the table.
+        values = {name: value for name, value in values.items() if estimator.isSet(name)}
     return {
         "stage": job.stage,
         "data": job.data.to_json(),
         "features": job.features,
-        "params": {name: _to_file(value) for name, value in values_of(estimator).items()},
+        "params": {name: _to_file(value) for name, value in values.items()},
         "save": asdict(job.save),
         "evaluation": evaluation and {"data": evaluation.data.to_json(), "output": evaluation.output},
     }
@@ -201,6 +222,7 @@ def _from_file(name: str, value: Any) -> Any:
     """Converts a value of the file to a Param's value; networks and column types are given as plain data."""
     import torch
 
+    from ringspark.estimators.table_fit import is_for_tables
     from ringspark.estimators.training.settings.data import COLUMNS
     from ringspark.estimators.training.settings.network import MODEL
     from ringspark.models import ModelSpec
@@ -215,7 +237,7 @@ def _from_file(name: str, value: Any) -> Any:
             f"(its arguments), got {', '.join(map(str, value))}"
         )
     spec = ModelSpec(value["target"], value.get("kwargs"))
-    if ":" not in spec.target:
+    if ":" not in spec.target and not is_for_tables(spec):
         # Checks the arguments of one of our networks, without memory for weights.
         with torch.device("meta"):
             spec.build()
@@ -298,8 +320,9 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
 
 
 def _check_rows(spark: SparkSession, job: TrainJob, estimator: Any, features: list[Transformer]) -> None:
-    """Raises ValueError if the training would refuse the rows; does not read any row."""
+    """Raises ValueError if the training would refuse the rows; reads them only as `prepare_fit` does."""
     from ringspark.estimators.checked_fit import CheckedFit
+    from ringspark.estimators.table_fit import prepare_fit
     from ringspark.pipelines import ShardManifest
     from ringspark.pipelines.spark_paths import resolve
 
@@ -310,7 +333,8 @@ def _check_rows(spark: SparkSession, job: TrainJob, estimator: Any, features: li
         alone = estimator.copy()
         for param in (alone.runUri, alone.resume):
             alone.clear(param)
-        CheckedFit.of(alone, _add_features(spark, job.data, features))
+        prepared = prepare_fit(alone, _add_features(spark, job.data, features), {})
+        CheckedFit.of(prepared.estimator, prepared.dataset)
 
 
 def read_rows(spark: SparkSession, job: TrainJob) -> DataFrame:

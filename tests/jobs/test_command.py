@@ -292,3 +292,60 @@ def test_a_job_is_trained_planned_shown_and_scored(spark: object, tmp_path: Path
     assert scored.returncode == 0, scored.stderr
     written = spark.read.parquet(str(tmp_path / "out"))  # type: ignore[attr-defined]
     assert (written.count(), "prediction" in written.columns) == (64, True)
+
+
+TABLE_JOB = """stage: TorchRegressor
+data:
+  {source}
+params:
+  labelCol: y
+  timeCol: id
+  epochs: 2
+  collective: torch
+  showProgress: false
+  metrics: [rmse]
+  runUri: {folder}/run
+save:
+  model: {folder}/model
+evaluation:
+  data:
+    parquet: {folder}/rows
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [("shards: rows", "shards"), ("{delta: rows, inPlace: true}", "a Delta table inPlace")],
+)
+def test_rows_that_spark_does_not_read_need_a_model(
+    tmp_path: Path, source: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(TABLE_JOB.format(folder=tmp_path, source=source))
+    for name in ("train", "plan"):
+        assert command.main([name, str(job)]) == 2
+        assert f"job.yaml, line 2: data: {what} need params.model, because" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@pytest.mark.filterwarnings("ignore:left out of the table:UserWarning")
+def test_a_job_without_a_model_is_planned_printed_and_trained(
+    spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spark.range(400).selectExpr("id", "sin(id) AS x", "cos(id) AS y").write.parquet(str(tmp_path / "rows"))
+    job = tmp_path / "job.yaml"
+    job.write_text(TABLE_JOB.format(folder=tmp_path, source=f"parquet: {tmp_path}/rows"))
+    assert command.main(["plan", str(job)]) in (0, None)
+    assert "plan: 32 rows per step on each of 1 workers" in capsys.readouterr().out
+    assert command.main(["train", str(job), "--print"]) in (0, None)
+    printed = capsys.readouterr().out
+    assert "timeCol: id" in printed
+    assert not re.search("batchSize|featuresCol", printed), "they would replace what fit chooses"
+    job.write_text(printed)
+    assert command.main(["train", str(job)]) in (0, None)
+    assert "train: rmse" in capsys.readouterr().out
+    refused = ["train", str(job), "--set", "params.labelCol=z", "--set", "save.overwrite=true", "--no-resume"]
+    assert command.main(refused) == 2
+    assert "labelCol 'z' is not a column" in capsys.readouterr().err
+    assert (tmp_path / "run" / "result.json").exists()
