@@ -9,6 +9,7 @@ from pyspark.sql import DataFrame
 
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.launch.python_daemon import choose_daemon
+from ringspark.estimators.table_fit import prepare_fit
 from ringspark.extras.search.objective import Objective
 from ringspark.extras.search.search_model import SearchModel
 from ringspark.extras.search.search_params import _OptunaParams
@@ -43,12 +44,17 @@ class OptunaSearch(_OptunaParams, SearchStage):
         check_frame(dataset, "OptunaSearch.fit")
         estimator = self._checked_estimator()
         check_choices(self.getSampler(), self.getPruner())
-        space = Space(self._held_space(), estimator)
+        held = self._held_space()
         run_uri = self._checked_run(dataset, JOURNAL)
-        fit = CheckedFit.of(estimator, dataset)
+        prepared = prepare_fit(estimator, dataset, {}, run_uri)
+        dataset = prepared.dataset
+        space = Space(held, prepared)
+        fit = CheckedFit.of(prepared.estimator, dataset)
         choose_daemon(dataset.sparkSession, fit.config.use_gpu)
         with self._split(dataset, fit) as (training, held_out), closing(TrialData(training, run_uri)) as data:
             manifest = data.manifest(fit.data)
+            if run_uri is not None:
+                prepared.keep_plan(run_uri)
             objective = Objective.of(fit, manifest, self.getMonitor(), self.getEvaluator(), held_out)
             epochs = None if space.varies("epochs") else fit.config.epochs
             study = open_study(
@@ -76,6 +82,7 @@ class OptunaSearch(_OptunaParams, SearchStage):
             )
             loop.run(self.getNumTrials(), self.getParallelism())
             model, values = loop.best()
+        model._describe_columns(prepared.uses)
         found = SearchModel()._set_found(model, values, rows_of(study, objective))
         found._resetUid(self.uid)
         return found

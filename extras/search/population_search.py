@@ -9,6 +9,7 @@ from pyspark.sql import DataFrame
 
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.launch.python_daemon import choose_daemon
+from ringspark.estimators.table_fit import prepare_fit
 from ringspark.extras.search.objective import Objective
 from ringspark.extras.search.population import Population
 from ringspark.extras.search.population_loop import ROUND, STATE, PopulationLoop
@@ -53,10 +54,17 @@ class PopulationSearch(_PopulationParams, SearchStage):
     def _fit(self, dataset: DataFrame) -> SearchModel:
         check_frame(dataset, "PopulationSearch.fit")
         estimator = self._checked_estimator()
-        space = Space(self._held_space(), estimator)
-        _check_changeable(space, estimator)
+        # Set, so that the recipe of a table does not keep the best epoch or stop early.
+        estimator = estimator.copy(
+            {estimator.keep: estimator.getKeep(), estimator.patience: estimator.getPatience()}
+        )
+        held = self._held_space()
         run_uri = self._checked_run(dataset, STATE, f"{ROUND}-")
-        fit = CheckedFit.of(estimator, dataset)
+        prepared = prepare_fit(estimator, dataset, {}, run_uri)
+        dataset = prepared.dataset
+        space = Space(held, prepared)
+        _check_changeable(space, prepared.estimator)
+        fit = CheckedFit.of(prepared.estimator, dataset)
         if fit.config.looks_for_best:
             raise ValueError(
                 "the estimator of a PopulationSearch must keep the last epoch, from which members resume; "
@@ -65,6 +73,8 @@ class PopulationSearch(_PopulationParams, SearchStage):
         choose_daemon(dataset.sparkSession, fit.config.use_gpu)
         with self._split(dataset, fit) as (training, held_out), closing(TrialData(training, run_uri)) as data:
             manifest = data.manifest(fit.data)
+            if run_uri is not None:
+                prepared.keep_plan(run_uri)
             objective = Objective.of(fit, manifest, self.getMonitor(), self.getEvaluator(), held_out)
             rules = ("population", "epochsPerRound", "quantile", "perturbation", "seed")
             loop = PopulationLoop(
@@ -91,6 +101,7 @@ class PopulationSearch(_PopulationParams, SearchStage):
                 epochs_per_round=self.getEpochsPerRound(),
             )
             model, settings, rows = loop.run(self.getParallelism())
+        model._describe_columns(prepared.uses)
         found = SearchModel()._set_found(model, settings, rows)
         found._resetUid(self.uid)
         return found

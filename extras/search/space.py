@@ -15,6 +15,7 @@ from pyspark.ml.param import Param
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.names import nearest
 from ringspark.estimators.run.identity import identity_of
+from ringspark.estimators.table_fit import PreparedFit
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.extras.search import ranges
 from ringspark.extras.search.ranges import Choice, IntRange, SearchRange, Uniform
@@ -24,6 +25,18 @@ from ringspark.pipelines import ShardManifest
 
 # Params that a search sets for each trial.
 _OWN = {"runUri": "folder", "resume": "way to resume", "storageUri": "place", "showProgress": "output"}
+
+# Params that choose the rows and columns of a table, which all trials share.
+_OF_TABLES = (
+    "timeCol",
+    "validationFraction",
+    "validationIndicatorCol",
+    "labelCol",
+    "weightCol",
+    "featuresCol",
+    "inputCols",
+    "columns",
+)
 
 _SPEC = "model."
 
@@ -54,8 +67,8 @@ def as_param(given: Any) -> Any:
 
 
 class Space:
-    def __init__(self, held: Any, estimator: Any) -> None:
-        self._estimator = estimator
+    def __init__(self, held: Any, prepared: PreparedFit) -> None:
+        self._prepared, self._estimator = prepared, prepared.estimator
         self._draw: Callable[[Any], Mapping[Any, Any]] | None = held if callable(held) else None
         self._ranges: dict[str, SearchRange] = {}
         if self._draw is not None:
@@ -124,7 +137,7 @@ class Space:
             spec = made.getModel()
             _check_spec(spec, next(iter(entries)))
             made = made.copy({made.getParam("model"): ModelSpec(spec.target, spec.kwargs | entries)})
-        return made
+        return self._prepared.complete(made, values)
 
     def _converted(self, name: str, value: Any) -> Any:
         try:
@@ -136,6 +149,12 @@ class Space:
         if name in _OWN:
             raise ValueError(
                 f"space must not hold {name!r}: the search gives each trial its own {_OWN[name]}"
+            )
+        shared = _OF_TABLES if self._prepared.plan is not None else ("timeCol",)
+        if name in shared:
+            raise ValueError(
+                f"space must not hold {name!r}: all trials share the rows and columns; "
+                "set it on the estimator"
             )
         if name.startswith(_SPEC):
             if "model" not in self._ranges:
@@ -151,6 +170,8 @@ class Space:
     def _check_value(self, name: str, value: Any) -> None:
         if not name.startswith(_SPEC):
             self._converted(name, value)
+            if name == "model":
+                self.applied({name: value})
             return
         if "model" in self._ranges:
             return  # a trial's model is not known yet

@@ -16,6 +16,7 @@ import pytest
 import torch
 from pyspark.ml.evaluation import BinaryClassificationEvaluator
 
+from ringspark.estimators import TorchRegressor
 from ringspark.extras.search import Choice, PopulationSearch, SearchModel, Uniform
 from ringspark.models import ModelSpec
 from tests.extras.search.test_search import MLP, Paced, estimator, small_table
@@ -187,3 +188,15 @@ def test_a_failed_member_is_replaced_and_an_evaluator_judges(table: Any, tmp_pat
     with pytest.raises(RuntimeError, match="all members of the population failed in round 0; the last one: "):
         hopeless.fit(table)
     assert [path.name.split("-")[0] for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.slow
+def test_members_on_a_table_without_a_model(spark: Any, tmp_path: Path) -> None:
+    frame = small_table(spark).selectExpr("a", "b", "a - b AS label")
+    plain = TorchRegressor(labelCol="label", epochs=3, storageUri=str(tmp_path), showProgress=False)
+    search = PopulationSearch(estimator=plain, space=RATES, population=2, epochsPerRound=2, seed=1)
+    model = search.fit(frame)
+    assert list(model.trials["state"]) == ["complete"] * 4
+    assert list(model.trials["epochs"]) == [2, 2, 3, 3]
+    assert list(model.bestModel.summary.columns["column"]) == ["a", "b"]
+    assert model.transform(frame).where("prediction IS NOT NULL").count() == 240

@@ -19,12 +19,12 @@ from pyspark.ml.evaluation import BinaryClassificationEvaluator
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
 
-from ringspark.estimators import Callback, TorchClassifier, TrainingState
+from ringspark.estimators import Callback, TorchClassifier, TrainingState, table_fit
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.stages import fit_data
 from ringspark.extras.search import Choice, IntRange, OptunaSearch, PopulationSearch, SearchModel, Uniform
 from ringspark.models import ModelSpec
-from ringspark.pipelines import write_shards
+from ringspark.pipelines import ShardManifest, write_shards
 
 optuna = pytest.importorskip("optuna")
 
@@ -419,3 +419,66 @@ def test_a_killed_search_goes_on_to_the_trials_of_an_undisturbed_one(table: Any,
         search.copy({search.seed: 2}).fit(table)
     with pytest.raises(ValueError, match=r"its data differ: train rows: 192 -> 191"):
         search.fit(table.where("id > 1"))
+
+
+SMALL = ModelSpec("tabpack", {"dropouts": [0.0, 0.2], "rates": [1.0, 0.5], "width": 8, "depth": 1})
+
+
+def columns_of_a_table(spark: Any) -> Any:
+    """Returns 240 rows of inputs, a time and a class; no indicator and no array of features."""
+    return small_table(spark).selectExpr("a", "b", "id % 7 AS day", "if(label > 0, 'yes', 'no') AS label")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:left out of the table:UserWarning")
+def test_trials_on_a_table_share_its_newest_rows_and_one_plan(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frame = columns_of_a_table(spark)
+    plain = TorchClassifier(
+        labelCol="label", timeCol="day", model=SMALL, storageUri=str(tmp_path / "store"), showProgress=False
+    )
+    space = {
+        "epochs": Choice([2, 3]),
+        "batchSize": Choice([16, 32]),
+        "seed": Choice([1, 2]),
+        "model.width": Choice([4, 8]),
+    }
+    search = OptunaSearch(
+        estimator=plain, space=space, numTrials=2, pruner="none", seed=1, runUri=str(tmp_path / "search")
+    )
+    model = search.fit(frame)
+    assert list(model.trials["state"]) == ["complete"] * 2
+    (shards,) = (tmp_path / "search").glob("shards-*")  # all trials read one write
+    assert ShardManifest.load(str(shards)).select("validation").num_rows == frame.where("day = 6").count()
+    best = model.bestModel
+    assert best.getModel().kwargs["width"] == model.bestParams["model.width"]
+    assert len(best.summary.history) == model.bestParams["epochs"]
+    assert list(best.summary.columns["column"]) == ["a", "b", "day"]
+    assert {"prediction", "predictedLabel"} <= set(model.transform(frame).columns)
+    # A resumed search reads the plan, and does not plan again.
+    monkeypatch.setattr(table_fit, "plan_table", None)
+    again = search.copy({search.numTrials: 3}).fit(frame)
+    pd.testing.assert_frame_equal(again.trials[:2], model.trials, check_exact=True)
+    with pytest.raises(ValueError, match="must not hold 'timeCol': all trials share the rows"):
+        search.copy({search.space: {"timeCol": Choice(["a", "b"])}}).fit(frame)
+
+
+@pytest.mark.slow
+def test_networks_for_tables_compete_on_rows_that_none_trained_on(spark: Any, tmp_path: Path) -> None:
+    frame = columns_of_a_table(spark).withColumn("label", F.expr("double(label = 'yes')"))
+    plain = TorchClassifier(labelCol="label", epochs=2, storageUri=str(tmp_path), showProgress=False)
+    search = OptunaSearch(
+        estimator=plain,
+        space=lambda trial: {"model": [SMALL, ModelSpec("tabm", {"width": 8})][trial.number]},
+        evaluator=BinaryClassificationEvaluator(),
+        numTrials=2,
+        pruner="none",
+    )
+    model = search.fit(frame)
+    assert list(model.trials["state"]) == ["complete"] * 2
+    assert 0.0 < model.trials["value"].max() <= 1.0
+    assert model.transform(frame).count() == 240
+    refused = search.copy({search.space: {"model": Choice([MLP])}})
+    with pytest.raises(ValueError, match="model must be a ModelSpec of 'tabpack' or 'tabm' for a table"):
+        refused.fit(frame)
