@@ -9,7 +9,10 @@ from pyspark.sql import DataFrame
 
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.launch.python_daemon import choose_daemon
+from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.table_fit import prepare_fit
+from ringspark.estimators.training.settings.declaration import Setting
+from ringspark.estimators.training.settings.training import KEEP, PATIENCE
 from ringspark.extras.search.objective import Objective
 from ringspark.extras.search.population import Population
 from ringspark.extras.search.population_loop import ROUND, STATE, PopulationLoop
@@ -55,9 +58,8 @@ class PopulationSearch(_PopulationParams, SearchStage):
         check_frame(dataset, "PopulationSearch.fit")
         estimator = self._checked_estimator()
         # Set, so that the recipe of a table does not keep the best epoch or stop early.
-        estimator = estimator.copy(
-            {estimator.keep: estimator.getKeep(), estimator.patience: estimator.getPatience()}
-        )
+        ends: tuple[Setting[Any], ...] = (KEEP, PATIENCE)
+        estimator = estimator.copy({estimator.getParam(s.name): value_of(estimator, s) for s in ends})
         held = self._held_space()
         run_uri = self._checked_run(dataset, STATE, f"{ROUND}-")
         prepared = prepare_fit(estimator, dataset, {}, run_uri)
