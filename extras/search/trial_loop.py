@@ -32,6 +32,8 @@ from ringspark.models.process_state import ignore_warnings
 from ringspark.pipelines import storage
 
 TRIALS = "trials"
+# Attribute of a trial: epoch -> whether the pruner ended it there.
+_DECISIONS = "pruned"
 
 _logger = logging.getLogger(__name__)
 
@@ -50,7 +52,10 @@ class RunningTrial:
         self._run_uri, self._stop_uri = run_uri, stop_uri
         self._epochs, self._objective = epochs, objective
         self._lock = threading.Lock()
-        reported = trial.study._storage.get_trial(trial._trial_id).intermediate_values
+        known = trial.study._storage.get_trial(trial._trial_id)
+        reported = known.intermediate_values
+        # A pruner counts an epoch that it judges twice as two, so decisions are kept.
+        self._decisions: dict[str, bool] = dict(known.user_attrs.get(_DECISIONS, {}))
         # Values from an earlier driver, whose training resumes or starts again with the same values.
         self._last_reported = max(reported, default=0)
 
@@ -72,8 +77,11 @@ class RunningTrial:
                 if record.epoch < max(self._last_reported, 1) or record.epoch >= self._epochs:
                     continue
                 # numpy warns about NaN, but a trial with NaN is pruned anyway.
-                with ignore_warnings(category=RuntimeWarning):
-                    self.is_pruned = bool(self.trial.should_prune())
+                if str(record.epoch) not in self._decisions:
+                    with ignore_warnings(category=RuntimeWarning):
+                        self._decisions[str(record.epoch)] = bool(self.trial.should_prune())
+                    self.trial.set_user_attr(_DECISIONS, self._decisions)
+                self.is_pruned = self._decisions[str(record.epoch)]
                 if self.is_pruned:
                     self.stop()
 
