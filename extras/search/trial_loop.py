@@ -53,11 +53,10 @@ class RunningTrial:
         self._epochs, self._objective = epochs, objective
         self._lock = threading.Lock()
         known = trial.study._storage.get_trial(trial._trial_id)
-        reported = known.intermediate_values
-        # A pruner counts an epoch that it judges twice as two, so decisions are kept.
+        # Successive halving notes in the trial what it judged, and decides otherwise the second time.
         self._decisions: dict[str, bool] = dict(known.user_attrs.get(_DECISIONS, {}))
         # Values from an earlier driver, whose training resumes or starts again with the same values.
-        self._last_reported = max(reported, default=0)
+        self._last_reported = max(known.intermediate_values, default=0)
 
     def look(self) -> None:
         # The store may fail for a moment; the next call, or the end of the training, reads the same.
@@ -76,8 +75,8 @@ class RunningTrial:
                 # last report.
                 if record.epoch < max(self._last_reported, 1) or record.epoch >= self._epochs:
                     continue
-                # numpy warns about NaN, but a trial with NaN is pruned anyway.
                 if str(record.epoch) not in self._decisions:
+                    # numpy warns about NaN, but a trial with NaN is pruned anyway.
                     with ignore_warnings(category=RuntimeWarning):
                         self._decisions[str(record.epoch)] = bool(self.trial.should_prune())
                     self.trial.set_user_attr(_DECISIONS, self._decisions)
