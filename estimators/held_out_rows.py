@@ -1,4 +1,4 @@
-"""Which rows a fit holds out: those of an indicator, the newest ones, or a random share."""
+"""Chooses the rows that a fit holds out: by an indicator, by their time, or at random."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def hold_out_newest(dataset: DataFrame, name: str, share: float) -> HeldOut:
     cut, first, last = found
     if first == last:
         raise ValueError(f"timeCol {name!r} is {first} in every row; give validationFraction instead")
-    # If the newest rows all have the time of the cut, they are held out, and the others train.
+    # If the newest rows all have the time of the cut, they are held out, and all older rows train.
     newest = number > F.lit(cut) if cut < last else number >= F.lit(cut)
     key = (name, share)
     return HeldOut(

@@ -1,4 +1,4 @@
-"""Trains on a table as it is: every column becomes an input, and a network for tables is built for it.
+"""Trains on a plain table: every column becomes an input, and a network for tables is built for it.
 
 `fit` without a model and without input columns comes here. The columns of the table travel as one struct of
 column type `TableRow`, which `transform` makes in the same way, so a model needs nothing but the table.
@@ -78,7 +78,7 @@ class PreparedFit:
             storage.write_atomic(storage.join(uri, run_layout.TABLE), self.plan.to_json().encode())
 
     def complete(self, changed: Any, names: Collection[str]) -> Any:
-        """Returns a copy of `estimator` with new values of the Params `names`, completed for the table.
+        """Completes a copy of `estimator`, in which the Params `names` have new values, for the table.
 
         The recipe follows the new values: fewer epochs, for example, have a shorter warm-up.
         """
@@ -322,7 +322,7 @@ def _look_at_label(
 
 
 def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
-    """Returns the settings of the training that the user has not set."""
+    """Returns values for the training settings that the user has not set."""
 
     def given(name: str, value: Any) -> Any:
         param = estimator.getParam(name)

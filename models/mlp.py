@@ -1,4 +1,4 @@
-"""Multi-layer perceptron: dense blocks, `trunk`, and a linear head."""
+"""Multi-layer perceptron: the dense blocks in `trunk`, followed by a linear head."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise

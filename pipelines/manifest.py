@@ -147,7 +147,7 @@ class ShardManifest:
         return self.column(name)
 
     def array(self, name: str) -> BatchArray:
-        """Describes the array `name` of a batch. Raises ValueError if there is none with an entry per row."""
+        """Describes the array `name` of a batch. Raises ValueError if no such array has one entry per row."""
         array = self.described(name)
         if not array.per_row:
             raise self._no_array(name)

@@ -115,7 +115,7 @@ class Measure:
 def find_leaves(
     frame: DataFrame, names: Iterable[str], refused: dict[str, tuple[str, str]]
 ) -> Iterator[Leaf]:
-    """Yields the values of the columns; adds those of no use to `refused`, as name -> type and reason."""
+    """Yields the values of the columns; adds useless columns to `refused`, as name -> type and reason."""
     from pyspark.sql import functions as F
 
     for name in names:

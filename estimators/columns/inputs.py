@@ -59,7 +59,7 @@ class ModelInput:
         column: The column of the shards that the model was trained on; None if it is not known.
         part: Suffix that follows the column's name in a batch: "" or e.g. ".length" and ".isnull".
         fills_nulls: Whether the shards hold nulls as zeros, so that such rows are valid.
-        place: Index of the input's name in `inputCols`, if a name has several inputs.
+        place: Index in `inputCols` of the column that the input comes from; None if each has one input.
     """
 
     column: ShardColumn | None = None

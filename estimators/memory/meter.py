@@ -155,8 +155,8 @@ def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
 def _scratch_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     """Returns the bytes that `func` allocates and releases inside, which no dispatch mode sees.
 
-    Only one operator needs as much as its activations: a CPU convolution in a dtype that oneDNN does not
-    support (16 bits without AVX-512) unfolds its input into columns.
+    Only one operator needs as much scratch memory as its activations take: in a dtype that oneDNN does not
+    support (16 bits without AVX-512), a convolution on the CPU unfolds its input into columns.
     """
     if func is torch.ops.aten.convolution.default:
         (values, weight, bias, *options), output = args[:9], result

@@ -365,7 +365,7 @@ def write_earlier(sync: Sync, values: Mapping[str, Any]) -> Sync:
     asked = {name: made for name, made in found.items() if made != AllReduce()}
     if len(asked) > 1:
         given = " and ".join(f"{name}={values[name]!r}" for name in asked)
-        raise ValueError(f"{given} each say how workers agree; set one of them, or sync")
+        raise ValueError(f"{given} each choose how workers synchronize; set only one, or use sync instead")
     for name, made in asked.items():
         if sync != AllReduce() and not isinstance(sync, EARLIER[name].variant):
             raise ValueError(

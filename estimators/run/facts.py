@@ -145,7 +145,7 @@ def read_run(run_uri: str) -> RunFacts:
 
 
 def run_of_summary(summary: TrainingSummary) -> RunFacts:
-    """Returns the run of a `TrainingSummary`, with the remaining files of its folder."""
+    """Returns the run of a `TrainingSummary`, with the files that its run folder still has."""
     try:
         found = read_run(summary.run_uri)
     except (ValueError, OSError) as error:

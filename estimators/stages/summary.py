@@ -67,7 +67,7 @@ class TrainingSummary:
     def columns(self) -> pd.DataFrame:
         """One row per column of the table: its type, values, missing share, use, and why.
 
-        It is empty if the training was given a network or input columns.
+        It is empty if the estimator had a network with its own inputs.
         """
         names = [each.name for each in fields(ColumnUse)]
         return pd.DataFrame([use.to_json() for use in self.column_uses], columns=names)

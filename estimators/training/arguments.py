@@ -49,7 +49,7 @@ def make_layout(arrays: Sequence[tuple[str, BatchArray]]) -> InputLayout:
     indices = {name: index for index, (name, _) in enumerate(arrays)}
     if len(indices) < len(arrays):
         raise ValueError(
-            f"the inputs {[name for name, _ in arrays]} name a column of rows of varying length twice; "
+            f"the inputs {[name for name, _ in arrays]} name the same column of variable length twice; "
             "copy it under another name"
         )
     users = {array.offsets for name, array in arrays if array.offsets and array.offsets != name}

@@ -44,8 +44,8 @@ def make_heads(
         if not any(name in head.metrics for head in heads):
             task = get_task(objects.metrics.get(name, name))
             raise ValueError(
-                f"metrics {name!r} is of a {task} and fits none of the losses "
-                f"{list(config.losses)}; drop it or set loss"
+                f"the metric {name!r} is for {task} and fits none of the losses {list(config.losses)}; "
+                f"drop it from metrics, or set a loss for {task}"
             )
     return settle_heads(heads, config, objects, manifest)
 

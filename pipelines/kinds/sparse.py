@@ -73,7 +73,7 @@ class Sparse(Kind):
             decode_lists(column, dtype) for column, dtype in zip(columns, ("int32", self.dtype), strict=True)
         )
         if not np.array_equal(indices.offsets, data.offsets):
-            raise ValueError("has rows with different numbers of indices and values")
+            raise ValueError("has rows whose number of indices differs from their number of values")
         return RaggedRows(data.offsets, (*indices.parts, *data.parts))
 
     def finish(self, name: str, rows: RaggedRows) -> dict[str, NumpyArray]:

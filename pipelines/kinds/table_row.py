@@ -45,7 +45,7 @@ def title_of(name: str, path: Sequence[str], item: int | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TableColumn:
-    """What a row holds of one column.
+    """How one column becomes numbers or an id of a row.
 
     Attributes:
         name: Name of the field in the struct.

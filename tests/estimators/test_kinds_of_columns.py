@@ -174,7 +174,7 @@ def test_a_column_named_like_a_part_is_fed_from_itself() -> None:
     padded = model_inputs([Column(name="words", kind=Padded("int64", 3))], ["words", "words.length"])
     fields = source_columns(padded, ["user", "user.length"], schema, exact=True)
     assert [field.name for field in fields] == ["user", "user"]
-    with pytest.raises(ValueError, match="name a column of rows of varying length twice"):
+    with pytest.raises(ValueError, match="name the same column of variable length twice"):
         layout_of_inputs([*inputs, *inputs])
 
 

@@ -130,7 +130,7 @@ def test_it_predicts_as_it_was_trained(
     rows = table.select(*reversed(table.columns))  # the order of the columns does not matter
     first = model.transform(rows).orderBy("row").select("predictedLabel", "probability").collect()
     assert {row.predictedLabel for row in first} <= {"yes", "no"}
-    # A new name, a null and a number beyond all others are fine.
+    # A new name, a null and a number beyond the known range are fine.
     odd = table.limit(1).withColumns({"many": F.lit("new"), "word": F.lit(None), "number": F.lit(1e300)})
     (row,) = model.transform(odd).collect()
     assert np.isfinite(row.probability.toArray()).all()
@@ -190,7 +190,7 @@ def test_the_newest_rows_are_held_out(table: Any) -> None:
     assert model.summary is not None
     assert model.summary.rows == 2 * 300
     uses = model.summary.columns.set_index("column")
-    # What grows with time tells nothing of later rows.
+    # The trend of a time says nothing about later rows.
     assert uses.loc["when", "reason"] == "every held-out row lies above all training rows"
     assert uses.loc["day", "reason"] == "weekday, monthday, yearday"
 

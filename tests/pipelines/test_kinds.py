@@ -629,7 +629,7 @@ def test_npy_of_either_byte_order_is_read_and_no_pickle() -> None:
 
 def test_sparse_rows_with_more_values_than_indices_are_refused() -> None:
     parts = pa.array([[0, 1], [2]], pa.list_(pa.int32())), pa.array([[1.0], [2.0, 3.0]])
-    with pytest.raises(ValueError, match="has rows with different numbers of indices and values"):
+    with pytest.raises(ValueError, match="has rows whose number of indices differs from"):
         Sparse(dtype="float64", size=3).decode(parts)
 
 

@@ -129,7 +129,10 @@ def _check_hooks(module: nn.Module, sizes: Mapping[str, int], options: Mesh) -> 
 
 
 def find_partial_gradients(module: nn.Module) -> PartialGradients | None:
-    """Returns the all-reduce of partial gradients along 'tensor'; None without sequence parallelism."""
+    """Returns an object that all-reduces partial gradients over the mesh axis 'tensor'.
+
+    Returns None if the network does not use sequence parallelism: then its gradients are complete.
+    """
     layout = layout_of(module)
     if layout is None or not isinstance(getattr(module, "rows", None), SequenceShardedRows):
         return None

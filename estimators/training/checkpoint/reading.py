@@ -92,8 +92,8 @@ def _refuse_links(uri: str, names: Sequence[str]) -> None:
 def _list_files(uri: str, record: Record) -> list[str]:
     if not 1 <= record.num_parts <= max(1, len(record.files)):
         raise ValueError(
-            f"{uri}/{RECORD} names {record.num_parts} shards and {len(record.files)} files; take another "
-            "training state"
+            f"{uri}/{RECORD} is damaged: it has {record.num_parts} shards in {len(record.files)} files; "
+            "take another training state"
         )
     names = [RANKS, *(name for kind in (WEIGHTS, OPTIMIZER) for name in _name_shards(kind, record))]
     averages = _name_shards(AVERAGE, record)

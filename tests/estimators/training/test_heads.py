@@ -54,7 +54,7 @@ def test_a_loss_module_of_ones_own_takes_values_whatever_its_name() -> None:
 
 
 def test_a_metric_that_suits_no_output_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'accuracy' is of a classification and fits none of the losses"):
+    with pytest.raises(ValueError, match=r"'accuracy' is for classification and fits none of the losses"):
         make_heads(_config(losses=("huber", "mse"), metrics=("accuracy",)), UserObjects())
 
 
