@@ -2,10 +2,10 @@
 
     python boosting.py FOLDER TABLE SECONDS
 
-Runs in `.venv-peers-xgboost`. Every library gets the same seconds and all cores; its trees stop when the
+Runs in `.venv-peers-xgboost`. Every library gets the same seconds and all cores; it adds trees until the
 validation score has not improved for 50 of them. The last line is JSON: library -> scores of the validation
-and test rows (AUC, or minus the RMSE), trials and seconds. Categories, missing values and times go to each
-library as it wants them.
+and test rows (AUC, or minus the RMSE), trials and seconds. Each library gets categories, missing values and
+times in the form that it accepts.
 """
 
 from __future__ import annotations

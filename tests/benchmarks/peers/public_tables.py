@@ -58,7 +58,8 @@ def _flights() -> pd.DataFrame:
     return flights.assign(late=flights["arr_delay"] > 15, time_hour=pd.to_datetime(flights["time_hour"]))
 
 
-_AFTER_TAKE_OFF = ("dep_time", "dep_delay", "arr_time", "arr_delay", "air_time", "year", "flight", "tailnum")
+# Known only after take-off, constant, or almost an id.
+_NO_INPUTS = ("dep_time", "dep_delay", "arr_time", "arr_delay", "air_time", "year", "flight", "tailnum")
 SOURCES = {
     "BudgetFood": Source(_of_r("Ecdat", "BudgetFood"), "wfood"),
     "Caravan": Source(_of_r("ISLR", "Caravan"), "Purchase", positive="Yes"),
@@ -69,7 +70,7 @@ SOURCES = {
     "credit_data": Source(_of_r("modeldata", "credit_data"), "Status", positive="bad"),
     "deliveries": Source(_of_r("modeldata", "deliveries"), "time_to_delivery"),
     "diabetes": Source(_of_scikit_learn(datasets.load_diabetes), "target"),
-    "flights": Source(_flights, "late", _AFTER_TAKE_OFF, positive=True, time="time_hour"),
+    "flights": Source(_flights, "late", _NO_INPUTS, positive=True, time="time_hour"),
     "mlc_churn": Source(_of_r("modeldata", "mlc_churn"), "churn", positive="yes"),
     "taxi": Source(_of_r("modeldata", "taxi"), "tip", positive="yes"),
 }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import optuna
+import pytest
 
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.extras.search.objective import Objective
 from ringspark.extras.search.trial_loop import RunningTrial
+
+optuna = pytest.importorskip("optuna")
 
 OBJECTIVE = Objective(
     monitor="validation_loss", monitor_is_larger_better=False, evaluator=None, held_out=None
