@@ -148,10 +148,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "more parts": (partial(_signed, lambda r: r.update(num_parts=3)), "no file of its 3 shards"),
     "countless parts": (
         partial(_signed, lambda r: r.update(num_parts=10**12)),
-        "names 1000000000000 shards",
+        "it has 1000000000000 shards",
     ),
     "path": (partial(_signed, lambda r: r.update(token="/../abc")), "must be up to 16 hexadecimal digits"),
-    "no parts": (partial(_signed, lambda r: r.update(num_parts=0)), "names 0 shards"),
+    "no parts": (partial(_signed, lambda r: r.update(num_parts=0)), "it has 0 shards"),
     "overlap": (partial(_signed, lambda r: r.update(spreads={})), r"shards \[0, 1\] have 'w' each"),
     "hole": (_cut(shape=[6, 4]), "do not make up"),
     "order": (_cut(parts=[1, 0]), "do not make up"),
