@@ -14,6 +14,7 @@ from ringspark.pipelines.kinds import kind_from_json
 from ringspark.pipelines.kinds.table_row import CALENDAR, NULL_WORD, TableColumn, TableRow
 from ringspark.pipelines.rows import NumpyArray
 from ringspark.pipelines.table_statistics import (
+    FOLDS,
     QUANTILES,
     TAILS,
     Leaf,
@@ -139,7 +140,7 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
             f"of the {rows + rows_held} rows of the table, {rows} are to train on and {rows_held} are held "
             "out; give more rows, or another validationFraction or validationIndicatorCol"
         )
-    count_values(frame.where(~held), leaves, measures, rows, target)
+    count_values(frame, leaves, measures, rows + rows_held, held, target)
     uses = [
         ColumnUse(column=name, type=simple, distinct=None, missing=0.0, use="left out", reason=reason)
         for name, (simple, reason) in refused.items()
@@ -236,16 +237,21 @@ def _choose_words(place: dict[str, Any], measured: Measure, rows: int) -> _Choic
 
 
 def _is_id_in_disguise(measured: Measure) -> bool:
-    """Whether rows with equal numbers are alike beyond what neighboring numbers are."""
+    """Whether rows with equal numbers are alike beyond what neighboring numbers are, also in held-out rows.
+
+    Newer rows have other values of a number that repeats only on one day, such as a measured humidity.
+    """
     if measured.distinct <= BINS or not measured.repeats(2):
         return False
     # Neighbors share a bin, also if there are few values.
     step = max(1, math.ceil(4 * (len(QUANTILES) - 1) / len(measured.values)))
     edges = np.unique(measured.quantiles[step:-step:step])
     groups = np.searchsorted(edges, [float(value) for value in measured.values], side="right").tolist()
-    smooth, rows = max(0.0, measured.explained(groups)), sum(s[0].sum() for s in measured.values.values())
+    smooth = max(0.0, measured.explained(groups))
+    rows = sum(sums[0, :FOLDS].sum() for sums in measured.values.values())
     # The second term is the noise of the estimate.
-    return measured.explained() > smooth + 0.01 + 30 / float(rows)
+    is_alike = measured.explained() > smooth + 0.01 + 30 / rows
+    return is_alike and measured.explained_held() > measured.explained_held(groups)
 
 
 def _standard(measured: Measure) -> tuple[float, float]:

@@ -75,7 +75,7 @@ class Measure:
         tails: Quantiles at the shares `TAILS`, then at 1 minus them.
         correlation: With the target.
         is_beyond: Whether every held-out value lies above all training values.
-        values: Value -> its rows and its sum of the target, each by fold: (2, FOLDS).
+        values: Value -> its rows and its sum of the target, by fold, then held out: (2, FOLDS + 1).
     """
 
     count: int = 0
@@ -92,7 +92,7 @@ class Measure:
 
     def repeats(self, least: int) -> list[str]:
         """Returns the values that at least this many counted rows have."""
-        return [value for value, sums in self.values.items() if sums[0].sum() >= least]
+        return [value for value, sums in self.values.items() if sums[0, :FOLDS].sum() >= least]
 
     def explained(self, groups: Sequence[int] | None = None) -> float:
         """Returns the share of the target's variance that the mean of equal values explains in other rows.
@@ -100,16 +100,35 @@ class Measure:
         Each row is predicted by the rows of other folds (Micci-Barreca 2001), shrunk as if there were five
         rows more with the overall mean. `groups` joins the values with the same number.
         """
-        sums = np.array(list(self.values.values()))  # (values, 2, FOLDS)
-        if not len(sums):
+        if not self.values:
             return 0.0
-        if groups is not None:
-            joined = np.zeros((max(groups) + 1, 2, FOLDS))
-            np.add.at(joined, list(groups), sums)
-            sums = joined
-        rows, target = sums[:, 0], sums[:, 1]
+        rows, target = self._sums(groups)[..., :FOLDS].swapaxes(0, 1)
         others = (target.sum(1, keepdims=True) - target) / (rows.sum(1, keepdims=True) - rows + 5.0)
         return float((2 * others * target - others**2 * rows).sum() / max(rows.sum(), 1.0))
+
+    def explained_held(self, groups: Sequence[int] | None = None) -> float:
+        """Returns the same share for held-out rows, predicted by the training rows.
+
+        Both are compared around their means, because newer rows often have another mean.
+        """
+        if not self.values:
+            return 0.0
+        rows, target = self._sums(groups).swapaxes(0, 1)
+        held, held_target = rows[:, FOLDS], target[:, FOLDS]
+        count = max(held.sum(), 1.0)
+        means = target[:, :FOLDS].sum(1) / (rows[:, :FOLDS].sum(1) + 5.0)
+        means -= (means * held).sum() / count
+        held_target = held_target - held * held_target.sum() / count
+        return float((2 * means * held_target - means**2 * held).sum() / count)
+
+    def _sums(self, groups: Sequence[int] | None) -> NumpyArray:
+        """Returns (values or groups, 2, FOLDS + 1)."""
+        sums = np.array(list(self.values.values()))
+        if groups is None:
+            return sums
+        joined = np.zeros((max(groups) + 1, *sums.shape[1:]))
+        np.add.at(joined, list(groups), sums)
+        return joined
 
 
 def find_leaves(
@@ -250,11 +269,21 @@ def _finite(leaf: Leaf) -> SparkColumn:
 
 
 def count_values(
-    frame: DataFrame, leaves: Sequence[Leaf], measures: Sequence[Measure], rows: int, target: SparkColumn
+    frame: DataFrame,
+    leaves: Sequence[Leaf],
+    measures: Sequence[Measure],
+    rows: int,
+    held: SparkColumn,
+    target: SparkColumn,
 ) -> None:
     """Counts the strings and the numbers that repeat in training rows, into `measures`.
 
     Of a large table, it counts a random sample.
+
+    Args:
+        rows: Number of rows in the table.
+        held: Whether a row is held out.
+        target: The label as a number of mean 0 and variance 1.
     """
     from pyspark.sql import Window
     from pyspark.sql import functions as F
@@ -269,24 +298,23 @@ def count_values(
     share = min(1.0, _MAX_PAIRS / max(1, rows * len(wanted)))
     if share < 1:
         frame = frame.sample(share, 0)
+    folds = range(FOLDS + 1)
     most = max(256, min(MAX_VALUES, _MAX_COLLECTED // len(wanted)))
     pairs = F.array(*(F.struct(F.lit(i).alias("leaf"), v.alias("value")) for i, v in wanted.items()))
     counted = (
         frame.select(
             target.alias("target"),
-            F.floor(F.rand(0) * FOLDS).cast("int").alias("fold"),
+            F.when(held, FOLDS).otherwise(F.floor(F.rand(0) * FOLDS)).cast("int").alias("fold"),
             F.explode(pairs).alias("pair"),
         )
         .where(F.col("pair.value").isNotNull())
         .groupBy("pair.leaf", "pair.value")
         .agg(
-            F.count(F.lit(1)).alias("rows"),
-            *(F.count(F.when(F.col("fold") == fold, 1)).alias(f"rows{fold}") for fold in range(FOLDS)),
-            *(
-                F.sum(F.when(F.col("fold") == fold, F.col("target"))).alias(f"t{fold}")
-                for fold in range(FOLDS)
-            ),
+            F.count(F.when(F.col("fold") < FOLDS, 1)).alias("rows"),
+            *(F.count(F.when(F.col("fold") == fold, 1)).alias(f"rows{fold}") for fold in folds),
+            *(F.sum(F.when(F.col("fold") == fold, F.col("target"))).alias(f"t{fold}") for fold in folds),
         )
+        .where(F.col("rows") > 0)
     )
     order = Window.partitionBy("leaf").orderBy(F.desc("rows"), "value")
     found: dict[int, dict[str, NumpyArray]] = defaultdict(dict)
@@ -297,7 +325,7 @@ def count_values(
         .orderBy("leaf", F.desc("rows"), "value")
         .collect()
     ):
-        found[leaf][value] = np.array(sums, dtype=np.float64).reshape(2, FOLDS)
+        found[leaf][value] = np.array(sums, dtype=np.float64).reshape(2, FOLDS + 1)
     for leaf, values in found.items():
         # A sum without rows is null.
         measures[leaf].values = {value: np.nan_to_num(sums) for value, sums in values.items()}
