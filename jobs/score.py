@@ -1,10 +1,10 @@
-"""Predicts the test rows with the saved pipeline, and compares the network with gradient boosting.
+"""Predicts the test rows with the saved model, and compares the network with gradient boosting.
 
     python jobs/score.py --data artifacts/flights
     spark-submit --py-files dist/ringspark-0.1.0.zip jobs/score.py --data s3a://bucket/flights
 
-Reads `model`, `test`, `shards` and `history.json` below `--data`. Writes `predictions` (Parquet) and
-`report.png`. The baseline is trained on the same encoded rows.
+Reads `model`, `train`, `test` and `history.json` below `--data`. Writes `predictions` (Parquet) and
+`report.png`. The baseline is trained on the same columns.
 """
 
 from __future__ import annotations
@@ -20,23 +20,27 @@ import numpy as np
 import numpy.typing as npt
 
 from ringspark.jobs import cli, recipes
+from ringspark.jobs.flights import CATEGORICAL, NUMERIC
 from ringspark.jobs.row_source import check_apart
 from ringspark.pipelines import ShardManifest, open_reader, storage
 from ringspark.pipelines.spark_paths import resolve
 
 if TYPE_CHECKING:
-    from pyspark.ml import PipelineModel
+    from pandas import DataFrame as PandasFrame
     from pyspark.sql import DataFrame, SparkSession
 
+    from ringspark.estimators import TorchModel
+
+Encoded = dict[str, npt.NDArray[Any]]
 KEYS = ("time_hour", "carrier", "flight", "origin", "dest")
 
 
 def build_parser() -> cli.JobParser:
-    parser = cli.JobParser("score", "Predict the test rows with the saved pipeline and report how well.")
+    parser = cli.JobParser("score", "Predict the test rows with the saved model and report how well.")
     parser.add_argument(
         "--data", default=cli.DEFAULT_ROOT, metavar="URI", help="output folder of etl and train"
     )
-    parser.add_argument("--model", metavar="URI", help="saved pipeline; default: DATA/model")
+    parser.add_argument("--model", metavar="URI", help="saved model; default: DATA/model")
     parser.add_argument("--test", metavar="URI", help="rows to predict; default: DATA/test")
     parser.add_argument("--output", metavar="URI", help="Parquet folder; default: DATA/predictions")
     parser.add_argument("--report", metavar="URI", help="PNG file; default: DATA/report.png")
@@ -59,16 +63,15 @@ def run(args: argparse.Namespace) -> None:
     from ringspark.jobs import report
 
     with cli.spark("ringspark score", args.master) as spark:
-        from pyspark.ml import PipelineModel
+        from ringspark.estimators import TorchClassificationModel
 
         where = _resolve_uris(args, spark)
         for name, job in (("model", "train"), ("test", "etl")):
             if not storage.exists(where[name]):
                 raise ValueError(f"no {name} at {where[name]}; run jobs/{job}.py first, or give --{name}")
             check_apart(spark, where["output"], where[name], f"the {name}")
-        manifest = ShardManifest.load(where["shards"]) if args.baseline else None
         history = report.read_history(where["history"]) if storage.exists(where["history"]) else []
-        model = PipelineModel.load(where["model"])
+        model = TorchClassificationModel.load(where["model"])
         test = spark.read.parquet(where["test"])
         started = time.perf_counter()
         _predict(model, test).write.mode("overwrite").parquet(where["output"])
@@ -82,10 +85,14 @@ def run(args: argparse.Namespace) -> None:
                 probabilities=written["probability"].to_numpy(dtype=np.float64),
             )
         ]
-        encoded = _encode(model, test) if manifest is not None else {}
+        tables = []
+        if args.baseline:
+            # The rows that train the network, without its validation rows.
+            train = spark.read.parquet(where["train"]).where("NOT is_validation")
+            tables = [frame.select(*CATEGORICAL, *NUMERIC, "label").toPandas() for frame in (train, test)]
     cli.print_rate("score", len(written), seconds)
-    if manifest is not None:
-        models.append(_score_boosting(manifest, encoded, args.seed))
+    if tables:
+        models.append(_score_boosting(*_encode(*tables), args.seed))
     print(report.format_table(models))
     report.save_report(where["report"], models, history)
     print(f"score: predictions in {where['output']}, report in {where['report']}")
@@ -96,7 +103,7 @@ def _resolve_uris(args: argparse.Namespace, spark: SparkSession) -> dict[str, st
     return {
         name: resolve(spark, given) if given else storage.join(root, default)
         for name, given, default in (
-            ("shards", None, "shards"),
+            ("train", None, "train"),
             ("model", args.model, "model"),
             ("test", args.test, "test"),
             ("output", args.output, "predictions"),
@@ -106,7 +113,7 @@ def _resolve_uris(args: argparse.Namespace, spark: SparkSession) -> dict[str, st
     }
 
 
-def _predict(model: PipelineModel, test: DataFrame) -> DataFrame:
+def _predict(model: TorchModel, test: DataFrame) -> DataFrame:
     from pyspark.ml.functions import vector_to_array
     from pyspark.sql import functions as F
 
@@ -114,50 +121,55 @@ def _predict(model: PipelineModel, test: DataFrame) -> DataFrame:
     return model.transform(test).select(*KEYS, "label", "prediction", probability)
 
 
-def _encode(model: PipelineModel, test: DataFrame) -> dict[str, npt.NDArray[Any]]:
-    from pyspark.ml import PipelineModel
-    from pyspark.ml.functions import vector_to_array
-    from pyspark.sql import functions as F
+def _encode(train: PandasFrame, test: PandasFrame) -> tuple[Encoded, Encoded]:
+    """Numbers the strings of each category in the order of the training rows' strings; -1 is unknown."""
+    orders = {name: sorted(train[name].dropna().unique()) for name in CATEGORICAL}
 
-    numeric = vector_to_array(F.col("numeric"), "float32").alias("numeric")
-    features = PipelineModel(model.stages[:-1]).transform(test)
-    rows = features.select("categorical", numeric, "label").toPandas()
-    return {name: np.stack(rows[name].to_list()) for name in ("categorical", "numeric", "label")}
+    def encode(rows: PandasFrame) -> Encoded:
+        import pandas as pd
+
+        codes = [pd.Categorical(rows[name], order).codes for name, order in orders.items()]
+        return {
+            "categorical": np.stack(codes, axis=1),
+            "numeric": rows[list(NUMERIC)].to_numpy(np.float32),
+            "label": rows["label"].to_numpy(),
+        }
+
+    return encode(train), encode(test)
 
 
-def read_split(manifest: ShardManifest, split: Literal["train", "validation"]) -> dict[str, npt.NDArray[Any]]:
+def read_split(manifest: ShardManifest, split: Literal["train", "validation"]) -> Encoded:
     reader = open_reader(manifest.select(split), engine="arrow", shuffle=False, batch_size=16_384)
     batches = list(reader.batches(0))
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
 
-def train_boosting(recipe: recipes.BoostingRecipe, rows: dict[str, npt.NDArray[Any]], seed: int) -> Any:
+def train_boosting(recipe: recipes.BoostingRecipe, rows: Encoded, seed: int) -> Any:
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     boosting = HistGradientBoostingClassifier(**asdict(recipe), early_stopping=False, random_state=seed)
     return boosting.fit(boosting_matrix(rows), rows["label"])
 
 
-def boosting_matrix(rows: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
+def boosting_matrix(rows: Encoded) -> npt.NDArray[np.float32]:
     """Concatenates the columns to one matrix of numbers, shape (rows, features).
 
-    Category indices are used as numbers too. On the validation month, this was better than boosting's own
-    handling of categories.
+    Boosting takes a missing number as it is. Category indices are used as numbers too: on the validation
+    month, this was better than boosting's own handling of categories.
     """
     return np.hstack([rows["categorical"].astype(np.float32), rows["numeric"]])
 
 
-def _score_boosting(manifest: ShardManifest, encoded: dict[str, npt.NDArray[Any]], seed: int) -> Any:
+def _score_boosting(train: Encoded, test: Encoded, seed: int) -> Any:
     from ringspark.jobs import report
 
-    train = read_split(manifest, "train")
     started = time.perf_counter()
     boosting = train_boosting(recipes.BOOSTING, train, seed)
     print(f"score: gradient boosting trained in {time.perf_counter() - started:.1f} s", flush=True)
     return report.Scored(
         name="gradient boosting",
-        labels=encoded["label"].astype(np.int64),
-        probabilities=boosting.predict_proba(boosting_matrix(encoded))[:, 1],
+        labels=test["label"].astype(np.int64),
+        probabilities=boosting.predict_proba(boosting_matrix(test))[:, 1],
     )
 
 

@@ -1,10 +1,10 @@
-"""Trains the flights network on the shards of jobs/etl.py; saves features and network as one pipeline.
+"""Trains on the flights of jobs/etl.py by one `fit` on the table.
 
     python jobs/train.py --data artifacts/flights
     spark-submit --py-files dist/ringspark-0.1.0.zip jobs/train.py --data s3a://bucket/flights
     python jobs/train.py job.yaml
 
-Reads `shards` and `features` below `--data`. Writes `model`, a Spark ML PipelineModel, and `history.json`.
+Reads `train` below `--data`. Writes `model`, a Spark ML model, and `history.json`.
 After a failure, `--resume` continues from the last checkpoint, and `--no-resume` starts again.
 """
 
@@ -15,25 +15,27 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringspark.estimators.training.settings import data, memory, recovery, training, workers
 from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.jobs import cli, recipes, train_job
-from ringspark.pipelines import ShardManifest, storage
+from ringspark.pipelines import storage
 from ringspark.pipelines.spark_paths import resolve
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
 
 # The estimator's settings that are options of the job, with the job's own defaults.
 FOR_DEMO: tuple[tuple[Setting[Any], Any], ...] = (
     (workers.NUM_WORKERS, 2),
-    (training.EPOCHS, recipes.NETWORK.epochs),
+    (training.EPOCHS, recipes.EPOCHS),
     (training.SEED, None),
 )
 TRAINING: tuple[tuple[Setting[Any], Any], ...] = (
     *FOR_DEMO,
-    (training.BATCH_SIZE, None),
-    (training.LEARNING_RATE, recipes.NETWORK.learning_rate),
-    (training.WEIGHT_DECAY, recipes.NETWORK.weight_decay),
+    (training.BATCH_SIZE, recipes.BATCH_SIZE),
+    (training.LEARNING_RATE, recipes.LEARNING_RATE),
     (memory.PRECISION, None),
     (memory.GRADIENT_CHECKPOINTING, None),
     (training.GRADIENT_ACCUMULATION, None),
@@ -52,14 +54,9 @@ RECOVERY: tuple[tuple[Setting[Any], Any], ...] = (
 
 
 def build_parser() -> cli.JobParser:
-    parser = cli.JobParser(
-        "train", "Train the flights network on the shards of jobs/etl.py, or by a job file: `train FILE`."
-    )
+    parser = cli.JobParser("train", "Train on the flights of jobs/etl.py, or by a job file: `train FILE`.")
     parser.add_argument("--data", default=cli.DEFAULT_ROOT, metavar="URI", help="output folder of etl")
-    parser.add_argument("--output", metavar="URI", help="saved pipeline; default: DATA/model")
-    parser.add_argument(
-        "--members", type=cli.positive_int, default=3, help="networks of the ensemble; time grows with it"
-    )
+    parser.add_argument("--output", metavar="URI", help="saved model; default: DATA/model")
     for setting, default in TRAINING:
         cli.add_setting(parser, setting, default)
     recovery_group = parser.add_argument_group("when something fails")
@@ -76,8 +73,6 @@ def build_parser() -> cli.JobParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    from pyspark.ml import PipelineModel
-
     from ringspark.estimators import TorchClassifier, WorkerError
     from ringspark.estimators.run.folder import remove_old_run
     from ringspark.jobs import flights
@@ -86,33 +81,35 @@ def run(args: argparse.Namespace) -> None:
     with cli.spark("ringspark train", args.master) as spark:
         data = resolve(spark, args.data)
         run_uri = resolve(spark, args.run) if args.run else storage.join(data, "runs", "current")
-        ShardManifest.load(storage.join(data, "shards"))  # before `remove_old_run` removes an old run
+        rows = _read(spark, storage.join(data, "train"))  # before `remove_old_run` removes an old run
         remove_old_run(run_uri, args.resume)
-        features = PipelineModel.load(storage.join(data, "features"))
-        cardinalities, num_numeric = flights.feature_sizes(features)
         estimator = TorchClassifier(
-            model=recipes.NETWORK.spec(args.members, cardinalities, num_numeric),
-            loss="bce_with_logits_per_member",
-            inputCols=["categorical", "numeric"],
-            optimizer="adamw",
-            lrSchedule="one_cycle",
+            # The other columns nearly identify rows, or are known by another name.
+            inputCols=[*flights.CATEGORICAL, *flights.NUMERIC],
+            validationIndicatorCol="is_validation",
             runUri=run_uri,
             resume=bool(args.resume),
             **given,
         )
         print("train: " + ", ".join(f"{name}={value}" for name, value in given.items()), flush=True)
         try:
-            model = estimator.fitOnShards(storage.join(data, "shards"))
+            model = estimator.fit(rows)
         except WorkerError as error:
             # The message has the worker's traceback; the driver's is omitted.
             raise SystemExit(f"train: error: {error}") from None
         output = resolve(spark, args.output) if args.output else storage.join(data, "model")
-        PipelineModel([*features.stages, model]).write().overwrite().save(output)
+        model.write().overwrite().save(output)
         summary = model.summary
         history = [asdict(record) for record in summary.epochs]
         storage.write_atomic(storage.join(data, "history.json"), json.dumps(history, indent=1).encode())
-    print(f"train: pipeline saved to {output}")
+    print(f"train: model saved to {output}")
     cli.print_rate("train", summary.rows, summary.seconds)
+
+
+def _read(spark: SparkSession, uri: str) -> DataFrame:
+    if not storage.exists(uri):
+        raise ValueError(f"no rows at {uri}; run jobs/etl.py first, or give --data")
+    return spark.read.parquet(uri)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -2,8 +2,8 @@
 # MAGIC %md
 # MAGIC # From a DataFrame to a trained network and back
 # MAGIC
-# MAGIC Will a flight arrive over 15 minutes late? Spark joins five real tables and prepares the features
-# MAGIC with its own stages. Two workers train a network with entity embeddings.
+# MAGIC Will a flight arrive over 15 minutes late? Spark joins five real tables. Two workers train on the
+# MAGIC joined table as it is: strings, numbers and missing values.
 # MAGIC
 # MAGIC Needs `ringspark` with its `examples` extra on the cluster (`%pip install ringspark[examples]`).
 
@@ -12,13 +12,11 @@
 import os
 import tempfile
 
-from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import BinaryClassificationEvaluator
 from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchClassifier
 from ringspark.jobs import flights
-from ringspark.models import ModelSpec
 
 # A folder that the driver and all workers reach, and the share of the rows to use: 1.0 for all.
 FOLDER = "/dbfs/tmp/ringspark" if os.path.isdir("/dbfs/tmp") else tempfile.mkdtemp(prefix="quickstart-")
@@ -45,37 +43,29 @@ rows.groupBy("split").agg(F.count("*").alias("rows"), F.avg("label").alias("late
 # COMMAND ----------
 
 # MAGIC %md
-# MAGIC ## Features, then the network
-# MAGIC The feature stages are fitted on the training months only.
+# MAGIC ## The network
+# MAGIC Without `model`, `fit` builds a network for the table. Numbers, strings and missing values need no
+# MAGIC preparation. The validation rows are from the month after the training months.
 
 # COMMAND ----------
 
-features = flights.feature_pipeline().fit(train.where("NOT is_validation"))
-cardinalities, num_numeric = flights.feature_sizes(features)
-network = TorchClassifier(
-    model=ModelSpec(
-        "tabular",
-        {
-            "cardinalities": cardinalities,
-            "num_numeric": num_numeric,
-            "hidden": [128, 64],
-            "out_features": 1,
-            "dropout": 0.3,
-        },
-    ),
-    inputCols=["categorical", "numeric"],
+estimator = TorchClassifier(
+    inputCols=[*flights.CATEGORICAL, *flights.NUMERIC],
     validationIndicatorCol="is_validation",
-    lrSchedule="one_cycle",
-    learningRate=0.003,
     epochs=3,
     numWorkers=2,
     storageUri=f"{FOLDER}/storage",
 )
-model = Pipeline(stages=[features, network]).fit(train)
+model = estimator.fit(train)
 
 # COMMAND ----------
 
-model.stages[-1].summary.history
+# What the network gets of each column, and why.
+model.summary.columns
+
+# COMMAND ----------
+
+model.summary.history
 
 # COMMAND ----------
 

@@ -58,7 +58,7 @@ def parser(description: str | None, **sizes: Size) -> argparse.ArgumentParser:
             option, type=cli.positive_int, default=size[is_tiny], metavar="N", help=text.strip()
         )
     root = cli.DEFAULT_ROOT + ("-tiny" if is_tiny else "")
-    made.add_argument("--root", default=root, metavar="DIR", help="folder of jobs/etl.py; made if missing")
+    made.add_argument("--root", default=root, metavar="DIR", help="results of jobs/etl.py; made if missing")
     made.add_argument("--chart", metavar="PNG", help="file to draw to, for those that draw; needs matplotlib")
     return made
 
@@ -73,7 +73,7 @@ def flights_root(options: argparse.Namespace) -> Path:
     root = Path(options.root).resolve()
     # The manifest is written last, so its presence means that all files are complete.
     if not (root / "shards" / "manifest.json").exists():
-        few = ["--fraction", TINY_FRACTION] if options.tiny else []
+        few = ["--shards", *(["--fraction", TINY_FRACTION] if options.tiny else [])]
         subprocess.run([sys.executable, str(JOBS / "etl.py"), "--output", str(root), *few], check=True)
     return root
 

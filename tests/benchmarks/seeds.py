@@ -2,7 +2,7 @@
 
 Each seed trains with jobs/train.py and is evaluated by jobs/score.py on the test months, which chose neither
 recipe (see flights_tuning.py). The benchmark reads the table that score prints. `--root` is the folder of the
-shards and test rows of jobs/etl.py, which runs once if they are missing. Models and reports go to a temporary
+results of jobs/etl.py, which runs once if they are missing. Models and reports go to a temporary
 folder that links to its data, so the folder is not changed otherwise.
 """
 
@@ -20,7 +20,7 @@ import harness
 
 from ringspark.jobs import recipes
 
-ETL_RESULTS = ("shards", "features", "test")
+ETL_RESULTS = ("train", "test")
 METRICS = ("ROC AUC", "average precision", "log loss")
 ROW = re.compile(r"^(\S.*?) {2,}([\d.]+) {2,}([\d.]+) {2,}([\d.]+)$", re.MULTILINE)
 
@@ -57,14 +57,13 @@ def score_seed(root: Path, seed: int, options: Namespace) -> Scores:
     with tempfile.TemporaryDirectory() as folder:
         for name in ETL_RESULTS:
             (Path(folder) / name).symlink_to(root / name)
-        sizes = ("--epochs", str(options.epochs), "--members", str(options.members))
-        run_job("train", "--data", folder, "--seed", str(seed), *sizes)
+        run_job("train", "--data", folder, "--seed", str(seed), "--epochs", str(options.epochs))
         return read_scores(run_job("score", "--data", folder, "--seed", str(seed)))
 
 
 def main() -> None:
     """Runs the seeds one after another, then prints them, their mean and deviation."""
-    options = harness.parse(__doc__, repeats=(5, 1), epochs=(recipes.NETWORK.epochs, 1), members=(3, 1))
+    options = harness.parse(__doc__, repeats=(5, 1), epochs=(recipes.EPOCHS, 1))
     root = harness.flights_root(options)
     scores = []
     for seed in range(options.repeats):

@@ -100,7 +100,7 @@ def test_the_three_jobs_by_spark_submit(master: str, environment: dict[str, str]
         return done.stdout
 
     assert "rows/s" in submit("etl", "--output", str(root), "--raw", str(_thinned(tmp_path / "raw")))
-    trained = submit("train", "--data", str(root), "--epochs", "2", "--members", "1")
+    trained = submit("train", "--data", str(root), "--epochs", "2")
     assert "epoch 2: loss 0." in trained
     assert [entry["epoch"] for entry in json.loads((root / "history.json").read_text())] == [1, 2]
     scored = submit("score", "--data", str(root))
