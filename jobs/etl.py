@@ -3,9 +3,11 @@
     python jobs/etl.py --output artifacts/flights
     spark-submit --py-files dist/ringspark-0.1.0.zip jobs/etl.py --output s3a://bucket/flights
 
-Writes two Parquet folders below `--output`: `train` with months 1 to 9, where `is_validation` marks month 9,
-and `test` with the last months. With `--shards`, Spark's own stages also encode the training rows: `features`
-is their pipeline, fitted on months 1 to 8. The rows go to `shards`, whose manifest is written last.
+Writes two Parquet folders below `--output`: `train` with months 1 to 9, and `test` with the last months. In
+`train`, `is_validation` marks 15 % of the days: whole days, because flights of one day are alike.
+
+With `--shards`, Spark's own stages also encode the training rows: `features` is their pipeline, fitted on
+months 1 to 8. The rows go to `shards`, with month 9 for validation; their manifest is written last.
 """
 
 from __future__ import annotations
@@ -85,9 +87,10 @@ def run(args: argparse.Namespace) -> None:
         )
         print("etl: " + ", ".join(f"{counts[split]:,} {split}" for split in SPLITS) + " rows", flush=True)
 
-        train = rows.where("split != 'test'").withColumn("is_validation", F.col("split") == "validation")
-        for name, part in (("train", train), ("test", rows.where("split = 'test'"))):
-            part.drop("split").write.mode("overwrite").parquet(storage.join(root, name))
+        is_validation = F.pmod(F.xxhash64(F.to_date("time_hour")), F.lit(20)) < 3
+        train = rows.where("split != 'test'").withColumn("is_validation", is_validation)
+        for name, part in (("train", train), ("test", rows.where("split = 'test'").drop("split"))):
+            part.write.mode("overwrite").parquet(storage.join(root, name))
         if args.shards:
             _write_shards(train, root, args.num_files)
     cli.print_rate("etl", sum(counts.values()), time.perf_counter() - started)
@@ -101,9 +104,11 @@ def _write_shards(train: DataFrame, root: str, num_files: int | None) -> None:
     # Remove the old shards first: after a crash between the new features and the new shards, the old
     # shards would look complete, but other features encoded them.
     storage.remove(shards, recursive=True)
-    features = flights.feature_pipeline().fit(train.where("NOT is_validation"))
+    features = flights.feature_pipeline().fit(train.where("split = 'train'"))
     features.write().overwrite().save(storage.join(root, "features"))
-    encoded: DataFrame = features.transform(train).select("categorical", "numeric", "label", "is_validation")
+    encoded: DataFrame = features.transform(train).selectExpr(
+        "categorical", "numeric", "label", "split = 'validation' AS is_validation"
+    )
     manifest = write_shards(encoded, shards, num_files=num_files, validation_col="is_validation")
     print(f"etl: {manifest.num_rows:,} rows in {len(manifest.files)} files at {manifest.uri}")
 

@@ -87,8 +87,7 @@ def run(args: argparse.Namespace) -> None:
         ]
         tables = []
         if args.baseline:
-            # The rows that train the network, without its validation rows.
-            train = spark.read.parquet(where["train"]).where("NOT is_validation")
+            train = spark.read.parquet(where["train"])
             tables = [frame.select(*CATEGORICAL, *NUMERIC, "label").toPandas() for frame in (train, test)]
     cli.print_rate("score", len(written), seconds)
     if tables:

@@ -57,6 +57,12 @@ def build_parser() -> cli.JobParser:
     parser = cli.JobParser("train", "Train on the flights of jobs/etl.py, or by a job file: `train FILE`.")
     parser.add_argument("--data", default=cli.DEFAULT_ROOT, metavar="URI", help="output folder of etl")
     parser.add_argument("--output", metavar="URI", help="saved model; default: DATA/model")
+    parser.add_argument(
+        "--validate",
+        choices=("days", "month"),
+        default="days",
+        help="hold out whole days of months 1 to 9, or month 9, which chose the recipe; default: days",
+    )
     for setting, default in TRAINING:
         cli.add_setting(parser, setting, default)
     recovery_group = parser.add_argument_group("when something fails")
@@ -73,6 +79,8 @@ def build_parser() -> cli.JobParser:
 
 
 def run(args: argparse.Namespace) -> None:
+    from pyspark.sql import functions as F
+
     from ringspark.estimators import TorchClassifier, WorkerError
     from ringspark.estimators.run.folder import remove_old_run
     from ringspark.jobs import flights
@@ -82,6 +90,8 @@ def run(args: argparse.Namespace) -> None:
         data = resolve(spark, args.data)
         run_uri = resolve(spark, args.run) if args.run else storage.join(data, "runs", "current")
         rows = _read(spark, storage.join(data, "train"))  # before `remove_old_run` removes an old run
+        if args.validate == "month":
+            rows = rows.withColumn("is_validation", F.col("split") == "validation")
         remove_old_run(run_uri, args.resume)
         estimator = TorchClassifier(
             # The other columns nearly identify rows, or are known by another name.

@@ -142,7 +142,8 @@ class Temperature:
             # Positive while the mean probability of class 1 is below its share.
             slope = ((torch.sigmoid(-signs * (odds + shift[:, None])) * signs) * rows).sum(1)
             low, high = torch.where(slope > 0, shift, low), torch.where(slope > 0, high, shift)
-        return -(functional.logsigmoid(signs * (odds + low[:, None])) * rows).sum(1)
+        losses: torch.Tensor = -(functional.logsigmoid(signs * (odds + low[:, None])) * rows).sum(1)
+        return losses
 
     def to(self, device: torch.device) -> Temperature:
         return self
