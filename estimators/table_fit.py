@@ -49,8 +49,9 @@ _WIDTHS, _WIDTH = 2_048, 12
 # Below this share of the mean, float32 rounds a hundredth of the deviation away.
 _FEW_DIGITS = 100 * 2.0**-24
 _ROWS_PER_STEP = 256
-_STEPS = 5_000
-_MIN_EPOCHS, _MAX_EPOCHS = 8, 100
+_STEPS, _MAX_EPOCHS = 5_000, 100
+# With fewer epochs, the rows of a table are many.
+_FEW_EPOCHS = 8
 
 Plans = dict[tuple[Any, ...], TablePlan]
 """Inputs, label and held-out rows -> the plan."""
@@ -333,7 +334,7 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
         batch //= 2
     batch = given("batchSize", batch)
     steps = max(1, plan.rows // batch)
-    epochs = given("epochs", max(_MIN_EPOCHS, min(_MAX_EPOCHS, _STEPS // steps)))
+    epochs = given("epochs", max(1, min(_MAX_EPOCHS, _STEPS // steps)))
     is_pack = network == "tabpack"
     undecayed = ["*bias*", "head.*"] if is_pack else ["*bias*", "*.inputs", "*.outputs"]
     if plan.kind.cardinalities:
@@ -344,8 +345,9 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
     recipe = {
         "loss": "mse_per_member" if is_regression else "cross_entropy_per_member",
         "optimizer": "adamw",
-        # The members of a pack take shares of the rate.
-        "learningRate": 3e-3 if is_pack else 1e-3,
+        # The members of a pack take shares of the rate. In a large table, often of many months, large steps
+        # follow the days that the network saw last.
+        "learningRate": 3e-3 if is_pack and steps * _FEW_EPOCHS <= _STEPS else 1e-3,
         "weightDecay": 1e-2,
         "maxGradNorm": None if is_pack else 1.0,
         "lrSchedule": "cosine",
