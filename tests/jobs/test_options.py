@@ -61,7 +61,7 @@ def test_a_bad_option_is_one_line(job: str, options: list[str], message: str) ->
 @pytest.mark.parametrize(
     ("job", "message"),
     [
-        (train, "holds no shards"),
+        (train, "no rows at"),
         (score, "no model at"),
     ],
 )
