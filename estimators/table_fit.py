@@ -50,7 +50,7 @@ _WIDTHS, _WIDTH = 2_048, 12
 _FEW_DIGITS = 100 * 2.0**-24
 _ROWS_PER_STEP = 256
 _STEPS, _MAX_EPOCHS = 5_000, 100
-# With fewer epochs, the rows of a table are many.
+# A table whose rows fit fewer times into these steps is large.
 _FEW_EPOCHS = 8
 
 Plans = dict[tuple[Any, ...], TablePlan]
@@ -332,9 +332,11 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
     batch = _ROWS_PER_STEP
     while batch > 32 and plan.rows < 20 * batch:
         batch //= 2
-    batch = given("batchSize", batch)
+    fitting = _STEPS // max(1, plan.rows // batch)
+    is_large = fitting < _FEW_EPOCHS
+    batch = given("batchSize", 4 * batch if is_large else batch)
+    epochs = given("epochs", max(1, min(_MAX_EPOCHS, fitting)))
     steps = max(1, plan.rows // batch)
-    epochs = given("epochs", max(1, min(_MAX_EPOCHS, _STEPS // steps)))
     is_pack = network == "tabpack"
     undecayed = ["*bias*", "head.*"] if is_pack else ["*bias*", "*.inputs", "*.outputs"]
     if plan.kind.cardinalities:
@@ -345,9 +347,9 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
     recipe = {
         "loss": "mse_per_member" if is_regression else "cross_entropy_per_member",
         "optimizer": "adamw",
-        # The members of a pack take shares of the rate. In a large table, often of many months, large steps
-        # follow the days that the network saw last.
-        "learningRate": 3e-3 if is_pack and steps * _FEW_EPOCHS <= _STEPS else 1e-3,
+        # The members of a pack take shares of the rate. In a large table, often of many months, fast networks
+        # follow the days that they saw last.
+        "learningRate": (2e-3 if is_large else 3e-3) if is_pack else 1e-3,
         "weightDecay": 1e-2,
         "maxGradNorm": None if is_pack else 1.0,
         "lrSchedule": "cosine",
