@@ -4,7 +4,7 @@
     spark-submit --py-files dist/ringspark-0.1.0.zip jobs/etl.py --output s3a://bucket/flights
 
 Writes two Parquet folders below `--output`: `train` with months 1 to 9, and `test` with the last months. In
-`train`, `is_validation` marks 15 % of the days: whole days, because flights of one day are alike.
+`train`, `is_validation` marks one day in 20: whole days, because flights of one day are alike.
 
 With `--shards`, Spark's own stages also encode the training rows: `features` is their pipeline, fitted on
 months 1 to 8. The rows go to `shards`, with month 9 for validation; their manifest is written last.
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
         )
         print("etl: " + ", ".join(f"{counts[split]:,} {split}" for split in SPLITS) + " rows", flush=True)
 
-        is_validation = F.pmod(F.xxhash64(F.to_date("time_hour")), F.lit(20)) < 3
+        is_validation = F.pmod(F.xxhash64(F.to_date("time_hour")), F.lit(20)) == 0
         train = rows.where("split != 'test'").withColumn("is_validation", is_validation)
         for name, part in (("train", train), ("test", rows.where("split = 'test'").drop("split"))):
             part.write.mode("overwrite").parquet(storage.join(root, name))

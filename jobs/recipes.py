@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from ringspark.models import ModelSpec
 
 
-# Of the network for tables: fewer epochs than the default, because later months differ.
-EPOCHS, BATCH_SIZE, LEARNING_RATE = 2, 1_024, 2e-3
+# Of the network for tables: later months differ, so fewer epochs and narrower embeddings than the default.
+EPOCHS, BATCH_SIZE, LEARNING_RATE, WIDTH = 2, 1_024, 2e-3, 4
 
 
 @dataclass(frozen=True, kw_only=True)

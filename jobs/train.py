@@ -84,6 +84,7 @@ def run(args: argparse.Namespace) -> None:
     from ringspark.estimators import TorchClassifier, WorkerError
     from ringspark.estimators.run.folder import remove_old_run
     from ringspark.jobs import flights
+    from ringspark.models import ModelSpec
 
     given = {setting.name: getattr(args, setting.name) for setting, _ in (*TRAINING, *RECOVERY)}
     with cli.spark("ringspark train", args.master) as spark:
@@ -94,6 +95,7 @@ def run(args: argparse.Namespace) -> None:
             rows = rows.withColumn("is_validation", F.col("split") == "validation")
         remove_old_run(run_uri, args.resume)
         estimator = TorchClassifier(
+            model=ModelSpec("tabpack", dict.fromkeys(("number_width", "category_width"), recipes.WIDTH)),
             # The other columns nearly identify rows, or are known by another name.
             inputCols=[*flights.CATEGORICAL, *flights.NUMERIC],
             validationIndicatorCol="is_validation",
