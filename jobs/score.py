@@ -127,7 +127,7 @@ def _encode(train: PandasFrame, test: PandasFrame) -> tuple[Encoded, Encoded]:
     def encode(rows: PandasFrame) -> Encoded:
         import pandas as pd
 
-        codes = [pd.Categorical(rows[name], order).codes for name, order in orders.items()]
+        codes = [pd.Index(order).get_indexer(rows[name]) for name, order in orders.items()]
         return {
             "categorical": np.stack(codes, axis=1),
             "numeric": rows[list(NUMERIC)].to_numpy(np.float32),
