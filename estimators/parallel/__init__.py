@@ -28,7 +28,7 @@ __all__ = ["STRATEGIES", "Strategy", "SyncSettings", "synchronize_gradients"]
 def synchronize_gradients(
     module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
 ) -> GradientSync:
-    """Runs the settings' strategy. Runs on every rank."""
+    """Prepares gradient synchronization by the settings' strategy. Runs on every rank."""
     if any(p.requires_grad for p in module.parameters()):
         sync = STRATEGIES[settings.sync.strategy]().prepare(module, make_optimizer, mesh, settings)
     else:

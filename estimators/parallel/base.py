@@ -26,7 +26,7 @@ def refuse_sparse(name: str, gradient: torch.Tensor) -> None:
     if gradient.is_sparse:
         raise ValueError(
             f"parameter {name!r} got a sparse gradient, but a rank without rows has none to send; leave "
-            "sparse=True out where the model's forward looks it up, or set numWorkers=1"
+            "sparse=True out of the embedding call in the model's forward, or set numWorkers=1"
         )
 
 
@@ -159,7 +159,7 @@ class Strategy(Protocol):
         """Returns the synchronization of the module and its optimizer. Runs on every rank.
 
         Args:
-            module: This rank's shard of the network on the rank's device. With `sharding="parameters"` its
+            module: This rank's shard of the network on the rank's device. With sync=Zero(stage=3) its
                 weights may be deferred, see `initial_weights`.
             make_optimizer: Makes the optimizer, after the strategy has changed the parameters.
         """

@@ -3,8 +3,8 @@
 A rank has one coordinate on each axis:
 
 - `data`: ranks have equal weights and read different rows;
-- `shard`: like `data`, and `sharding` shards its state over these ranks only (hybrid sharding). Without
-  this axis, all ranks that all-reduce their gradients share the state;
+- `shard`: like `data`, and `sync=Zero(...)` shards its state over these ranks only (hybrid sharding).
+  Without this axis, all ranks that all-reduce their gradients share the state;
 - `expert`: like `data`, but each rank has different experts and computes them for the rows of all ranks;
 - `pipeline`: each rank has some of the blocks, and the rows pass from rank to rank;
 - `sequence`: each rank has all weights and a part of every row;
@@ -62,8 +62,8 @@ class RankMesh:
         replica: Ranks of this rank's replica.
         gradients: Ranks that all-reduce the gradients of this rank's parameters, except experts.
         expert_gradients: Ranks that all-reduce the gradients of this rank's experts.
-        shard_group: How `sharding` shards this rank's parameters, except experts.
-        expert_shard_group: How `sharding` shards this rank's experts.
+        shard_group: How `sync=Zero(...)` shards this rank's parameters, except experts.
+        expert_shard_group: How `sync=Zero(...)` shards this rank's experts.
         holders: Ranks that together hold all weights: a replica, and the ranks with different experts.
         is_first_replica: Whether this rank is among the first `holders`, whose weights a checkpoint takes.
     """

@@ -122,7 +122,7 @@ def check_value(name: str, key: str, value: object) -> StateValue:
 
 
 def check_known(state: OptimizerState, names: Any) -> None:
-    """Raises ValueError if `state` has a parameter that is not in `names`, so of another network."""
+    """Raises ValueError if `state` belongs to another network: it has a parameter not in `names`."""
     unknown = sorted(set(state) - set(names))
     if unknown:
         raise ValueError(

@@ -15,8 +15,8 @@ from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds.base import BatchArray
 
 InputLayout = tuple[int | None, ...]
-"""For each input: None if its first dimension is the rows, else the index of the input with the starts of its
-rows. That input holds its own index."""
+"""For each input: None if its first dimension counts rows, else the index of the input that has the starts
+of its rows. The input of starts has its own index."""
 
 
 def list_arguments(columns: Iterable[Column], names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -57,8 +57,8 @@ def make_layout(arrays: Sequence[tuple[str, BatchArray]]) -> InputLayout:
         if array.offsets and (array.offsets not in indices or array.offsets not in users):
             column = name.rpartition(".")[0]
             raise ValueError(
-                f"input {name!r} is of no use alone, because rows of column {column!r} vary in length; name "
-                f"{column!r} itself, which gives all its arrays"
+                f"input {name!r} cannot be used alone, because rows of column {column!r} vary in length; "
+                f"name {column!r} itself, which stands for all its arrays"
             )
     return tuple(indices[array.offsets] if array.offsets else None for _, array in arrays)
 

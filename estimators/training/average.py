@@ -61,7 +61,7 @@ class Average:
     def load(self, state: State) -> None:
         shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (state, self.values)]
         if shapes[0] != shapes[1]:
-            raise ValueError("the checkpoint's average of the weights is of another network; use another one")
+            raise ValueError("the checkpoint averages the weights of another network; use another checkpoint")
         for name, own in self.values.items():
             own.copy_(shard_like(state[name], own) if hasattr(own, "full_tensor") else state[name])
 

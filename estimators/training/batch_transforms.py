@@ -135,8 +135,8 @@ def _check_result(result: Any, setting: str, what: str, rows: Sequence[int | Non
         or any(n not in (None, len(t)) for t, n in zip(tensors, rows, strict=True))
     ):
         raise ValueError(
-            f"{setting} must return {len(rows)} {what} of {max(filter(None, rows))} rows, as many as it "
-            f"takes, got {_describe(result)}; change rows, but neither drop nor repeat them"
+            f"{setting} must return {len(rows)} {what} of {max(filter(None, rows))} rows, as in its "
+            f"input, got {_describe(result)}; change rows, but neither drop nor repeat them"
         )
     return tuple(tensors)
 

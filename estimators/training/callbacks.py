@@ -24,9 +24,9 @@ class TrainingState:
     Attributes:
         rank: This rank's number, from 0.
         size: Number of ranks that train.
-        module: The network, without wrappers. Changing its weights on one rank only breaks training. With
-            sharding 'parameters' its parameters are DTensors; `parameter.full_tensor()`, called on every
-            rank, returns a whole one. With parallelism 'pipeline' it holds this rank's stages and cannot be
+        module: The network, without wrappers. Change its weights on all ranks or on none. With
+            sync=Zero(stage=3) its parameters are DTensors; `parameter.full_tensor()`, called on every rank,
+            returns a whole tensor. With parallelism 'pipeline' it holds this rank's stages and cannot be
             called. A gradient is the same memory in every step, so clone it to keep it.
         optimizer: This rank's optimizer (with sharding, of its shard); its groups hold the present rates.
         epoch: Present epoch, from 1.
@@ -61,9 +61,9 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the result of `state_dict`, of rank 0 if the number of ranks has changed.
+        """Restores this rank's result of `state_dict`, or rank 0's if the number of ranks has changed.
 
-        Called after `on_train_start`. Tuples have become lists.
+        Called after `on_train_start`. JSON has turned tuples into lists.
         """
 
     def on_train_start(self, state: TrainingState) -> None:
@@ -80,7 +80,7 @@ class Callback:
 
 
 class Callbacks:
-    """Callbacks in the order of their calls; checkpoints keep no state of the `stateless` one."""
+    """Calls callbacks in order, `stateless` last; checkpoints keep no state of `stateless`."""
 
     def __init__(self, callbacks: Sequence[Callback], stateless: Callback | None = None) -> None:
         self._callbacks = list(callbacks)

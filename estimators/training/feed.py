@@ -94,7 +94,7 @@ def zeros(array: BatchArray, rows: int) -> torch.Tensor:
 def move_batches(
     device: torch.device, columns: Iterable[dict[str, Array]], config: TrainConfig, layout: InputLayout = ()
 ) -> Iterator[Batch]:
-    """Yields the reader's batches on `device`; a second stream copies each one ahead to a GPU."""
+    """Yields the reader's batches on `device`; to a GPU, a second stream copies each batch in advance."""
     if device.type != "cuda":
         yield from (to_batch(columns_of, config, device, layout) for columns_of in columns)
         return

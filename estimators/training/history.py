@@ -30,8 +30,8 @@ class EpochCost:
 
     Attributes:
         training_seconds: Time without the validation.
-        flops_utilization: Share of the devices' peak operations in the time.
-        energy_joules: Energy of the ranks' GPUs, or on CPUs of their hosts.
+        flops_utilization: Operations per second, as a share of the devices' peak.
+        energy_joules: Energy of the ranks' GPUs, or of their hosts if they train on CPUs.
         communication_seconds: Time with a collective operation in progress, mean over the ranks.
         communication_hidden: Share of that time in which the rank also computed.
     """
@@ -91,7 +91,7 @@ class EpochRecord:
     noise: GradientNoise | None = added(None)  # noqa: RUF009
     """Gradient noise of the epoch; None if noiseScale is not set, or no step was measured."""
     batch_size: int | None = added(None)
-    """Rows of a full step in this epoch; None in histories of versions in which it could not change."""
+    """Rows of a full step in this epoch; None in histories of versions with a fixed batch size."""
 
     def value(self, name: str) -> float:
         """Returns the loss or metric called `name`; NaN if the epoch has none."""

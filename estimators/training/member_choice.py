@@ -1,4 +1,4 @@
-"""Chooses the members of a pack of networks, such as `TabPack`, by the held-out rows after each epoch."""
+"""Chooses members of an ensemble, such as `TabPack`, by their errors on held-out rows after each epoch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IGNORED = -100
 
 @runtime_checkable
 class Pack(Protocol):
-    """A network of several members; see `TabPack`."""
+    """A network that is an ensemble of small networks, its members; see `TabPack`."""
 
     center: float
     scale: float
@@ -31,19 +31,19 @@ class Pack(Protocol):
 
 
 class MemberChoice:
-    """Compares members by their squared errors: of values, or of class probabilities (Brier score)."""
+    """Compares an ensemble's members by squared errors of values, or of class probabilities (Brier)."""
 
     def __init__(self, network: Pack, mesh: RankMesh, task: str) -> None:
         self._network, self._mesh, self._is_classes = network, mesh, task == "classification"
 
     @classmethod
     def of(cls, network: nn.Module, config: TrainConfig, mesh: RankMesh) -> MemberChoice | None:
-        """Returns None if the network has no members, or if no rank holds all of their weights."""
+        """Returns None if the network is no ensemble, or if ranks do not have equal whole copies of it."""
         is_whole = not config.cuts_network and config.sync.sharding == "none" and config.is_in_step
         return cls(network, mesh, config.task) if isinstance(network, Pack) and is_whole else None
 
     def choose(self, batches: Iterable[Batch]) -> None:
-        """Runs on every rank with its held-out rows; all ranks choose the same."""
+        """Chooses the same members on all ranks. Runs on every rank, with the rank's held-out rows."""
         members, device = len(self._network.shares), self._network.shares.device
         # A rank without rows takes part, too.
         sums = torch.zeros(2 * members, 2 * members, dtype=torch.float64, device=device)

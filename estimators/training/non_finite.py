@@ -23,7 +23,7 @@ _NEVER = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True, kw_only=True)
 class NonFiniteStep:
-    """One step with a loss or gradient that is not finite; `epoch`, and `step` in it, count from 1."""
+    """One step with a loss or gradient that is not finite; `epoch`, and `step` in the epoch, are from 1."""
 
     epoch: int
     step: int
@@ -47,7 +47,7 @@ class RollBackError(Exception):
 
 
 class FirstBadLoss:
-    """Keeps the first step of a rank whose loss is not finite; on a CPU it is known at once."""
+    """Keeps a rank's first step with a loss that is not finite; on a CPU, `check` reads each loss."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_immediate = device.type == "cpu"

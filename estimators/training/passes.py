@@ -103,7 +103,7 @@ class WholePasses:
             self._sync.forward_without_rows(inputs)
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
-        """Returns `values` as a rank that computes the losses has them. Runs on every rank."""
+        """Returns the `values` of a rank that computes the losses. Runs on every rank."""
         return values
 
 

@@ -6,7 +6,7 @@ from ringspark.estimators.failures import WorkerStoppedError
 
 
 class Status:
-    """The rank's present phase; a rank whose `ticks` do not rise for `timeoutSeconds` hangs."""
+    """The rank's present phase; if `ticks` does not rise for `timeoutSeconds`, the rank counts as hung."""
 
     def __init__(self, phase: str = "starting") -> None:
         self._phase = phase

@@ -38,7 +38,7 @@ def died_uri(run_uri: str, rank: int) -> str:
 
 
 def store(run_uri: str, rank: int, line: str, text: bytes) -> None:
-    """Replaces the output of the start with header `line`; keeps the end of earlier starts."""
+    """Stores `text` as the output of the start with header `line`, after the end of earlier output."""
     uri = _uri(run_uri, rank)
     earlier = b""
     with suppress(FileNotFoundError):

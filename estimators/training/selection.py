@@ -81,10 +81,10 @@ class TimeBudget(Callback):
 
 @contextmanager
 def calibrated(module: nn.Module, record: EpochRecord | None) -> Iterator[None]:
-    """Sets the network's temperature by an epoch's metric "temperature" inside the context, for saving it.
+    """Sets the network's temperature to the record's metric inside the context, in which it is saved.
 
-    Guo, Pleiss, Sun and Weinberger 2017, "On Calibration of Modern Neural Networks". The training itself goes
-    on with a temperature of 1. Networks without the attribute `calibrates` are not changed.
+    Guo, Pleiss, Sun and Weinberger 2017, "On Calibration of Modern Neural Networks". The training itself
+    continues with a temperature of 1. Networks without the attribute `calibrates` are not changed.
     """
     found = math.nan if record is None else record.metrics.get("validation_temperature", math.nan)
     if not getattr(module, "calibrates", False) or not math.isfinite(found):

@@ -34,8 +34,8 @@ from ringspark.estimators.training.step import Recipe
 class TrainState:
     """Everything on one rank that changes from step to step, and the position of the training.
 
-    `epoch_start` is by `time.monotonic`, without pauses before a resume; `skipped_before` counts the steps
-    that were skipped before the current epoch.
+    `epoch_start` is a value of `time.monotonic`; a resume moves it, so that the pause does not count.
+    `skipped_before` counts the steps that were skipped before the current epoch.
     """
 
     def __init__(

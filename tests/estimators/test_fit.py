@@ -321,7 +321,7 @@ def test_settings_without_effect_are_said(table: Any, common: dict[str, Any], tm
         ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}, "learningRate has no effect: the optimizer's"),
         ({"monitor": "train_loss"}, "monitor has no effect: neither patience nor keep='best'"),
         ({"minDelta": 0.1}, "minDelta has no effect: patience is not set"),
-        ({"patience": 2}, "patience has no effect: there are not more epochs than that"),
+        ({"patience": 2}, "patience has no effect: epochs is not above patience"),
         ({"inputCols": ["features"], "featuresCol": "features"}, "featuresCol has no effect: inputCols"),
         ({"gradientCompression": "sign", "numWorkers": 1}, "sync has no effect: there is one"),
         (

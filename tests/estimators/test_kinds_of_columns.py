@@ -303,7 +303,7 @@ def test_arrays_of_any_length_reach_a_bag_with_their_starts(spark: Any, tmp_path
     assert np.allclose([row.prediction for row in scored], wanted, atol=1e-5)
     loss = model.summary.history["train_loss"]
     assert loss.iloc[-1] < 0.1 * loss.iloc[0], list(loss)
-    with pytest.raises(ValueError, match=r"'tags.values' is of no use alone, .* name 'tags' itself"):
+    with pytest.raises(ValueError, match=r"'tags.values' cannot be used alone, .* name 'tags' itself"):
         regressor.copy({regressor.inputCols: ["tags.values"]}).fit(table)
     with pytest.raises(ValueError, match=r"cannot take the input columns \[tags.values "):
         regressor.copy({regressor.model: nn.EmbeddingBag(3, 1), regressor.columns: {"tags": Ragged()}}).fit(

@@ -47,7 +47,7 @@ def compressed_parameters(
 
 
 def find_levels(collective: Collective) -> Levels:
-    """Returns the levels of a gang, which may also have one host, or one rank per host."""
+    """Returns the collectives within and between hosts, also for one host or one rank per host."""
     if collective.levels is not None:
         return collective.levels
     alone = LocalCollective()

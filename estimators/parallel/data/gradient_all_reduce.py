@@ -110,7 +110,7 @@ class GradientAllReduce(GradientSync):
             return
         if number < len(self._in_flight):
             raise ValueError(
-                "a gradient came again after it was exchanged; checkpoint the model's layers with "
+                "a parameter got a second gradient after its first was sent; checkpoint the layers with "
                 "use_reentrant=False, which gives each parameter one gradient per backward pass"
             )
         awaited = self._buckets[number].awaited

@@ -59,8 +59,8 @@ def check_shardable(module: nn.Module, sizes: Mapping[str, int], options: Mesh) 
             partition_by_cost(links, len(owners), [1.0] * len(links))
         if way.sequence_chunks > 1 and not goes_along_time(links):
             raise ValueError(
-                "Pipeline's sequence_chunks needs a network with links that go along time one after the "
-                f"other, such as 'recurrent', and {type(module).__name__} has none; give its links "
+                "Pipeline's sequence_chunks needs two consecutive layers that support sequence chunks, as in "
+                f"the model 'recurrent', but {type(module).__name__} has none; give its links "
                 "over_time, as ringspark.models.chain describes, or leave sequence_chunks out"
             )
     if sizes["expert"] > 1:

@@ -40,8 +40,8 @@ class FullySharded:
         ranks = mesh.shard_group.all
         if ranks.size > 1 and ranks.name != "torch":
             raise ValueError(
-                f"sharding 'parameters' needs collective 'torch', got {ranks.name!r}; set "
-                "collective='torch', or sharding='gradients'"
+                f"sync=Zero(stage=3) needs collective 'torch', got {ranks.name!r}; set "
+                "collective='torch', or sync=Zero(stage=2)"
             )
         if not is_deferred(module):
             share_weights(module, mesh)
@@ -53,9 +53,9 @@ class FullySharded:
             return GradientSync(module, optimizer)
         if not is_elementwise(optimizer):
             raise ValueError(
-                f"sharding 'parameters' leaves a part of every parameter to each rank, and optimizer "
-                f"{type(optimizer).__name__} looks at whole ones; take one of "
-                f"{sorted(kind.__name__ for kind in ELEMENTWISE)}, or set sharding='gradients'"
+                "sync=Zero(stage=3) gives each rank only a shard of every parameter, but optimizer "
+                f"{type(optimizer).__name__} needs whole parameters; take one of "
+                f"{sorted(kind.__name__ for kind in ELEMENTWISE)}, or set sync=Zero(stage=2)"
             )
         return FsdpSync(module, optimizer, units, mesh.shard_group, settings.micro_batches)
 
@@ -90,14 +90,14 @@ def shard_units(module: nn.Module, device_mesh: Any) -> list[nn.Module]:
         FSDPModule = nn.Module  # type: ignore[misc, assignment]
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise ValueError(
-            f"sharding 'parameters' needs torch 2.13 or newer, got {torch.__version__}; upgrade torch, or "
-            "set sharding='gradients'"
+            f"sync=Zero(stage=3) needs torch 2.13 or newer, got {torch.__version__}; upgrade torch, or "
+            "set sync=Zero(stage=2)"
         )
     for name, parameter in module.named_parameters():
         if not parameter.dim():
             raise ValueError(
-                f"sharding 'parameters' cannot shard the scalar parameter {name!r}; give it shape (1,), or "
-                "set sharding='gradients'"
+                f"sync=Zero(stage=3) cannot shard the scalar parameter {name!r}; give it shape (1,), or "
+                "set sync=Zero(stage=2)"
             )
         parameter.data = parameter.data.contiguous()
     units = [*blocks_of(module), module]

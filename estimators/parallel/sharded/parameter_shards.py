@@ -235,7 +235,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, sync: Sync) -> None:
     """Raises ValueError if the optimizer needs whole parameters, because each server holds only parts."""
     if not is_elementwise(optimizer):
         raise ValueError(
-            f"sync={sync!r} shards parameters anywhere, and optimizer "
+            f"sync={sync!r} splits parameters at any element, but optimizer "
             f"{type(optimizer).__name__} needs whole parameters; take one of "
             f"{', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}, or set sync=AllReduce()"
         )

@@ -114,7 +114,7 @@ class ZeroSync(GradientSync):
         """Shards the parameters.
 
         Args:
-            groups: Each parameter is in one of them. The first group has all ranks of the other groups.
+            groups: Groups with each parameter in one group. The first group has the ranks of all groups.
             rounds: Number of micro-batches per step if gradients are sent for each of them; None to send once
                 per step, after the last backward pass.
             reacts: Whether to send during a backward pass instead of after it.
@@ -229,7 +229,7 @@ class ZeroSync(GradientSync):
         self._in_step = False
 
     def _ask(self) -> tuple[list[list[float]], bool]:
-        """Returns how many gradients the ranks had, by parameter, and whether a rank still has gradients."""
+        """Returns how often ranks had a gradient, by parameter, and whether a rank has gradients left."""
         late = any(p.grad is not None for p in self._parameters())
         found, total_late = [], 0.0
         for own in self._states:

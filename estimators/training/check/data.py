@@ -20,12 +20,12 @@ from ringspark.pipelines.kinds import Scalar
 
 # Loss -> why it cannot be used: its targets are no class numbers, or its inputs are no logits.
 NOT_FOR_CLASSES = {
-    "BCELoss": "takes probabilities, and TorchClassifier's networks give logits",
+    "BCELoss": "takes probabilities, but TorchClassifier's networks give logits",
     "KLDivLoss": "takes distributions as labels",
-    "SoftMarginLoss": "takes the labels -1 and 1, and classes are 0 and 1",
-    "HingeEmbeddingLoss": "takes the labels -1 and 1, and classes are 0 and 1",
-    "MultiLabelMarginLoss": "takes several labels a row",
-    "MultiLabelSoftMarginLoss": "takes several labels a row",
+    "SoftMarginLoss": "takes the labels -1 and 1, but classes are 0 and 1",
+    "HingeEmbeddingLoss": "takes the labels -1 and 1, but classes are 0 and 1",
+    "MultiLabelMarginLoss": "takes several labels per row",
+    "MultiLabelSoftMarginLoss": "takes several labels per row",
 }
 
 
@@ -75,7 +75,7 @@ def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
 
 
 def _check_masks(names: Set[str], manifest: ShardManifest) -> None:
-    """Raises ValueError if a user's column has the name of a null mask; older shards may have one."""
+    """Raises ValueError if a user's column is named like a null mask, which only older shards allow."""
     known = {column.name: column for column in manifest.columns}
     for mask in known.values():
         owner = mask.name.removesuffix(MASK)

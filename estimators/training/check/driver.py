@@ -173,10 +173,10 @@ def _check_synchronization(config: TrainConfig, optimizer: torch.optim.Optimizer
     if max(mesh.tensor, mesh.expert) > 1 and not is_elementwise(optimizer):
         name = type(optimizer).__name__
         raise ValueError(
-            f"parallelism={mesh} leaves a worker shards of parameters, and optimizer {name} needs "
+            f"parallelism={mesh} gives a worker only shards of parameters, but optimizer {name} needs "
             f"whole parameters; take one of {', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}, "
-            "or, if each weight moves by its own gradient and state alone, give its class "
-            "is_elementwise = True"
+            "or set is_elementwise = True in its class if the update of a weight depends only on the "
+            "gradient and state of that weight"
         )
     if isinstance(optimizer, torch.optim.SparseAdam) and not isinstance(config.sync, AllReduce):
         raise ValueError(
@@ -207,8 +207,9 @@ def _check_batch_transform(
         ) from error
     if found != list(shapes):
         raise ValueError(
-            f"model {type(module).__name__} must return {list(shapes)} in training as in prediction, got "
-            f"{found} for what transformBatch returns, [{got}]; let transformInPrediction give the same shape"
+            f"model {type(module).__name__} must return shapes {list(shapes)} in training as in prediction, "
+            f"but returns {found} for inputs {got} from transformBatch; let transformInPrediction return "
+            "inputs of the same shapes"
         )
     return labels
 
@@ -238,7 +239,7 @@ def _check_average(config: TrainConfig, num_steps: int) -> None:
     if decay is not None and decay**num_steps > MAX_INITIAL_SHARE:
         warnings.warn(
             f"emaDecay {decay} leaves {decay**num_steps:.0%} of the initial weights in the average after all "
-            f"{num_steps} steps; lower it, to {0.01 ** (1 / num_steps):.2g} for 1 %",
+            f"{num_steps} steps; lower emaDecay to {0.01 ** (1 / num_steps):.2g} for 1 %",
             UserWarning,
             stacklevel=5,
         )

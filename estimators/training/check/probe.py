@@ -122,8 +122,8 @@ def probe(
     outputs = as_outputs(output, f"model {name}")
     if len(outputs) != len(config.label_columns):
         raise ValueError(
-            f"model {name} returns {len(outputs)} tensors for the labels {list(config.label_columns)}; "
-            "each needs one: set labelCols of TorchEstimator, or return the logits or values alone"
+            f"model {name} returns {len(outputs)} tensors for the labels {list(config.label_columns)}, but "
+            "must return one each; set labelCols of TorchEstimator, or return only the logits or values"
         )
     for tensor in outputs:
         if tensor.dim() == 0 or tensor.shape[0] != PROBE_ROWS:

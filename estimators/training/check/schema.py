@@ -90,8 +90,8 @@ def check_network(config: TrainConfig, module: nn.Module) -> None:
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
             raise ValueError(
                 f"layer {name!r} of {model} is an embedding with max_norm, which "
-                "shortens the rows that a worker's own batch uses, so that the workers' weights would part; "
-                "leave max_norm out and set weightDecay, or set numWorkers=1"
+                "shortens the rows that a worker's own batch uses, so that the workers' weights would "
+                "diverge; leave max_norm out and set weightDecay, or set numWorkers=1"
             )
     if config.cuts_network:
         check_shardable(copy_to_meta(module), config.axes, config.parallelism)
@@ -111,7 +111,7 @@ def find_monitor(
 ) -> str:
     """Returns the history's entry that `monitor` means; raises ValueError if there will be none.
 
-    A bare name means the first of the splits with rows.
+    A name without a split, such as "loss", means the value on the first of `splits`.
     """
     names = ["loss", *heads[0].metrics]
     if len(heads) > 1:
@@ -144,7 +144,7 @@ def _layout(columns: Sequence[Column], names: Sequence[str]) -> InputLayout:
 def _check_targets(config: TrainConfig, columns: dict[str, Column]) -> None:
     for name in (*config.label_columns, *filter(None, [config.weight_column])):
         if name in columns and not columns[name].is_dense:
-            dense = "by Vector()" if columns[name].kind.tag == "sparse" else "of one length"
+            dense = "the type Vector()" if columns[name].kind.tag == "sparse" else "arrays of one length"
             raise ValueError(
                 f"column {name!r} is {columns[name].kind.tag}, but a label or weight is one dense array; "
                 f"give it {dense}"
@@ -162,8 +162,8 @@ def _check_targets(config: TrainConfig, columns: dict[str, Column]) -> None:
         raise ValueError(f"labelCol {name!r} must hold one class number per row, got an array column")
     if isinstance(column.kind, HashBuckets):
         raise ValueError(
-            f"labelCol {name!r} is of HashBuckets, which may give two strings one number and keeps none of "
-            f"them; take columns={{{name!r}: Vocabulary()}}, which a TorchClassifier does by itself"
+            f"labelCol {name!r} is of HashBuckets, which may give two strings one number and does not store "
+            f"the strings; take columns={{{name!r}: Vocabulary()}}, the default of TorchClassifier"
         )
     if isinstance(column.kind, Padded):
         raise ValueError(
@@ -188,8 +188,8 @@ def _check_transforms(
             continue
         if layout:
             raise ValueError(
-                f"{setting} takes inputs with an entry for each row, and {list(inputs)} "
-                "lay rows of varying length end to end; leave it out, or take Padded() columns"
+                f"{setting} needs inputs with one entry per row, but {list(inputs)} concatenate "
+                f"rows of varying length; leave {setting} out, or take Padded() columns"
             )
         labels = {"labels": None} if setting == "transformBatch" and takes_labels(given) else {}
         if problem := _refusal(given, len(inputs), **labels):
@@ -200,7 +200,7 @@ def _check_transforms(
     if config.weight_column is not None and takes_labels(objects.transform_batch):
         raise ValueError(
             f"weightCol {config.weight_column!r} gives one weight per row, and a transformBatch that takes "
-            "labels may move or mix rows, so weights would belong to other rows; leave out one of the two"
+            "labels may move or mix rows, so the weights would not fit; leave out one of the two settings"
         )
 
 

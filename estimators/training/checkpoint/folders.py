@@ -46,8 +46,8 @@ def is_committed(root: str, step: int) -> bool:
 def find_newest_good(root: str, progress: Callable[[], None] = lambda: None) -> tuple[int, Record] | None:
     """Returns step and record of the newest undamaged checkpoint, or None. Runs on rank 0.
 
-    Raises OtherFormatError if a newer checkpoint has the format of another version, and OSError if it cannot
-    be read now: resuming from an older checkpoint would remove it.
+    Resuming from an older checkpoint would remove a newer one. So this function raises OtherFormatError if a
+    newer checkpoint has the format of another version, and OSError if it cannot be read at present.
     """
     for step in reversed(list_steps(root)):
         uri = step_uri(root, step)

@@ -62,7 +62,7 @@ class RankState:
 
 @dataclass(frozen=True, eq=False)
 class GatheredRanks:
-    """The states of all ranks on rank 0, empty on other ranks; `error` says why the tensors have no file."""
+    """The states of all ranks, only on rank 0; `error` says why `file` could not take their tensors."""
 
     values: Sequence[dict[str, Any]] = ()
     file: IO[bytes] | None = None

@@ -86,7 +86,7 @@ def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
 def _refuse_links(uri: str, names: Sequence[str]) -> None:
     for name in names:
         if storage.is_local(uri) and os.path.islink(os.path.join(uri, name)):
-            raise ValueError(f"{uri}/{name} is a link; checkpoints hold plain files, take another one")
+            raise ValueError(f"{uri}/{name} is a link; take a checkpoint of plain files")
 
 
 def _list_files(uri: str, record: Record) -> list[str]:
@@ -101,8 +101,8 @@ def _list_files(uri: str, record: Record) -> list[str]:
         names += averages
     if others := sorted(set(record.files) - set(names)):
         raise ValueError(
-            f"{uri}/{RECORD} names {others[0]!r}, which is no file of its {record.num_parts} shards; take "
-            "another training state"
+            f"{uri}/{RECORD} names {others[0]!r}, which is a file of none of its {record.num_parts} shards; "
+            "take another training state"
         )
     return names
 
@@ -114,7 +114,7 @@ def _name_shards(kind: str, record: Record) -> list[str]:
 def _check_size(uri: str, name: str, record: Record) -> FileSum:
     expected = record.files.get(name)
     if expected is None:
-        raise ValueError(f"{uri}/{RECORD} has no size of {name}; take another training state")
+        raise ValueError(f"{uri}/{RECORD} lacks the size of {name}; take another training state")
     try:
         size = storage.size(storage.join(uri, name))
     except FileNotFoundError as error:
@@ -163,7 +163,10 @@ def load_training_state(
     for key in file.slices:
         rank, _, name = key.partition("/")
         if not rank.isdigit() or int(rank) >= len(reads):
-            raise ValueError(f"{uri}/{RANKS} names rank {rank!r} of {len(reads)}; take another one")
+            raise ValueError(
+                f"{uri}/{RANKS} has tensors of rank {rank!r}, but the record has {len(reads)} ranks; take "
+                "another training state"
+            )
         reads[int(rank)][name] = partial(read, key)
     states = zip(reads, record.ranks, strict=True)
     return record, [RankState(tensors=LazyMapping(own), values=values) for own, values in states]

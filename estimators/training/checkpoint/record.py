@@ -61,7 +61,7 @@ class Record:
 
     Attributes:
         optimizer_values: Parameter -> key -> state value, for values that are not tensors.
-        spreads: Tensors that are split over shards: file of a shard -> tensor name -> position of its pieces.
+        spreads: Tensors that are split over shards: file without shards -> tensor name -> its pieces.
         token: Token in the file names of shards, see `shards`.
     """
 

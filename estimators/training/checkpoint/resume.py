@@ -154,9 +154,9 @@ class Recovery:
         return True
 
     def load(self, train_state: TrainState, factor: float = 1.0) -> None:
-        """Restores optimizer, generators, scaler and rates from the checkpoint of `train_state`'s step.
+        """Restores weights, optimizer, generators, scaler and rates from the present step's checkpoint.
 
-        The weights are restored before. `factor` scales the learning rates.
+        `factor` scales the learning rates.
         """
         step = train_state.state.step
         self._status.phase = f"loading the checkpoint of step {step}"
@@ -186,7 +186,7 @@ class Recovery:
         raise_first_bad(state.epoch, first_bad, train_state.scaler.advice)
         self.schedule.restart(state.step)
         if not all(free):
-            self._note(state.step, reason or "the one before is still being written")
+            self._note(state.step, reason or "the previous checkpoint is still being written")
             return
         ranks = gather_ranks(RankState.of(train_state, self._mesh), self._mesh.world, self._status.tick)
         position = self._position(train_state)
@@ -218,7 +218,7 @@ class Recovery:
             tried = (
                 "there is no checkpoint to return to"
                 if step is None
-                else f"{MAX_ROLLBACKS} times half the rate from step {step} did not help"
+                else f"{MAX_ROLLBACKS} rollbacks to step {step}, each with half the last rate, did not help"
             )
             raise FloatingPointError(
                 f"{found}, and {tried}; lower learningRate, or look for rows that are not finite"
@@ -263,7 +263,7 @@ class Recovery:
         flags = self._mesh.world.all_gather(torch.tensor([int(is_mute)]))
         mute = [rank for rank, flag in enumerate(flags) if int(flag)]
         if mute and self._mesh.writes and self._writer is not None:
-            self._writer.give_up(f"rank {mute[0]} could neither write its shard nor report why; its log does")
+            self._writer.give_up(f"rank {mute[0]} could neither write its shard nor report why; see its log")
         return is_over
 
     def _find_newest(self) -> int | None:

@@ -120,11 +120,11 @@ def locate_tensors(
         spread = spreads.get(name)
         if spread is None:
             if len(parts) > 1:
-                raise ValueError(f"its shards {parts} have {name!r} each")
+                raise ValueError(f"its shards {parts} each have {name!r}, but only one should")
             places[name] = (parts[0],)
             continue
         if sorted(spread.parts) != parts:
-            raise ValueError(f"its shards {parts} have {name!r}, and {sorted(spread.parts)} should")
+            raise ValueError(f"its shards {parts} have {name!r}, but {sorted(spread.parts)} should")
         specs_of = [found[number][name] for number in spread.parts]
         spread.check(name, [shape for _, shape in specs_of])
         if len({dtype for dtype, _ in specs_of}) > 1:

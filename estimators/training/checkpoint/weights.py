@@ -179,7 +179,7 @@ def map_checkpoint(
     expected_id: str | None = None,
     tick: Callable[[], None] | None = None,
 ) -> CheckpointInfo:
-    """Replaces the module's tensors with the checkpoint's in folder `uri`; on the CPU without a copy.
+    """Replaces the module's tensors with tensors of the checkpoint `uri`; the CPU maps them uncopied.
 
     Args:
         module: May be a meta-device module. Tensors that no checkpoint holds also move to `device`.
@@ -214,7 +214,7 @@ def stream_checkpoint(
 
 
 def map_file(path: str, module: nn.Module, uri: str) -> None:
-    """Replaces the module's tensors with those of a local file, on the CPU; messages name it `uri`."""
+    """Replaces the module's tensors with a local file's, on the CPU; messages call the file `uri`."""
     state = tensor_file.read(path)
     with _model_errors(uri):
         fill(module, state)
@@ -222,7 +222,7 @@ def map_file(path: str, module: nn.Module, uri: str) -> None:
 
 @contextmanager
 def local_file(uri: str, name: str, tick: Callable[[], None] | None = None) -> Iterator[str]:
-    """Yields a local path of file `name` in folder `uri`; a download is removed, but mappings of it stay."""
+    """Yields a local path of file `name` in folder `uri`; removes a download, whose mappings stay valid."""
     if storage.is_local(uri):
         storage.check_inside(uri, name)
         yield os.path.join(uri, name)

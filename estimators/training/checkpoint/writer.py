@@ -37,7 +37,7 @@ class _AbandonedError(Exception):
 class BackgroundWriter:
     """Writes checkpoints on rank 0, and shards of them on other ranks.
 
-    If `is_mute`, this rank could neither write its shard of the last checkpoint nor report that.
+    `is_mute` is True if this rank could neither write its last shard nor report the failure.
     """
 
     def __init__(self, root: str, keep: int) -> None:
@@ -52,7 +52,7 @@ class BackgroundWriter:
     def clear(
         self, step: int, seconds: float = float("inf"), progress: Callable[[], None] = lambda: None
     ) -> str:
-        """Removes incomplete checkpoints; returns why that failed within `seconds`, else an empty text."""
+        """Removes incomplete checkpoints; returns why it failed or exceeded `seconds`, else an empty text."""
         reasons: list[str] = []
 
         def remove() -> None:
@@ -63,7 +63,7 @@ class BackgroundWriter:
 
         self._start(remove)
         if not self.wait(seconds, progress):
-            return f"incomplete ones were not removed within {seconds:g} s, the store does not answer"
+            return f"incomplete checkpoints were not removed in {seconds:g} s: the store does not answer"
         return "".join(reasons)
 
     def start(self, snapshot: Snapshot) -> None:
@@ -88,7 +88,7 @@ class BackgroundWriter:
         return True
 
     def give_up(self, reason: str) -> None:
-        """Ends the running write at its next block; later checkpoints are tried."""
+        """Ends the running write at its next block; later checkpoints are still written."""
         self._hopeless = reason
 
     def abandon(self) -> None:

@@ -61,7 +61,7 @@ def _choose(setting: Pretrained, found: Shapes, module: nn.Module) -> set[str]:
     for pattern in ignore:
         if not any(fnmatchcase(name, pattern) for name in (*own, *found)):
             raise ValueError(
-                f"pretrained ignores {pattern!r}, which is no name in {uri} or in the model"
+                f"pretrained ignores {pattern!r}, which matches no name in {uri} or the model"
                 f"{nearest(pattern, own) or f'; the model has {list(own)[:_NAMES_SHOWN]}'}"
             )
 

@@ -1,4 +1,4 @@
-"""Sums the counts that layers make over the rows of a split, for the history.
+"""Sums what layers count, such as an expert's rows, over the rows of a split, for the history.
 
 With pipeline parallelism, each rank has counts for all layers of the network; they are zero for other ranks'
 layers.
@@ -73,7 +73,7 @@ class LayerCounts:
         return self._totals.detach().cpu().clone() if self._layers else None
 
     def load_all(self, states: Sequence[torch.Tensor], takes_all: bool) -> None:
-        """Adds up the states of former ranks if `takes_all`; otherwise this rank starts from zero."""
+        """Adds up the states of all ranks of a checkpoint if `takes_all`; else starts from zero."""
         first = self._stages is None or self._stages.rank == 0
         self.load(torch.stack(list(states)).sum(0) if states and takes_all and first else None)
 

@@ -25,7 +25,7 @@ NOT_OF_OUTPUT_AND_LABEL = {
     "CTCLoss": "it also takes the lengths of inputs and targets",
     "CosineEmbeddingLoss": "it compares two outputs",
     "GaussianNLLLoss": "it also takes a variance",
-    "LinearCrossEntropyLoss": "it has its own weights, which belong into the model",
+    "LinearCrossEntropyLoss": "it has its own weights, which belong in the model",
     "MarginRankingLoss": "it compares two outputs",
     "TripletMarginLoss": "it compares three outputs",
     "TripletMarginWithDistanceLoss": "it compares three outputs",

@@ -174,7 +174,7 @@ class MetricSet:
             ) from error
 
     def states(self) -> list[Tensors]:
-        """Copies all states to the CPU: this rank's own, then the states carried from former ranks."""
+        """Copies all states to the CPU: this rank's own, then the states taken over from a checkpoint."""
         states = {"rows": torch.tensor(self._rows)}
         for name, metric in self._metrics.items():
             for key, state in metric.metric_state.items():
@@ -188,7 +188,7 @@ class MetricSet:
     def load_states(self, states: Sequence[Tensors], carried: bool = False) -> None:
         """Replaces all rows by a result of `states`. Raises ValueError if it is of other metrics.
 
-        `carried`: whether the states belong to former ranks; they are then kept apart from this rank's rows.
+        `carried`: whether the states are of a checkpoint's ranks; they are kept apart from this rank's rows.
         """
         self.reset()
         if carried or not states:

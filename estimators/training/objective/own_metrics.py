@@ -89,10 +89,10 @@ def _check_entry(name: Any, metric: Any) -> Any:
     if isinstance(metric, str):
         metric_info(metric)
         if name != metric:
-            raise ValueError(f"metrics names {metric!r} {name!r}, and its name is {metric!r}; give it alone")
+            raise ValueError(f"metrics renames {metric!r} to {name!r}; give {metric!r} without a name")
         return metric
     if not isinstance(name, str) or not name or "/" in name or name == "loss" or name.startswith("loss_"):
-        raise ValueError(f"metrics names an entry {name!r}, which the history cannot have; name it otherwise")
+        raise ValueError(f"metrics has the name {name!r}; use a text without '/', not 'loss' or 'loss_...'")
     if isinstance(metric, type):
         if not is_torchmetric(metric):
             raise TypeError(f"metrics holds the class {name}; give an object of it, {name}(...)")
@@ -126,7 +126,7 @@ def _check_states(name: str, metric: Any) -> None:
         if isinstance(state, list) and metric._reductions[key] is not dim_zero_cat:
             raise ValueError(
                 f"metric {name!r} keeps a list {key!r} that it does not concatenate, so ranks cannot join "
-                "theirs; declare it with dist_reduce_fx='cat', or give another metric"
+                "their lists; declare it with dist_reduce_fx='cat', or give another metric"
             )
 
 

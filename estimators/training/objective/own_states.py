@@ -62,7 +62,7 @@ class RowMean(OwnState):
     def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
         values = self._function(match_shapes(output, label), label)
         if not is_per_row(values, len(label)):
-            raise ValueError(f"it gave one number per row on the driver, and {describe_value(values)} now")
+            raise ValueError(f"it gave one number per row on the driver, but {describe_value(values)} now")
         self._sum = self._sum + values.to(self._dtype).sum()
         self._rows += len(label)
 
@@ -154,8 +154,8 @@ def set_states(metric: Any, states: Mapping[str, Any], name: str) -> None:
     # Merging them into zeros would change the shape of a state that is not summed.
     if unknown := sorted(states.keys() - metric.metric_state.keys()):
         raise ValueError(
-            f"the checkpoint's metric {name} has a state {unknown[0]!r}, which this version of it lacks; "
-            "continue with the torchmetrics that wrote it, or start again"
+            f"the checkpoint's metric {name} has a state {unknown[0]!r}, which the metric lacks now; "
+            "continue with the torchmetrics version that wrote it, or start again"
         )
     for key, state in states.items():
         setattr(metric, key, state)

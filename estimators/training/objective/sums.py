@@ -138,7 +138,7 @@ class Sums:
         takes_all: bool,
         counting: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        """Adds up the states of former ranks if `takes_all`; otherwise this rank starts from zero.
+        """Adds up the states of all ranks of a checkpoint if `takes_all`; else starts from zero.
 
         Layer counts come from the states in `counting`, if given.
         """

@@ -1,8 +1,8 @@
 """Measures the cost of an epoch besides time: bytes, operations, energy, communication.
 
 One all-gather at the epoch's end joins the ranks' measurements. Operations are counted in one micro-batch
-after each start of the ranks, and scaled to all rows. They are all that is known of an epoch that was resumed
-in the middle.
+after each start of the ranks, and scaled to all rows. For an epoch that was resumed in the middle, only the
+operations are known.
 """
 
 from __future__ import annotations

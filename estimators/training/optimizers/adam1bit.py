@@ -1,7 +1,7 @@
 """1-bit Adam (Tang et al. 2021): Adam with second moments that freeze when gradients are compressed.
 
-Error feedback sends parts of a gradient in later steps, which momentum adds up correctly and Adam's squared
-gradients do not. So squares are averaged only before the compression begins (its option `after`).
+Error feedback sends parts of a gradient in later steps. Momentum still adds these parts up correctly, but a
+mean of squares does not. So squares are averaged only until the compression begins (its option `after`).
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Adam8bit(DenseOptimizer):
     settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled": False}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the state and its dtypes, which torch casts to the parameter's dtype."""
+        """Restores the state in its own dtypes; torch alone would cast it to the parameter's dtype."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             for key in state:

@@ -40,7 +40,7 @@ def _fused(parameters: list[Any]) -> bool | None:
 
 
 def _keep_contiguous(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Makes gradients contiguous before the fused kernel reads them; a user's hook may replace them."""
+    """Makes gradients contiguous before the fused kernel reads them; a user's hook may make strided ones."""
 
     def arrange(held: torch.optim.Optimizer, *_: object) -> None:
         for group in held.param_groups:

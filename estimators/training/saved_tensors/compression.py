@@ -133,7 +133,7 @@ SIGNS = TensorCodec(
 
 
 def _dropout_factors(kept: float) -> TensorCodec:
-    """Stores which of dropout's factors are 0; unpacking computes the others, 1 / `kept`, in their dtype."""
+    """Stores which of dropout's factors are 0; unpacking sets all other factors to 1 / `kept`."""
     return TensorCodec(
         lambda values: (pack_bits(values.ne(0)),),
         lambda parts, count, dtype: unpack_bits(parts[0], count).to(dtype).div_(kept),

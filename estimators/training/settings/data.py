@@ -138,7 +138,7 @@ HANDLE_INVALID = Setting[HandleInvalid](
 )
 INFERENCE_BATCH_SIZE = Setting(
     name="inferenceBatchSize",
-    words="rows per forward pass in transform; unset: at most 2048, in 64 MiB",
+    words="rows per forward pass in transform; unset: at most 2048 rows and 64 MiB",
     # So the activations of a layer of a few hundred numbers stay in a core's cache.
     default=2048,
     accepts=at_least(1),
@@ -151,12 +151,12 @@ INFERENCE_OFFLOAD = Setting[WeightOffload](
 )
 INFERENCE_USE_GPU = Setting(
     name="inferenceUseGpu",
-    words="whether transform uses a GPU: the task's, else one by partition",
+    words="whether transform uses a GPU: the GPU of the task, else a GPU by partition number",
     default=False,
 )
 STORAGE_URI = Setting[str | None](
     name="storageUri",
-    words="folder for shards and runs that all workers reach; unset: a temporary one, local masters only",
+    words="folder for shards and runs that all workers reach; unset: temporary folder (local master only)",
     convert=without_secrets,
     without_effect=(lambda given: given["runUri"] is not None, "runUri holds the shards and the run"),
 )

@@ -40,8 +40,7 @@ class Setting(Generic[T]):
         convert: Converts a user's value to the stage's, if `kind` is not enough.
         options: Class of the value, if it has options of its own.
         may_differ_on_resume: Whether a resumed run may have another value than its first start.
-        without_effect: Function of all settings by name that says whether a set value is unused, and the
-            reason in words.
+        without_effect: (all settings by name) -> whether a set value is unused; then the reason in words.
         is_for_writing: Whether it only decides how rows become shards, so `fitOnShards` ignores it.
         default_words: The default in words, if it depends on what is installed.
         empty_is_unset: Whether an empty text means the same as no value, as in Spark ML's own stages.

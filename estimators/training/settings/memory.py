@@ -61,6 +61,6 @@ ACTIVATION_COMPRESSION = Setting[Compression](
 )
 MEMORY_BUDGET = Setting[int | None](
     name="memoryBudget",
-    words="memory per worker for tensors, in bytes or as '4g'; fit refuses what needs more; unset: no check",
+    words="memory per worker for tensors, in bytes or as '4g'; fit refuses to exceed it; unset: no check",
     convert=lambda value: parse_bytes(value, "memoryBudget"),
 )

@@ -14,7 +14,7 @@ CHECKPOINT_EVERY_STEPS = Setting[int | None](
     field="checkpoint_every_steps",
     words="optimizer steps between two checkpoints; unset: not by steps",
     kind="int",
-    accepts=at_least(1, remedy="leave it unset for none by steps"),
+    accepts=at_least(1, remedy="leave it unset for no checkpoints by steps"),
     may_differ_on_resume=True,
 )
 CHECKPOINT_EVERY_SECONDS = Setting(
@@ -22,7 +22,7 @@ CHECKPOINT_EVERY_SECONDS = Setting(
     field="checkpoint_every_seconds",
     words="seconds between two checkpoints; 0: not by time",
     default=600.0,
-    accepts=finite_from_0("0 is for none by the clock"),
+    accepts=finite_from_0("0 means no checkpoints by time"),
     may_differ_on_resume=True,
 )
 CHECKPOINT_EVERY_EPOCHS = Setting[int | None](
@@ -30,7 +30,7 @@ CHECKPOINT_EVERY_EPOCHS = Setting[int | None](
     field="checkpoint_every_epochs",
     words="epochs between two checkpoints; unset: not by epochs",
     kind="int",
-    accepts=at_least(1, remedy="leave it unset for none by epochs"),
+    accepts=at_least(1, remedy="leave it unset for no checkpoints by epochs"),
     may_differ_on_resume=True,
 )
 KEEP_CHECKPOINTS = Setting(
@@ -73,17 +73,17 @@ MAX_RESTARTS = Setting(
     field="max_restarts",
     words="how often lost workers are restarted from the last checkpoint before fit fails",
     default=3,
-    accepts=at_least(0, remedy="0 is for no restart"),
+    accepts=at_least(0, remedy="0 means no restart"),
     may_differ_on_resume=True,
 )
 MIN_WORKERS = Setting[int | None](
     name="minWorkers",
     field="min_workers",
-    words="workers with which a restart may continue if the cluster has no more; unset: numWorkers",
+    words="fewest workers with which a restart may continue if the cluster has no more; unset: numWorkers",
     kind="int",
     accepts=at_least(1),
     may_differ_on_resume=True,
-    without_effect=(lambda given: given["maxRestarts"] == 0, "maxRestarts=0 lets nothing start again"),
+    without_effect=(lambda given: given["maxRestarts"] == 0, "maxRestarts=0 allows no restart"),
 )
 TIMEOUT_SECONDS = Setting(
     name="timeoutSeconds",

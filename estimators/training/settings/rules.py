@@ -72,8 +72,8 @@ COMBINATIONS: tuple[Combination, ...] = (
         "scaleLearningRate's warmup_epochs with warmupSteps",
         lambda c: bool(c.warmup_steps and c.scale_learning_rate and c.scale_learning_rate.warmup_epochs),
         "scaleLearningRate's warmup_epochs ({scale_learning_rate.warmup_epochs}) and warmupSteps "
-        "({warmup_steps}) each raise the rate at the start, from learningRate and from 0; set warmupSteps=0, "
-        "or leave warmup_epochs out",
+        "({warmup_steps}) both raise the rate at the start, one from learningRate, the other from 0; set "
+        "warmupSteps=0, or leave warmup_epochs out",
     ),
     Combination(
         "scaleLearningRate's warmup_epochs >= epochs",
@@ -176,7 +176,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "sync=LocalSGD, DiLoCo or ElasticAveraging with onNonFinite other than 'stop'",
         lambda c: _is_local(c) and c.on_non_finite != "stop",
-        "onNonFinite '{on_non_finite}' needs all workers to agree in every step whether to take it, but "
+        "onNonFinite '{on_non_finite}' needs all workers to agree whether to take each step, but "
         "sync={sync} does not synchronize in every step; set onNonFinite='stop', or sync=AllReduce()",
     ),
     Combination(
@@ -210,14 +210,14 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "sync=ParameterServer or Hogwild with precision='fp16'",
         lambda c: _is_asynchronous(c) and c.precision == "fp16",
-        "precision 'fp16' skips a step on all workers if one overflows, but with sync={sync} workers take "
-        "no step together; set precision='bf16', or sync=AllReduce()",
+        "precision 'fp16' skips a step on all workers if one overflows, but with sync={sync} workers do "
+        "not step together; set precision='bf16', or sync=AllReduce()",
     ),
     Combination(
         "sync=ParameterServer or Hogwild with onNonFinite",
         lambda c: _is_asynchronous(c) and c.on_non_finite != "stop",
-        "onNonFinite '{on_non_finite}' takes back a step on all workers, but with sync={sync} workers take "
-        "no step together; set onNonFinite='stop', or sync=AllReduce()",
+        "onNonFinite '{on_non_finite}' cancels a step on all workers, but with sync={sync} workers do "
+        "not step together; set onNonFinite='stop', or sync=AllReduce()",
     ),
     Combination(
         "sync=ParameterServer or Hogwild with emaDecay",
@@ -237,7 +237,7 @@ COMBINATIONS: tuple[Combination, ...] = (
         "sync=ParameterServer(staleness=0) with maxGradNorm",
         lambda c: _is_asynchronous(c) and c.is_in_step and c.max_grad_norm is not None,
         "maxGradNorm ({max_grad_norm}) bounds the norm of the whole gradient, but each server has only a "
-        "shard of it; leave maxGradNorm unset, or set sync=AllReduce(), which is the same training",
+        "shard of it; leave maxGradNorm unset, or set sync=AllReduce(), which trains the same",
     ),
     Combination(
         "sync=Hogwild() with useGpu",
@@ -254,8 +254,8 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "parallelism over 'shard' without sync=Zero",
         lambda c: c.parallelism.shard > 1 and c.sync.sharding == "none",
-        "parallelism's 'shard' limits to its workers what sync=Zero(...) shards, got sync={sync}; set "
-        "sync=Zero(stage=3), 2 or 1, or 'data' in place of 'shard'",
+        "parallelism's 'shard' sets the workers over which sync=Zero(...) shards, but sync={sync} does not "
+        "shard; set sync=Zero(stage=3), 2 or 1, or use 'data' in place of 'shard'",
     ),
     Combination(
         "parallelism over 'pipeline' or 'expert' with sync=Zero(stage=3)",
@@ -263,7 +263,7 @@ COMBINATIONS: tuple[Combination, ...] = (
             any(c.parallelism.size(axis) > 1 for axis in ("pipeline", "expert"))
             and c.sync.sharding == "parameters"
         ),
-        "sync=Zero(stage=3) gathers a block in the same pass of all workers that have shards of it, but "
+        "sync=Zero(stage=3) needs all workers that have shards of a block to run it in the same pass, but "
         "with parallelism={parallelism} they run other stages, or experts for other workers' rows; set "
         "sync=Zero(stage=2)",
     ),
@@ -277,7 +277,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "parallelism that shards the network with a compression",
         lambda c: c.cuts_network and c.sync.compressed is not None,
-        "sync={sync} compresses whole matrices, but parallelism={parallelism} leaves a worker shards; "
+        "sync={sync} compresses whole matrices, but parallelism={parallelism} gives a worker only shards; "
         "set sync=AllReduce(), or give all workers to 'data'",
     ),
     Combination(
@@ -295,8 +295,8 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "parallelism that shards the network with an optimizer that needs whole parameters",
         lambda c: _cuts_parameters(c) and c.optimizer in _OF_WHOLE_PARAMETERS,
-        "parallelism={parallelism} leaves a worker shards of parameters, but optimizer '{optimizer}' needs "
-        "whole parameters; set optimizer='adamw', or give the workers to 'pipeline'",
+        "parallelism={parallelism} gives a worker only shards of parameters, but optimizer '{optimizer}' "
+        "needs whole parameters; set optimizer='adamw', or give the workers to 'pipeline'",
     ),
     Combination(
         "parallelism over 'pipeline' with sync=Zero and an optimizer that needs whole parameters",
@@ -306,14 +306,14 @@ COMBINATIONS: tuple[Combination, ...] = (
             and c.sync.sharding != "none"
             and c.optimizer in _OF_WHOLE_PARAMETERS
         ),
-        "sync={sync} leaves workers shards of a stage's parameters, but optimizer '{optimizer}' needs whole "
-        "parameters; set sync=AllReduce(), or optimizer='adamw'",
+        "sync={sync} gives a worker only shards of a stage's parameters, but optimizer '{optimizer}' needs "
+        "whole parameters; set sync=AllReduce(), or optimizer='adamw'",
     ),
     Combination(
         "parallelism that shards the network with adam1bit",
         lambda c: c.cuts_network and c.optimizer == "adam1bit",
-        "optimizer 'adam1bit' sums whole gradients in one bit, but parallelism={parallelism} leaves a "
-        "worker shards; set optimizer='adamw', or give all workers to 'data'",
+        "optimizer 'adam1bit' sums whole gradients in one bit, but parallelism={parallelism} gives a "
+        "worker only shards; set optimizer='adamw', or give all workers to 'data'",
     ),
     Combination(
         "parallelism that shards the network with lora",
@@ -324,7 +324,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "parallelism that shards the network with noiseScale",
         lambda c: c.cuts_network and c.noise_scale,
-        "noiseScale compares whole gradients, but parallelism={parallelism} leaves a worker shards; "
+        "noiseScale compares whole gradients, but parallelism={parallelism} gives a worker only shards; "
         "leave noiseScale unset, or give all workers to 'data'",
     ),
     Combination(
@@ -342,9 +342,9 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "Pipeline's sequence_chunks with 'tensor', 'expert' or 'sequence'",
         lambda c: c.parallelism.pipeline.sequence_chunks > 1 and _cuts_parameters(c),
-        "Pipeline's sequence_chunks goes with the axes 'data', 'shard' and 'pipeline', because other axes "
-        "run collectives in every chunk of a row, got parallelism={parallelism}; leave the other axes or "
-        "sequence_chunks out",
+        "Pipeline's sequence_chunks works only with the axes 'data', 'shard' and 'pipeline', because other "
+        "axes run collectives in every chunk of a row, got parallelism={parallelism}; leave the other axes "
+        "or sequence_chunks out",
     ),
     Combination(
         "Pipeline's sequence_chunks with a schedule that splits backward passes",
@@ -368,9 +368,9 @@ COMBINATIONS: tuple[Combination, ...] = (
             c.parallelism.pipeline.schedule in _DELAYED
             and (c.precision == "fp16" or c.sync.sharding != "none")
         ),
-        "Pipeline's schedule '{parallelism.pipeline.schedule}' has gradients of an earlier step, or none, "
-        "but precision '{precision}' looks at each step's gradients or sync={sync} shards them; set "
-        "precision='bf16' and sync=AllReduce(), or schedule='1f1b'",
+        "Pipeline's schedule '{parallelism.pipeline.schedule}' gives a step gradients of an earlier step, "
+        "or none, but precision 'fp16' and sync=Zero need the step's own gradients, got precision="
+        "'{precision}' and sync={sync}; set precision='bf16' and sync=AllReduce(), or schedule='1f1b'",
     ),
     Combination(
         "parallelism that shards the network, or over 'shard', with minWorkers",

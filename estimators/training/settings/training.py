@@ -63,7 +63,7 @@ def _schedule(value: Any) -> list[list[int]]:
     for epoch, size in found:
         if not _is_whole(epoch, 2):
             raise ValueError(
-                "batchSizeSchedule's epochs must be whole numbers from 2, as batchSize is the first epoch's, "
+                "batchSizeSchedule's epochs must be whole numbers from 2, because batchSize sets epoch 1, "
                 f"got {epoch!r}"
             )
         if not _is_whole(size, 1):
@@ -194,7 +194,7 @@ PATIENCE = Setting[int | None](
     accepts=at_least(1, "epoch", "leave it unset for no early stopping"),
     without_effect=(
         lambda given: (given["patience"] or 0) >= given["epochs"],
-        "there are not more epochs than that",
+        "epochs is not above patience",
     ),
 )
 MIN_DELTA = Setting(
@@ -230,12 +230,12 @@ SCALE_LEARNING_RATE = Setting[ScaleLearningRate | None](
 BATCH_SIZE_SCHEDULE = Setting[list[list[int]]](
     name="batchSizeSchedule",
     field="batch_size_schedule",
-    words="batch sizes from later epochs on, counted from 1, such as {4: 512, 7: 1024}",
+    words="batch sizes of later epochs, each by its first epoch (from 2), such as {4: 512, 7: 1024}",
     default=[],
     convert=_schedule,
     without_effect=(
         lambda given: bool(given["batchSizeSchedule"]) and given["batchSizeSchedule"][0][0] > given["epochs"],
-        "there are fewer epochs",
+        "it begins after the last epoch",
     ),
 )
 NOISE_SCALE = Setting(

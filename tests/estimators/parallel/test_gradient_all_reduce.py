@@ -54,7 +54,7 @@ def test_a_gradient_that_comes_again_after_its_bucket_left_is_refused(bucket_byt
         loss = sync.module(rows).sum()
         if bucket_bytes is not None:
             with pytest.raises(
-                ValueError, match=r"a gradient came again .*; checkpoint .* use_reentrant=False"
+                ValueError, match=r"a parameter got a second gradient .*; checkpoint .* use_reentrant=False"
             ):
                 loss.backward()
             return

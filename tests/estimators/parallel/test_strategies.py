@@ -297,7 +297,7 @@ def test_a_rank_holds_half_of_what_its_strategy_cuts(strategy: str, collective: 
 def test_an_optimizer_that_looks_at_whole_parameters_is_refused() -> None:
     for result in _results("zero3", "torch"):
         optimizer, scalar = result["refusals"]
-        assert "optimizer Adafactor looks at whole ones; take one of" in optimizer
+        assert "optimizer Adafactor needs whole parameters; take one of" in optimizer
         assert "cannot shard the scalar parameter 'temperature'; give it shape (1,)" in scalar
 
 

@@ -125,7 +125,7 @@ def test_what_does_not_go_together_is_one_sentence(changes: dict[str, Any], mess
         (
             {"parallelism": {"tensor": 2, "plan": {"0": "column"}}},
             Adam8bit,
-            "leaves a worker shards of parameters, and optimizer Adam8bit needs whole parameters",
+            "gives a worker only shards of parameters, but optimizer Adam8bit needs whole parameters",
         ),
     ],
 )

@@ -243,9 +243,9 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "fewer rows": (
         lambda x: x[:1],
-        r"must return 1 inputs of 2 rows, as many as it takes, got a tensor \(1, 3\); ch",
+        r"must return 1 inputs of 2 rows, as in its input, got a tensor \(1, 3\); ch",
     ),
-    "no tensor": (lambda x: x.numpy(), "must return 1 inputs of 2 rows, as many as it takes, got a ndarray"),
+    "no tensor": (lambda x: x.numpy(), "must return 1 inputs of 2 rows, as in its input, got a ndarray"),
     "two for one": (
         lambda x: (x, x),
         r"must return 1 inputs .*, got \(a tensor \(2, 3\), a tensor \(2, 3\)\)",

@@ -248,11 +248,11 @@ BAD: dict[str, tuple[Any, str]] = {
         r"needs arguments .*; give MulticlassF1Score\(...\)",
     ),
     "a number": ([3], "must hold names, torchmetrics objects or functions .*, got int"),
-    "a slash": ([{"a/b": absolute}], "names an entry 'a/b', which the history cannot have"),
-    "the loss's name": ([{"loss": absolute}], "names an entry 'loss', which the history cannot have"),
+    "a slash": ([{"a/b": absolute}], "has the name 'a/b'; use a text without '/'"),
+    "the loss's name": ([{"loss": absolute}], "has the name 'loss'; use a text without '/'"),
     "a known one by another name": (
         [{"score": "f1"}],
-        "names 'f1' 'score', and its name is 'f1'; give it alone",
+        "renames 'f1' to 'score'; give 'f1' without a name",
     ),
     "a wrapper": (
         [torchmetrics.MinMaxMetric(regression.MeanSquaredError())],

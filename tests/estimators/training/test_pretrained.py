@@ -129,7 +129,7 @@ def test_one_name_of_a_tied_weight_is_enough_and_adapters_are_not_asked_for(tmp_
             lambda f: _setting(f),
             r"'head.bias' of shape \[3\], but the model's has shape \[1\]; .* \['head.bias', 'head.weight'\]",
         ),
-        (lambda f: _setting(f, "head"), r"ignores 'head', which is no name in .*; did you mean 'head.bias'"),
+        (lambda f: _setting(f, "head"), r"ignores 'head', which matches no .*; did you mean 'head.bias'"),
         (lambda f: _setting(f, "*"), "is not of model MLP: it lacks nothing, and has nothing"),
     ],
 )

@@ -423,7 +423,7 @@ def test_a_warning_says_that_the_average_will_be_of_the_first_weights(
 ) -> None:
     manifest = make_shards(_columns())
     config = _config(manifest, tmp_path / "r", ema_decay=0.999)
-    with pytest.warns(UserWarning, match=r"leaves 99% of the initial weights .* 8 steps; lower it, to 0.56"):
+    with pytest.warns(UserWarning, match=r"leaves 99% of the initial .* 8 steps; lower emaDecay to 0.56"):
         check_training(config, UserObjects(), manifest)
 
 

@@ -81,7 +81,7 @@ def test_what_changes_nothing_is_said(spark: Any) -> None:
     assert said(scaleLearningRate=idle, batchSizeSchedule=None) == [
         "scaleLearningRate has no effect: batchSize is its base_batch_size in every epoch"
     ]
-    assert said(epochs=1) == ["batchSizeSchedule has no effect: there are fewer epochs"]
+    assert said(epochs=1) == ["batchSizeSchedule has no effect: it begins after the last epoch"]
     assert said(epochs=3) == ["batchSizeSchedule has 64 rows from epoch 4 on, and there are 3 epochs"]
 
 

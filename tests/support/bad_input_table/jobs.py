@@ -23,7 +23,7 @@ JOB_LINES = [
     R("train: misspelt option", lambda p: p.job("train", "--epoch", "1"),
       "--epoch 1", "see --help", RefusedError),
     R("train: restarts below 0", lambda p: p.job("train", "--max-restarts", "-1"),
-      "--max-restarts", "0 is for no restart", RefusedError),
+      "--max-restarts", "0 means no restart", RefusedError),
     R("train: time as text", lambda p: p.job("train", "--timeout-seconds", "x"),
       "--timeout-seconds", "must be a number, got 'x'", RefusedError),
     R("train: unfinished run",

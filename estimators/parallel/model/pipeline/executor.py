@@ -71,7 +71,7 @@ class Executor:
 
     Attributes:
         around: Makes the context of every forward pass, such as autocast.
-        weights: (micro-batch) -> context of its passes that sets the micro-batch's weights.
+        weights: (micro-batch) -> context in which its passes run, with the weights of the micro-batch.
         most_live: Largest number of micro-batches with activations so far.
     """
 

@@ -21,9 +21,9 @@ from ringspark.models.recompute.random_state import keep_random_state
 def partition_by_cost(
     links: Sequence[Link], num_stages: int, costs: Sequence[float] | None = None
 ) -> list[int]:
-    """Partitions the layers into consecutive stages so that the most expensive stage is cheapest.
+    """Partitions the layers into consecutive stages so that the most expensive stage is as cheap as possible.
 
-    Exact, by dynamic programming; among equal partitions, the one with the smallest sum of squares.
+    Uses dynamic programming, which is exact. Equal partitions are compared by the sum of squared costs.
 
     Returns:
         The index of the first layer of every stage, and the number of layers.

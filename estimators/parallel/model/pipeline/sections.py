@@ -34,9 +34,9 @@ def find_streams(stages: Sequence[Sequence[Link]], time_chunks: int) -> list[boo
 def split_into_sections(links: Sequence[Link], *, streams_in: bool, streams_out: bool) -> list[StageSection]:
     """Splits a stage into sections; returns none if whole rows come in and go out.
 
-    If chunks come in, the first layers work on chunks, up to the first layer that does not support it. If
-    chunks go out, so do the last layers. All layers in between work on whole rows. If whole rows go out, the
-    last section works on whole rows, even if it has no layers.
+    If chunks come in, the layers before the first one that does not support chunks work on chunks. If chunks
+    go out, the last layers that support chunks work on chunks. All layers in between work on whole rows. If
+    whole rows go out, the last section works on whole rows, even if it has no layers.
     """
     if not (streams_in or streams_out):
         return []

@@ -57,7 +57,7 @@ def _needed(action: Action, ends: dict[Action, float]) -> list[float]:
 
 
 def bubble_share(ranks: Sequence[Sequence[Timed]]) -> float:
-    """Returns the share of waiting in the ranks' time."""
+    """Returns the share of their time in which ranks wait."""
     begin = min(timed.begin for rank in ranks for timed in rank)
     end = max(timed.end for rank in ranks for timed in rank)
     busy = sum(timed.end - timed.begin for rank in ranks for timed in rank)

@@ -111,7 +111,7 @@ def _path(inputs: Sequence[Node], results: Sequence[Node]) -> dict[Node, None]:
 def _passes(
     path: dict[Node, None], joins: Sequence[Node], apart: dict[Node, list[Start]]
 ) -> list[WeightPass]:
-    """Returns the passes. Weights that share a join or a result are in one pass, also via other weights."""
+    """Returns the passes; weights that share a join or a result, even indirectly, are in the same pass."""
     pass_of: dict[Node, WeightPass] = {}
     for start in (*joins, *apart):
         is_join = start in path

@@ -94,8 +94,8 @@ class Wire:
             waits.append(self._collective.start_send(_encode_forms(forms), to))
         elif self._known[key] != forms:
             raise ValueError(
-                "a pipeline needs outputs of stages whose shapes follow from the shapes of the arguments, "
-                f"but for equal shapes a stage returned {self._known[key]}, and now {forms}; keep values of "
+                "the arguments' shapes must determine the shapes that a pipeline stage returns, but for "
+                f"equal shapes a stage first returned {self._known[key]}, then {forms}; keep values of "
                 "varying shape inside one stage, and do not change which parameters are trained"
             )
         waits += [

@@ -86,7 +86,7 @@ class SpanContext(Context):
     def add_gradients(
         self, gradients: SpanGradients, saved: Sequence[torch.Tensor], seq: int
     ) -> torch.Tensor:
-        """Adds all keys' share of the gradients; returns those of this rank's keys and values, stacked."""
+        """Adds the gradients from all keys; returns the gradients of this rank's keys and values, stacked."""
 
 
 class _SpanAttention(torch.autograd.Function):

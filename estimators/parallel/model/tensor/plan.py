@@ -47,7 +47,7 @@ STYLES = ("column", "column_joined", "row", "grid", "vocabulary")
 def _make_shard(style: str, layer: nn.Module, region: Region, blocks: Any) -> Any:
     """Returns this rank's shard of a layer; `blocks` is a number, or the grid of style 'grid'."""
     if style == "grid" and isinstance(blocks, int):
-        raise ValueError("style 'grid' needs workers along outputs and inputs, such as ['grid', [2, 2]]")
+        raise ValueError("style 'grid' needs the workers along outputs and along inputs: ['grid', [2, 2]]")
     # Gathered shards of several blocks would give outputs in another order.
     if style in ("column_joined", "row", "vocabulary") and blocks != 1:
         raise ValueError(f"style {style!r} takes no blocks, got {blocks}")
@@ -68,7 +68,7 @@ def _make_shard(style: str, layer: nn.Module, region: Region, blocks: Any) -> An
     if style == "row":
         return RowLinear(layer, region)
     if blocks < 1 or layer.out_features % blocks:
-        raise ValueError(f"its {layer.out_features} outputs are not {blocks} equal blocks")
+        raise ValueError(f"its {layer.out_features} outputs do not divide into {blocks} equal blocks")
     return ColumnLinear(layer, region, blocks, gathers=style == "column_joined")
 
 
@@ -140,7 +140,7 @@ def check_sequence_parallel(module: nn.Module, sizes: Mapping[str, int]) -> None
     if counting:
         raise ValueError(
             f"sequence_parallel=True shards the rows, but layer {counting[0]!r} needs whole rows for "
-            "what it adds to the loss; set sequence_parallel=False, or take a network without experts"
+            "its own part of the loss; set sequence_parallel=False, or take a network without experts"
         )
     if sizes["pipeline"] > 1:
         raise ValueError(
@@ -286,8 +286,8 @@ def _style(pattern: str, given: Any) -> tuple[Any, Any]:
         sizes = given[1] if isinstance(given[1], list | tuple) else []
         if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
             raise ValueError(
-                f"parallelism's plan for {pattern!r} must give workers along outputs and inputs, as "
-                f"['grid', [2, 2]], got {list(given)!r}"
+                f"parallelism's plan for {pattern!r} must give the workers along outputs and along inputs, "
+                f"as ['grid', [2, 2]], got {list(given)!r}"
             )
         return "grid", tuple(sizes)
     if len(given) != 2 or not isinstance(given[1], int):

@@ -35,8 +35,8 @@ class RankRandomState:
     def watch(self, module: nn.Module, *, always: bool = False) -> None:
         """Switches random numbers back to the generator that all ranks share, after each pass of `module`.
 
-        The code of the module switches to the rank's own generator; with `always`, this also happens before
-        each pass.
+        The module itself switches to the rank's own generator; `always` makes this switch before each pass,
+        for a module that does not.
         """
 
         def begin(module: nn.Module, inputs: Any) -> None:

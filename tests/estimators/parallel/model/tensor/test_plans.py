@@ -39,14 +39,14 @@ class Shared(nn.Module):
         ({"again": "column"}, "shards 'again', which the network also has as 'up'"),
         # Shards of blocks of 4, 4 and 2 would be joined in the wrong order.
         ({"down": "row", "*.nothing": "row"}, "names '\\*.nothing', which fits no layer"),
-        ({"down": ["column", 3]}, "'down': its 4 outputs are not 3 equal blocks"),
+        ({"down": ["column", 3]}, "'down': its 4 outputs do not divide into 3 equal blocks"),
         ({"down": ["row", 2]}, "'down': style 'row' takes no blocks"),
         ({"down": ["grid", [2, 2]]}, r"'down': style 'grid' \[2, 2\] needs 4 workers, but 'tensor' has 2"),
         (
             {"down": ["grid", 2]},
-            r"'down' must give workers along outputs and inputs, as \['grid', ",
+            r"'down' must give the workers along outputs and along inputs, as \['grid', ",
         ),
-        ({"down": "grid"}, "'down': style 'grid' needs workers along outputs and inputs"),
+        ({"down": "grid"}, "'down': style 'grid' needs the workers along outputs and along inputs"),
         ({"down": ["column"]}, r"'down' must be a style or \[style, blocks\], got \['column'\]"),
     ],
 )
@@ -129,7 +129,7 @@ PAIR = {"blocks.*.up": "column", "blocks.*.down": "row"}
             lambda: TransformerLM(**SIZES, experts={"num_experts": 2}),
             {},
             None,
-            "needs whole rows for what it adds to the loss",
+            "needs whole rows for its own part of the loss",
         ),
         (lambda: TransformerLM(**SIZES), {"pipeline": 2}, None, "a stage does not know the length"),
         # Without a gather, attention would see only the rank's own tokens.
