@@ -1,4 +1,4 @@
-"""Spark ML stages that train PyTorch networks, imported on first use: a job's help needs no torch."""
+"""Spark ML stages that train PyTorch networks, imported on first use, so a job's --help needs no torch."""
 
 from typing import TYPE_CHECKING
 

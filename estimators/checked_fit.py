@@ -47,7 +47,7 @@ CHOOSE_PARALLELISM = "ringspark.extras.planning.meshes.automatic:choose_parallel
 class CheckedFit:
     """A fit that was checked against its settings and the schema; no row has been read.
 
-    `heads` is None in a fit on existing shards, where `with_rows` checks the columns.
+    `heads` is None in a fit on existing shards; then `with_rows` checks the columns.
     """
 
     config: TrainConfig

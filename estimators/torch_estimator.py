@@ -87,7 +87,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         if len(set(runs)) < len(runs):
             raise ValueError(
                 f"runUri {runs[0]!r} is the folder of one training, and {len(estimators)} parameter maps are "
-                "to be fitted; leave runUri unset, or give each map its own"
+                "to be fitted; leave runUri unset, or give each map its own runUri"
             )
         choose_daemon(dataset.sparkSession, any(each.config.use_gpu for each in checked))
         datasets = {each.data: fit.dataset for each, fit in zip(checked, fits, strict=True)}
@@ -113,8 +113,8 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
     def fitOnParquet(self, uri: str) -> M:
         """Trains on the Parquet files in a folder, as `spark.read.parquet(uri)` reads them, without a copy.
 
-        The files must not change during the training. Without a model, `fit` reads them and writes shards,
-        because the network gets computed columns. Raises errors like `fitOnShards`.
+        The files must not change during the training. If the estimator has no model, the network gets
+        computed columns, so `fit` reads the files and writes shards. Raises errors like `fitOnShards`.
         """
         spark = active_session()
         if wants_table(self):

@@ -133,7 +133,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         return self._trained().adapter()
 
     def export(self, path: str, format: ExportFormat = "torch.export") -> None:
-        """Writes the trained network to a file, for any number of rows, with `transformInPrediction`.
+        """Writes the network, including `transformInPrediction`, to a file that takes any number of rows.
 
         Args:
             path: Path or URI of the file on any store; without a scheme, on the local disk.
@@ -299,7 +299,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         label_columns: Sequence[str] = (),
         ignored_label: int | None = None,
     ) -> M:
-        """Fills this model with the results of a training; without `columns`, inputs take any numbers."""
+        """Fills this model with a training's results; without `columns`, its inputs accept any numbers."""
         self._weights = HeldWeights(weights_uri)
         # Held now, because a save over one of the folder's parents may remove it.
         self._weights.hold()
@@ -314,7 +314,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         return self
 
     def _describe_columns(self: M, uses: Sequence[ColumnUse]) -> M:
-        """Notes what became of each column of the table."""
+        """Adds to the summary what became of each column of the table."""
         if self._summary is not None:
             self._summary = replace(self._summary, column_uses=tuple(uses))
         return self

@@ -2,7 +2,7 @@
 
 Spark names the GPU of a task by the node's index, an index in the container or a UUID, but not by its PyTorch
 index. So all ranks gather the devices that they were given and that they see, and compute the same table. A
-reused Python worker may still have the last job's `CUDA_VISIBLE_DEVICES`, so it is not used.
+reused Python worker may still have the last job's `CUDA_VISIBLE_DEVICES`, so this module does not read it.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ _ARROW_SCHEMA = pa.schema({"rank": pa.int32(), "result": pa.string(), "failure":
 
 
 def assign_ranks(hosts: Sequence[str]) -> list[Member]:
-    """Returns the member of each task from the tasks' hosts; ranks of one host are consecutive."""
+    """Returns each task's `Member` (its rank and sizes); tasks of one host get consecutive ranks."""
     local_sizes = Counter(hosts)
     first_rank = dict(zip(local_sizes, accumulate(local_sizes.values(), initial=0), strict=False))
     leaders = tuple(first_rank.values())
@@ -78,7 +78,7 @@ def work_and_leave(
     status: Status,
     report: Callable[[BaseException], object] = lambda _: None,
 ) -> str:
-    """Runs `work`, then leaves the gang together with the other ranks. Reports a failure and aborts."""
+    """Runs `work`, then leaves the gang together with the other ranks; on an error, reports and aborts."""
     try:
         result = work(collective, device, status)
         status.phase = "leaving the gang"

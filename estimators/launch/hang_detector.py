@@ -107,7 +107,7 @@ class HangDetector:
         seen = min(stalled, key=lambda s: (s.beat.ticks, s.beat.rank))
         reason = f"has made no progress for {now - seen.tick_changed:.0f} s"
         if self._first_failure is not None:
-            reason += " and another has failed"
+            reason += ", and another worker has failed"
         return Hung(rank=seen.beat.rank, beat=seen.beat, reason=reason)
 
     def restart_clocks(self, now: float) -> None:

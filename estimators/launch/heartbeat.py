@@ -1,8 +1,8 @@
 """Heartbeats that every rank of a gang writes into the run directory while it works.
 
-The thread also ends obsolete work: a worker exits if its parent process died, and a rank stops if the run
-directory was removed. Rank 0, which writes the other files there, stops if a later launch or another driver
-took over the run.
+The heartbeat thread also ends obsolete work: a worker exits if its parent process died, and a rank stops if
+the run directory was removed. Rank 0, which writes the other files there, stops if a later launch or another
+driver took over the run.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def interval_seconds(timeout_seconds: float) -> float:
 class Beat:
     """One heartbeat of a rank, in `run/heartbeat/rank-<k>.json`.
 
-    `ticks` counts the rank's signs of progress. `token` names the driver that owns the run. `launch` counts
-    its earlier launches of the workers.
+    `ticks` counts the rank's signs of progress. `token` names the driver that owns the run. `launch` is the
+    number of earlier launches by this driver.
     """
 
     token: str
@@ -184,4 +184,4 @@ class Heartbeat:
                     "let only one driver work on a run"
                 )
             elif owner.launch > self._pulse.launch:
-                self._status.stop("the driver has started the workers again without this one")
+                self._status.stop("the driver has restarted the workers without this worker")

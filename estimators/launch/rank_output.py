@@ -179,7 +179,7 @@ def with_last_lines(failure: Failure, pulse: Pulse) -> Failure:
 def wait_for_output(failure: Failure, pulse: Pulse) -> None:
     """Waits until the output of a lost rank is stored. Runs on the driver before a restart.
 
-    Otherwise a short training may remove the heartbeat folder first.
+    Otherwise a short training may remove the heartbeat folder before the output is stored.
     """
     with suppress(Exception):
         _wait_for_log_process(failure, pulse, _RESTART_PATIENCE_SECONDS)

@@ -64,7 +64,7 @@ def plan_stage(conf: Mapping[str, str], version: str, use_gpu: bool) -> StagePla
 def slots_of_conf(
     conf: Mapping[str, str], task_cpus: int | None, total_cores: int | None = None
 ) -> int | None:
-    """Returns how many workers can run at the same time according to the conf; None if it does not say.
+    """Returns how many workers can run at the same time according to the conf; None if the conf does not say.
 
     With `task_cpus`, each task also needs a whole GPU; without it, tasks need `spark.task.*`.
     """

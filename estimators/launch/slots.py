@@ -36,7 +36,7 @@ def count_slots(spark: SparkSession, use_gpu: bool = False) -> int | None:
 def check_slots(
     spark: SparkSession, num_workers: int, use_gpu: bool = False, collective: str = "torch"
 ) -> int | None:
-    """Returns `count_slots`; raises ValueError for a gang that Spark would retry for minutes, never start."""
+    """Returns `count_slots`; raises ValueError for a gang that Spark would only retry and never start."""
     conf = spark_conf(spark)
     check_fixed_size(conf)
     if use_gpu:

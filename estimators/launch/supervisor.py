@@ -65,7 +65,7 @@ class Supervisor:
                         raise self._final_error(error) from None
                     self.restarts.append(error.first.sentence)
                     _logger.warning(
-                        "the workers are started again (%d of %d times): %s",
+                        "restarting the workers (restart %d of %d): %s",
                         len(self.restarts),
                         self.config.max_restarts,
                         error.first.sentence,
@@ -83,8 +83,8 @@ class Supervisor:
             write_owner(config.run_uri, self.token, launch)
         except OSError as error:
             raise OSError(
-                f"the run's folder {config.run_uri!r} takes no files ({error}); make room there, or give "
-                "access to it, and fit again"
+                f"the run's folder {config.run_uri!r} cannot be written ({error}); free some space there, "
+                "or grant write access, and fit again"
             ) from error
         self._pulse = pulse = Pulse(
             run_uri=config.run_uri, token=self.token, launch=launch, timeout_seconds=config.timeout_seconds
@@ -139,7 +139,7 @@ class Supervisor:
         if not error.may_pass or not self.restarts:
             return WorkerError(failures)
         times = "once" if len(self.restarts) == 1 else f"{len(self.restarts)} times"
-        return WorkerError(failures, f"; the workers had been started again {times} (maxRestarts)")
+        return WorkerError(failures, f"; the workers had already been restarted {times} (maxRestarts)")
 
     def _make_room(self, cause: Failure) -> None:
         """Waits until the workers fit again; if they do not, continues with fewer workers."""

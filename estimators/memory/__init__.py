@@ -1,4 +1,4 @@
-"""Finds the memory of one training step on one rank by running it on fake tensors, which take none."""
+"""Finds the memory of one rank's training step by a run on fake tensors, which allocate nothing."""
 
 from ringspark.estimators.memory.budget import check_budget
 from ringspark.estimators.memory.plan import plan_memory

@@ -96,7 +96,7 @@ def find_host_limit(workers: int, *, same_cgroup: bool = False, root: str = "/")
 
 
 def find_cgroup_limit(root: str = "/") -> int | None:
-    """Returns the bytes that this process's control groups (v1 or v2) leave."""
+    """Returns the bytes that are free in this process's control groups (v1 or v2)."""
     try:
         lines = Path(root, "proc/self/cgroup").read_text().splitlines()
     except OSError:

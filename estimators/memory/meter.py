@@ -26,7 +26,7 @@ Weights = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The highest number of bytes under one weighting, and the bytes of each part at that moment."""
+    """The highest weighted sum of the parts' bytes, and the weighted bytes of each part at that moment."""
 
     total: int
     parts: dict[str, int]

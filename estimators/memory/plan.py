@@ -66,7 +66,7 @@ def plan_memory(
             Workers that share one replica of the network have the same rows.
         loss: A loss that the estimators accept; "auto" is cross entropy for integer labels, else mean
             squared error.
-        parallelism: The mesh; the plan is the plan of the rank that needs most.
+        parallelism: The mesh; the plan describes the rank that needs the most memory.
         budget: Bytes per worker, as an int or as Spark writes sizes ("4g"). If the plan does not fit,
             `suggest` holds up to three plans that fit.
 

@@ -44,7 +44,7 @@ class Planner:
         self._update: UpdateBytes | None = None
 
     def plan(self, budget: int | None = None, budget_name: str = "the budget") -> MemoryPlan:
-        """Returns the config's plan, with settings that fit if it exceeds the budget."""
+        """Returns the config's plan; if it exceeds the budget, the plan suggests settings that fit."""
         plan = self._plan_of(self._config, budget)
         if budget is None:
             return plan

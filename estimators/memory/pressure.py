@@ -190,10 +190,10 @@ def _needs(
 
 
 def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> str:
-    """Names a change that lowers the largest part, and one that always helps."""
+    """Suggests a change that lowers the largest part, and a change that always helps."""
     largest = max(needs, key=lambda part: needs[part])
     if largest == "copy for a checkpoint":
-        first = "set checkpointEverySteps and checkpointEveryEpochs to nothing"
+        first = "leave checkpointEverySteps and checkpointEveryEpochs unset"
     elif largest == "row groups in flight":
         first = "write the shards with smaller row_group_rows"
     elif largest == "kept rows":
@@ -211,7 +211,7 @@ def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> s
 
 
 def choose_cache(num_bytes: int, memory: int | None, disk: int) -> Cache:
-    """Returns "memory" if it has room for twice `num_bytes`, else "disk" if it has, else "none".
+    """Returns "memory", else "disk", if there is room for twice `num_bytes`; "none" if neither has it.
 
     The second half of the memory is left for activations.
     """
@@ -236,7 +236,7 @@ def resolve_cache(
 
 
 def free_disk() -> int:
-    """Returns the free bytes of the disk for temporary files; 0 without one, or if it is memory."""
+    """Returns the free bytes of the disk for temporary files; 0 if there is no disk, or it is a RAM disk."""
     try:
         folder = tempfile.gettempdir()
         free, device = shutil.disk_usage(folder).free, os.stat(folder).st_dev

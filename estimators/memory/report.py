@@ -38,7 +38,7 @@ class MemoryPlan:
         batch: Inputs and labels.
         communication: Buffers that carry gradients or parameters between ranks.
         peak: Maximum of all parts together.
-        at_peak: Part -> bytes at that moment; they add up to `peak`.
+        at_peak: Part -> bytes at the moment of the peak; they add up to `peak`.
         budget: Bytes that the peak is compared with, or None.
         suggest: Other settings that fit the budget, the cheapest first; empty if this plan fits.
         verdict: One sentence on whether the plan fits the budget; "" without a budget.

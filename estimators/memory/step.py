@@ -74,7 +74,7 @@ def measure_step(
     """Counts the bytes of one step in steady state.
 
     Args:
-        config: Config with resolved losses; the columns' rows count, not its `batch_size`.
+        config: Config with resolved losses; its `batch_size` is ignored, the columns give the number of rows.
         empty: The network on the meta device.
         update: Result of an earlier call with the same network, optimizer and batch.
     """
@@ -172,7 +172,7 @@ class FakeStep:
         )
 
     def send(self, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Counts gradients as sent once their bucket and all earlier ones are full."""
+        """Counts gradients as sent once their bucket and all earlier buckets are full."""
         self._unsent = [(bucket, set(bucket)) for bucket in buckets]
 
     def _own_gradient(self, parameter: torch.Tensor) -> None:

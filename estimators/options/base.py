@@ -1,7 +1,7 @@
 """The base class of settings that have several options, and the ranges of values.
 
-One class is the value of a Param, a section of `TrainConfig` and of a job file, and a table of
-docs/settings.md. Nothing here imports torch or Spark.
+A subclass of `Options` defines the value of a Param, a section of `TrainConfig` and of a job file, and a
+table of docs/settings.md. Nothing here imports torch or Spark.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ValueRange:
         holds: Returns whether a value of the right type is accepted.
         rule: Returns the predicate of the error's sentence, "must be ...".
         remedy: The user's remedy, if the rule does not contain it.
-        choices: All values, if they are a few words.
+        choices: All accepted values, if they are a fixed list of words.
     """
 
     holds: Callable[[Any], bool]
@@ -90,12 +90,12 @@ def listed(registry: Callable[[], Iterable[str]], declared: Callable[[], Iterabl
 
 
 def option(allowed: ValueRange, default: Any = MISSING) -> Any:
-    """Declares a field of `Options` with a range; without a default it must be given."""
+    """Declares a field of `Options` with its accepted values; a field without a default is required."""
     return field(default=default, metadata={"allowed": allowed})
 
 
 class _Signature:
-    """The signature of a class by its `__init__`; its `__new__` has no names of options."""
+    """Makes a class's signature from its `__init__`, because its `__new__` does not name the options."""
 
     def __get__(self, instance: object, owner: type) -> inspect.Signature:
         made = inspect.signature(owner.__init__)  # type: ignore[misc]
@@ -110,7 +110,7 @@ class Options:
 
     Attributes:
         NAME: Name of a variant in dicts and files; by default its class name in lower case.
-        SHORTHAND: Name of the option for a value that is no dict; "" for none.
+        SHORTHAND: Name of the option that a plain value sets, such as "stages" for pipeline=2; "" for none.
     """
 
     NAME: ClassVar[str] = ""

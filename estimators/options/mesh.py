@@ -58,7 +58,7 @@ class Mesh(Options):
         expert: Workers with different experts of a mixture of experts, and different rows.
         sequence: Workers that each hold a part of every row: context parallelism.
         plan: Which layers `tensor` shards in a network of your own, such as `{"blocks.*.up": "column",
-            "blocks.*.down": "row"}`; None asks the network.
+            "blocks.*.down": "row"}`; None takes the network's own plan.
         sequence_parallel: Whether layers between the sharded layers of `tensor` work on shards of the tokens.
         context: How attention reaches the keys of other workers along `sequence`: 'ring', 'gather' or
             'ulysses'.
@@ -123,7 +123,7 @@ class Mesh(Options):
             given = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "data 1"
             raise ValueError(
                 f"parallelism's axes must multiply to numWorkers ({num_workers}), got {given} = "
-                f"{math.prod(sizes.values())}; set numWorkers to that, or another axis"
+                f"{math.prod(sizes.values())}; set numWorkers to this product, or change an axis"
             )
         return sizes
 

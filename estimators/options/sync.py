@@ -151,7 +151,7 @@ class DiLoCo(LocalTraining):
             if self.fragments > 1 or self.delay:
                 raise ValueError(
                     f"DiLoCo's fragments ({self.fragments}) and delay ({self.delay}) need a number of steps, "
-                    f"got steps={self.steps!r}"
+                    f"got steps={self.steps!r}; set steps to a number"
                 )
         elif self.steps % self.fragments:
             raise ValueError(
@@ -356,7 +356,7 @@ def read_earlier(sync: Sync) -> dict[str, Any]:
 def write_earlier(sync: Sync, values: Mapping[str, Any]) -> Sync:
     """Returns `sync` as the earlier settings in `values` change it.
 
-    The default of an earlier setting resets `sync` only if it has a variant that this setting made.
+    An earlier setting at its default resets `sync` to AllReduce() only if `sync` is of its variant.
     """
     found = {name: EARLIER[name].write(value) for name, value in values.items()}
     for name, made in found.items():
@@ -369,7 +369,7 @@ def write_earlier(sync: Sync, values: Mapping[str, Any]) -> Sync:
     for name, made in asked.items():
         if sync != AllReduce() and not isinstance(sync, EARLIER[name].variant):
             raise ValueError(
-                f"{name}={values[name]!r} would replace sync={sync!r}; set sync, or take it back first"
+                f"{name}={values[name]!r} would replace sync={sync!r}; set only one, or set sync=None first"
             )
         sync = made
     return sync

@@ -86,7 +86,7 @@ class RunFacts:
 
     @property
     def _so_far(self) -> tuple[int, int, float]:
-        """The latest consistent rows, steps and seconds of all files."""
+        """Rows, steps and seconds of the latest position that any file records."""
         if self.outcome is not None:
             return self.outcome.rows, self.outcome.steps, self.outcome.seconds
         steps, seconds = sum(r.steps for r in self.history), sum(r.seconds for r in self.history)
@@ -106,7 +106,7 @@ def read_run(run_uri: str) -> RunFacts:
     marks = {run_layout.OWNER, run_layout.CONFIG, run_layout.HISTORY, run_layout.RESULT, run_layout.PROGRESS}
     if not names & marks:
         raise ValueError(
-            f"{uri!r} holds no run of a training; give the runUri of one, or a summary's run_uri"
+            f"{uri!r} holds no run; give the runUri of a training, or the run_uri of its summary"
         )
     problems: list[str] = []
 

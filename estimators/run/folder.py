@@ -1,4 +1,4 @@
-"""The folder of one training, from its start over resumes to its end or removal.
+"""Manages the folder of one training: its start, resumes, end and removal.
 
 After a failure, a folder that the user named is kept if it holds a checkpoint. All other folders are removed.
 """
@@ -218,7 +218,7 @@ class RunFolder:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Wraps the training: after a failure it keeps the folder and reports it, or removes it."""
+        """Runs the training in its block; after a failure, keeps the folder and says so, or removes it."""
         try:
             yield
         except BaseException as error:

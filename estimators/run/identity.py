@@ -88,7 +88,7 @@ def _upgrade_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
-    """Returns the differences between the columns and statistics of two writes."""
+    """Returns the differences between the columns and statistics of two writes of the rows."""
     found = []
     columns = [[f"{column.name}: {column.kind}" for column in manifest.columns] for manifest in (old, new)]
     if columns[0] != columns[1]:
@@ -188,7 +188,7 @@ def _describe(given: Any, *, tensors: bool) -> dict[str, Any]:
 
 
 def _settings_of(given: Any) -> Any:
-    """Returns the name of a loss, transform or factory; with settings of it and its layers, if any.
+    """Returns the name of a loss, transform or factory; adds its settings and its layers' settings, if any.
 
     A setting is a constructor argument that is kept under its name; other attributes may be counters.
     """

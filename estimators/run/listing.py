@@ -41,7 +41,7 @@ def list_run_folders(root: str) -> list[ListedRun]:
 
 
 def inspect_run(uri: str, now: float | None = None) -> ListedRun:
-    """Returns the state of a run folder at `now` by the store's clock, by default the local clock."""
+    """Returns the state of a run folder; `now` is the store's time, by default the local time."""
     uri = storage.normalize(uri).rstrip("/")
     if not _is_run(uri):
         raise ValueError(f"{uri} is no run folder; give the runUri of a training")

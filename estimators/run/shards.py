@@ -1,8 +1,8 @@
 """The shards of a run: written once, read again by a resume, and checked at every restart.
 
-Another write of the same DataFrame may order its rows differently, so a resume reads the first files. Unless
-plan and source files prove that the DataFrame is unchanged (`pipelines.reuse`), it is written again and
-compared.
+Another write of the same DataFrame may order its rows differently, so a resume reads the first files. It
+also writes the DataFrame again and compares both writes, except if plan and source files prove that the
+DataFrame is unchanged (`pipelines.reuse`).
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def run_shards(dataset: DataFrame, data: FitData, run: RunFolder) -> tuple[Shard
             raise run.refusal(changed[:5])
         if _digests(manifest) != _digests(written):
             _logger.warning(
-                "the DataFrame has counts and statistics of the run in %r, but gave files with other bytes: "
-                "its rows came in another order, or changed without changing the statistics; the training "
-                "continues with its first rows",
+                "the DataFrame has the same counts and statistics as the run in %r, but its files differ: "
+                "the rows came in another order, or changed without changing the statistics; the training "
+                "continues with the rows that the run wrote first",
                 run.uri,
             )
     if run.result() is None:

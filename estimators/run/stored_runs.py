@@ -40,7 +40,7 @@ class StoredRun:
 def list_runs(root: str, now: float | None = None) -> list[StoredRun]:
     """Returns the runs and shards of fits in the storageUri `root`, the longest idle first.
 
-    `now` is the time by the store's clock, by default by the local clock.
+    `now` is the current time on the store's clock; None takes the local clock.
     """
     root = storage.normalize(root)
     now = time.time() if now is None else now
@@ -75,9 +75,9 @@ def list_runs(root: str, now: float | None = None) -> list[StoredRun]:
 def remove_runs(root: str, older_than_hours: float, *, finished: bool = False) -> list[StoredRun]:
     """Removes runs whose driver died, and unused shards; returns them.
 
-    A run counts as dead after `older_than_hours` without a change. Choose more hours than any fit waits for
-    slots or computes rows, and than a search evaluates. `finished` also removes finished runs; their models
-    must have been saved elsewhere.
+    A run counts as dead after `older_than_hours` without a change. Choose more hours than
+    a live run may take to wait for slots, to compute rows or to evaluate in a search. `finished` also
+    removes finished runs; their models must have been saved elsewhere.
     """
     if not older_than_hours >= LEAST_HOURS:
         raise ValueError(

@@ -22,7 +22,7 @@ from ringspark.pipelines.manifest import MANIFEST_NAME
 
 
 def pinned_version(run_uri: str | None) -> int | None:
-    """Returns the version of the Delta table of a run's first start; None if there is no such run."""
+    """Returns the Delta table's version that a run's first start read; None if there is no such run."""
     if run_uri is None:
         return None
     folder = storage.join(run_uri, run_layout.SHARDS)

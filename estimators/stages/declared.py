@@ -64,7 +64,7 @@ def param_of(setting: Setting[Any]) -> Param[Any]:
 
 
 def getter(setting: Setting[T]) -> Getter[T]:
-    """Returns a getter; an unset setting without a default is None."""
+    """Returns a getter, which returns None for an unset setting without a default."""
 
     def get(self: Params) -> T:
         return value_of(self, setting)
@@ -103,7 +103,7 @@ def value_of(stage: Params, setting: Setting[T]) -> T:
 
 
 def _has(stage: Params, setting: Setting[Any]) -> bool:
-    """Whether the stage has this setting as a Param; a search's `parallelism` is another one, as in Spark."""
+    """Whether the stage has this setting as a Param; a search has Spark's `parallelism`, not this setting."""
     return bool(stage.hasParam(setting.name) and stage.getParam(setting.name).doc == setting.words)
 
 
@@ -183,7 +183,7 @@ class DeclaredParams(Params):
         return ""
 
     def _set(self: S, **values: Any) -> S:
-        """Sets Params by name; None clears one, in setters as in constructors."""
+        """Sets Params by name; the value None clears a Param, in setters as in constructors."""
         for name in [name for name, value in values.items() if value is None]:
             self.clear(self.getParam(name))
             del values[name]

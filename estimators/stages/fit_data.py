@@ -1,6 +1,6 @@
 """Writes the shards of a DataFrame once for all fits that read the same columns and rows.
 
-The first fit of a `CrossValidator`'s fold writes it, and the last one removes it.
+The first fit of a `CrossValidator`'s fold writes the shards, and the last fit removes them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FitData:
     """The columns and rows of one fit; fits with equal values can share one write.
 
     Attributes:
-        seed: Seed of the random hold-out; 0 without one, so that fits with other seeds share the write.
+        seed: Seed of the random hold-out; 0 without a hold-out, so that all seeds share the write.
         kinds: Column types by column, as JSON text of the setting `columns`.
         root: Parent of the folder with the shards, or the run's folder that the user named.
         imports: Modules that the tasks of the write also import.

@@ -52,7 +52,7 @@ class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCo
             return names
         if num_outputs != 1:
             raise ValueError(
-                f"the model has {num_outputs} outputs, predictionCol names one column; set "
+                f"the model has {num_outputs} outputs, but predictionCol names one column; set "
                 f"predictionCols=[...] with {num_outputs} names"
             )
         return [self.getPredictionCol()]
@@ -96,5 +96,5 @@ def check_thresholds(thresholds: Sequence[float], num_classes: int) -> None:
     if not all(threshold >= 0 for threshold in thresholds) or sum(t == 0 for t in thresholds) > 1:
         raise ValueError(
             f"thresholds must not be negative and at most one may be 0, got {list(thresholds)}; "
-            "a class's threshold is what its probability is divided by"
+            "the probability of each class is divided by its threshold"
         )

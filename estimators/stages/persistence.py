@@ -54,8 +54,8 @@ Stage = TypeVar("Stage", bound=Any)
 class Description:
     """The content of `ringspark.json`; a model adds fields.
 
-    `model` is the spec of a ModelSpec. Only `objects.pkl` holds the Params `objects`; `modules` are
-    descriptions of networks, by Param.
+    `model` is a ModelSpec as JSON. `objects` names the Params that only `objects.pkl` holds. `modules` has
+    the descriptions of networks, by Param.
     """
 
     model: str | None
@@ -246,8 +246,8 @@ def meaning_of(path: str) -> str:
     found = resolve(session, path)
     if path.startswith("/dbfs/") and found.startswith("file://"):
         raise ValueError(
-            f"{path!r} is {'dbfs:' + path!r} to Spark, and to Python the mount of {'dbfs:' + path[5:]!r}; "
-            "give one of these two"
+            f"{path!r} means {'dbfs:' + path!r} to Spark, but {'dbfs:' + path[5:]!r} to Python; give one of "
+            "these two URIs"
         )
     return storage.normalize(found)
 
@@ -325,11 +325,11 @@ def allows_pickle() -> bool:
 
 def _load_objects(path: str, uri: str, names: Sequence[str]) -> dict[str, Any]:
     if not allows_pickle():
-        network = "; a network can be trained only by its class, which that code is"
+        network = "; the code is the network's class, and the network can be trained only by its class"
         network = network if "model" in names else ""
         raise ValueError(
             f"{path} holds pickled Python code for {list(names)}, which runs when it is loaded{network}; if "
-            f"you trust whoever wrote it set {ALLOW_PICKLE}=1, or save a model made by ModelSpec instead"
+            f"you trust its author, set {ALLOW_PICKLE}=1, or save a model made by ModelSpec instead"
         )
     file = storage.join(uri, OBJECTS)
     if not storage.exists(file):
@@ -338,7 +338,7 @@ def _load_objects(path: str, uri: str, names: Sequence[str]) -> dict[str, Any]:
         objects: dict[str, Any] = user_code.loads(storage.read_bytes(file))
     except Exception as error:  # unpickling runs any code
         raise ValueError(
-            f"{path}/{OBJECTS} cannot be read here ({type(error).__name__}: {error}); the packages of its "
-            "code must be installed as they were where it was written"
+            f"{path}/{OBJECTS} cannot be read here ({type(error).__name__}: {error}); install the "
+            "packages that were installed where the stage was saved"
         ) from error
     return objects

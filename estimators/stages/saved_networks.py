@@ -44,7 +44,7 @@ def save_program(uri: str, param: str, program: Program) -> dict[str, Any]:
 
 
 def load_network(uri: str, param: str, description: Mapping[str, Any], *, is_fitted: bool) -> nn.Module:
-    """Returns a Param's network; a fitted model's without weights, which are in its checkpoint."""
+    """Returns a Param's network; a fitted model's network gets its weights from a checkpoint later."""
     if PROGRAM in description:
         return _load_program(uri, param)
     if is_fitted:

@@ -114,8 +114,8 @@ def settings_without_effect(stage: _TrainingParams, on_shards: bool) -> Iterator
     schedule, epochs = given["batchSizeSchedule"], given["epochs"]
     if schedule and schedule[0][0] <= epochs < schedule[-1][0]:
         yield (
-            f"batchSizeSchedule has {schedule[-1][1]} rows from epoch {schedule[-1][0]} on, and there are "
-            f"{epochs} epochs"
+            f"batchSizeSchedule has {schedule[-1][1]} rows from epoch {schedule[-1][0]} on, but there are "
+            f"only {epochs} epochs"
         )
     for setting in was_set if on_shards else []:
         if setting.is_for_writing:

@@ -44,7 +44,7 @@ class RunEnd:
     """The end of a training.
 
     Attributes:
-        error: The failure's sentence, if it did not finish.
+        error: One sentence about the failure, if the training did not finish.
         model: The fitted stage, if it finished.
     """
 

@@ -136,8 +136,8 @@ class MlflowRun(Listener):
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning(
-                    "MLflow at %s took nothing (%s); the training continues, metrics are sent once it "
-                    "answers, and metrics that it has not taken by the end of the training are lost",
+                    "MLflow at %s accepts no data (%s); the training continues and sends its metrics once "
+                    "MLflow answers; metrics that are still unsent at the end of the training are lost",
                     _without_secrets(self._uri),
                     _short(error),
                 )
@@ -270,7 +270,7 @@ class MlflowRun(Listener):
                 _connect(self._uri)
                 self._client.log_inputs(run.info.run_id, inputs)
         except MlflowException as error:
-            _log.warning("MLflow did not take the record of the data (%s); the run lacks it", _short(error))
+            _log.warning("MLflow refused the facts about the data (%s); the run lacks them", _short(error))
 
     def _log_files(self) -> None:
         for name in (run_layout.HISTORY, run_layout.CONFIG):

@@ -35,7 +35,7 @@ class MlflowTracker(Tracker):
     Attributes:
         tracking_uri: Address of the server or database; default: `mlflow.get_tracking_uri()`.
         registry_uri: Address of the model registry, such as "databricks-uc"; default: MLflow's own choice.
-        experiment: Name of the experiment, created if needed; default: the parent's, else MLflow's.
+        experiment: Name of the experiment, created if needed; default: the parent run's, else the active one.
         run_name: Name of the run; default: the stage's uid.
         tags: Further tags of the run.
         log_model: Whether to log the fitted stage, as a `pyfunc` that needs no Spark session.

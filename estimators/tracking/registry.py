@@ -67,10 +67,10 @@ def _make_tracker(entry: Any) -> Tracker:
 
 
 class FunctionTracker(Tracker):
-    """Calls `function(event)` on the driver, with a dict of "event", "run" (the stage's uid) and more.
+    """Calls `function(event)` on the driver, with a dict of "event", "run" (the stage's uid) and more keys.
 
-    "start": settings, data, run_uri, resumed; "progress", "step" and "epoch": their records' fields; "end":
-    status, error, model.
+    The event "start" adds settings, data, run_uri and resumed. "progress", "step" and "epoch" add the fields
+    of their records. "end" adds status, error and model.
     """
 
     def __init__(self, function: Callable[[dict[str, Any]], Any]) -> None:

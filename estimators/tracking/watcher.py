@@ -157,7 +157,7 @@ class _Channel:
         try:
             listener = self._tracker.start(self._run)
         except Exception as error:
-            self._warn(error, "receives nothing of this training")
+            self._warn(error, "receives nothing")
         self._begun = None
         while (entry := self.calls.get()) is not None:
             call, always = entry
@@ -171,13 +171,13 @@ class _Channel:
                 failures += 1
                 if failures in (1, MAX_FAILURES):
                     self._warn(
-                        error, "receives only the end" if failures == MAX_FAILURES else "may lack a part"
+                        error, "receives only the end" if failures == MAX_FAILURES else "may miss events"
                     )
             self._begun = None
 
     def _warn(self, error: Exception, effect: str) -> None:
         _log.warning(
-            "the tracker %s failed (%s: %s) and %s; the training continues",
+            "the tracker %s failed (%s: %s) and %s of this training, which continues",
             self.name,
             type(error).__name__,
             storage.redact_text(str(error).split("\n", 1)[0])[:300],

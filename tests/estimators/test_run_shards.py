@@ -162,5 +162,5 @@ def test_rows_that_only_statistics_prove_equal_are_told(
     assert manifest.uri == f"{run.uri}/{run_layout.SHARDS}"
     assert files_of(run) == begun
     (told,) = [record.getMessage() for record in caplog.records]
-    assert "but gave files with other bytes" in told
-    assert "continues with its first rows" in told
+    assert "but its files differ" in told
+    assert "continues with the rows that the run wrote first" in told

@@ -115,7 +115,7 @@ def test_after_a_failure_a_rank_that_waits_for_ever_is_not_waited_for(ended: boo
     # Two heartbeat periods plus one second after the failure became known.
     assert when == 30 + 2 * interval_seconds(patience) + 1
     assert "no progress" in hung.reason
-    assert "another has failed" in hung.reason
+    assert "another worker has failed" in hung.reason
 
 
 def test_after_a_failure_ranks_that_end_by_themselves_are_not_blamed() -> None:

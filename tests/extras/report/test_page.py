@@ -202,7 +202,7 @@ def test_a_run_that_failed_before_its_first_epoch_says_why(make_shards: MakeShar
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no run of a training; give the runUri of one"):
+    with pytest.raises(ValueError, match=r"holds no run; give the runUri of a training"):
         report(tmp_path, tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
 

@@ -82,7 +82,7 @@ def test_what_changes_nothing_is_said(spark: Any) -> None:
         "scaleLearningRate has no effect: batchSize is its base_batch_size in every epoch"
     ]
     assert said(epochs=1) == ["batchSizeSchedule has no effect: it begins after the last epoch"]
-    assert said(epochs=3) == ["batchSizeSchedule has 64 rows from epoch 4 on, and there are 3 epochs"]
+    assert said(epochs=3) == ["batchSizeSchedule has 64 rows from epoch 4 on, but there are only 3 epochs"]
 
 
 def test_short_trainings_have_one_batch_size_and_the_rate_that_they_are_given(spark: Any) -> None:
