@@ -49,9 +49,11 @@ _WIDTHS, _WIDTH = 2_048, 12
 # Below this share of the mean, float32 rounds a hundredth of the deviation away.
 _FEW_DIGITS = 100 * 2.0**-24
 _ROWS_PER_STEP = 256
-_STEPS, _MAX_EPOCHS = 5_000, 100
-# A table whose rows fit fewer times into these steps is large.
-_FEW_EPOCHS = 8
+_STEPS = 5_000
+# Members and weights are chosen after each epoch, so there must be a choice.
+_MIN_EPOCHS, _MAX_EPOCHS = 2, 100
+# A table is large if it has too many rows for so many epochs.
+_FEW_EPOCHS = 4
 
 Plans = dict[tuple[Any, ...], TablePlan]
 """Inputs, label and held-out rows -> the plan."""
@@ -332,11 +334,12 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
     batch = _ROWS_PER_STEP
     while batch > 32 and plan.rows < 20 * batch:
         batch //= 2
-    fitting = _STEPS // max(1, plan.rows // batch)
-    is_large = fitting < _FEW_EPOCHS
-    batch = given("batchSize", 4 * batch if is_large else batch)
-    epochs = given("epochs", max(1, min(_MAX_EPOCHS, fitting)))
-    steps = max(1, plan.rows // batch)
+    is_large = plan.rows * _FEW_EPOCHS > _STEPS * batch
+    used = given("batchSize", 4 * batch if is_large else batch)
+    # Larger batches do not pass over the rows more often.
+    passes = _STEPS // max(1, plan.rows // min(used, batch))
+    epochs = given("epochs", max(_MIN_EPOCHS, min(_MAX_EPOCHS, passes)))
+    batch, steps = used, max(1, plan.rows // used)
     is_pack = network == "tabpack"
     undecayed = ["*bias*", "head.*"] if is_pack else ["*bias*", "*.inputs", "*.outputs"]
     if plan.kind.cardinalities:

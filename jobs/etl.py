@@ -4,7 +4,7 @@
     spark-submit --py-files dist/ringspark-0.1.0.zip jobs/etl.py --output s3a://bucket/flights
 
 Writes two Parquet folders below `--output`: `train` with months 1 to 9, and `test` with the last months. In
-`train`, `is_validation` marks one day in 20: whole days, because flights of one day are alike.
+`train`, `is_validation` marks every 13th day: whole days, because flights of one day are alike.
 
 With `--shards`, Spark's own stages also encode the training rows: `features` is their pipeline, fitted on
 months 1 to 8. The rows go to `shards`, with month 9 for validation; their manifest is written last.
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 SPLITS = ("train", "validation", "test")
+RESULTS = ("shards", "features", "train", "test")
 
 
 def build_parser() -> cli.JobParser:
@@ -62,9 +63,10 @@ def run(args: argparse.Namespace) -> None:
 
     with cli.spark("ringspark etl", args.master) as spark, ExitStack() as kept:
         root = resolve(spark, args.output)
-        results = storage.join(root, "test")
-        if not args.overwrite and storage.exists(results):
-            raise ValueError(f"there are results in {results} already; give --overwrite or another --output")
+        results = [storage.join(root, name) for name in RESULTS]
+        found = [uri for uri in results if storage.exists(uri)]
+        if found and not args.overwrite:
+            raise ValueError(f"there are results in {found[0]} already; give --overwrite or another --output")
         raw = args.raw or _unpack(root)
         tables = flights.read_tables(spark, raw)
         num_flights, num_dropped = tables["flights"].agg(
@@ -87,7 +89,12 @@ def run(args: argparse.Namespace) -> None:
         )
         print("etl: " + ", ".join(f"{counts[split]:,} {split}" for split in SPLITS) + " rows", flush=True)
 
-        is_validation = F.pmod(F.xxhash64(F.to_date("time_hour")), F.lit(20)) == 0
+        # Days of New York, which no flight begins in its first hour: so daylight saving does not matter.
+        day = F.floor((F.unix_timestamp("time_hour") - 5 * 3600) / 86_400)
+        # Results of another call would look as if they belonged to these.
+        for uri in found:
+            storage.remove(uri, recursive=True)
+        is_validation = F.pmod(day, F.lit(13)) == 0
         train = rows.where("split != 'test'").withColumn("is_validation", is_validation)
         for name, part in (("train", train), ("test", rows.where("split = 'test'").drop("split"))):
             part.write.mode("overwrite").parquet(storage.join(root, name))
@@ -100,16 +107,14 @@ def _write_shards(train: DataFrame, root: str, num_files: int | None) -> None:
     from ringspark.jobs import flights
     from ringspark.pipelines import write_shards
 
-    shards = storage.join(root, "shards")
-    # Remove the old shards first: after a crash between the new features and the new shards, the old
-    # shards would look complete, but other features encoded them.
-    storage.remove(shards, recursive=True)
     features = flights.feature_pipeline().fit(train.where("split = 'train'"))
     features.write().overwrite().save(storage.join(root, "features"))
     encoded: DataFrame = features.transform(train).selectExpr(
         "categorical", "numeric", "label", "split = 'validation' AS is_validation"
     )
-    manifest = write_shards(encoded, shards, num_files=num_files, validation_col="is_validation")
+    manifest = write_shards(
+        encoded, storage.join(root, "shards"), num_files=num_files, validation_col="is_validation"
+    )
     print(f"etl: {manifest.num_rows:,} rows in {len(manifest.files)} files at {manifest.uri}")
 
 

@@ -72,7 +72,7 @@ def flights_root(options: argparse.Namespace) -> Path:
     """Returns the results of jobs/etl.py below `--root`. Runs the job if they are missing."""
     root = Path(options.root).resolve()
     # The manifest is written last, so its presence means that all files are complete.
-    if not (root / "shards" / "manifest.json").exists():
+    if not all((root / file).exists() for file in ("train", "test", "shards/manifest.json")):
         few = ["--shards", *(["--fraction", TINY_FRACTION] if options.tiny else [])]
         subprocess.run([sys.executable, str(JOBS / "etl.py"), "--output", str(root), *few], check=True)
     return root

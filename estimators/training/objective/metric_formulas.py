@@ -84,13 +84,10 @@ def curve_mean(metric: Any, curve: Curve, needs_negatives: bool) -> torch.Tensor
 class Temperature:
     """The divisor of the logits with the smallest log loss, with torchmetrics' protocol.
 
-    It sums the log losses of a grid of divisors, from 1/8 to 8, and fits a parabola around the smallest. With
-    two classes, each divisor has the best shift of the log odds: newer rows often have other shares of the
-    classes, and a divisor alone would answer with probabilities far from all shares.
+    It sums the log losses of a grid of divisors, from 1/8 to 8, and fits a parabola around the smallest.
     """
 
-    def __init__(self, num_classes: int) -> None:
-        self._is_binary = num_classes == 2
+    def __init__(self) -> None:
         self._logs = torch.linspace(-3, 3, 61, dtype=torch.float64) * math.log(2)
         self.reset()
 
@@ -98,15 +95,6 @@ class Temperature:
         self.metric_state: dict[str, torch.Tensor] = {}
 
     def update(self, logits: torch.Tensor, label: torch.Tensor) -> None:
-        if self._is_binary:
-            # Rows and sums of the log odds in 2,048 bins per label, which hold all that `compute` needs.
-            odds = (logits[:, 1] - logits[:, 0]).double().clamp(-32, 32)
-            index = ((odds + 32) * 32).long().clamp(0, 2047) + 2048 * label
-            bins = torch.zeros(2, 4096, dtype=torch.float64, device=odds.device)
-            bins[0].index_add_(0, index, torch.ones_like(odds))
-            bins[1].index_add_(0, index, odds)
-            self.merge_state({"bins": bins})
-            return
         sums = [
             functional.cross_entropy(logits / divisor, label, reduction="sum")
             for divisor in self._logs.exp().tolist()
@@ -118,7 +106,7 @@ class Temperature:
         self.metric_state = {k: v + own[k] if own else v for k, v in other.items()} or own
 
     def compute(self) -> torch.Tensor:
-        losses = self._shifted_losses() if self._is_binary else self.metric_state["log_losses"].double().cpu()
+        losses = self.metric_state["log_losses"].double().cpu()
         if not losses.isfinite().all():
             return torch.tensor(nan)
         best, step, shift = int(losses.argmin()), float(self._logs[1] - self._logs[0]), 0.0
@@ -127,23 +115,6 @@ class Temperature:
             # Flat losses, such as those of equal logits, have no curvature.
             shift = (before - after) / (2 * max(before - 2 * at + after, 1e-300))
         return (self._logs[best] + step * max(-0.5, min(0.5, shift))).exp()
-
-    def _shifted_losses(self) -> torch.Tensor:
-        """Returns the log loss of each divisor with its best shift."""
-        rows, sums = self.metric_state["bins"].cpu()
-        if not rows[:2048].any() or not rows[2048:].any():
-            return torch.full_like(self._logs, nan)  # rows of one class fit any divisor
-        odds = (sums / rows.clamp_min(1)) / self._logs.exp()[:, None]  # (divisors, bins)
-        signs = torch.ones(4096, dtype=torch.float64)
-        signs[:2048] = -1.0
-        low, high = torch.full_like(self._logs, -64.0), torch.full_like(self._logs, 64.0)
-        for _ in range(40):
-            shift = (low + high) / 2
-            # Positive while the mean probability of class 1 is below its share.
-            slope = ((torch.sigmoid(-signs * (odds + shift[:, None])) * signs) * rows).sum(1)
-            low, high = torch.where(slope > 0, shift, low), torch.where(slope > 0, high, shift)
-        losses: torch.Tensor = -(functional.logsigmoid(signs * (odds + low[:, None])) * rows).sum(1)
-        return losses
 
     def to(self, device: torch.device) -> Temperature:
         return self

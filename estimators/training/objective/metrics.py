@@ -5,7 +5,7 @@ more classes they are averages over the classes (macro); only "f1_weighted", whi
 class by its rows. "auroc" and
 "average_precision" need all rows at once: every rank holds 8 bytes for each row and class of the whole split.
 "temperature" is the number by which logits must be divided for the smallest log loss: above 1, the network is
-too sure of itself. With two classes, a constant may be added, too, for data with other shares of the classes.
+too sure of itself.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ METRICS: dict[str, MetricInfo] = {
     "auroc": _curve("AUROC", auroc, needs_negatives=True),
     "average_precision": _curve("AveragePrecision", average_precision, needs_negatives=False),
     "log_loss": _mean("classification", "log_losses"),
-    "temperature": MetricInfo(make=Temperature, takes="logits", higher_is_better=False),
+    "temperature": MetricInfo(make=lambda num_classes: Temperature(), takes="logits", higher_is_better=False),
     "mse": _error("MeanSquaredError"),
     "rmse": _error("MeanSquaredError", squared=False),
     "mae": _error("MeanAbsoluteError"),

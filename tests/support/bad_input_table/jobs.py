@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from bad_input_table.place import BadInput, Place, RefusedError, gone
 
 R = BadInput
@@ -14,8 +17,8 @@ JOB_LINES = [
       "--fraction", "at most 1, got '2'", RefusedError),
     R("etl: results there", lambda p: p.job("etl", "--no-overwrite", "--output", with_results(p)),
       "there are results in", "give --overwrite or another --output", RefusedError),
-    R("train: no shards", lambda p: p.job("train", "--data", p.prepared()),
-      "holds no shards", "write them", RefusedError),
+    R("train: no rows", lambda p: p.job("train", "--data", p.prepared()),
+      "no rows at", "run jobs/etl.py", RefusedError),
     R("train: no worker", lambda p: p.job("train", "--num-workers", "0"),
       "--num-workers", "must be at least 1, got 0", RefusedError),
     R("train: text as a rate", lambda p: p.job("train", "--learning-rate", "x"),
@@ -47,16 +50,14 @@ def with_unfinished_run(place: Place) -> str:
     """Returns a job's folder that has a checkpoint of a training."""
 
     def damage(folder: Path) -> None:
-        found = list(folder.iterdir())
-        (folder / "shards").mkdir()
-        for path in found:
-            path.rename(folder / "shards" / path.name)
+        (folder / "train").mkdir()
+        pq.write_table(pa.table({"label": [0, 1]}), folder / "train" / "rows.parquet")
         run = folder / "runs" / "current"
         (run / "checkpoints" / "step-0000000001").mkdir(parents=True)
         for name in ("owner.json", "run.json", "checkpoints/step-0000000001/checkpoint.json"):
             (run / name).write_text("{}")
 
-    return place.prepared("shards", damage)
+    return place.prepared("", damage)
 
 
 def with_results(place: Place) -> str:
